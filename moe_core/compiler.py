@@ -1,0 +1,88 @@
+"""From a launch of a plan to a compiled kernel. Needs Triton, but no GPU and no framework."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from moe_core import dtypes
+from moe_core.errors import Unsupported
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
+from moe_core.target import Target
+
+_SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
+_POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
+
+
+def load_kernel(name: str) -> Any:
+    """The `@triton.jit` function `"module:function"` of `moe_core.kernels`. Raises Unsupported without Triton."""
+    module, function = name.split(":")
+    try:
+        return getattr(importlib.import_module(f"moe_core.kernels.{module}"), function)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("triton"):
+            raise
+        raise Unsupported(
+            "kernels need Triton, which is not installed here (it exists for Linux); "
+            "on a CPU the NumPy reference engine works without it: unset TRITON_INTERPRET"
+        ) from error
+
+
+def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str, str], ...]:
+    """(parameter, Triton type) of every argument: `("x", "*bf16")`, `("num_tokens", "i32")`, `("BLOCK_M", "constexpr")`."""
+    signature = []
+    for name, value in launch.arguments:
+        if isinstance(value, Pointer):
+            kind = "*" + dtypes.triton_name(plan.spec(value.buffer).dtype)
+        elif isinstance(value, Constant):
+            kind = "constexpr"
+        else:
+            kind = _SCALAR_TYPES[value.dtype]
+        signature.append((name, kind))
+    return tuple(signature)
+
+
+def compile_launch(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Any:
+    """Triton's compiled kernel (`.asm["cubin"]`, `.metadata`) of one launch, cached for the process.
+
+    The same request gives the same kernel whatever the framework: types come from the plan's specs, every pointer is
+    16-byte aligned, and no run-time value is specialised.
+    """
+    constants = tuple((name, value.value) for name, value in launch.arguments if isinstance(value, Constant))
+    return _compile(
+        launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages, target.arch
+    )
+
+
+@functools.cache
+def _compile(
+    kernel: str,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    num_warps: int,
+    num_stages: int,
+    arch: int,
+) -> Any:
+    function = load_kernel(kernel)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if not hasattr(function, "cache_key"):
+        raise Unsupported(
+            "kernels were imported under TRITON_INTERPRET=1 and cannot be compiled in this process; "
+            "unset it and start a new process to use the GPU"
+        )
+    expected = list(function.arg_names)
+    assert [name for name, _ in signature] == expected, f"{kernel} takes {expected}, the plan gives {signature}"
+    attributes = {
+        (index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")
+    }
+    source = ASTSource(function, dict(signature), dict(constants), attributes)
+    # Floating-point fusion is stated because Triton's default for it changes between versions.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    scratch = getattr(compiled.metadata, "global_scratch_size", 0)
+    assert not scratch, f"{kernel} needs {scratch} bytes of Triton's global scratch, which plans do not provide"
+    return compiled

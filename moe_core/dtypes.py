@@ -1,0 +1,71 @@
+"""Canonical dtype names and what each system calls them.
+
+A dtype is a plain string everywhere in the core (`"bfloat16"`), so that specs hash and print alike in every framework.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from moe_core.errors import InvalidInput
+
+_NUMPY: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float64": np.float64,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "int64": np.int64,
+    "int32": np.int32,
+    "int8": np.int8,
+    "uint32": np.uint32,
+    "uint8": np.uint8,
+    "bool": np.bool_,
+}
+_TRITON = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4nv",
+    "int64": "i64",
+    "int32": "i32",
+    "int8": "i8",
+    "uint32": "u32",
+    "uint8": "u8",
+    "bool": "u8",
+}
+#: dtypes a matrix product takes and gives.
+MATMUL_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def canonical(dtype: Any) -> str:
+    """The canonical name of a NumPy, ml_dtypes, torch or JAX dtype, or of a name: `torch.bfloat16` -> `"bfloat16"`."""
+    name = dtype if isinstance(dtype, str) else str(getattr(dtype, "name", dtype))
+    name = name.removeprefix("torch.")
+    if name not in _NUMPY:
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            pass
+    if name not in _NUMPY:
+        raise InvalidInput(f"dtype must be one of {', '.join(_NUMPY)}, got {dtype!r}; convert the array first")
+    return name
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return np.dtype(_NUMPY[dtype]).itemsize
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The NumPy (or ml_dtypes) dtype of a canonical name."""
+    return np.dtype(_NUMPY[dtype])
+
+
+def triton_name(dtype: str) -> str:
+    """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`). Booleans are bytes, so kernels see `"u8"`."""
+    return _TRITON[dtype]

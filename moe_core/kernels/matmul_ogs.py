@@ -1,0 +1,153 @@
+"""Ragged grouped matmul with fused gather, bias, activation, row weight and scatter.
+
+    for each (row block b, expert e) of the schedule, for each column tile:
+        rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
+        y[scatter(rows)] = cast(act(x[gather(rows)] @ w[e] + bias[e]) * row_weight)
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.kernels.activation import activate, activate_gated
+
+
+@triton.jit
+def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row block, column tile): GROUP_M row blocks share each column tile before the next, so weights stay in L2."""
+    per_group = GROUP_M * TILES_N
+    first = (pid // per_group) * GROUP_M
+    height = tl.minimum(num_blocks - first, GROUP_M)
+    return first + (pid % per_group) % height, (pid % per_group) // height
+
+
+@triton.jit
+def layer_offset(layer, NUM_LAYERS: tl.constexpr):
+    """(layer index inside the array, whether the requested one was): an index outside must not read elsewhere."""
+    wanted = tl.load(layer)
+    inside = (wanted >= 0) & (wanted < NUM_LAYERS)
+    return tl.where(inside, wanted, 0).to(tl.int64), inside
+
+
+@triton.jit
+def load_weight(
+    base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """One weight tile [BLOCK_K, columns], masked only where the sizes do not divide."""
+    pointers = base + k[:, None] * K_STRIDE + columns[None, :] * N_STRIDE
+    if EVEN_K and EVEN_N:
+        return tl.load(pointers)
+    elif EVEN_K:
+        return tl.load(pointers, mask=(columns < N)[None, :], other=0.0)
+    elif EVEN_N:
+        return tl.load(pointers, mask=(k < D)[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=(k < D)[:, None] & (columns < N)[None, :], other=0.0)
+
+
+@triton.jit
+def matmul_ogs(
+    x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
+    num_blocks, num_rows,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
+    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
+
+    schedule None = dense: every row belongs to the only expert and num_rows rows exist.
+    """
+    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
+    # Rows of this block: where they start in the layout, which exist, which slot each is.
+    if schedule is None:
+        expert = 0
+        rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists = rows < num_rows
+        slots = rows
+    else:
+        expert = tl.load(schedule + 2 * block + 1)
+        if expert < 0:
+            return
+        within = tl.load(schedule + 2 * block) * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists = within < tl.load(group_sizes + expert)
+        rows = tl.load(group_start + expert).to(tl.int64) + within
+        slots = tl.load(slot_of_row + rows, mask=exists, other=0).to(tl.int64)
+    if GATHER == "token":
+        x_rows = slots // TOP_K
+    elif GATHER == "slot":
+        x_rows = slots
+    else:
+        x_rows = rows
+    layer_index = tl.full((), 0, tl.int64)
+    layer_exists = True
+    if layer is not None:
+        layer_index, layer_exists = layer_offset(layer, NUM_LAYERS)
+
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    even_k: tl.constexpr = D % BLOCK_K == 0
+    even_n: tl.constexpr = N % BLOCK_N == 0
+    weight_offset = layer_index * LAYER_STRIDE + tl.cast(expert, tl.int64) * EXPERT_STRIDE
+    first = weight + weight_offset
+    second = first
+    if GATE_LAYOUT == "separate":
+        second = up + weight_offset
+    elif GATE_LAYOUT == "halves":
+        second = first + N * N_STRIDE
+    x_pointers = x + x_rows[:, None] * X_STRIDE + k[None, :]
+    wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+
+    if GATE_LAYOUT == "interleaved":
+        accumulator = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
+    else:
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up_accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, D, BLOCK_K):
+        if even_k:
+            x_tile = tl.load(x_pointers + start, mask=exists[:, None], other=0.0)
+        else:
+            x_tile = tl.load(x_pointers + start, mask=exists[:, None] & (start + k < D)[None, :], other=0.0)
+        if GATE_LAYOUT == "interleaved":
+            w_tile = load_weight(first, start + k, wide, D, 2 * N, K_STRIDE, N_STRIDE, even_k, even_n)
+        else:
+            w_tile = load_weight(first, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
+        accumulator = tl.dot(x_tile, w_tile, accumulator, input_precision=INPUT_PRECISION)
+        if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+            up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
+            up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
+
+    bias_row = (layer_index * BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * WEIGHT_N
+    if GATE_LAYOUT == "interleaved":
+        if bias is not None:
+            accumulator += tl.load(bias + bias_row + wide, mask=wide < 2 * N, other=0.0).to(tl.float32)[None, :]
+        gate, second_half = tl.split(tl.reshape(accumulator, (BLOCK_M, BLOCK_N, 2)))
+        result = activate_gated(gate, second_half, ACTIVATION, ALPHA, LIMIT)
+    else:
+        if bias is not None:
+            accumulator += tl.load(bias + bias_row + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        if GATE_LAYOUT == "halves":
+            if bias is not None:
+                extra = tl.load(bias + bias_row + N + columns, mask=columns < N, other=0.0)
+                up_accumulator += extra.to(tl.float32)[None, :]
+            result = activate_gated(accumulator, up_accumulator, ACTIVATION, ALPHA, LIMIT)
+        elif GATE_LAYOUT == "separate":
+            if up_bias is not None:
+                up_row = (layer_index * UP_BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * N
+                extra = tl.load(up_bias + up_row + columns, mask=columns < N, other=0.0)
+                up_accumulator += extra.to(tl.float32)[None, :]
+            result = activate_gated(accumulator, up_accumulator, ACTIVATION, ALPHA, LIMIT)
+        elif ACTIVATION is not None:
+            result = activate(accumulator, ACTIVATION)
+        else:
+            result = accumulator
+    if row_weight is not None:
+        result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
+    if layer is not None:
+        result = tl.where(layer_exists, result, float("nan"))
+    y_rows = slots if SCATTER == "slot" else rows
+    mask = exists[:, None] & (columns < N)[None, :]
+    tl.store(y + y_rows[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)

@@ -1,0 +1,81 @@
+"""From slots to tokens, in a fixed order; and row scaling and zeroing."""
+
+import triton
+import triton.language as tl
+
+from moe_core.kernels.activation import sigmoid
+
+
+@triton.jit
+def reduce(
+    y,
+    row_of_slot,
+    shared,
+    shared_gate,
+    out,
+    num_tokens,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED_STRIDE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order.
+
+    A slot without a row (-1) is skipped and its memory never read.
+    """
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tokens < num_tokens
+    mask = inside[:, None] & (columns < WIDTH)[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    if UNROLL:
+        for k in tl.static_range(TOP_K):
+            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, WIDTH, BY_ROW)
+    else:
+        for k in range(TOP_K):
+            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, WIDTH, BY_ROW)
+    if shared is not None:
+        extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
+        extra = extra.to(tl.float32)
+        if shared_gate is not None:
+            extra *= sigmoid(tl.load(shared_gate + tokens, mask=inside, other=0.0))[:, None]
+        total += extra
+    tl.store(out + tokens[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _slot(y, row_of_slot, slots, inside, columns, mask, WIDTH: tl.constexpr, BY_ROW: tl.constexpr):
+    """The fp32 contribution of one slot per token; zeros, unread, where the slot has no row."""
+    rows = tl.load(row_of_slot + slots, mask=inside, other=-1)
+    source = rows.to(tl.int64) if BY_ROW else slots
+    present = mask & (rows >= 0)[:, None]
+    return tl.load(y + source[:, None] * WIDTH + columns[None, :], mask=present, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_rows(
+    x, weights, y, num_rows, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """y[r] = x[r] * weights[r], in fp32, one cast."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    weight = tl.load(weights + rows, mask=rows < num_rows, other=0.0)
+    value = tl.load(x + rows[:, None] * X_STRIDE + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + rows[:, None] * WIDTH + columns[None, :], (value * weight[:, None]).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_rows(markers, y, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """y[r] = 0 where markers[r] is -1: rows no expert writes."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    absent = tl.load(markers + rows, mask=rows < num_rows, other=0) < 0
+    if tl.sum(absent.to(tl.int32), axis=0) > 0:
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=y.dtype.element_ty)
+        for start in range(0, WIDTH, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            mask = absent[:, None] & (columns < WIDTH)[None, :]
+            tl.store(y + rows[:, None] * WIDTH + columns[None, :], zeros, mask=mask)

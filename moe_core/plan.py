@@ -1,0 +1,325 @@
+"""Plans: what will run, decided in pure Python over specs, before any array exists.
+
+A `LaunchPlan` is frozen and printable. It names its inputs, outputs and scratch buffers and the ordered steps between
+them; a step is a Triton kernel launch or, for the CPU reference engine, a call of a NumPy twin. Its key is the
+truncated SHA-256 of the canonical whole plan, kernel sources included, so equal keys mean equal results.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import pathlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core import codec
+from moe_core.arrays import ArraySpec
+from moe_core.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.target import Target
+
+#: Key characters. Strings of up to 7 bytes are stored inline by the FFI that carries keys through XLA.
+KEY_LENGTH = 7
+#: Every buffer of the scratch arena starts at a multiple of this many bytes.
+SCRATCH_ALIGNMENT = 256
+#: Raised when the meaning of plan data changes.
+FORMAT_VERSION = 1
+
+
+@plan_type
+@dataclass(frozen=True)
+class Buffer:
+    """A named array of a plan."""
+
+    name: str
+    spec: ArraySpec
+
+
+@plan_type
+@dataclass(frozen=True)
+class Pointer:
+    """A kernel argument: the address of a buffer (16-byte aligned)."""
+
+    buffer: str
+
+
+@plan_type
+@dataclass(frozen=True)
+class Scalar:
+    """A kernel argument passed at run time; changing it compiles nothing. dtype: int32, int64 or float32."""
+
+    value: int | float
+    dtype: str = "int32"
+
+
+@plan_type
+@dataclass(frozen=True)
+class Constant:
+    """A kernel argument compiled in (`tl.constexpr`); None stands for an absent pointer."""
+
+    value: int | float | bool | str | None
+
+
+@plan_type
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One Triton launch. kernel: `"module:function"` under `moe_core.kernels`; arguments in the kernel's order."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    arguments: tuple[tuple[str, Pointer | Scalar | Constant], ...]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@plan_type
+@dataclass(frozen=True)
+class ReferenceCall:
+    """One call of a NumPy twin. function: `"module:function"` under `moe_core.reference`.
+
+    inputs: (keyword, buffer) pairs; constants: (keyword, option) pairs; outputs: buffers of the results, in order.
+    """
+
+    function: str
+    inputs: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    outputs: tuple[str, ...]
+
+
+@functools.cache
+def sources_version() -> str:
+    """SHA-256 over the sources that decide results: kernels and NumPy twins."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parent
+    for folder in ("kernels", "reference"):
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@plan_type
+@dataclass(frozen=True, eq=False)
+class LaunchPlan:
+    """An executable plan. summation: one line per reduction, naming its order. notes: decisions and rejected kernels."""
+
+    name: str
+    target: Target
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    scratch: tuple[Buffer, ...]
+    steps: tuple[KernelLaunch | ReferenceCall, ...]
+    summation: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LaunchPlan) and self.canonical == other.canonical)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @functools.cached_property
+    def canonical(self) -> str:
+        """The canonical text the key is made from."""
+        return codec.dumps((FORMAT_VERSION, sources_version(), self))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """At most 7 characters; equal plans have equal keys in every process."""
+        digest = hashlib.sha256(self.canonical.encode()).digest()
+        return base64.urlsafe_b64encode(digest).decode()[:KEY_LENGTH]
+
+    @functools.cached_property
+    def scratch_offsets(self) -> tuple[int, ...]:
+        """Byte offset of every scratch buffer in the arena."""
+        offsets, end = [], 0
+        for buffer in self.scratch:
+            offsets.append(end)
+            end += -(-buffer.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        return tuple(offsets)
+
+    @functools.cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes of the one scratch arena (uint8, 16-byte aligned) the caller allocates."""
+        return sum(
+            -(-buffer.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for buffer in self.scratch
+        )
+
+    def spec(self, name: str) -> ArraySpec:
+        """The spec of an input, output or scratch buffer."""
+        for buffer in (*self.inputs, *self.outputs, *self.scratch):
+            if buffer.name == name:
+                return buffer.spec
+        raise KeyError(name)
+
+    def explain(self) -> str:
+        """Every buffer, step, decision and summation order, as text."""
+        lines = [f"{self.name} on {self.target}, key {self.key}, scratch {self.scratch_bytes} bytes"]
+        for title, buffers in (("input", self.inputs), ("output", self.outputs), ("scratch", self.scratch)):
+            lines += [f"  {title:7} {buffer.name}: {buffer.spec}" for buffer in buffers]
+        for number, step in enumerate(self.steps):
+            if isinstance(step, KernelLaunch):
+                constants = ", ".join(f"{n}={a.value}" for n, a in step.arguments if isinstance(a, Constant))
+                grid = "x".join(str(size) for size in step.grid)
+                lines.append(
+                    f"  step {number}  {step.kernel} grid {grid}, {step.num_warps} warps, {step.num_stages} stages; "
+                    f"{constants}"
+                )
+            else:
+                lines.append(f"  step {number}  NumPy reference {step.function}")
+        lines += [f"  sums    {line}" for line in self.summation]
+        lines += [f"  note    {line}" for line in self.notes]
+        return "\n".join(lines)
+
+
+class PlanBuilder:
+    """Collects buffers and steps; `call` inlines another plan, so that composed plans are made of the stage plans."""
+
+    def __init__(self, name: str, target: Target) -> None:
+        self.name, self.target = name, target
+        self._inputs: list[Buffer] = []
+        self._outputs: list[Buffer] = []
+        self._scratch: list[Buffer] = []
+        self._specs: dict[str, ArraySpec] = {}
+        self._steps: list[KernelLaunch | ReferenceCall] = []
+        self._summation: list[str] = []
+        self._notes: list[str] = []
+
+    def _add(self, into: list[Buffer], name: str, spec: ArraySpec) -> str:
+        assert name not in self._specs, f"buffer {name} is declared twice"
+        into.append(Buffer(name, spec))
+        self._specs[name] = spec
+        return name
+
+    def input(self, name: str, spec: ArraySpec) -> str:
+        return self._add(self._inputs, name, spec)
+
+    def output(self, name: str, spec: ArraySpec) -> str:
+        return self._add(self._outputs, name, spec)
+
+    def scratch(self, name: str, spec: ArraySpec) -> str:
+        return self._add(self._scratch, name, spec)
+
+    def spec(self, name: str) -> ArraySpec:
+        return self._specs[name]
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Pointer | Scalar | Constant],
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        """Add a kernel launch; a grid with a zero is dropped."""
+        full = (*grid, 1, 1)[:3]
+        for value in arguments.values():
+            assert not isinstance(value, Pointer) or value.buffer in self._specs, f"unknown buffer {value}"
+        if 0 not in full:
+            self._steps.append(KernelLaunch(kernel, full, tuple(arguments.items()), num_warps, num_stages))
+
+    def reference(
+        self, function: str, inputs: Mapping[str, str], constants: Mapping[str, Any], outputs: Sequence[str]
+    ) -> None:
+        """Add a call of a NumPy twin."""
+        for name in (*inputs.values(), *outputs):
+            assert name in self._specs, f"unknown buffer {name}"
+        self._steps.append(
+            ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs))
+        )
+
+    def call(self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str]) -> None:
+        """Inline `plan`. bindings: its input and output names -> buffers here (unbound outputs become scratch)."""
+        assert plan.target == self.target
+        names: dict[str, str] = {}
+        for buffer in (*plan.inputs, *plan.outputs, *plan.scratch):
+            bound = bindings.get(buffer.name)
+            if bound is None:
+                assert buffer not in plan.inputs, f"{prefix}: input {buffer.name} is not bound"
+                bound = self.scratch(f"{prefix}.{buffer.name}", buffer.spec)
+            else:
+                assert self._specs[bound] == buffer.spec, (prefix, buffer, self._specs[bound])
+            names[buffer.name] = bound
+        unknown = set(bindings) - set(names)
+        assert not unknown, f"{prefix}: {unknown} are no buffers of {plan.name}"
+        for step in plan.steps:
+            self._steps.append(_rename(step, names))
+        self._summation += [f"{prefix}: {line}" for line in plan.summation]
+        self._notes += [f"{prefix}: {line}" for line in plan.notes]
+
+    def sums(self, line: str) -> None:
+        self._summation.append(line)
+
+    def note(self, line: str) -> None:
+        self._notes.append(line)
+
+    def build(self) -> LaunchPlan:
+        return LaunchPlan(
+            self.name,
+            self.target,
+            tuple(self._inputs),
+            tuple(self._outputs),
+            tuple(self._scratch),
+            tuple(self._steps),
+            tuple(self._summation),
+            tuple(self._notes),
+        )
+
+
+def _rename(step: KernelLaunch | ReferenceCall, names: Mapping[str, str]) -> KernelLaunch | ReferenceCall:
+    if isinstance(step, ReferenceCall):
+        inputs = tuple((keyword, names[buffer]) for keyword, buffer in step.inputs)
+        return ReferenceCall(step.function, inputs, step.constants, tuple(names[name] for name in step.outputs))
+    arguments = tuple(
+        (name, Pointer(names[value.buffer]) if isinstance(value, Pointer) else value) for name, value in step.arguments
+    )
+    return KernelLaunch(step.kernel, step.grid, arguments, step.num_warps, step.num_stages)
+
+
+_registry: dict[str, LaunchPlan] = {}
+_registry_lock = threading.Lock()
+
+
+def register(plan: LaunchPlan) -> str:
+    """Make a plan known by its key and return the key. Another plan under the same key raises."""
+    with _registry_lock:
+        known = _registry.setdefault(plan.key, plan)
+    if known is not plan and known.canonical != plan.canonical:
+        raise RuntimeError(f"plan key {plan.key} is taken by {known.name!r}; {plan.name!r} cannot be registered under it")
+    return plan.key
+
+
+def lookup(key: str) -> LaunchPlan:
+    """The plan registered under `key`; an unknown key raises InvalidInput that names the fix."""
+    plan = _registry.get(key)
+    if plan is None:
+        raise InvalidInput(
+            f"plan key must be registered in this process, got {key!r}; call moe_core.plan.load_plans(path) on a file "
+            "written by export_plans in the process that made the program"
+        )
+    return plan
+
+
+def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Write registered plans (all, or those named) to a JSON file for another process; returns their keys."""
+    chosen = tuple(_registry) if keys is None else tuple(keys)
+    text = codec.dumps((FORMAT_VERSION, sources_version(), tuple(lookup(key) for key in chosen)))
+    pathlib.Path(path).write_text(text)
+    return chosen
+
+
+def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
+    """Register the plans of a file written by `export_plans` and return their keys.
+
+    Raises InvalidInput where the file was written by another version of the kernels: its keys would not match.
+    """
+    version, sources, plans = codec.loads(pathlib.Path(path).read_text())
+    if (version, sources) != (FORMAT_VERSION, sources_version()):
+        raise InvalidInput(
+            f"path must hold plans of this version of the kernels ({sources_version()[:12]}), got {str(sources)[:12]}; "
+            "export the program and its plans again"
+        )
+    return tuple(register(plan) for plan in plans)

@@ -1,0 +1,114 @@
+"""Planning of the reduction from slots to tokens, and of row scaling."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core import dtypes
+from moe_core.activation import elementwise_tile, row_stride
+from moe_core.arrays import ArraySpec, require_spec
+from moe_core.errors import InvalidInput
+from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
+from moe_core.specs import require_at_least, require_choice
+from moe_core.target import Target
+
+#: Up to this K the loop over slots is unrolled, so that all its loads are in flight at once.
+_UNROLL_LIMIT = 16
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_reduce(
+    y: ArraySpec,
+    row_of_slot: ArraySpec,
+    top_k: int,
+    target: Target,
+    *,
+    order: str = "slot",
+    shared: ArraySpec | None = None,
+    shared_gate: ArraySpec | None = None,
+    out_dtype: str | None = None,
+) -> LaunchPlan:
+    """out `[T, D]` = sum over k of the rows of y of a token's slots, in fp32 and in the order k = 0..K-1.
+
+    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (order `row`); row_of_slot int32 `[T * K]`,
+    -1 = no contribution (y is not read there). shared `[T, D]` is added in fp32, times sigmoid(shared_gate fp32 `[T, 1]`)
+    if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
+    """
+    require_at_least("top_k", top_k, 1)
+    require_choice("order", order, ("slot", "row"))
+    require_spec("row_of_slot", row_of_slot, ("num_tokens * top_k",), "int32")
+    slots = row_of_slot.shape[0]
+    if slots % top_k:
+        raise InvalidInput(f"row_of_slot must hold num_tokens * {top_k} slots, got {slots}; check top_k")
+    require_spec("y", y, (slots if order == "slot" else "capacity", "d_model"), dtypes.MATMUL_DTYPES)
+    tokens, width = slots // top_k, y.shape[1]
+    if shared is not None:
+        require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False)
+    if shared_gate is not None:
+        if shared is None:
+            raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
+        require_spec("shared_gate", shared_gate, (tokens, 1), "float32")
+    out_dtype = dtypes.canonical(out_dtype or y.dtype)
+    require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
+
+    builder = PlanBuilder("reduce", target)
+    inputs = {"y": y, "row_of_slot": row_of_slot, "shared": shared, "shared_gate": shared_gate}
+    present = {name: builder.input(name, spec) for name, spec in inputs.items() if spec is not None}
+    builder.output("out", ArraySpec((tokens, width), out_dtype))
+    builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
+    if not target.compiled:
+        constants = {"top_k": top_k, "order": order, "out_dtype": out_dtype}
+        builder.reference("reduction:reduce", present, constants, ("out",))
+        return builder.build()
+    block_t, block_n = elementwise_tile(width, target)
+    builder.launch(
+        "reduction:reduce",
+        (-(-tokens // block_t), -(-width // block_n)),
+        {
+            "y": Pointer("y"),
+            "row_of_slot": Pointer("row_of_slot"),
+            "shared": Pointer("shared") if shared is not None else Constant(None),
+            "shared_gate": Pointer("shared_gate") if shared_gate is not None else Constant(None),
+            "out": Pointer("out"),
+            "num_tokens": Scalar(tokens),
+            "TOP_K": Constant(top_k),
+            "WIDTH": Constant(width),
+            "SHARED_STRIDE": Constant(row_stride("shared", shared) if shared is not None else 0),
+            "BY_ROW": Constant(order == "row"),
+            "UNROLL": Constant(target.kind == "cuda" and top_k <= _UNROLL_LIMIT),
+            "BLOCK_T": Constant(block_t),
+            "BLOCK_N": Constant(block_n),
+        },
+    )
+    return builder.build()
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
+    """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]`, in fp32, cast to the dtype of x. Inputs: x, weights."""
+    require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    rows, width = x.shape
+    require_spec("weights", weights, (rows, 1), "float32")
+    builder = PlanBuilder("scale_rows", target)
+    builder.input("x", x)
+    builder.input("weights", weights)
+    builder.output("y", ArraySpec((rows, width), x.dtype))
+    if not target.compiled:
+        builder.reference("reduction:scale_rows", {"x": "x", "weights": "weights"}, {}, ("y",))
+        return builder.build()
+    block_m, block_n = elementwise_tile(width, target)
+    builder.launch(
+        "reduction:scale_rows",
+        (-(-rows // block_m), -(-width // block_n)),
+        {
+            "x": Pointer("x"),
+            "weights": Pointer("weights"),
+            "y": Pointer("y"),
+            "num_rows": Scalar(rows),
+            "WIDTH": Constant(width),
+            "X_STRIDE": Constant(row_stride("x", x)),
+            "BLOCK_M": Constant(block_m),
+            "BLOCK_N": Constant(block_n),
+        },
+    )
+    return builder.build()

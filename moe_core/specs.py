@@ -1,0 +1,278 @@
+"""The options of every op: frozen, hashable, checked when made, independent of any framework.
+
+Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating). Slot `s = t * K + k`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_core import dtypes
+from moe_core.codec import plan_type
+from moe_core.errors import InvalidInput
+
+SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
+ORDERS = ("softmax_then_topk", "topk_then_softmax")
+SLOT_ORDERS = ("score", "expert")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
+GATE_LAYOUTS = ("halves", "interleaved", "separate")
+WEIGHT_LAYOUTS = ("in_out", "out_in")
+INT32_LIMIT = 2**31
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise InvalidInput unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}; name one of these")
+
+
+def require_at_least(name: str, value: object, least: int) -> None:
+    """Raise InvalidInput unless `value` is an int of at least `least` (booleans are refused)."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}; pass such a number")
+
+
+@plan_type
+@dataclass(frozen=True)
+class LogitsSpec:
+    """Options of the router product `x [T, D] @ weight -> logits fp32 [T, E]`.
+
+    weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits (which stay fp32 arrays).
+    """
+
+    weight_layout: str = "in_out"
+    logits_dtype: str = "float32"
+    allow_tf32: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
+        require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
+
+
+@plan_type
+@dataclass(frozen=True)
+class RouterSpec:
+    """How logits `[T, E]` become ids and weights `[T, K]`.
+
+    top_k: K. scoring: `softmax`, `sigmoid` or `sqrt_softplus` (sqrt(log(1 + exp(x)))).
+    order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`; the others act per expert and take
+    None. renormalize: divide by the sum of the chosen weights (a zero sum gives zeros). scale multiplies last.
+    num_groups, topk_group: grouped top-k (1 and 1 = off): E splits into num_groups equal groups, the topk_group best
+    survive. slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
+    """
+
+    top_k: int
+    scoring: str = "softmax"
+    order: str | None = None
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_group: int = 1
+    slot_order: str = "score"
+
+    def __post_init__(self) -> None:
+        require_at_least("top_k", self.top_k, 1)
+        require_choice("scoring", self.scoring, SCORINGS)
+        require_choice("slot_order", self.slot_order, SLOT_ORDERS)
+        if self.scoring == "softmax":
+            object.__setattr__(self, "order", self.order or ORDERS[0])
+            require_choice("order", self.order, ORDERS)
+        elif self.order is not None:
+            raise InvalidInput(
+                f"order must be None for scoring={self.scoring!r} (it scores each expert by itself), got {self.order!r}; "
+                "leave it out"
+            )
+        object.__setattr__(self, "scale", float(self.scale))
+        if not math.isfinite(self.scale):
+            raise InvalidInput(f"scale must be finite, got {self.scale}; pass a finite number")
+        require_at_least("num_groups", self.num_groups, 1)
+        require_at_least("topk_group", self.topk_group, 1)
+        if self.topk_group > self.num_groups:
+            raise InvalidInput(
+                f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
+            )
+
+    def validate_experts(self, num_experts: int, has_bias: bool) -> None:
+        """Check against E: K <= E, groups divide E and leave K experts, no groups of one with a correction bias."""
+        if self.top_k > num_experts:
+            raise InvalidInput(f"top_k must be at most num_experts = {num_experts}, got {self.top_k}; lower top_k")
+        if self.num_groups == 1:
+            return
+        if num_experts % self.num_groups:
+            raise InvalidInput(
+                f"num_groups must divide num_experts = {num_experts}, got {self.num_groups}; choose a divisor"
+            )
+        group = num_experts // self.num_groups
+        if self.top_k > self.topk_group * group:
+            raise InvalidInput(
+                f"top_k must be at most topk_group * num_experts / num_groups = {self.topk_group * group}, "
+                f"got {self.top_k}; keep more groups or lower top_k"
+            )
+        if has_bias and group == 1:
+            raise InvalidInput(
+                f"num_groups must leave at least two experts per group when a correction bias is given, "
+                f"got {self.num_groups} groups of 1; lower num_groups"
+            )
+
+
+@plan_type
+@dataclass(frozen=True)
+class Activation:
+    """An activation in fp32. gated: `act(gate) * up`, input 2F wide; else `act(x)`, input F wide.
+
+    gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers);
+    it must be given for gated activations and None for the others. alpha and limit belong to swiglu_oai
+    (always gated): `g = min(gate, limit); u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1)`;
+    limit None = no clamp.
+    """
+
+    name: str
+    gated: bool = True
+    gate_layout: str | None = "halves"
+    alpha: float = 1.702
+    limit: float | None = 7.0
+
+    def __post_init__(self) -> None:
+        if self.name == "swigluoai":
+            object.__setattr__(self, "name", "swiglu_oai")
+        require_choice("activation", self.name, ACTIVATIONS)
+        if self.name == "swiglu_oai":
+            if not self.gated:
+                raise InvalidInput("gated must be True for swiglu_oai, got False; it has no ungated form")
+            if self.limit is not None and not self.limit > 0:
+                raise InvalidInput(f"limit must be positive or None, got {self.limit}; pass None for no clamp")
+            object.__setattr__(self, "alpha", float(self.alpha))
+            object.__setattr__(self, "limit", None if self.limit is None else float(self.limit))
+        elif (self.alpha, self.limit) != (1.702, 7.0):
+            raise InvalidInput(
+                f"alpha and limit belong to swiglu_oai, got alpha={self.alpha}, limit={self.limit} for {self.name}; "
+                "leave them out"
+            )
+        if self.gated:
+            require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
+        else:
+            object.__setattr__(self, "gate_layout", None)
+
+    def input_width(self, width: int) -> int:
+        """Columns of the matmul output that `width` activated columns need."""
+        return 2 * width if self.gated else width
+
+
+@plan_type
+@dataclass(frozen=True)
+class LayoutSpec:
+    """Sizes of a ragged layout: rows grouped by expert, capacity static.
+
+    num_experts: local groups. alignment: every expert's rows start at a multiple of it (1 = contiguous).
+    max_rows: None, or the rows every expert owns (`[E, max_rows, D]`, the batched form); rows past it are dropped.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    alignment: int = 1
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least("num_tokens", self.num_tokens, 0)
+        require_at_least("top_k", self.top_k, 1)
+        require_at_least("num_experts", self.num_experts, 1)
+        require_at_least("alignment", self.alignment, 1)
+        if self.max_rows is not None:
+            require_at_least("max_rows", self.max_rows, 1)
+            if self.alignment != 1:
+                raise InvalidInput(
+                    f"alignment must be 1 when max_rows is given, got {self.alignment}; round max_rows up instead"
+                )
+        if max(self.num_slots, self.capacity) >= INT32_LIMIT:
+            raise InvalidInput(
+                f"num_tokens * top_k must stay below 2**31, got {self.num_tokens} * {self.top_k}; split the batch"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_tokens * self.top_k
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the layout: an upper bound for every routing."""
+        if self.max_rows is not None:
+            return self.num_experts * self.max_rows
+        return self.num_slots + (self.num_experts * (self.alignment - 1) if self.num_slots else 0)
+
+    def max_blocks(self, block_m: int) -> int:
+        """Row blocks of height block_m that any routing can need.
+
+        n nonempty experts sharing S slots need sum(ceil(size / block_m)) <= n + (S - n) // block_m blocks, and n <=
+        min(E, S). Example: 10 slots, 4 experts, block_m 4: 4 + 6 // 4 = 5.
+        """
+        nonempty = min(self.num_experts, self.num_slots)
+        blocks = nonempty + (self.num_slots - nonempty) // block_m
+        if self.max_rows is not None:
+            blocks = min(blocks, self.num_experts * -(-self.max_rows // block_m))
+        return blocks
+
+
+@plan_type
+@dataclass(frozen=True)
+class MatmulSpec:
+    """Options of one ragged grouped matmul, `y[row] = epilogue(x[row] @ w[expert of row])`.
+
+    weight_layout: `in_out` `[E, D, N]` or `out_in` `[E, N, D]`.
+    gather: which row of x feeds a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
+    scatter: where a layout row is written: `row` (layout order) or `slot`.
+    activation: fused after the bias, or None. out_dtype: None = the dtype of x.
+    allow_tf32: fp32 inputs may use TF32 (else IEEE fp32).
+    """
+
+    weight_layout: str
+    gather: str = "row"
+    scatter: str = "row"
+    activation: Activation | None = None
+    out_dtype: str | None = None
+    allow_tf32: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_choice("gather", self.gather, ("row", "token", "slot"))
+        require_choice("scatter", self.scatter, ("row", "slot"))
+        if self.out_dtype is not None:
+            object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
+            require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
+
+
+@plan_type
+@dataclass(frozen=True)
+class MoESpec:
+    """Options of one whole MoE forward.
+
+    router: how logits become ids and weights; None when ids and weights are given. weight_layout of the experts;
+    router_weight_layout of the router matrix (`in_out` `[D, E]` or `out_in` `[E, D]`).
+    apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2;
+    K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
+    checkpoints whose router does.
+    """
+
+    activation: Activation
+    router: RouterSpec | None = None
+    weight_layout: str = "in_out"
+    router_weight_layout: str = "in_out"
+    apply_router_weight_on_input: bool = False
+    logits_dtype: str = "float32"
+    out_dtype: str | None = None
+    allow_tf32: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
+        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
+        require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
+        if self.out_dtype is not None:
+            object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
+            require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
+        if self.apply_router_weight_on_input and self.router is not None and self.router.top_k != 1:
+            raise InvalidInput(
+                f"top_k must be 1 with apply_router_weight_on_input, got {self.router.top_k}; weight the output instead"
+            )
