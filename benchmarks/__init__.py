@@ -1,0 +1,1 @@
+"""Benchmarks; each runs as `python -m benchmarks.<name>` on a machine with a GPU."""

@@ -1,0 +1,320 @@
+"""The tolerance table: how far two right results may lie apart, from dtypes and reduction lengths alone.
+
+Both sides round at the same points (fp32 accumulator, fp32 epilogue, one cast); they differ in the order of their sums
+and in the last bits of exp. u is the unit roundoff: 2^-24 (fp32), 2^-11 (fp16), 2^-8 (bf16); u32 that of fp32.
+
+Sums. The error of a sum of n rounded terms grows like sqrt(n) u, not n u, with a probability that a few standard
+deviations make certain (N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM J.
+Sci. Comput. 41(5), 2019). Measured against the rms of the results, one side's is about sqrt(n / 12) u32 where the terms
+are added one after the other (same authors, Sharper probabilistic backward error analysis for basic linear algebra
+kernels with random data, SIAM J. Sci. Comput. 42(5), 2020): 0.41 sqrt(n) u32 between two sides. The table takes
+sqrt(n) u32. Tensor cores (fp16 and bf16 inputs) truncate their fp32 sums instead of rounding them: a drift of u32 for
+every 16 terms (M. Fasi, N. J. Higham, M. Mikaitis and S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ
+Comput. Sci. 7:e330, 2021). TF32 keeps 10 bits behind the point: 2^-10 where inputs are truncated.
+
+Casts. Two values that differ by a share f of their size, f far below u, round alike except where a rounding boundary
+lies between them: then they differ by one unit in the last place, at most 2u. That happens to a share f / 2u of the
+elements, so the Frobenius error after the cast is sqrt(2u f), never more than u on top of f; the worst element gains
+2u. This keeps the Frobenius tolerance far below u, so that one rounding too many (0.4 u) is caught.
+
+Worst elements are allowed six standard deviations: 2e-9 for one element, nothing in arrays of millions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.specs import Activation, MoESpec, require_at_least, require_choice
+
+#: Half the distance from 1 to the next number.
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_FP32 = UNIT_ROUNDOFF["float32"]
+_TF32_TRUNCATION = 2.0**-10
+_DEVIATIONS = 6.0
+#: Roundings of bias, row weight and dequantisation scale, on both sides.
+_EPILOGUE_ROUNDINGS = 4
+#: Slope of an activation over the ratio of its rms to that of its input. Worst: where one factor of a gated
+#: activation is near zero the other's size multiplies the error; products of two normal factors have such tails.
+_ACTIVATION_GAIN, _ACTIVATION_WORST_GAIN = 4.0, 8.0
+#: Roundings of an activation by itself. Worst: exp(x) loses |x| u, and |x| of 20 still counts.
+_ACTIVATION_ROUNDINGS, _ACTIVATION_WORST_ROUNDINGS = 8, 32
+#: An absolute error of a logit is a relative error of its weight: logits of up to this many times their rms count.
+_LOGIT_GAIN = 16.0
+#: Rows at least this wide have a reliable rms of their own.
+_WIDE_ROW = 16
+#: So many elements of a small array may be at their worst at once.
+_ELEMENTS_AT_WORST = 8
+#: Smaller numbers than this are what underflow leaves; they count as this large.
+_SMALLEST_SCALE = 2.0**-100
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """relative_frobenius: bound of |a - e| / |e| over the array; worst: bound of every element's error over its scale.
+
+    An element's scale is the larger of its own size and the rms of its row, see `measure`.
+    """
+
+    relative_frobenius: float
+    worst: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("relative_frobenius", self.relative_frobenius), ("worst", self.worst)):
+            if not 0 <= value < math.inf:
+                raise InvalidInput(
+                    f"{name} must be finite and at least 0, got {value}; take it from the table's functions"
+                )
+
+
+#: Bitwise agreement but for the sign of zero: ids, counts, layouts.
+EXACT = Tolerance(0.0, 0.0)
+
+
+def _rounded(before: Tolerance, dtype: str) -> Tolerance:
+    """After one cast of both sides."""
+    unit = UNIT_ROUNDOFF[dtype]
+    flips = math.sqrt(2 * unit * min(before.relative_frobenius, unit / 2))
+    return Tolerance(before.relative_frobenius + flips, before.worst + 2 * unit)
+
+
+def _product(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
+    """The fp32 result of a product over `length` terms whose left operand is known to `source`."""
+    sums = (math.sqrt(length) + _EPILOGUE_ROUNDINGS) * _FP32
+    if in_dtype != "float32":
+        sums += length / 16 * _FP32
+    elif allow_tf32:
+        sums += _TF32_TRUNCATION
+    # One row of a short operand may hold more than its share of elements at their worst.
+    row = source.relative_frobenius + source.worst * math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(length, 1)))
+    return Tolerance(source.relative_frobenius + sums, _DEVIATIONS * (row + sums))
+
+
+def _activated(before: Tolerance) -> Tolerance:
+    """After an activation in fp32."""
+    return Tolerance(
+        _ACTIVATION_GAIN * before.relative_frobenius + _ACTIVATION_ROUNDINGS * _FP32,
+        _ACTIVATION_WORST_GAIN * before.worst + _ACTIVATION_WORST_ROUNDINGS * _FP32,
+    )
+
+
+def _check(in_dtype: str, out_dtype: str) -> None:
+    require_choice("in_dtype", in_dtype, dtypes.MATMUL_DTYPES)
+    require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
+
+
+def matmul_tolerance(
+    in_dtype: str,
+    out_dtype: str,
+    reduction_length: int,
+    *,
+    activation: Activation | None = None,
+    allow_tf32: bool = False,
+) -> Tolerance:
+    """A matmul over reduction_length terms with its epilogue (bias, `activation` where fused, row weight, one cast)."""
+    _check(in_dtype, out_dtype)
+    require_at_least("reduction_length", reduction_length, 0)
+    before = _product(EXACT, in_dtype, reduction_length, allow_tf32)
+    return _rounded(before if activation is None else _activated(before), out_dtype)
+
+
+def router_tolerance(reduction_length: int, logits_dtype: str = "float32") -> Tolerance:
+    """Router logits: IEEE fp32 whatever the input dtypes, rounded to logits_dtype."""
+    return matmul_tolerance("float32", logits_dtype, reduction_length)
+
+
+def routing_weights_tolerance(num_experts: int, logits: Tolerance = EXACT) -> Tolerance:
+    """Router weights where the ids agree: exp, a sum over experts, divisions. logits: the tolerance of the logits."""
+    own = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * _FP32
+    worst = (_ACTIVATION_WORST_ROUNDINGS + math.sqrt(num_experts)) * _FP32
+    before = Tolerance(_LOGIT_GAIN * logits.relative_frobenius + own, _LOGIT_GAIN * logits.worst + worst)
+    return _rounded(before, "float32")
+
+
+def activation_tolerance(out_dtype: str) -> Tolerance:
+    """The activation op on equal inputs."""
+    _check("float32", out_dtype)
+    return _rounded(_activated(EXACT), out_dtype)
+
+
+def reduce_tolerance(out_dtype: str, top_k: int) -> Tolerance:
+    """The top-k reduction of equal slots, with or without a gated shared expert: the order of the sum is fixed."""
+    _check("float32", out_dtype)
+    sums = (math.sqrt(top_k) + _ACTIVATION_ROUNDINGS) * _FP32
+    return _rounded(Tolerance(sums, _DEVIATIONS * sums), out_dtype)
+
+
+def scale_rows_tolerance(dtype: str) -> Tolerance:
+    """One fp32 product and one cast: the same bits everywhere."""
+    _check(dtype, dtype)
+    return EXACT
+
+
+def stage_tolerances(
+    spec: MoESpec,
+    dtype: str,
+    *,
+    d_model: int,
+    d_ff: int,
+    top_k: int,
+    num_experts: int,
+    routed_from: str = "x",
+) -> dict[str, Tolerance]:
+    """The tolerance of every stage of `moe_core.reference.moe.moe_stages`, errors carried from stage to stage.
+
+    dtype: that of x. routed_from: `x`, `logits` or `ids`, the first of them both sides were given. The stages behind
+    the ids are comparable only where the ids agree.
+    """
+    _check(dtype, spec.out_dtype or dtype)
+    require_choice("routed_from", routed_from, ("x", "logits", "ids"))
+    logits = router_tolerance(d_model, spec.logits_dtype) if routed_from == "x" else EXACT
+    weights = EXACT if routed_from == "ids" else routing_weights_tolerance(num_experts, logits)
+    source, slot_weights = EXACT, weights
+    if spec.apply_router_weight_on_input:
+        source, slot_weights = _rounded(weights, dtype) if weights != EXACT else EXACT, EXACT
+    first = _product(source, dtype, d_model, spec.allow_tf32)
+    hidden = _rounded(_activated(first), dtype)
+    second = _product(hidden, dtype, d_ff, spec.allow_tf32)
+    weighted = Tolerance(second.relative_frobenius + slot_weights.relative_frobenius, second.worst + slot_weights.worst)
+    slots = _rounded(weighted, dtype)
+    sums = math.sqrt(top_k) * _FP32
+    # At worst the errors of a token's slots add up, while its slots add up like sqrt(K).
+    summed = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k) * slots.worst + _DEVIATIONS * sums)
+    return {
+        "logits": logits,
+        "ids": EXACT,
+        "weights": weights,
+        "matmul1": _rounded(first, dtype),
+        "activation": hidden,
+        "matmul2": slots,
+        "output": _rounded(summed, spec.out_dtype or dtype),
+        "tokens_per_expert": EXACT,
+        "invalid_ids": EXACT,
+    }
+
+
+def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Tolerance:
+    """The tolerance against float64 without rounding, where only one side casts to `dtype`, `roundings` times."""
+    _check(dtype, dtype)
+    require_at_least("roundings", roundings, 1)
+    unit = UNIT_ROUNDOFF[dtype]
+    return Tolerance(
+        tolerance.relative_frobenius + roundings * unit, tolerance.worst + _DEVIATIONS * (roundings - 1) * unit
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `measure` found. relative_frobenius and worst: the errors, over finite elements; size: their number.
+
+    where: index of the worst element (None for an empty array), whose values are `actual` and `expected`. mismatch:
+    None, or why the arrays cannot be compared element by element (shape, NaN or infinity in one of them alone).
+    """
+
+    relative_frobenius: float
+    worst: float
+    size: int
+    where: tuple[int, ...] | None
+    actual: float
+    expected: float
+    mismatch: str | None = None
+
+    def frobenius_limit(self, tolerance: Tolerance) -> float:
+        """tolerance.relative_frobenius plus what a few elements at their worst make in an array of this size."""
+        few = math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(self.size, 1)))
+        return tolerance.relative_frobenius + tolerance.worst * few
+
+    def complaint(self, tolerance: Tolerance) -> str | None:
+        """None where the difference is within the tolerance, else what is wrong and where."""
+        if self.mismatch is not None:
+            return self.mismatch
+        limit = self.frobenius_limit(tolerance)
+        if self.worst <= tolerance.worst and self.relative_frobenius <= limit:
+            return None
+        return (
+            f"worst element at {self.where}: got {self.actual!r}, expected {self.expected!r}, "
+            f"error {self.worst:.3g} of its scale (tolerance {tolerance.worst:.3g}); "
+            f"relative Frobenius error {self.relative_frobenius:.3g} (tolerance {limit:.3g})"
+        )
+
+
+def _mismatch(actual: np.ndarray, expected: np.ndarray) -> tuple[tuple[int, ...], str] | None:
+    """The first place where one array has a NaN or an infinity and the other has not the same."""
+    same = (np.isnan(actual) & np.isnan(expected)) | (actual == expected)
+    wrong = ~same & ~(np.isfinite(actual) & np.isfinite(expected))
+    if not wrong.any():
+        return None
+    where = tuple(int(index) for index in np.argwhere(wrong)[0])
+    text = f"{int(wrong.sum())} elements differ in NaN or infinity, the first at {where}: "
+    return where, text + f"got {float(actual[where])!r}, expected {float(expected[where])!r}"
+
+
+def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.ndarray:
+    """What every element's error is measured against; finite values only."""
+    size = np.abs(expected)
+    if scale is not None:
+        floor = np.broadcast_to(np.abs(np.asarray(scale, np.float64)), expected.shape)
+    elif expected.ndim and expected.shape[-1] >= _WIDE_ROW:
+        floor = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
+    else:
+        floor = np.sqrt(np.mean(np.square(expected), keepdims=True))
+    smallest = _SMALLEST_SCALE
+    if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
+        smallest = max(smallest, float(ml_dtypes.finfo(dtype).smallest_normal))
+    # A row of exact zeros keeps the scale 0: it must be met exactly.
+    return np.maximum(size, np.where(floor == 0, 0.0, np.maximum(floor, smallest)))
+
+
+def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None = None) -> Difference:
+    """The errors of `actual` against `expected`: any float, integer or boolean dtypes, equal shapes; in float64.
+
+    An element's error is measured against the larger of its own size and `scale`: by default the rms of its row (the
+    last axis), or of the whole array where rows have fewer than 16 elements. Where an array is too small to have a
+    reliable rms, give the rms its terms would have with random signs: `sqrt(x**2 @ w**2)` for a product. NaN equals
+    NaN and an infinity itself; they take no part in the errors. The Frobenius error is relative to the norm of
+    `expected`, or of these magnitudes where `scale` is given.
+    """
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if actual.shape != expected.shape:
+        return Difference(
+            math.inf, math.inf, 0, None, math.nan, math.nan, f"shape {actual.shape}, expected {expected.shape}"
+        )
+    if not expected.size:
+        return Difference(0.0, 0.0, 0, None, math.nan, math.nan)
+    dtype = expected.dtype
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    found = _mismatch(actual, expected)
+    if found is not None:
+        where, text = found
+        size = int(expected.size)
+        return Difference(math.inf, math.inf, size, where, float(actual[where]), float(expected[where]), text)
+    finite = np.isfinite(expected)
+    got, want = np.where(finite, actual, 0.0), np.where(finite, expected, 0.0)
+    with np.errstate(all="ignore"):
+        error = np.abs(got - want)
+        scales = _scale(want, dtype, scale)
+        relative = np.where(error == 0, 0.0, error / scales)
+        norm, total = float(np.linalg.norm(want if scale is None else scales)), float(np.linalg.norm(error))
+    where = tuple(int(index) for index in np.unravel_index(int(np.argmax(relative)), relative.shape))
+    frobenius = 0.0 if total == 0 else (total / norm if norm else math.inf)
+    count = int(finite.sum())
+    return Difference(frobenius, float(relative[where]), count, where, float(actual[where]), float(expected[where]))
+
+
+def assert_close(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    tolerance: Tolerance,
+    label: str,
+    scale: np.ndarray | None = None,
+) -> None:
+    """Raise AssertionError, naming `label`, the worst element, where, errors and tolerance, unless within tolerance."""
+    complaint = measure(actual, expected, scale).complaint(tolerance)
+    if complaint is not None:
+        raise AssertionError(f"{label}: {complaint}")

@@ -1,0 +1,121 @@
+"""One MoE forward in NumPy, stage by stage: what parity runs compare every engine with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.reference.activation import activation
+from moe_core.reference.matmul import matmul_ogs
+from moe_core.reference.reduction import reduce, scale_rows
+from moe_core.reference.rounding import round_to
+from moe_core.reference.routing import layout as make_layout
+from moe_core.reference.routing import route, router
+from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
+
+
+def _routing_stages(
+    x: np.ndarray, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, token_mask: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """logits (unless ids are given), ids and weights."""
+    if isinstance(routing, TopK):
+        return {"ids": routing.ids, "weights": routing.weights}
+    if isinstance(routing, RouterWeights):
+        options = LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
+        logits = router(x, routing.weight, routing.bias, spec=options)
+    else:
+        logits = routing.logits
+    if spec.router is None:
+        raise InvalidInput(
+            "spec.router must be a RouterSpec where ids are not given, got None; pass MoESpec(router=...)"
+        )
+    ids, weights = route(logits, routing.correction_bias, token_mask, spec=spec.router)
+    return {"logits": logits, "ids": ids, "weights": weights}
+
+
+def _shared_output(x: np.ndarray, shared: SharedExpert, spec: MoESpec) -> tuple[np.ndarray, np.ndarray | None]:
+    """The shared expert's output fp32 `[T, D]` (never rounded) and its gate logits fp32 `[T, 1]` or None."""
+    options = {"weight_layout": spec.weight_layout, "allow_tf32": spec.allow_tf32}
+    first = MatmulSpec(activation=spec.activation, **options)
+    hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layout=None, spec=first)
+    output = matmul_ogs(hidden, shared.down, layout=None, spec=MatmulSpec(out_dtype="float32", **options))
+    if shared.gate is None:
+        return output, None
+    return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
+
+
+def moe_stages(
+    x: np.ndarray,
+    experts: ExpertWeights,
+    routing: RouterWeights | RouterLogits | TopK,
+    spec: MoESpec,
+    *,
+    token_mask: np.ndarray | None = None,
+    expert_map: np.ndarray | None = None,
+    shared: SharedExpert | None = None,
+) -> dict[str, np.ndarray]:
+    """Every stage of one MoE forward on x `[T, D]`, in the order they happen.
+
+    Keys: logits fp32 `[T, E]` (absent where ids are given), ids int32 and weights fp32 `[T, K]`, matmul1
+    `[T * K, 2F]` (or F) before the activation, activation `[T * K, F]`, matmul2 `[T * K, D]` times the router weight,
+    output `[T, D]`, tokens_per_expert int32 `[E]` (local experts), invalid_ids int32 `[1]`. Stages by slot have exact
+    zeros where a slot has no expert; they and the output (unless spec.out_dtype says otherwise) have the dtype of x.
+    matmul1 is rounded for this report only: the activation is computed from the fp32 accumulator. For gate_layout
+    `separate` its columns are gate, then up. Logits that are given are used as they are. A shared expert visits masked
+    tokens too.
+
+    Raises InvalidInput where apply_router_weight_on_input meets K > 1, where spec.router is missing, or where
+    experts.layer lies outside the stack.
+    """
+    stages = _routing_stages(x, routing, spec, token_mask)
+    num_tokens, top_k = stages["ids"].shape
+    weights = stages["weights"].reshape(-1)
+    source = x
+    if spec.apply_router_weight_on_input:
+        if top_k != 1:
+            raise InvalidInput(
+                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
+            )
+        source = scale_rows(x, stages["weights"])
+
+    num_experts = experts.down.shape[0 if experts.layer is None else 1]
+    spec_of_layout = LayoutSpec(num_tokens, top_k, num_experts)
+    sizes, start, slot_of_row, row_of_slot, invalid = make_layout(
+        stages["ids"], expert_map, token_mask, layout=spec_of_layout
+    )
+
+    def by_slot(values: np.ndarray, weight: np.ndarray, gather: str, out_dtype: str, **options: np.ndarray | None):
+        matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32)
+        return matmul_ogs(
+            values,
+            weight,
+            sizes,
+            start,
+            slot_of_row,
+            layer=experts.layer,
+            layout=spec_of_layout,
+            spec=matmul,
+            **options,
+        )
+
+    gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
+    up = None if experts.up is None else by_slot(source, experts.up, "token", "float32", bias=experts.up_bias)
+    slot_dtype = dtypes.canonical(x.dtype)
+    hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
+    before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
+    row_weight = None if spec.apply_router_weight_on_input else weights
+    slots = by_slot(hidden, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
+    extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec)
+    output = reduce(
+        slots, row_of_slot, extra, extra_gate, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype
+    )
+    return stages | {
+        "matmul1": round_to(before, slot_dtype),
+        "activation": hidden,
+        "matmul2": slots,
+        "output": output,
+        "tokens_per_expert": sizes,
+        "invalid_ids": invalid,
+    }
