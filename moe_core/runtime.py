@@ -234,6 +234,7 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
         )
     device = views[names[0]].device if names else ("cpu", 0)
     kind = "cuda" if plan.target.kind == "cuda" else "cpu"
+    readable = {buffer.name for buffer in plan.inputs}
     for name in names:
         view = views[name]
         if view.device != device or view.device[0] != kind:
@@ -245,4 +246,6 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
                 )
         elif view.spec != plan.spec(name):
             raise InvalidInput(f"{name} must be {plan.spec(name)} as planned, got {view.spec}; make a plan for it")
+        if view.read_only and name not in readable:
+            raise InvalidInput(f"{name} is written to, got a read-only array; pass a writable one")
     prepare(plan, device[1])([views[name].pointer for name in names], stream)

@@ -1,0 +1,40 @@
+"""What every test process needs before the first import of a framework or a kernel."""
+
+from __future__ import annotations
+
+import os
+
+# BLAS and OpenMP pools otherwise take every core in every test process.
+for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+from moe_core.cuda import cuda_available  # noqa: E402
+
+if not cuda_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Examples run whole kernels: few and slow, MOEBIUS_EXAMPLES asks for more. Fixed draws keep a run repeatable.
+settings.register_profile(
+    "moebius",
+    deadline=None,
+    derandomize="MOEBIUS_EXAMPLES" not in os.environ,
+    max_examples=int(os.environ.get("MOEBIUS_EXAMPLES", "10")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
+)
+settings.load_profile("moebius")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where no CUDA device is present, and say so."""
+    if cuda_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and this machine has none"))
