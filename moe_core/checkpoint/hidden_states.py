@@ -1,0 +1,72 @@
+"""Hidden states `[T, D]` from a file: what a MoE layer saw in a real model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.checkpoint.storage import Stack, StackReader, TensorIndex, open_file
+from moe_core.errors import InvalidInput
+
+
+def load_hidden_states(path: str | os.PathLike[str], d_model: int | None = None) -> np.ndarray:
+    """Load `[num_tokens, d_model]` in bfloat16, float16 or float32 from a .npy file or a .safetensors file.
+
+    A .safetensors file must hold exactly one tensor; bfloat16 needs .safetensors, because .npy has no name for it.
+    d_model: the expected width; None takes any. The array is row-major and owned.
+    Raises InvalidInput for a missing or unreadable file and for a wrong rank, width or dtype; Unsupported where
+    safetensors is not installed or a tensor is quantised.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InvalidInput(f"hidden states must be an existing .npy or .safetensors file, got {file}; correct the path")
+    if file.suffix == ".npy":
+        return _load_npy(file, d_model)
+    if file.suffix == ".safetensors":
+        return _load_safetensors(file, d_model)
+    raise InvalidInput(f"hidden states must be a .npy or .safetensors file, got {file}; save them as one of these")
+
+
+def _require_shape(file: Path, shape: tuple[int, ...], d_model: int | None) -> None:
+    width = "d_model" if d_model is None else d_model
+    if len(shape) != 2:
+        fix = "flatten the batch axes first" if len(shape) > 2 else "reshape them"
+        raise InvalidInput(f"hidden states in {file} must be [num_tokens, {width}], got {shape}; {fix}")
+    if d_model is not None and shape[1] != d_model:
+        raise InvalidInput(
+            f"hidden states in {file} must be [num_tokens, {d_model}], got {shape}; take them from the same model"
+        )
+
+
+def _load_npy(file: Path, d_model: int | None) -> np.ndarray:
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InvalidInput(f"{file} must be a readable .npy file, got: {error}; save it with numpy.save") from error
+    _require_shape(file, array.shape, d_model)
+    if array.dtype.name not in dtypes.MATMUL_DTYPES:
+        # NumPy writes bfloat16 as nameless two-byte records, which could be anything.
+        fix = "save them as .safetensors" if array.dtype.kind == "V" else "cast them to float32"
+        raise InvalidInput(
+            f"hidden states in {file} must be float32, float16 or, in a .safetensors file, bfloat16, got "
+            f"{array.dtype}; {fix}"
+        )
+    return np.ascontiguousarray(array)
+
+
+def _load_safetensors(file: Path, d_model: int | None) -> np.ndarray:
+    with open_file(file) as tensors:
+        names = sorted(tensors.keys())
+        if len(names) != 1:
+            raise InvalidInput(
+                f"{file} must hold exactly one tensor, got {len(names)}: {', '.join(names[:8])}; "
+                "save the hidden states alone"
+            )
+        shape = tuple(tensors.get_slice(names[0]).get_shape())
+    _require_shape(file, shape, d_model)
+    stacks = {"hidden_states": Stack.whole(names[0], shape)}
+    with StackReader(TensorIndex(file.parent, {names[0]: file.name})) as reader:
+        return reader.read(stacks, reader.check(stacks))["hidden_states"]

@@ -1,0 +1,230 @@
+"""A checkpoint directory and its MoE layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_core import dtypes
+from moe_core.checkpoint.config import read_config
+from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
+from moe_core.checkpoint.storage import Part, ReadProgress, Stack, StackReader, TensorIndex, find_tensors
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.specs import MoESpec
+
+#: What stands before `layers.<n>.`: the causal model, the bare model, and the nestings of multimodal models.
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
+#: Tensor name endings that only quantised storage has.
+_QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_packed", "qweight")
+
+
+@dataclass(frozen=True, eq=False)
+class MoELayer:
+    """One MoE layer. spec computes with experts, router and shared (NumPy arrays) as they are.
+
+    Weights are `[E, 2F, D]`, `[E, D, F]` with gate_layout `halves` (mixtral, qwen3_moe, deepseek_v3: weight_layout
+    `out_in`) or `[E, D, 2F]`, `[E, F, D]` with `interleaved` (gpt_oss: `in_out`): the fused storage of the family.
+    Per-expert storage is stacked into the same form, so that both storages give one plan and equal bits. The router
+    weight is `[E, D]` (`out_in`). spec keeps fp32 logits; to reproduce models that round them, replace logits_dtype.
+    """
+
+    layer: int
+    family: str
+    spec: MoESpec
+    experts: ExpertWeights
+    router: RouterWeights
+    shared: SharedExpert | None
+    d_model: int
+    d_ff: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> str:
+        """Canonical dtype of the experts' weights."""
+        return dtypes.canonical(self.experts.gate_up.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint directory: what config.json says, and where the tensors are.
+
+    config: the text model's settings as config.json gives them. moe_layers: the layers `layer` can read.
+    """
+
+    path: Path
+    family: str
+    config: Mapping[str, Any] = field(repr=False)
+    architecture: Architecture = field(repr=False)
+    index: TensorIndex = field(repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        return self.architecture.num_layers
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return self.architecture.moe_layers
+
+    def layer(self, layer: int, progress: Callable[[ReadProgress], object] | None = None) -> MoELayer:
+        """Read one MoE layer (its tensors and no others); progress is called as bytes arrive.
+
+        Everything is checked against config.json before the first weight is read. Raises InvalidInput for a layer out
+        of range or without experts, for missing tensors and for shapes or dtypes that disagree; Unsupported for
+        quantised tensors.
+        """
+        self._require_moe_layer(layer)
+        block = self._block(layer)
+        with StackReader(self.index) as reader:
+            _refuse_quantised(self.index, block, reader)
+            stacks = _stacks(self.architecture, self.index, block)
+            stored = reader.check(stacks)
+            _require_one_dtype(stored)
+            arrays = reader.read(stacks, stored, progress)
+
+        def bundle(kind: type, prefix: str) -> Any:
+            return kind(**{name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)})
+
+        return MoELayer(
+            layer=layer,
+            family=self.family,
+            spec=self.architecture.spec,
+            experts=bundle(ExpertWeights, "experts."),
+            router=bundle(RouterWeights, "router."),
+            shared=bundle(SharedExpert, "shared.") if self.architecture.shared_d_ff else None,
+            d_model=self.architecture.d_model,
+            d_ff=self.architecture.d_ff,
+            num_experts=self.architecture.num_experts,
+        )
+
+    def _require_moe_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
+            raise InvalidInput(
+                f"layer must be an integer from 0 to {self.num_layers - 1}, got {layer!r}; {self.path} has "
+                f"{self.num_layers} layers"
+            )
+        if layer not in self.moe_layers:
+            first = f"the first MoE layer is {self.moe_layers[0]}" if self.moe_layers else "no layer has experts"
+            raise InvalidInput(
+                f"layer must be one with experts ({self.architecture.moe_layers_rule}), got {layer}, which is dense; "
+                f"{first}"
+            )
+
+    def _block(self, layer: int) -> str:
+        """The name before the layer's router and experts: `model.layers.3.mlp.`."""
+        naming = self.architecture.naming
+        candidates = [f"{prefix}layers.{layer}.{block}." for prefix in _PREFIXES for block in naming.blocks]
+        for candidate in candidates:
+            if f"{candidate}{naming.router}.weight" in self.index.files:
+                return candidate
+        raise InvalidInput(
+            f"{self.path} must hold the router of layer {layer} under a name such as "
+            f"{candidates[0]}{naming.router}.weight, got {self.index.summary()} without it; download the checkpoint "
+            "again or correct its config.json"
+        )
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a Hugging Face checkpoint directory (config.json and safetensors); reads no weights.
+
+    Raises InvalidInput for a missing directory, config.json or tensor index and for settings that are missing or
+    disagree, Unsupported for an unknown model_type, a quantised checkpoint, or where safetensors is not installed.
+    """
+    directory = Path(path)
+    config = read_config(directory, FAMILY_NAMES)
+    architecture = architecture_of(config)
+    return Checkpoint(directory, config.model_type, config.settings, architecture, find_tensors(directory))
+
+
+def _stacks(architecture: Architecture, index: TensorIndex, block: str) -> dict[str, Stack]:
+    """The arrays of a layer by field name (`experts.gate_up`), and the tensors each is put together from."""
+    naming, num_experts, d_model = architecture.naming, architecture.num_experts, architecture.d_model
+    router = block + naming.router
+    # The router comes first: its shape tells a wrong number of experts before one of them seems to be missing.
+    stacks = {"router.weight": Stack.whole(f"{router}.weight", (num_experts, d_model))}
+    if naming.router_bias:
+        stacks["router.bias"] = Stack.whole(f"{router}.bias", (num_experts,))
+    if naming.correction_bias:
+        name = f"{router}.e_score_correction_bias"
+        stacks["router.correction_bias"] = Stack.whole(name, (num_experts,), dtype="float32")
+    stacks |= _expert_stacks(architecture, index, f"{block}experts.")
+    if architecture.shared_d_ff:
+        stacks |= _halves("shared.", f"{block}shared_experts.", (architecture.shared_d_ff, d_model))
+    return stacks
+
+
+def _expert_stacks(architecture: Architecture, index: TensorIndex, experts: str) -> dict[str, Stack]:
+    """gate_up, down and biases of the experts, from fused or per-expert storage, whichever the files have."""
+    naming, num_experts = architecture.naming, architecture.num_experts
+    d_model, d_ff = architecture.d_model, architecture.d_ff
+    fused = f"{experts}gate_up_proj"
+    if naming.per_expert is not None and fused not in index.files:
+        gate, _, _ = naming.per_expert
+        if f"{experts}0.{gate}.weight" not in index.files:
+            raise InvalidInput(
+                f"{index.directory} must hold {fused} or {experts}0.{gate}.weight, got {index.summary()} without "
+                "either; download the checkpoint again or correct its config.json"
+            )
+        per_expert = [
+            _halves("experts.", f"{experts}{expert}.", (d_ff, d_model), naming.per_expert, place=(expert,))
+            for expert in range(num_experts)
+        ]
+        return {
+            name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
+            for name, stack in per_expert[0].items()
+        }
+    out_in = architecture.spec.weight_layout == "out_in"
+    gate_up_shape = (2 * d_ff, d_model) if out_in else (d_model, 2 * d_ff)
+    down_shape = (d_model, d_ff) if out_in else (d_ff, d_model)
+    stacks = {
+        "experts.gate_up": Stack.whole(fused, (num_experts, *gate_up_shape)),
+        "experts.down": Stack.whole(f"{experts}down_proj", (num_experts, *down_shape)),
+    }
+    if naming.expert_bias:
+        stacks["experts.gate_up_bias"] = Stack.whole(f"{experts}gate_up_proj_bias", (num_experts, 2 * d_ff))
+        stacks["experts.down_bias"] = Stack.whole(f"{experts}down_proj_bias", (num_experts, d_model))
+    return stacks
+
+
+def _halves(
+    field_prefix: str,
+    module: str,
+    shape: tuple[int, int],
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    place: tuple[int, ...] = (),
+) -> dict[str, Stack]:
+    """One MLP with separate gate, up and down tensors: gate_up `[2F, D]` (gate first) and down `[D, F]`.
+
+    shape: (F, D). place: where the MLP sits in the stack of experts.
+    """
+    d_ff, d_model = shape
+    gate, up, down = (f"{module}{name}.weight" for name in names)
+    gate_up = (Part(gate, shape, (*place, slice(0, d_ff))), Part(up, shape, (*place, slice(d_ff, 2 * d_ff))))
+    return {
+        f"{field_prefix}gate_up": Stack((2 * d_ff, d_model), gate_up),
+        f"{field_prefix}down": Stack((d_model, d_ff), (Part(down, (d_model, d_ff), place),)),
+    }
+
+
+def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
+    """Raise Unsupported if the layer's tensors come with packed blocks or scales."""
+    for name in index.files:
+        if name.startswith(block) and name.endswith(_QUANTISED):
+            raise Unsupported(
+                f"{name} in {index.files[name]} ({reader.stored_dtype(name)}) belongs to a quantised layer, which "
+                "cannot be read; dequantise the checkpoint to bfloat16 first"
+            )
+
+
+def _require_one_dtype(stored: Mapping[str, str]) -> None:
+    """Experts and shared experts multiply one x, so their weights have one dtype; biases may be fp32."""
+    weights = {name: dtype for name, dtype in stored.items() if not name.startswith("router.")}
+    wanted = weights["experts.gate_up"]
+    for name, dtype in weights.items():
+        if dtype != wanted and not (name.endswith("_bias") and dtype == "float32"):
+            raise InvalidInput(
+                f"{name} must be {wanted} like experts.gate_up, got {dtype}; cast the checkpoint to one dtype"
+            )

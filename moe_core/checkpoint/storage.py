@@ -1,0 +1,208 @@
+"""Safetensors files: which shard holds a tensor, and reading tensors into the arrays they are stacked in.
+
+Reading copies once, from the memory-mapped file into memory of our own: file offsets are only 8-byte aligned and mapped
+pages are read-only, while every engine wants 16-byte aligned arrays it may share through DLPack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.checkpoint.config import read_json
+from moe_core.errors import InvalidInput, Unsupported
+
+#: dtype names of safetensors headers -> canonical names.
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+#: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
+_PIECE_BYTES = 64 * 2**20
+
+
+class ReadProgress(NamedTuple):
+    """How far a read has come. tensor: the name of the tensor being read; bytes of the whole layer."""
+
+    tensor: str
+    bytes_read: int
+    bytes_total: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the files and the place it fills in an array: `array[place]`; () = all of it."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    place: tuple[int | slice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """An array put together from parts. dtype: what to cast to; None = as stored (all parts alike)."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    dtype: str | None = None
+
+    @classmethod
+    def whole(cls, tensor: str, shape: tuple[int, ...], dtype: str | None = None) -> Stack:
+        """An array that is one tensor."""
+        return cls(shape, (Part(tensor, shape),), dtype)
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """The tensors of a checkpoint: name -> file in `directory`."""
+
+    directory: Path
+    files: Mapping[str, str]
+
+    def path_of(self, tensor: str) -> Path:
+        """The file that holds a tensor; InvalidInput if none does."""
+        if tensor not in self.files:
+            raise InvalidInput(
+                f"{self.directory} must hold the tensor {tensor}, got {self.summary()} without it; "
+                "download the checkpoint again or correct its config.json"
+            )
+        return self.directory / self.files[tensor]
+
+    def summary(self) -> str:
+        """`2 files with 52 tensors (model-00001-of-00002.safetensors, ...)`."""
+        names = sorted(set(self.files.values()))
+        listed = names[0] + (", ..." if len(names) > 1 else "") if names else "none"
+        return f"{len(names)} file(s) with {len(self.files)} tensors ({listed})"
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    """A safetensors file, memory-mapped for NumPy; a missing package, file or header is explained."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise Unsupported(
+            "reading .safetensors files needs the package safetensors, which is not installed; "
+            "pip install 'moebius[checkpoint]'"
+        ) from error
+    try:
+        handle = safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"{path} must be a readable safetensors file, got: {error}; download it again") from error
+    with handle as file:
+        yield file
+
+
+def find_tensors(directory: Path) -> TensorIndex:
+    """Index model.safetensors, or the shards that model.safetensors.index.json lists (opened only when read)."""
+    single = directory / "model.safetensors"
+    if single.is_file():
+        with open_file(single) as file:
+            return TensorIndex(directory, dict.fromkeys(file.keys(), single.name))
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        present = sorted(path.name for path in directory.iterdir())
+        raise InvalidInput(
+            f"{directory} must hold model.safetensors or model.safetensors.index.json, got "
+            f"{', '.join(present[:8]) + (', ...' if len(present) > 8 else '')}; save the model as safetensors first"
+        )
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise InvalidInput(
+            f"weight_map in {index} must map tensor names to file names, got {type(files).__name__}; download it again"
+        )
+    return TensorIndex(directory, files)
+
+
+class StackReader:
+    """Reads stacks from the files of an index; a context manager that opens each needed shard once."""
+
+    def __init__(self, index: TensorIndex) -> None:
+        self._index = index
+        self._files: dict[Path, tuple[Any, frozenset[str]]] = {}
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> StackReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exit.close()
+        self._files.clear()
+
+    def _tensor(self, name: str) -> Any:
+        """The lazy slice of a tensor: shape and dtype come from the header, data when indexed."""
+        path = self._index.path_of(name)
+        if path not in self._files:
+            file = self._exit.enter_context(open_file(path))
+            self._files[path] = file, frozenset(file.keys())
+        file, names = self._files[path]
+        if name not in names:
+            raise InvalidInput(f"{path} must hold the tensor {name}, got a file without it; download it again")
+        return file.get_slice(name)
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of a tensor as its header spells it (`BF16`, `F8_E4M3`)."""
+        return self._tensor(name).get_dtype()
+
+    def check(self, stacks: Mapping[str, Stack]) -> dict[str, str]:
+        """Check every part's presence, dtype and shape, reading headers only; return the dtype of each array."""
+        return {name: self._dtype_of(stack) for name, stack in stacks.items()}
+
+    def _dtype_of(self, stack: Stack) -> str:
+        found: dict[str, str] = {}
+        for part in stack.parts:
+            tensor = self._tensor(part.tensor)
+            where = f"{part.tensor} in {self._index.path_of(part.tensor).name}"
+            if tensor.get_dtype() not in _DTYPES:
+                raise Unsupported(
+                    f"{where} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; quantised and wider "
+                    "tensors cannot be read: dequantise or cast to bfloat16 first"
+                )
+            if tuple(tensor.get_shape()) != part.shape:
+                raise InvalidInput(
+                    f"{where} must be {list(part.shape)} by config.json, got {list(tensor.get_shape())}; "
+                    "use the config.json that belongs to the weights"
+                )
+            found.setdefault(_DTYPES[tensor.get_dtype()], part.tensor)
+        if stack.dtype is not None:
+            return stack.dtype
+        if len(found) > 1:
+            listed = " and ".join(f"{dtype} ({tensor})" for dtype, tensor in found.items())
+            raise InvalidInput(f"tensors stacked together must have one dtype, got {listed}; cast them alike")
+        return next(iter(found))
+
+    def read(
+        self,
+        stacks: Mapping[str, Stack],
+        stored: Mapping[str, str],
+        progress: Callable[[ReadProgress], object] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """The arrays of `stacks`: row-major, writable, owned.
+
+        stored: the dtypes `check` gave. progress is called after every piece that was read.
+        """
+        total = sum(math.prod(stack.shape) * dtypes.itemsize(stored[name]) for name, stack in stacks.items())
+        done = 0
+        arrays: dict[str, np.ndarray] = {}
+        for name, stack in stacks.items():
+            array = arrays[name] = np.empty(stack.shape, dtypes.numpy_dtype(stored[name]))
+            for part in stack.parts:
+                source, target = self._tensor(part.tensor), array[part.place]
+                for piece in _pieces(target):
+                    target[piece] = source[piece]
+                    done += target[piece].nbytes
+                    if progress is not None:
+                        progress(ReadProgress(part.tensor, done, total))
+        return arrays
+
+
+def _pieces(target: np.ndarray) -> Iterator[slice]:
+    """Ranges along the first axis: one for small arrays and matrices, several for large stacks of matrices."""
+    rows = len(target) if target.ndim < 3 else _PIECE_BYTES // max(1, target[:1].nbytes)
+    rows = max(1, rows)
+    for start in range(0, len(target), rows):
+        yield slice(start, min(start + rows, len(target)))
