@@ -1,18 +1,20 @@
-"""Timing on a CUDA device: graph replay, L2 flushed before each, median of many."""
+"""Timing on a CUDA device: graph replay with a flushed L2, and device time of both frameworks through CUPTI."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from moe_jax.ffi import callback_count
 
 _FLUSH_BYTES = 512 * 1024 * 1024
-_MICROSECONDS = 1e6
 
 
 class GraphTimer:
@@ -47,30 +49,36 @@ class GraphTimer:
             times.append(start.elapsed_time(end) * 1e3)
         return statistics.median(times)
 
-    def time_chain(self, function: Callable[[], Any], length: int, repeats: int = 7) -> float:
-        """Median microseconds of one of `length` calls that one graph holds, by the host's clock."""
+    def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
+        """Median microseconds on the device of one of `length` calls that one graph holds."""
         graph = self.capture(lambda: [function() for _ in range(length)])
-        return time_host(lambda: (graph.replay(), torch.cuda.synchronize()), repeats) / length
+        return device_time(graph.replay, repeats) / length
 
 
-def time_host(function: Callable[[], Any], repeats: int = 7) -> float:
-    """Median microseconds of a call that waits for its own work."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - start) * _MICROSECONDS)
-    return statistics.median(times[2:])
+def device_time(function: Callable[[], Any], repeats: int) -> float:
+    """Median microseconds from the first kernel's start to the last one's end, as CUPTI saw them.
+
+    Kernels of every library in the process are seen, so that torch and JAX are measured alike; the host's share is not.
+    """
+    spans = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            function()
+            torch.cuda.synchronize()
+        ranges = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        spans.append(max(span.end for span in ranges) - min(span.start for span in ranges))
+    return statistics.median(spans)
 
 
-def time_jax_chain(
-    function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, repeats: int = 7
-) -> float:
-    """Median microseconds of one of `length` dependent calls in one jitted program whose buffers recur.
+def device_time_of_jax_chain(
+    function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, repeats: int = 5
+) -> tuple[float, int]:
+    """(device microseconds of one of `length` dependent calls in one jitted program, Python callbacks per program).
 
     `function(x, *arguments)` gives the next x; x is donated, so that every run finds its arrays at the addresses of the
-    one before and XLA replays its CUDA graph. The other arrays are arguments because those a program closes over are
-    copied into it as constants.
+    one before and XLA replays its CUDA graph without Python. The other arrays are arguments because those a program
+    closes over are copied into it as constants.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -84,6 +92,8 @@ def time_jax_chain(
     def run() -> None:
         state[0] = jax.block_until_ready(chain(state[0], *arguments))
 
-    for _ in range(3):
+    for _ in range(4):
         run()
-    return time_host(run, repeats) / length
+    before = callback_count()
+    span = device_time(run, repeats)
+    return span / length, (callback_count() - before) // repeats
