@@ -1,0 +1,177 @@
+"""From a caller's arrays to a planned, jitted custom call: the one path every op takes.
+
+An op names its arrays once (`OpCall.array`, `OpCall.bundle`), which checks them and gives their specs; `OpCall.run`
+plans and calls. Everything static (planner, options, specs, targets) is one hashable `Request`, so that an eager op is
+a cached `jax.jit` call, and errors of planning are raised as themselves, while tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from moe_core.arrays import ArraySpec
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.operands import named_arrays
+from moe_core.plan import LaunchPlan
+from moe_core.target import Target
+from moe_jax import ffi, platforms
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides a call: `planner(*arguments, target, **keywords)` for the target of each JAX platform.
+
+    names: the plan's input names, in the order in which the arrays are passed.
+    """
+
+    op: str
+    planner: Callable[..., LaunchPlan]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+    targets: tuple[tuple[str, Target], ...]
+
+    def plan(self, target: Target) -> LaunchPlan:
+        return self.planner(*self.arguments, target, **dict(self.keywords))
+
+
+class OpCall:
+    """Collects the arrays of one call of an op by plan input name."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._arrays: dict[str, Any] = {}
+
+    def array(self, name: str, value: Any) -> ArraySpec:
+        """Check and record an array; returns its spec. Raises InvalidInput for what is no array of a known dtype."""
+        if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise InvalidInput(
+                f"{name} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
+                "convert it with jax.numpy.asarray or moe_jax.from_dlpack"
+            )
+        if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+            raise InvalidInput(
+                f"{name} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
+                f"{jax.dtypes.canonicalize_dtype(value.dtype)}; convert the array first"
+            )
+        self._arrays[name] = value
+        return _spec(name, value.shape, value.dtype)
+
+    def optional(self, name: str, value: Any) -> ArraySpec | None:
+        """`array`, or None for None."""
+        return None if value is None else self.array(name, value)
+
+    def bundle(self, argument: str, value: T, prefix: str = "") -> T:
+        """Record every array of an operand bundle under `prefix + field`; returns the same bundle of specs."""
+        specs = {}
+        for field, array in named_arrays(value):
+            specs[field] = self.array(prefix + field, array)
+        required = [field.name for field in dataclasses.fields(value) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
+        for field in required:
+            if field not in specs:
+                raise InvalidInput(f"{argument}.{field} must be an array, got None; pass it")
+        return dataclasses.replace(value, **specs)  # type: ignore[type-var]
+
+    def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
+        """Plan, then call: the plan's outputs, in order."""
+        _check_placement(self._op, self._arrays)
+        return _execute(self._request(planner, arguments, keywords), *self._arrays.values())
+
+    def explain(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> str:
+        """The plans `run` would use, as text: one per platform of this process."""
+        request = self._request(planner, arguments, keywords)
+        return "\n".join(request.plan(target).explain() for _, target in request.targets)
+
+    def _request(
+        self, planner: Callable[..., LaunchPlan], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Request:
+        return Request(self._op, planner, arguments, tuple(keywords.items()), tuple(self._arrays), platforms.targets())
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
+    if not all(isinstance(size, int) for size in shape):
+        raise Unsupported(
+            f"{name} has the symbolic shape {shape}, and plans need numbers; export one program per shape"
+        )
+    try:
+        return ArraySpec(shape, dtype)
+    except (InvalidInput, TypeError) as error:
+        raise InvalidInput(f"{name} has dtype {dtype}, which no op takes: {error}") from error
+
+
+def _check_placement(op: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays split over devices outside shard_map, where they can be seen, and arrays of several devices."""
+    placed: tuple[str, Any] | None = None
+    for name, value in arrays.items():
+        if isinstance(value, Tracer):
+            split = any(axis is not None for axis in jax.typeof(value).sharding.spec)
+            where: Any = jax.typeof(value).sharding
+        elif isinstance(value, jax.Array):
+            where = value.sharding
+            split = len(where.device_set) > 1 and not where.is_fully_replicated
+            if value.committed:
+                if placed is not None and placed[1] != where.device_set:
+                    raise InvalidInput(
+                        f"{name} must be on the device of {placed[0]}, {_list(placed[1])}, "
+                        f"got {_list(where.device_set)}; move it with jax.device_put"
+                    )
+                placed = placed or (name, where.device_set)
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            raise InvalidInput(f"{name} must be an array, got {value}; only explain_* functions take shapes")
+        else:
+            continue
+        if split:
+            raise Unsupported(
+                f"{op} runs on one device at a time, and {name} is split over several ({where}), so that XLA would "
+                "gather all of it on each; call the op inside jax.shard_map, on the local part"
+            )
+
+
+def _list(devices: Any) -> str:
+    return ", ".join(sorted(str(device) for device in devices))
+
+
+def _stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for."""
+    by_name = dict(zip(request.names, arrays, strict=True))
+    branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}
+    for platform, target in request.targets:
+        plan = request.plan(target)
+        ffi.publish(plan, platform, platforms.devices_to_prepare(platform, target))
+        branches[platform] = functools.partial(ffi.call, plan)
+    any_branch = branches["cpu"]
+
+    def unplanned(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        first, *others = operands.items()
+        return any_branch(dict([(first[0], platforms.refuse_when_lowered(first[1])), *others]))
+
+    with jax.named_scope(f"moebius.{request.op}"):  # what profiles and programs show
+        return jax.lax.platform_dependent(by_name, default=unplanned, **branches)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return _stage(request, arrays)
+
+
+@_undifferentiable.defjvp
+def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
+    raise Unsupported(
+        f"{request.op} has no derivative: it computes the forward pass only; apply jax.lax.stop_gradient to its array "
+        "arguments where no gradient is wanted"
+    )
+
+
+# Inlined into an outer trace, so that programs hold nothing but the custom call.
+_execute = jax.jit(_undifferentiable, static_argnums=0, inline=True)
