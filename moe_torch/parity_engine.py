@@ -1,0 +1,55 @@
+"""The torch front-end as a parity engine: its public ops stage by stage, and its composed op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from moe_core.parity.case import Case
+from moe_core.parity.devices import describe, use_gpu
+from moe_core.parity.engines import EngineRun
+from moe_core.parity.stage_ops import FrontEnd, run_stages
+from moe_torch import ops
+
+#: Engines of this family run the same plans, so they agree bitwise on one device.
+FAMILY = "moebius"
+
+
+def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A NumPy array (bfloat16 too, which torch cannot read from NumPy) as a tensor of its own on a device."""
+    array = np.ascontiguousarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.tensor(array.view(np.int16), device=device).view(torch.bfloat16)
+    return torch.tensor(array, device=device)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor on any device as a NumPy array (ml_dtypes for bfloat16)."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+class TorchEngine:
+    """`moe_torch.ops` on the first GPU, or on the CPU where there is none or the interpreter was asked for."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", 0) if use_gpu() and torch.cuda.is_available() else torch.device("cpu")
+
+    def why_unsupported(self, case: Case) -> str | None:
+        """Every case is supported."""
+        return None
+
+    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
+        """Every stage of a case, and the composed op."""
+        front_end = FrontEnd(ops, lambda array: to_torch(array, self._device), to_numpy)
+        with torch.no_grad():
+            results = run_stages(front_end, case, progress)
+        device, is_reference = describe((self._device.type, self._device.index or 0), results.explanation)
+        return EngineRun(self.name, device, results.stages, results.composed, is_reference, FAMILY)
