@@ -1,0 +1,10 @@
+"""The parity tool: do two engines agree, and where do they differ first?
+
+Command: `moe-parity`. Library: `compare` and `assert_parity` over named stage arrays of the user's own layers.
+"""
+
+from moe_core.parity.compare import assert_parity, compare
+from moe_core.parity.report import Report
+from moe_core.parity.tolerance import Tolerance
+
+__all__ = ["Report", "Tolerance", "assert_parity", "compare"]

@@ -1,0 +1,222 @@
+"""Built-in cases: the MoE layers of public models, scaled down, structure kept, weights and inputs drawn.
+
+What is kept: scoring, order of softmax and top-k, grouping, correction bias, renormalisation, scale, activation with
+its constants, gate and weight layout, biases, shared experts and their gate. Scaled: experts, K, widths, tokens.
+`small` suits Triton's interpreter, whose cost hardly depends on tile sizes; `large` a GPU. Widths are no powers of two
+where the model's are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.parity.case import Case
+from moe_core.specs import Activation, MoESpec, RouterSpec
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Experts, K, d_model, d_ff and default number of tokens of a scaled model."""
+
+    num_experts: int
+    top_k: int
+    d_model: int
+    d_ff: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class BuiltInCase:
+    """The structure of a model's MoE layer. router: the routing rule at given sizes.
+
+    gain: standard deviation of the values before the activation, so that clamps are reached where there are any.
+    shared_width: d_ff of the shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end.
+    """
+
+    description: str
+    small: Sizes
+    large: Sizes
+    router: Callable[[Sizes], RouterSpec]
+    activation: Activation
+    weight_layout: str
+    biases: bool = False
+    correction_bias: bool = False
+    weight_on_input: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
+    masked_tokens: int = 0
+    gain: float = 1.0
+
+
+def _softmax(**options: Any) -> Callable[[Sizes], RouterSpec]:
+    return lambda sizes: RouterSpec(sizes.top_k, "softmax", **options)
+
+
+def _deepseek(sizes: Sizes) -> RouterSpec:
+    # The model: 8 groups of 32 experts, the best 4 kept; scaled down, groups keep at least 4 experts.
+    groups = min(8, sizes.num_experts // 4)
+    return RouterSpec(sizes.top_k, "sigmoid", renormalize=True, scale=2.5, num_groups=groups, topk_group=groups // 2)
+
+
+_SILU = Activation("silu", gate_layout="halves")
+
+BUILT_IN: dict[str, BuiltInCase] = {
+    "mixtral": BuiltInCase(
+        "Mixtral 8x7B: 8 experts, 2 chosen, softmax then top-k renormalised, gate and up in two buffers [E, F, D]",
+        Sizes(8, 2, 128, 224, 160),
+        Sizes(8, 2, 1024, 3584, 512),
+        _softmax(order="softmax_then_topk", renormalize=True),
+        Activation("silu", gate_layout="separate"),
+        "out_in",
+    ),
+    "qwen3_moe": BuiltInCase(
+        "Qwen3-30B-A3B: 128 experts, 8 chosen, softmax then top-k renormalised, fused weights [E, D, 2F]",
+        Sizes(32, 8, 96, 48, 96),
+        Sizes(128, 8, 512, 384, 512),
+        _softmax(order="softmax_then_topk", renormalize=True),
+        _SILU,
+        "in_out",
+    ),
+    "gpt_oss": BuiltInCase(
+        "gpt-oss-20b: 32 experts, 4 chosen, top-k then softmax, biases, clamped swiglu on interleaved weights",
+        Sizes(32, 4, 180, 180, 96),
+        Sizes(32, 4, 720, 720, 512),
+        _softmax(order="topk_then_softmax"),
+        Activation("swiglu_oai", gate_layout="interleaved", alpha=1.702, limit=7.0),
+        "in_out",
+        biases=True,
+        gain=4.0,
+    ),
+    "deepseek_v3": BuiltInCase(
+        "DeepSeek-V3: 256 experts, 8 chosen from 4 of 8 groups, biased sigmoid, renormalised x 2.5, a shared expert",
+        Sizes(64, 8, 112, 64, 48),
+        Sizes(256, 8, 896, 128, 256),
+        _deepseek,
+        _SILU,
+        "out_in",
+        correction_bias=True,
+        shared_width=1,
+    ),
+    "qwen2_moe": BuiltInCase(
+        "Qwen2-57B-A14B: 64 experts, 8 chosen, softmax then top-k, gated shared expert; padded batch",
+        Sizes(16, 3, 112, 80, 64),
+        Sizes(64, 8, 448, 320, 256),
+        _softmax(order="softmax_then_topk"),
+        _SILU,
+        "out_in",
+        shared_width=2,
+        shared_gate=True,
+        masked_tokens=3,
+    ),
+    "llama4": BuiltInCase(
+        "Llama 4 Scout: 16 experts, 1 chosen, sigmoid weight on the input, a shared expert",
+        Sizes(16, 1, 160, 128, 64),
+        Sizes(16, 1, 640, 1024, 256),
+        lambda sizes: RouterSpec(sizes.top_k, "sigmoid"),
+        _SILU,
+        "in_out",
+        weight_on_input=True,
+        shared_width=1,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a built-in case is filled. num_tokens None = the case's own; large: the GPU sizes."""
+
+    dtype: str = "bfloat16"
+    seed: int = 0
+    num_tokens: int | None = None
+    large: bool = False
+
+
+class _Generator:
+    """Draws normal arrays in fp32 and casts them to the case's dtype."""
+
+    def __init__(self, name: str, draw: Draw) -> None:
+        self._random = np.random.default_rng([draw.seed, *name.encode()])
+        self._dtype = dtypes.numpy_dtype(draw.dtype)
+
+    def normal(self, deviation: float, *shape: int, dtype: Any = None) -> np.ndarray:
+        values = self._random.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
+        return values.astype(self._dtype if dtype is None else dtype)
+
+    def weight(self, layout: str, gain: float, *shape: int) -> np.ndarray:
+        """A matrix `[..., inputs, outputs]` that multiplies standard deviations by `gain`, stored as `layout`."""
+        *leading, inputs, outputs = shape
+        stored = (inputs, outputs) if layout == "in_out" else (outputs, inputs)
+        return self.normal(gain / math.sqrt(inputs), *leading, *stored)
+
+
+def built_in_case(name: str, draw: Draw = Draw()) -> Case:
+    """Make the built-in case `name` (`mixtral`, ...). Raises InvalidInput for an unknown name or bad options."""
+    if name not in BUILT_IN:
+        raise InvalidInput(f"case must be one of {', '.join(BUILT_IN)}, got {name!r}; name one of these")
+    if draw.dtype not in dtypes.MATMUL_DTYPES:
+        known = ", ".join(dtypes.MATMUL_DTYPES)
+        raise InvalidInput(f"dtype must be one of {known}, got {draw.dtype!r}; name one of these")
+    model = BUILT_IN[name]
+    sizes = model.large if draw.large else model.small
+    num_tokens = sizes.num_tokens if draw.num_tokens is None else draw.num_tokens
+    if num_tokens < 1:
+        raise InvalidInput(f"tokens must be at least 1, got {num_tokens}; pass such a number")
+    generator = _Generator(name, draw)
+    router_layout = "out_in"
+    mask = None
+    if model.masked_tokens:
+        mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens)
+    return Case(
+        name=name,
+        description=model.description,
+        x=generator.normal(1.0, num_tokens, sizes.d_model),
+        experts=_experts(model, sizes, generator),
+        routing=RouterWeights(
+            # Logits of standard deviation 2: scores neither flat nor saturated.
+            generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
+            generator.normal(0.5, sizes.num_experts) if model.biases else None,
+            generator.normal(0.1, sizes.num_experts, dtype=np.float32) if model.correction_bias else None,
+        ),
+        spec=MoESpec(
+            model.activation,
+            model.router(sizes),
+            weight_layout=model.weight_layout,
+            router_weight_layout=router_layout,
+            apply_router_weight_on_input=model.weight_on_input,
+        ),
+        shared=_shared(model, sizes, generator),
+        token_mask=mask,
+    )
+
+
+def _experts(model: BuiltInCase, sizes: Sizes, generator: _Generator) -> ExpertWeights:
+    experts, width, hidden = sizes.num_experts, sizes.d_model, sizes.d_ff
+    separate = model.activation.gate_layout == "separate"
+    columns = hidden if separate else 2 * hidden
+    layout = model.weight_layout
+    return ExpertWeights(
+        gate_up=generator.weight(layout, model.gain, experts, width, columns),
+        down=generator.weight(layout, 1.0, experts, hidden, width),
+        up=generator.weight(layout, model.gain, experts, width, columns) if separate else None,
+        gate_up_bias=generator.normal(0.5, experts, columns) if model.biases else None,
+        down_bias=generator.normal(0.5, experts, width) if model.biases else None,
+    )
+
+
+def _shared(model: BuiltInCase, sizes: Sizes, generator: _Generator) -> SharedExpert | None:
+    if not model.shared_width:
+        return None
+    width, hidden, layout = sizes.d_model, sizes.d_ff * model.shared_width, model.weight_layout
+    return SharedExpert(
+        gate_up=generator.weight(layout, model.gain, width, 2 * hidden),
+        down=generator.weight(layout, 1.0, hidden, width),
+        gate=generator.weight(layout, 1.0, width, 1) if model.shared_gate else None,
+    )

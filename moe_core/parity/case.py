@@ -1,0 +1,79 @@
+"""A case: one MoE layer with its input, as NumPy arrays. What every parity engine is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core import dtypes
+from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.specs import LogitsSpec, MoESpec, RouterSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its input. Arrays are NumPy (ml_dtypes for bfloat16).
+
+    name: as reported. description: where the structure comes from. x `[T, D]`; experts, routing and shared as the
+    composed op `moe` takes them; spec: the layer's options, its router included. token_mask bool `[T]` or None: False =
+    padding, which visits no expert.
+    """
+
+    name: str
+    description: str
+    x: Any
+    experts: ExpertWeights
+    routing: RouterWeights
+    spec: MoESpec
+    shared: SharedExpert | None = None
+    token_mask: Any = None
+
+    @property
+    def dtype(self) -> str:
+        """The canonical dtype of the hidden states."""
+        return dtypes.canonical(self.x.dtype)
+
+    @property
+    def num_experts(self) -> int:
+        axis = 0 if self.spec.router_weight_layout == "out_in" else 1
+        return int(self.routing.weight.shape[axis])
+
+    @property
+    def router(self) -> RouterSpec:
+        """The routing rule; a case always routes from x."""
+        assert self.spec.router is not None
+        return self.spec.router
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.router.require_top_k()
+
+    @property
+    def logits_spec(self) -> LogitsSpec:
+        """The router product's options within `spec`."""
+        return LogitsSpec(self.spec.router_weight_layout, self.spec.logits_dtype, self.spec.allow_tf32)
+
+    @property
+    def d_model(self) -> int:
+        return int(self.x.shape[1])
+
+    @property
+    def d_ff(self) -> int:
+        """Columns after the activation."""
+        return int(self.experts.down.shape[-1 if self.spec.weight_layout == "out_in" else -2])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every size that decides how much work a run is, by the letters of the documentation."""
+        return {
+            "T": int(self.x.shape[0]),
+            "E": self.num_experts,
+            "K": self.top_k,
+            "D": self.d_model,
+            "F": self.d_ff,
+        }
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
+        return f"{self.name} {self.dtype} {sizes}"

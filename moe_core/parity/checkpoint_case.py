@@ -1,0 +1,90 @@
+"""A case from a Hugging Face checkpoint: one of its MoE layers, with hidden states drawn or from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.checkpoint import MoELayer, ReadProgress, load_hidden_states, open_checkpoint
+from moe_core.errors import InvalidInput
+from moe_core.operands import map_arrays
+from moe_core.parity.case import Case
+
+#: Tokens drawn where neither a number nor a file is given: enough to visit many experts, few for an interpreter.
+DEFAULT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class CheckpointInput:
+    """What to take from a checkpoint directory.
+
+    layer: None = the first MoE layer. hidden_states: a .npy or .safetensors file `[T, d_model]`; None = standard normal
+    draws from `seed`. num_tokens: how many tokens to draw, or to keep of the file. dtype: casts the input and the
+    weights; None = as stored.
+    """
+
+    directory: str | os.PathLike[str]
+    layer: int | None = None
+    hidden_states: str | os.PathLike[str] | None = None
+    num_tokens: int | None = None
+    seed: int = 0
+    dtype: str | None = None
+
+
+def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], object] | None = None) -> Case:
+    """Read one layer into a case. Raises what `open_checkpoint`, `Checkpoint.layer` and `load_hidden_states` raise."""
+    checkpoint = open_checkpoint(source.directory)
+    number = source.layer
+    if number is None:
+        if not checkpoint.moe_layers:
+            raise InvalidInput(f"{source.directory} must have layers with experts, got none; choose another checkpoint")
+        number = checkpoint.moe_layers[0]
+    layer = checkpoint.layer(number, progress)
+    if source.dtype is not None:
+        layer = _cast_weights(layer, source.dtype)
+    x, origin = _hidden_states(source, layer.d_model)
+    return Case(
+        name=f"{layer.family} layer {number}",
+        description=f"{source.directory}; hidden states {origin}",
+        x=x.astype(dtypes.numpy_dtype(layer.dtype), copy=False),
+        experts=layer.experts,
+        routing=layer.router,
+        spec=layer.spec,
+        shared=layer.shared,
+    )
+
+
+def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
+    """The layer with every weight in another dtype; the correction bias is fp32 by definition and stays so."""
+
+    def cast(array: np.ndarray) -> np.ndarray:
+        return array.astype(dtypes.numpy_dtype(dtype), copy=False)
+
+    router = dataclasses.replace(map_arrays(layer.router, cast), correction_bias=layer.router.correction_bias)
+    shared = None if layer.shared is None else map_arrays(layer.shared, cast)
+    return dataclasses.replace(layer, experts=map_arrays(layer.experts, cast), router=router, shared=shared)
+
+
+def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, str]:
+    """(x `[T, d_model]`, where it comes from)."""
+    if source.num_tokens is not None and source.num_tokens < 1:
+        raise InvalidInput(f"tokens must be at least 1, got {source.num_tokens}; pass such a number")
+    if source.hidden_states is not None:
+        x = load_hidden_states(source.hidden_states, d_model)
+        return x[: source.num_tokens], f"from {source.hidden_states}"
+    num_tokens = DEFAULT_TOKENS if source.num_tokens is None else source.num_tokens
+    random = np.random.default_rng(source.seed)
+    return random.standard_normal((num_tokens, d_model), dtype=np.float32), f"drawn with seed {source.seed}"
+
+
+def print_progress(progress: ReadProgress) -> None:
+    """Show on stderr how far a read has come, on one line."""
+    share = progress.bytes_read / max(progress.bytes_total, 1)
+    end = "\n" if progress.bytes_read >= progress.bytes_total else "\r"
+    print(f"moe-parity: reading {progress.bytes_total / 2**20:.0f} MiB: {share:4.0%}", end=end, file=sys.stderr)

@@ -1,0 +1,182 @@
+"""Compares named stage arrays: the library form of the parity tool.
+
+    from moe_core.parity import assert_parity, compare
+
+    report = compare({"logits": ..., "ids": ..., "output": ...}, {"logits": ..., "ids": ..., "output": ...})
+    print(report); report.first_divergent
+
+The arrays are the user's own: NumPy, torch (any device) or JAX. The order of the reference's stages is the order of the
+computation, so that the first divergent one is where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.parity.flips import Flip, RouterScores, find_flips
+from moe_core.parity.report import AGREE, DIFFER, MISSING, NOT_TESTED, TIE, Report, StageRow
+from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, stage_tolerances
+from moe_core.specs import Activation, MoESpec, RouterSpec
+
+#: The layer whose tolerances hold where the caller gives none: d_model and d_ff, K and E of a large model.
+_NOMINAL_WIDTH, _NOMINAL_TOP_K, _NOMINAL_EXPERTS = 4096, 8, 128
+_SAME_MEMORY = "candidate and reference are the same memory: nothing was compared"
+
+
+def as_numpy(name: str, array: Any) -> np.ndarray:
+    """A NumPy, torch or JAX array, on any device, as NumPy (ml_dtypes for bfloat16)."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "detach") and hasattr(array, "cpu"):
+        array = array.detach().cpu()
+        if dtypes.canonical(array.dtype) == "bfloat16":
+            # torch hands NumPy no bfloat16; the way through fp32 keeps every value.
+            return array.float().numpy().astype(dtypes.numpy_dtype("bfloat16"))
+        return array.numpy()
+    result = np.asarray(array)
+    if result.dtype == object:
+        raise InvalidInput(f"stage {name!r} must be a NumPy, torch or JAX array, got {type(array).__name__}; pass one")
+    return result
+
+
+def stage_row(
+    stage: str, reference: np.ndarray, candidate: np.ndarray, tolerance: Tolerance, note: str = ""
+) -> StageRow:
+    """Compare one stage. Arrays that are one and the same memory are `not tested`."""
+    if candidate.size and np.shares_memory(candidate, reference):
+        return StageRow(stage, NOT_TESTED, note=_SAME_MEMORY)
+    difference = measure(candidate, reference)
+    verdict = AGREE if difference.complaint(tolerance) is None else DIFFER
+    remarks = [remark for remark in (difference.mismatch, note) if remark]
+    return StageRow(stage, verdict, difference, tolerance, "; ".join(remarks))
+
+
+def ids_row(reference: np.ndarray, candidate: np.ndarray, flips: tuple[Flip, ...]) -> StageRow:
+    """The row of ids `[T, K]`: agree, ties within tolerance only, or differ."""
+    if candidate.size and np.shares_memory(candidate, reference):
+        return StageRow("ids", NOT_TESTED, note=_SAME_MEMORY)
+    failed = sum(not flip.is_tie for flip in flips)
+    note = f"{len(flips)} of {len(reference)} tokens flipped, {failed} of them beyond a tie" if flips else ""
+    verdict = DIFFER if failed else TIE if flips else AGREE
+    return StageRow("ids", verdict, measure(candidate, reference), EXACT, note)
+
+
+def logit_tolerance(logits: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    """How far any logit of each token may be off, `[T]`: the worst element's bound times the largest logit."""
+    with np.errstate(invalid="ignore"):
+        return tolerance.worst * np.max(np.abs(logits.astype(np.float64)), axis=1, initial=0.0)
+
+
+def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
+    """The table's tolerance of a stage for the coarsest dtype among the arrays, in a layer of nominal size.
+
+    Integer and boolean arrays must be equal. Names the table does not know count as `output`, the last stage.
+    """
+    if all(array.dtype.kind in "iub" for array in arrays):
+        return EXACT
+    names = [dtypes.canonical(array.dtype) for array in arrays]
+    known = [name for name in names if name in UNIT_ROUNDOFF]
+    coarsest = max(known or ["float32"], key=lambda name: UNIT_ROUNDOFF[name])
+    spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL_TOP_K))
+    table = stage_tolerances(
+        spec,
+        coarsest,
+        d_model=_NOMINAL_WIDTH,
+        d_ff=_NOMINAL_WIDTH,
+        top_k=_NOMINAL_TOP_K,
+        num_experts=_NOMINAL_EXPERTS,
+    )
+    chosen = table.get(stage, table["output"])
+    # A stage that is fp32 in our layers may be rounded in the caller's: then its dtype's own tolerance counts.
+    return table["matmul1"] if stage in ("logits", "weights") and coarsest != "float32" else chosen
+
+
+def compare(
+    reference: Mapping[str, Any], candidate: Mapping[str, Any], *, tolerances: Mapping[str, Tolerance] | None = None
+) -> Report:
+    """Compare the stages of two layers, in the reference's order.
+
+    reference, candidate: arrays by stage name; both must have the same names. `ids` (integers `[T, K]`) are compared by
+    token: where `logits` `[T, E]` are among the stages, a token whose experts differ by no more than the tolerance of
+    the logits is a tie, which does not fail. Tokens with other experts are left out of later stages, whose rows
+    (T, or T * K in slot order) they would spoil. tolerances: by stage; None = `default_tolerance` for each.
+    The same array on both sides is `not tested` and fails. Raises InvalidInput for an unknown tolerance or no stages.
+    """
+    if not reference:
+        raise InvalidInput("reference must hold at least one stage, got none; pass arrays by stage name")
+    unknown = sorted(set(tolerances or {}) - set(reference))
+    if unknown:
+        raise InvalidInput(f"tolerances must be of stages of the reference, got {', '.join(unknown)}; correct the name")
+    wanted = {name: as_numpy(name, array) for name, array in reference.items()}
+    found = {name: as_numpy(name, array) for name, array in candidate.items()}
+    rows: list[StageRow] = []
+    flips: tuple[Flip, ...] = ()
+    routed = None
+    for stage, expected in wanted.items():
+        if stage not in found:
+            rows.append(StageRow(stage, MISSING, note="the candidate has no such stage"))
+            continue
+        actual = found[stage]
+        tolerance = (tolerances or {}).get(stage) or default_tolerance(stage, expected, actual)
+        if stage == "ids" and expected.ndim == 2 and expected.shape == actual.shape:
+            flips = _flips(wanted, found, tolerances)
+            routed = expected.shape
+            rows.append(ids_row(expected, actual, flips))
+        elif routed and flips:
+            rows.append(_row_without_flips(stage, (expected, actual), tolerance, flips, routed))
+        else:
+            rows.append(stage_row(stage, expected, actual, tolerance))
+    rows += [StageRow(stage, MISSING, note="the reference has no such stage") for stage in found if stage not in wanted]
+    return Report("candidate", "", tuple(rows), flips)
+
+
+def assert_parity(
+    reference: Mapping[str, Any],
+    candidate: Mapping[str, Any],
+    *,
+    tolerances: Mapping[str, Tolerance] | None = None,
+    label: str = "parity",
+) -> Report:
+    """`compare`, raising AssertionError with the whole report unless every stage agrees; returns the report."""
+    report = compare(reference, candidate, tolerances=tolerances)
+    if not report.agrees:
+        raise AssertionError(f"{label}: {report.conclusion()}\n{report}")
+    return report
+
+
+def _flips(
+    wanted: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerances: Mapping[str, Tolerance] | None
+) -> tuple[Flip, ...]:
+    """Flips between two sets of ids, measured on the reference's logits where both sides have them."""
+    logits = wanted.get("logits")
+    comparable = logits is not None and "logits" in found and logits.ndim == 2 and len(logits) == len(wanted["ids"])
+    if logits is None or not comparable:
+        return find_flips(wanted["ids"], found["ids"], None, np.zeros(len(wanted["ids"])))
+    tolerance = (tolerances or {}).get("logits") or default_tolerance("logits", logits, found["logits"])
+    return find_flips(wanted["ids"], found["ids"], RouterScores.of(logits), logit_tolerance(logits, tolerance))
+
+
+def _row_without_flips(
+    stage: str,
+    arrays: tuple[np.ndarray, np.ndarray],
+    tolerance: Tolerance,
+    flips: tuple[Flip, ...],
+    routed: tuple[int, ...],
+) -> StageRow:
+    """A stage behind the ids, the rows of flipped tokens left out where its rows are tokens or slots."""
+    expected, actual = arrays
+    num_tokens, top_k = routed
+    rows_per_token = {num_tokens: 1, num_tokens * top_k: top_k}.get(expected.shape[0] if expected.ndim else -1)
+    if rows_per_token is None or expected.shape != actual.shape or np.shares_memory(expected, actual):
+        return stage_row(stage, expected, actual, tolerance)
+    flipped = np.zeros(num_tokens, bool)
+    flipped[[flip.token for flip in flips]] = True
+    # Both sides get the same values there, so that the indices of the others stay what they are.
+    left_out = np.repeat(flipped, rows_per_token).reshape(-1, *([1] * (actual.ndim - 1)))
+    kept = np.where(left_out, expected.astype(np.float64), actual.astype(np.float64))
+    return stage_row(stage, expected, kept, tolerance, f"without {len(flips)} flipped tokens")

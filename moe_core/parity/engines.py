@@ -1,0 +1,76 @@
+"""Parity engines: what one must offer, and how they are found (entry points of the group `moebius.engines`)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parity.case import Case
+
+GROUP = "moebius.engines"
+REFERENCE = "reference"
+DEFAULT_ENGINES = (REFERENCE, "torch", "jax")
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What an engine computed for one case.
+
+    stages: NumPy arrays by stage name, computed one public op at a time. composed: the results of the composed op
+    (`output`, `ids`, `weights`, `tokens_per_expert`), or None where the engine has none.
+    device: what truly ran, as `"triton interpreter (cpu)"` or `"cuda sm_90 NVIDIA H200"`.
+    is_reference: the NumPy reference ran, so that a comparison with it would test nothing.
+    family: engines of one family must agree bitwise on one device. given: stages the engine was handed, not computed.
+    slot_order: how the engine orders a token's slots (`RouterSpec.slot_order`); the reference is ordered alike.
+    notes: remarks by stage, printed with its row.
+    """
+
+    engine: str
+    device: str
+    stages: Mapping[str, Any]
+    composed: Mapping[str, Any] | None = None
+    is_reference: bool = False
+    family: str | None = None
+    given: tuple[str, ...] = ()
+    slot_order: str = "score"
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """An engine is made without arguments; a missing installation raises Unsupported or ImportError there."""
+
+    name: str
+
+    def why_unsupported(self, case: Case) -> str | None:
+        """The reason why this case means something else here or cannot run, or None."""
+        ...
+
+    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
+        """Run every stage of a case; progress is called with a stage's name as it begins."""
+        ...
+
+
+def registered_engines() -> dict[str, importlib.metadata.EntryPoint]:
+    """Every registered engine by name, not imported."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+def load_engines(names: Sequence[str]) -> list[Engine]:
+    """Make the named engines; raises InvalidInput for an unknown name, Unsupported for one that cannot start here."""
+    points = registered_engines()
+    engines = []
+    for name in names:
+        if name not in points:
+            known = ", ".join(sorted(points)) or "none: the moebius distribution is not installed"
+            raise InvalidInput(f"engines must be registered under {GROUP!r} ({known}), got {name!r}; install it")
+        try:
+            engines.append(points[name].load()())
+        except (ImportError, Unsupported) as error:
+            others = [other for other in DEFAULT_ENGINES if other != name]
+            raise Unsupported(
+                f"engine {name!r} cannot start: {error}; install it, or leave it out with --engines {','.join(others)}"
+            ) from error
+    return engines

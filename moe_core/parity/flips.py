@@ -1,0 +1,188 @@
+"""Router flips: tokens for which an engine chose other experts than the reference, each with its score margin.
+
+A flip is a tie within tolerance where the reference's own scores of the swapped experts lie closer together than the
+tolerance of the logits allows two logits to move. Then drift of the logits explains it; otherwise the routing differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_core.reference.activation import sigmoid
+from moe_core.specs import RouterSpec
+
+#: How far a score can move when every logit moves by at most 1: the largest slopes of the scoring functions. Softmax:
+#: 2 p (1 - p), over all logits together; sigmoid: p (1 - p); the derivative of sqrt(softplus) peaks at 0.319.
+_SLOPE = {"softmax": 0.5, "sigmoid": 0.25, "sqrt_softplus": 0.32}
+#: fp32 roundings between a logit and the score that is compared: a handful in each of exp, sum, division and bias.
+_SCORE_ROUNDINGS = 8
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One token whose experts differ. reference, candidate: its ids by slot.
+
+    kind: `set` (other experts), `group` (other expert groups), `order` (the same experts, other slots).
+    margin: how much better the reference's choice scores than the candidate's, in selection scores; None = not known.
+    allowed: the margin up to which the logits' tolerance explains the flip. own_choice: what the routing rule makes of
+    the candidate's own logits where that is not what the candidate chose: its routing differs, not its logits.
+    """
+
+    token: int
+    reference: tuple[int, ...]
+    candidate: tuple[int, ...]
+    kind: str
+    margin: float | None
+    allowed: float
+    own_choice: tuple[int, ...] | None = None
+
+    @property
+    def is_tie(self) -> bool:
+        return self.own_choice is None and self.margin is not None and self.margin <= self.allowed
+
+    @property
+    def verdict(self) -> str:
+        return "flip (tie within tolerance)" if self.is_tie else "differ"
+
+    def __str__(self) -> str:
+        margin = "margin not known" if self.margin is None else f"margin {self.margin:.3g}"
+        own = "" if self.own_choice is None else f", its own logits say {list(self.own_choice)}"
+        return (
+            f"token {self.token}: {list(self.reference)} -> {list(self.candidate)} ({self.kind}), {margin}, "
+            f"allowed {self.allowed:.3g}{own}: {self.verdict}"
+        )
+
+
+def selection_scores(
+    logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
+) -> np.ndarray:
+    """The fp32 scores `[T, E]` experts are ranked by: the logits, or score + bias where a correction bias is given."""
+    logits = np.asarray(logits, np.float32)
+    if router is None or correction_bias is None:
+        return logits
+    with np.errstate(all="ignore"):
+        if router.order == "topk_then_softmax":
+            scores = logits
+        elif router.scoring == "softmax":
+            scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            scores = scores / scores.sum(axis=-1, keepdims=True)
+        elif router.scoring == "sigmoid":
+            scores = sigmoid(logits)
+        else:
+            scores = np.sqrt(np.logaddexp(np.float32(0), logits))
+        return scores + np.asarray(correction_bias, np.float32)
+
+
+@dataclass(frozen=True)
+class RouterScores:
+    """The reference's selection scores `[T, E]` and how far two of them may move apart per unit of logit tolerance."""
+
+    scores: np.ndarray
+    slope: float = 1.0
+    roundings: int = 0
+    num_groups: int = 1
+    topk_group: int = 1
+    has_bias: bool = False
+
+    @classmethod
+    def of(
+        cls, logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
+    ) -> RouterScores:
+        """Scores for a routing rule; router None: the experts are ranked by their logits."""
+        scores = selection_scores(logits, router, correction_bias)
+        if router is None:
+            return cls(scores)
+        scored = correction_bias is not None and router.order != "topk_then_softmax"
+        return cls(
+            scores,
+            slope=_SLOPE[router.scoring] if scored else 1.0,
+            roundings=_SCORE_ROUNDINGS if correction_bias is not None else 0,
+            num_groups=router.num_groups,
+            topk_group=router.topk_group,
+            has_bias=correction_bias is not None,
+        )
+
+    def allowed(self, token: int, logit_tolerance: float) -> float:
+        """The largest margin two scores of a token can lose when each logit moves by logit_tolerance."""
+        largest = float(np.max(np.abs(self.scores[token]), initial=0.0))
+        rounding = self.roundings * float(np.finfo(np.float32).eps) * largest
+        # A group score with a bias adds two scores, so it moves twice as far.
+        terms = 2 if self.num_groups > 1 and self.has_bias else 1
+        return terms * (2 * self.slope * logit_tolerance + rounding)
+
+    def group_scores(self, token: int) -> np.ndarray:
+        """Score of every group of a token: the sum of its two best with a bias, else the best."""
+        groups = np.sort(self.scores[token].reshape(self.num_groups, -1), axis=1)
+        return groups[:, -2:].sum(axis=1) if self.has_bias else groups[:, -1]
+
+
+def find_flips(
+    reference_ids: np.ndarray, candidate_ids: np.ndarray, scores: RouterScores | None, logit_tolerance: np.ndarray
+) -> tuple[Flip, ...]:
+    """Every token whose ids `[T, K]` differ; logit_tolerance `[T]`: how far a logit of the token may be off."""
+    flips = []
+    for token in np.flatnonzero((reference_ids != candidate_ids).any(axis=1)):
+        wanted, found = (tuple(int(e) for e in ids[token]) for ids in (reference_ids, candidate_ids))
+        kind, margin, allowed = _classify(wanted, found, scores, int(token), float(logit_tolerance[token]))
+        flips.append(Flip(int(token), wanted, found, kind, margin, allowed))
+    return tuple(flips)
+
+
+def blame_routing(
+    flips: tuple[Flip, ...], rule_ids: np.ndarray, candidate_ids: np.ndarray, own: RouterScores
+) -> tuple[Flip, ...]:
+    """The flips, with `own_choice` set where not the logits but the candidate's routing is at fault.
+
+    rule_ids: what the reference routing makes of the candidate's own logits; own: the scores of those logits. Without
+    a correction bias the order of the logits decides, ties by id, and nothing is left to rounding.
+    """
+    nothing = np.zeros(len(rule_ids))
+    wrong = {
+        flip.token: flip
+        for flip in find_flips(rule_ids, candidate_ids, own, nothing)
+        if not own.has_bias or not flip.is_tie
+    }
+    known = {flip.token for flip in flips}
+    blamed = [
+        dataclasses.replace(flip, own_choice=wrong[flip.token].reference) if flip.token in wrong else flip
+        for flip in flips
+    ]
+    extra = [
+        dataclasses.replace(flip, own_choice=flip.reference) for token, flip in wrong.items() if token not in known
+    ]
+    return tuple(sorted(blamed + extra, key=lambda flip: flip.token))
+
+
+def _classify(
+    wanted: tuple[int, ...], found: tuple[int, ...], scores: RouterScores | None, token: int, tolerance: float
+) -> tuple[str, float | None, float]:
+    """(kind, margin, allowed) of one token; the margin is None where nothing can explain the difference."""
+    removed, added = set(wanted) - set(found), set(found) - set(wanted)
+    kind = "set" if removed or added else "order"
+    if scores is None:
+        return kind, None, 0.0
+    allowed = scores.allowed(token, tolerance)
+    own = scores.scores[token]
+    legal = all(0 <= expert < len(own) for expert in (*wanted, *found)) and len(set(found)) == len(found)
+    if not legal:
+        return kind, None, allowed
+    if kind == "order":
+        inverted = [
+            own[first] - own[second]
+            for place, second in enumerate(found)
+            for first in found[place + 1 :]
+            if wanted.index(first) < wanted.index(second)
+        ]
+        return kind, float(max(inverted)), allowed
+    if scores.num_groups > 1:
+        group_of = len(own) // scores.num_groups
+        groups = scores.group_scores(token)
+        kept = set(np.argsort(-groups, kind="stable")[: scores.topk_group].tolist())
+        strangers = {expert // group_of for expert in added} - kept
+        if strangers:
+            worst_kept = min(groups[group] for group in kept)
+            return "group", float(worst_kept - min(groups[group] for group in strangers)), allowed
+    return kind, float(max(own[list(removed)]) - min(own[list(added)])), allowed

@@ -1,0 +1,40 @@
+"""The yardstick: every stage by the NumPy twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moe_core.operands import TopK
+from moe_core.parity.case import Case
+from moe_core.parity.devices import NUMPY
+from moe_core.parity.engines import REFERENCE, EngineRun
+from moe_core.reference.moe import moe_stages
+
+
+class ReferenceEngine:
+    """The NumPy reference as a parity engine; comparing it with itself is reported as not tested."""
+
+    name = REFERENCE
+
+    def why_unsupported(self, case: Case) -> str | None:
+        """Every case is supported."""
+        return None
+
+    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
+        """Every stage of a case."""
+        progress("all stages")
+        return EngineRun(REFERENCE, NUMPY, reference_stages(case), is_reference=True)
+
+
+def reference_stages(case: Case, routing: TopK | None = None) -> dict[str, np.ndarray]:
+    """The reference's stages of a case; routing: ids and weights to use instead of the case's own routing."""
+    return moe_stages(
+        case.x,
+        case.experts,
+        case.routing if routing is None else routing,
+        case.spec,
+        token_mask=case.token_mask,
+        shared=case.shared,
+    )

@@ -1,0 +1,239 @@
+"""What a comparison found: rows per stage, flips, verdicts; as text and as JSON-ready dictionaries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.parity.flips import Flip
+from moe_core.parity.tolerance import EXACT, Difference, Tolerance
+
+AGREE, TIE, GIVEN = "agree", "flip (tie within tolerance)", "given"
+DIFFER, MISSING, NOT_TESTED, SKIPPED = "differ", "missing", "not tested", "skipped"
+#: Verdicts that do not fail a run. A skipped engine is counted apart: an engine that was only skipped tested nothing.
+PASSING = (AGREE, TIE, GIVEN, SKIPPED)
+#: Flips printed per stage; the JSON holds all of them.
+_FLIPS_SHOWN = 5
+_HEADER = ("stage", "verdict", "rel. error", "limit", "worst", "limit", "worst element: reference vs candidate", "")
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of one engine. difference and tolerance: None where nothing was compared."""
+
+    stage: str
+    verdict: str
+    difference: Difference | None = None
+    tolerance: Tolerance | None = None
+    note: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return self.verdict in PASSING
+
+    def cells(self) -> tuple[str, ...]:
+        """The row's columns: see `_HEADER`."""
+        found, tolerance = self.difference, self.tolerance
+        if found is None or tolerance is None:
+            return (self.stage, self.verdict, "", "", "", "", "", self.note)
+        if tolerance == EXACT:
+            limits = ("exact", "exact")
+        else:
+            limits = (f"{found.frobenius_limit(tolerance):.1e}", f"{tolerance.worst:.1e}")
+        worst = ""
+        if found.where is not None and found.worst:
+            worst = f"{list(found.where)}: {found.expected:.6g} vs {found.actual:.6g}"
+        return (
+            self.stage,
+            self.verdict,
+            f"{found.relative_frobenius:.1e}",
+            limits[0],
+            f"{found.worst:.1e}",
+            limits[1],
+            worst,
+            self.note,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        found, tolerance = self.difference, self.tolerance
+        numbers: dict[str, Any] = {"relative_error": None, "relative_tolerance": None, "worst": None}
+        if found is not None and tolerance is not None:
+            numbers["relative_error"] = _number(found.relative_frobenius)
+            numbers["relative_tolerance"] = _number(found.frobenius_limit(tolerance))
+            numbers["worst"] = {
+                "index": None if found.where is None else list(found.where),
+                "reference": _number(found.expected),
+                "candidate": _number(found.actual),
+                "error": _number(found.worst),
+                "tolerance": _number(tolerance.worst),
+            }
+        return {"stage": self.stage, "verdict": self.verdict, **numbers, "note": self.note}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of one candidate with the reference, stage by stage in the order of the computation.
+
+    engine and device: who computed the candidate and what truly ran. skipped: why the case was not run, or "".
+    """
+
+    engine: str
+    device: str
+    rows: tuple[StageRow, ...]
+    flips: tuple[Flip, ...] = ()
+    skipped: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every row passes."""
+        return all(row.passes for row in self.rows)
+
+    @property
+    def tested(self) -> bool:
+        """Whether at least one stage was truly compared."""
+        return any(row.verdict not in (GIVEN, SKIPPED, NOT_TESTED) for row in self.rows)
+
+    @property
+    def first_divergent(self) -> str | None:
+        """The first stage, in order, that fails; None when all pass."""
+        return next((row.stage for row in self.rows if not row.passes), None)
+
+    @property
+    def verdict(self) -> str:
+        if self.skipped:
+            return SKIPPED
+        if self.agrees:
+            return AGREE
+        return DIFFER if any(row.verdict in (DIFFER, MISSING) for row in self.rows) else NOT_TESTED
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The report as a table, its verdict last."""
+        title = f"{self.engine} on {self.device}" if self.device else self.engine
+        if self.skipped:
+            yield f"{title}: skipped: {self.skipped}"
+            return
+        if not self.tested and not self.agrees:
+            yield f"{title}: {self.conclusion()}"
+            return
+        table = [_HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(_HEADER))]
+        yield title
+        for line in table:
+            yield ("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))).rstrip()
+        for flip in self.flips[:_FLIPS_SHOWN]:
+            yield f"  {flip}"
+        if len(self.flips) > _FLIPS_SHOWN:
+            yield f"  and {len(self.flips) - _FLIPS_SHOWN} more flipped tokens"
+        yield f"  {self.conclusion()}"
+
+    def conclusion(self) -> str:
+        """One line: the verdict and the first divergent stage."""
+        if self.verdict == NOT_TESTED:
+            return f"NOT TESTED: {next(row.note for row in self.rows if row.verdict == NOT_TESTED)}"
+        if self.agrees:
+            return f"agrees with the reference ({len(self.flips)} router flips)"
+        return f"DIFFERS: first divergent stage is {self.first_divergent}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON; numbers that JSON lacks (NaN, infinities) become strings."""
+        return {
+            "engine": self.engine,
+            "device": self.device,
+            "verdict": self.verdict,
+            "skipped": self.skipped,
+            "first_divergent_stage": self.first_divergent,
+            "stages": [{"engine": self.engine, "device": self.device} | row.as_dict() for row in self.rows],
+            "flips": [_flip_dict(flip) for flip in self.flips],
+        }
+
+
+@dataclass(frozen=True)
+class BitwiseRow:
+    """Whether two engines of one family gave the same bits. equal None: not compared, with the reason in `note`."""
+
+    engines: tuple[str, str]
+    device: str
+    equal: bool | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        answer = {True: "yes", False: "NO", None: "not compared"}[self.equal]
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.engines[0]} and {self.engines[1]} bitwise equal: {answer}{note}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"engines": list(self.engines), "device": self.device, "equal": self.equal, "note": self.note}
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """Everything found on one case."""
+
+    case: str
+    dtype: str
+    sizes: dict[str, int]
+    description: str
+    reports: tuple[Report, ...]
+    bitwise: tuple[BitwiseRow, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every engine agrees with the reference, and all that must be bitwise equal are."""
+        return all(report.agrees for report in self.reports) and all(row.equal is not False for row in self.bitwise)
+
+    @property
+    def differs(self) -> bool:
+        """Whether something truly compared differs; an engine that was not tested does not count."""
+        return any(report.verdict == DIFFER for report in self.reports) or any(
+            row.equal is False for row in self.bitwise
+        )
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
+        lines = [f"== {self.case}, {self.dtype}, {sizes}", f"   {self.description}"]
+        for report in self.reports:
+            lines += report.lines()
+        lines += [str(row) for row in self.bitwise]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "dtype": self.dtype,
+            "sizes": self.sizes,
+            "description": self.description,
+            "agrees": self.agrees,
+            "engines": [report.as_dict() for report in self.reports],
+            "bitwise": [row.as_dict() for row in self.bitwise],
+        }
+
+
+def untested_engines(reports: Sequence[CaseReport]) -> tuple[str, ...]:
+    """Engines that were asked for and compared nothing on any case."""
+    tested: dict[str, bool] = {}
+    for case in reports:
+        for report in case.reports:
+            tested[report.engine] = tested.get(report.engine, False) or report.tested
+    return tuple(name for name, any_tested in tested.items() if not any_tested)
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _flip_dict(flip: Flip) -> dict[str, Any]:
+    return {
+        "token": flip.token,
+        "reference": list(flip.reference),
+        "candidate": list(flip.candidate),
+        "kind": flip.kind,
+        "margin": _number(flip.margin),
+        "allowed": _number(flip.allowed),
+        "verdict": flip.verdict,
+        "own_choice": None if flip.own_choice is None else list(flip.own_choice),
+    }

@@ -1,0 +1,266 @@
+"""Runs cases through engines and compares every stage with the reference.
+
+A router flip changes everything behind it, so the reference is run again on a flipping engine's own ids and weights:
+what then still differs is drift or a fault, not the flip. Stages that have no counterpart in the reference's forward
+(bitmatrix, layout, the activation op on the engine's own rows) are compared with the NumPy twins on the engine's
+inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_core.operands import TopK
+from moe_core.parity.case import Case
+from moe_core.parity.compare import ids_row, logit_tolerance, stage_row
+from moe_core.parity.engines import Engine, EngineRun
+from moe_core.parity.flips import Flip, RouterScores, blame_routing, find_flips
+from moe_core.parity.reference_engine import reference_stages
+from moe_core.parity.report import (
+    DIFFER,
+    GIVEN,
+    MISSING,
+    NOT_TESTED,
+    BitwiseRow,
+    CaseReport,
+    Report,
+    StageRow,
+)
+from moe_core.parity.tolerance import EXACT, Tolerance, activation_tolerance, stage_tolerances
+from moe_core.reference.activation import activation
+from moe_core.reference.routing import layout as make_layout
+from moe_core.reference.routing import pack_bitmatrix, route, unpack_bitmatrix
+from moe_core.specs import LayoutSpec
+
+#: Every engine must have these, in the order of the computation; the others only where it has such an op.
+REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
+ORDER = (
+    "logits",
+    "ids",
+    "weights",
+    "bitmatrix",
+    "layout",
+    "matmul1",
+    "activation",
+    "activation_op",
+    "matmul2",
+    "output",
+)
+_ROUTING = ("logits", "ids", "weights")
+COMPOSED_STAGE = "moe (composed)"
+
+
+class Yardstick:
+    """The reference on one case, run at most once per slot order."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.ordered = functools.cache(self._ordered)
+        self.stages = functools.cache(self._stages)
+
+    def _ordered(self, slot_order: str) -> Case:
+        """The case with a token's slots in another order."""
+        if slot_order == self.case.router.slot_order:
+            return self.case
+        rule = dataclasses.replace(self.case.router, slot_order=slot_order)
+        return dataclasses.replace(self.case, spec=dataclasses.replace(self.case.spec, router=rule))
+
+    def _stages(self, slot_order: str) -> Mapping[str, np.ndarray]:
+        return reference_stages(self.ordered(slot_order))
+
+    def forced(self, ids: np.ndarray, weights: np.ndarray) -> Mapping[str, np.ndarray]:
+        """The reference behind an engine's own ids and weights."""
+        return reference_stages(self.case, TopK(ids, weights))
+
+    def tolerances(self, routed_from: str) -> dict[str, Tolerance]:
+        """The derived tolerance of every stage of this case."""
+        case = self.case
+        sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
+        return stage_tolerances(case.spec, case.dtype, **sizes, num_experts=case.num_experts, routed_from=routed_from)
+
+
+def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], object]) -> CaseReport:
+    """Run every engine on a case and compare; progress is called with what begins, as `"torch: matmul1"`."""
+    progress("reference")
+    yardstick = Yardstick(case)
+    yardstick.stages(case.router.slot_order)
+    reports, runs = [], []
+    for engine in engines:
+        reason = engine.why_unsupported(case)
+        if reason is not None:
+            reports.append(Report(engine.name, "", (), skipped=reason))
+            continue
+        run = engine.run(case, lambda stage, name=engine.name: progress(f"{name}: {stage}"))
+        runs.append(run)
+        reports.append(compare_run(yardstick, run))
+    return CaseReport(case.name, case.dtype, case.sizes, case.description, tuple(reports), compare_bits(runs))
+
+
+def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
+    """Every stage of an engine against the reference."""
+    if run.is_reference:
+        note = "the NumPy reference ran, so a comparison would test nothing"
+        return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
+    missing = tuple(
+        StageRow(stage, MISSING, note="the engine has no such stage") for stage in REQUIRED if stage not in run.stages
+    )
+    if missing:
+        return Report(run.engine, run.device, missing)
+    comparison = _Comparison(yardstick, run)
+    return Report(run.engine, run.device, comparison.rows(), comparison.flips)
+
+
+class _Comparison:
+    """One engine's run against the reference, the reference following the engine's router flips."""
+
+    def __init__(self, yardstick: Yardstick, run: EngineRun) -> None:
+        self._yardstick, self._run = yardstick, run
+        self._case = yardstick.ordered(run.slot_order)
+        self._reference = yardstick.stages(run.slot_order)
+        self.flips = self._find_flips()
+        given = "logits" in run.given
+        if self.flips:
+            self._behind = yardstick.forced(run.stages["ids"], run.stages["weights"])
+            self._tolerances = yardstick.tolerances("logits" if given else "x") | _behind_ids(yardstick)
+        else:
+            self._behind = self._reference
+            self._tolerances = yardstick.tolerances("logits" if given else "x")
+
+    def rows(self) -> tuple[StageRow, ...]:
+        if not self._routed_alike():
+            # Nothing behind a routing of other shapes can be laid beside the reference.
+            return tuple(self._row(stage) for stage in _ROUTING)
+        rows = [self._row(stage) for stage in ORDER if stage in self._run.stages]
+        if self._run.composed is not None:
+            rows.append(self._composed_row(self._run.composed))
+        return tuple(rows)
+
+    def _routed_alike(self) -> bool:
+        return all(self._run.stages[stage].shape == self._reference[stage].shape for stage in _ROUTING)
+
+    def _rule(self) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, weights) the routing rule makes of the engine's own logits."""
+        logits = self._run.stages["logits"]
+        bias = self._case.routing.correction_bias
+        ids, weights = route(logits, bias, self._case.token_mask, spec=self._case.router)
+        return ids, weights
+
+    def _find_flips(self) -> tuple[Flip, ...]:
+        if not self._routed_alike():
+            return ()
+        wanted, found = self._reference["ids"], self._run.stages["ids"]
+        router, bias = self._case.router, self._case.routing.correction_bias
+        tolerance = self._yardstick.tolerances("x")["logits"]
+        logits = self._reference["logits"]
+        flips = find_flips(wanted, found, RouterScores.of(logits, router, bias), logit_tolerance(logits, tolerance))
+        own = RouterScores.of(self._run.stages["logits"], router, bias)
+        return blame_routing(flips, self._rule()[0], found, own)
+
+    def _row(self, stage: str) -> StageRow:
+        found, note = self._run.stages[stage], self._run.notes.get(stage, "")
+        if stage in self._run.given:
+            return StageRow(stage, GIVEN, note=note or "taken from the reference")
+        expected, tolerance = self._expected(stage)
+        if found.dtype != expected.dtype and found.shape == expected.shape:
+            return StageRow(stage, DIFFER, note=f"dtype {found.dtype}, expected {expected.dtype}")
+        if stage == "ids" and found.shape == expected.shape:
+            return ids_row(expected, found, self.flips)
+        if stage == "weights" and self.flips:
+            return self._weights_row(expected, found, tolerance)
+        return stage_row(stage, expected, found, tolerance, note)
+
+    def _expected(self, stage: str) -> tuple[np.ndarray, Tolerance]:
+        """What the reference has for a stage, and its tolerance."""
+        run, case = self._run, self._case
+        if stage == "bitmatrix":
+            packed, _, _ = pack_bitmatrix(run.stages["ids"], num_experts=case.num_experts)
+            unpacked = unpack_bitmatrix(packed, num_experts=case.num_experts, top_k=case.top_k)
+            return _joined(packed, unpacked), EXACT
+        if stage == "layout":
+            num_tokens, top_k = run.stages["ids"].shape
+            spec = LayoutSpec(num_tokens, top_k, case.num_experts)
+            return _joined(*make_layout(run.stages["ids"], None, case.token_mask, layout=spec)[:4]), EXACT
+        if stage == "activation_op":
+            before, rule = run.stages["matmul1"], case.spec.activation
+            parts = np.split(before, 2, axis=1) if rule.gate_layout == "separate" else (before,)
+            return activation(*parts, activation=rule), activation_tolerance(case.dtype)
+        source = self._reference if stage in _ROUTING else self._behind
+        return source[stage], self._tolerances[stage]
+
+    def _weights_row(self, expected: np.ndarray, found: np.ndarray, tolerance: Tolerance) -> StageRow:
+        """Weights where tokens flipped: tied ones against the rule on the engine's own logits, the others left out."""
+        tied = [flip.token for flip in self.flips if flip.is_tie]
+        wrong = [flip.token for flip in self.flips if not flip.is_tie]
+        expected, found = expected.copy(), found.copy()
+        expected[tied] = self._rule()[1][tied]
+        found[wrong] = expected[wrong]
+        note = f"without {len(wrong)} tokens that have other experts" if wrong else ""
+        return stage_row("weights", expected, found, tolerance, note)
+
+    def _composed_row(self, composed: Mapping[str, Any]) -> StageRow:
+        """The composed op: routed exactly like the stages, counted right, its output within the output's tolerance."""
+        row = stage_row(COMPOSED_STAGE, self._behind["output"], composed["output"], self._tolerances["output"])
+        ids, weights = self._run.stages["ids"], self._run.stages["weights"]
+        counts = np.bincount(ids[(ids >= 0) & (ids < self._case.num_experts)], minlength=self._case.num_experts)
+        complaints = [
+            text
+            for text, right in (
+                (f"dtype {composed['output'].dtype}", composed["output"].dtype == self._behind["output"].dtype),
+                ("other ids than its stages", np.array_equal(composed["ids"], ids)),
+                ("other weights than its stages", same_bits(composed["weights"], weights)),
+                ("wrong tokens_per_expert", np.array_equal(composed["tokens_per_expert"], counts)),
+            )
+            if not right
+        ]
+        if not complaints:
+            return row
+        return dataclasses.replace(row, verdict=DIFFER, note="; ".join(filter(None, (row.note, *complaints))))
+
+
+def _behind_ids(yardstick: Yardstick) -> dict[str, Tolerance]:
+    """Tolerances of the stages behind given ids and weights."""
+    table = yardstick.tolerances("ids")
+    return {stage: table[stage] for stage in ("matmul1", "activation", "matmul2", "output")}
+
+
+def _joined(*parts: np.ndarray) -> np.ndarray:
+    return np.concatenate([part.astype(np.int64).reshape(-1) for part in parts])
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays have equal shapes, dtypes and bytes."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+def compare_bits(runs: Sequence[EngineRun]) -> tuple[BitwiseRow, ...]:
+    """Every pair of engines of one family: whether all stages and the composed results have the same bits."""
+    rows = []
+    for place, first in enumerate(runs):
+        for second in runs[place + 1 :]:
+            if first.family is not None and first.family == second.family:
+                rows.append(_bitwise_row(first, second))
+    return tuple(rows)
+
+
+def _bitwise_row(first: EngineRun, second: EngineRun) -> BitwiseRow:
+    names = (first.engine, second.engine)
+    if first.device != second.device:
+        return BitwiseRow(names, "", None, f"devices differ: {first.device} and {second.device}")
+    if first.is_reference:
+        return BitwiseRow(names, first.device, None, "both ran the NumPy reference")
+    for left, right, prefix in (
+        (first.stages, second.stages, ""),
+        (first.composed or {}, second.composed or {}, "composed "),
+    ):
+        for stage in left:
+            if stage not in right or not same_bits(left[stage], right[stage]):
+                return BitwiseRow(names, first.device, False, f"first difference in {prefix}{stage}")
+    compared = len(first.stages) + len(first.composed or {})
+    return BitwiseRow(names, first.device, True, f"{compared} arrays on {first.device}")

@@ -1,0 +1,160 @@
+"""Runs a case through a front-end's public ops, stage by stage, and through its composed op.
+
+Both front-ends have the same functions under the same names, so one sequence serves them; a `FrontEnd` says which
+module holds the ops and how arrays move between NumPy and the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.operands import MatmulOperands, RaggedLayout, Routing, map_arrays
+from moe_core.parity.case import Case
+from moe_core.specs import LogitsSpec, MatmulSpec
+
+Array = Any
+#: What is compared of the composed op's result.
+COMPOSED = ("output", "ids", "weights", "tokens_per_expert")
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """ops: a module with the public ops. put and get: NumPy to the framework's array on its device, and back."""
+
+    ops: Any
+    put: Callable[[np.ndarray], Array]
+    get: Callable[[Array], np.ndarray]
+
+
+class StageResults(NamedTuple):
+    """stages and composed as in `EngineRun`; explanation: the text of the composed plan that ran."""
+
+    stages: dict[str, np.ndarray]
+    composed: dict[str, np.ndarray]
+    explanation: str
+
+
+def run_stages(front_end: FrontEnd, case: Case, progress: Callable[[str], object]) -> StageResults:
+    """Every stage of a case, one public op at a time, then the composed op; progress is called as each begins."""
+    runner = _Runner(front_end, case, progress)
+    stages = runner.routing_stages() | runner.expert_stages()
+    collected = {name: _collect(value, front_end.get) for name, value in stages.items()}
+    composed, explanation = runner.composed()
+    return StageResults(collected, composed, explanation)
+
+
+def _collect(value: Array | tuple[Array, ...], get: Callable[[Array], np.ndarray]) -> np.ndarray:
+    """One NumPy array of a stage: integer parts are flattened and joined, float parts joined by columns."""
+    if not isinstance(value, tuple):
+        return get(value)
+    parts = [get(part) for part in value]
+    if parts[0].dtype.kind in "iu":
+        return np.concatenate([part.astype(np.int64).reshape(-1) for part in parts])
+    return np.concatenate(parts, axis=1)
+
+
+class _Runner:
+    """A case's arrays on the front-end's device, and the ops in their order."""
+
+    def __init__(self, front_end: FrontEnd, case: Case, progress: Callable[[str], object]) -> None:
+        put = front_end.put
+        self._ops, self._get, self._case, self._progress = front_end.ops, front_end.get, case, progress
+        self._x = put(case.x)
+        self._experts = map_arrays(case.experts, put)
+        self._router = map_arrays(case.routing, put)
+        self._shared = None if case.shared is None else map_arrays(case.shared, put)
+        self._token_mask = None if case.token_mask is None else put(case.token_mask)
+        self._chosen: Routing
+        self._layout: RaggedLayout
+
+    def routing_stages(self) -> dict[str, Any]:
+        """logits, ids, weights, bitmatrix (packed, unpacked) and layout (its four index arrays)."""
+        ops, case, router = self._ops, self._case, self._router
+        self._progress("logits")
+        logits = ops.router(self._x, router.weight, bias=router.bias, spec=case.logits_spec)
+        self._progress("ids")
+        self._chosen = ops.route(
+            logits, case.router, correction_bias=router.correction_bias, token_mask=self._token_mask
+        )
+        ids = self._chosen.ids
+        self._progress("bitmatrix")
+        bitmatrix = ops.pack_bitmatrix(ids, case.num_experts)
+        unpacked = ops.unpack_bitmatrix(bitmatrix, case.num_experts, case.top_k)
+        self._progress("layout")
+        layout = self._layout = ops.make_layout(ids, case.num_experts, token_mask=self._token_mask)
+        return {
+            "logits": logits,
+            "ids": ids,
+            "weights": self._chosen.weights,
+            "bitmatrix": (bitmatrix, unpacked),
+            "layout": (layout.group_sizes, layout.group_start, layout.slot_of_row, layout.row_of_slot),
+        }
+
+    def expert_stages(self) -> dict[str, Any]:
+        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output."""
+        ops, case, experts, weights = self._ops, self._case, self._experts, self._chosen.weights
+        source, row_weight = self._x, weights.reshape(-1)
+        if case.spec.apply_router_weight_on_input:
+            source, row_weight = ops.scale_rows(self._x, weights), None
+        self._progress("matmul1")
+        plain = self._matmul_spec("token")
+        gate = ops.matmul_ogs(MatmulOperands(source, experts.gate_up, bias=experts.gate_up_bias), self._layout, plain)
+        up = None
+        if experts.up is not None:
+            up = ops.matmul_ogs(MatmulOperands(source, experts.up, bias=experts.up_bias), self._layout, plain)
+        self._progress("activation")
+        operands = MatmulOperands(
+            source, experts.gate_up, up=experts.up, bias=experts.gate_up_bias, up_bias=experts.up_bias
+        )
+        hidden = ops.matmul_ogs(operands, self._layout, self._matmul_spec("token", activated=True))
+        activated = ops.activation(gate, case.spec.activation, up=up)
+        self._progress("matmul2")
+        operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias, row_weight=row_weight)
+        slots = ops.matmul_ogs(operands, self._layout, self._matmul_spec("slot"))
+        self._progress("output")
+        shared, gate_logits = self._shared_output()
+        output = ops.reduce(slots, self._layout, shared=shared, shared_gate=gate_logits, out_dtype=case.spec.out_dtype)
+        return {
+            "matmul1": gate if up is None else (gate, up),
+            "activation": hidden,
+            "activation_op": activated,
+            "matmul2": slots,
+            "output": output,
+        }
+
+    def composed(self) -> tuple[dict[str, np.ndarray], str]:
+        """The composed op's results, and the explanation of the plan that gave them."""
+        self._progress("moe")
+        arguments = (self._x, self._experts, self._router, self._case.spec)
+        options = {"token_mask": self._token_mask, "shared": self._shared}
+        result = self._ops.moe(*arguments, **options)
+        explanation = self._ops.explain_moe(*arguments, **options)
+        return {name: self._get(getattr(result, name)) for name in COMPOSED}, explanation
+
+    def _matmul_spec(self, gather: str, activated: bool = False) -> MatmulSpec:
+        spec = self._case.spec
+        return MatmulSpec(
+            spec.weight_layout,
+            gather=gather,
+            scatter="slot",
+            activation=spec.activation if activated else None,
+            allow_tf32=spec.allow_tf32,
+        )
+
+    def _shared_output(self) -> tuple[Array | None, Array | None]:
+        """The shared expert's fp32 output `[T, D]` and its gate logits fp32 `[T, 1]`, each None where there is none."""
+        shared, spec, ops = self._shared, self._case.spec, self._ops
+        if shared is None:
+            return None, None
+        first = MatmulSpec(spec.weight_layout, activation=spec.activation, allow_tf32=spec.allow_tf32)
+        second = MatmulSpec(spec.weight_layout, out_dtype="float32", allow_tf32=spec.allow_tf32)
+        hidden = ops.matmul_ogs(MatmulOperands(self._x, shared.gate_up, up=shared.up), None, first)
+        output = ops.matmul_ogs(MatmulOperands(hidden, shared.down), None, second)
+        if shared.gate is None:
+            return output, None
+        gate_spec = LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
+        return output, ops.router(self._x, shared.gate, spec=gate_spec)
