@@ -32,17 +32,33 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Parsed JSON of `dumps`, or a part of it, as the values it was made from; lists come back as tuples.
+
+    Raises InvalidInput for a type, or a field of one, that this version does not know.
+    """
     if isinstance(value, dict):
         if "float" in value:
             return float.fromhex(value["float"])
-        name = value["type"]
-        if name not in _TYPES:
-            raise InvalidInput(f"plan data must use known types, got {name!r}; load it with the version that wrote it")
-        return _TYPES[name](**{key: _decode(item) for key, item in value.items() if key != "type"})
+        return _decode_dataclass(value)
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
+        return tuple(decode(item) for item in value)
     return value
+
+
+def _decode_dataclass(value: dict[str, Any]) -> Any:
+    fields = dict(value)
+    name = fields.pop("type", None)
+    if name not in _TYPES:
+        raise InvalidInput(f"plan data must use known types, got {name!r}; load it with the version that wrote it")
+    # A field that is missing would get its default, which may not be what its writer meant.
+    known = {field.name for field in dataclasses.fields(_TYPES[name])}
+    if fields.keys() != known:
+        raise InvalidInput(
+            f"plan data must give {name} the fields {', '.join(sorted(known))}, got {', '.join(sorted(fields))}; "
+            "load it with the version that wrote it"
+        )
+    return _TYPES[name](**{key: decode(item) for key, item in fields.items()})
 
 
 def dumps(value: Any) -> str:
@@ -51,5 +67,5 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """The inverse of `dumps`; lists come back as tuples."""
-    return _decode(json.loads(text))
+    """The inverse of `dumps`; see `decode`."""
+    return decode(json.loads(text))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import json
 import pathlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,7 +105,7 @@ def sources_version() -> str:
 @plan_type
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """An executable plan. summation: one line per reduction, naming its order. notes: decisions and rejected kernels."""
+    """An executable plan. summation: one line per reduction, its order named. notes: decisions and rejected kernels."""
 
     name: str
     target: Target
@@ -144,9 +145,7 @@ class LaunchPlan:
     @functools.cached_property
     def scratch_bytes(self) -> int:
         """Bytes of the one scratch arena (uint8, 16-byte aligned) the caller allocates."""
-        return sum(
-            -(-buffer.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for buffer in self.scratch
-        )
+        return sum(-(-buffer.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for buffer in self.scratch)
 
     def spec(self, name: str) -> ArraySpec:
         """The spec of an input, output or scratch buffer."""
@@ -215,11 +214,11 @@ class PlanBuilder:
         num_stages: int = 3,
     ) -> None:
         """Add a kernel launch; a grid with a zero is dropped."""
-        full = (*grid, 1, 1)[:3]
+        x, y, z = (*grid, 1, 1)[:3]
         for value in arguments.values():
             assert not isinstance(value, Pointer) or value.buffer in self._specs, f"unknown buffer {value}"
-        if 0 not in full:
-            self._steps.append(KernelLaunch(kernel, full, tuple(arguments.items()), num_warps, num_stages))
+        if x and y and z:
+            self._steps.append(KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages))
 
     def reference(
         self, function: str, inputs: Mapping[str, str], constants: Mapping[str, Any], outputs: Sequence[str]
@@ -227,9 +226,7 @@ class PlanBuilder:
         """Add a call of a NumPy twin."""
         for name in (*inputs.values(), *outputs):
             assert name in self._specs, f"unknown buffer {name}"
-        self._steps.append(
-            ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs))
-        )
+        self._steps.append(ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs)))
 
     def call(self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str]) -> None:
         """Inline `plan`. bindings: its input and output names -> buffers here (unbound outputs become scratch)."""
@@ -288,7 +285,9 @@ def register(plan: LaunchPlan) -> str:
     with _registry_lock:
         known = _registry.setdefault(plan.key, plan)
     if known is not plan and known.canonical != plan.canonical:
-        raise RuntimeError(f"plan key {plan.key} is taken by {known.name!r}; {plan.name!r} cannot be registered under it")
+        raise RuntimeError(
+            f"plan key {plan.key} is taken by {known.name!r}; {plan.name!r} cannot be registered under it"
+        )
     return plan.key
 
 
@@ -314,12 +313,19 @@ def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) ->
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     """Register the plans of a file written by `export_plans` and return their keys.
 
-    Raises InvalidInput where the file was written by another version of the kernels: its keys would not match.
+    Raises InvalidInput for any other file, and where the file was written by another version of the kernels: its keys
+    would not match.
     """
-    version, sources, plans = codec.loads(pathlib.Path(path).read_text())
+    try:
+        version, sources, plans = json.loads(pathlib.Path(path).read_text())
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(
+            f"path must be a file written by export_plans, got {str(path)!r} ({error}); export the plans again"
+        ) from error
+    # Another version's plans may hold types and fields that are unknown here: nothing of them is decoded before.
     if (version, sources) != (FORMAT_VERSION, sources_version()):
         raise InvalidInput(
             f"path must hold plans of this version of the kernels ({sources_version()[:12]}), got {str(sources)[:12]}; "
             "export the program and its plans again"
         )
-    return tuple(register(plan) for plan in plans)
+    return tuple(register(plan) for plan in codec.decode(plans))

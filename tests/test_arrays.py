@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_core import dlpack, dtypes
+from moe_core import cuda, dlpack, dtypes
 from moe_core.arrays import ArraySpec, TensorView, contiguous_strides, host_array, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 
@@ -275,7 +275,7 @@ def test_what_is_no_capsule_is_refused() -> None:
 # torch.
 
 
-@pytest.mark.parametrize("name", [name for name in dtypes._NUMPY])
+@pytest.mark.parametrize("name", dtypes._NUMPY)
 def test_torch_arrays(name: str) -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
@@ -303,16 +303,20 @@ def test_torch_refusals() -> None:
 # JAX.
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int8", "uint32", "bool"])
+JAX_DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int8", "uint32", "bool"]
+
+
+@pytest.mark.parametrize("name", JAX_DTYPES)
 def test_jax_arrays(name: str) -> None:
     jax = pytest.importorskip("jax")
-    for shape in ((2, 3), (0, 3), ()):
-        array = jax.numpy.ones(shape, name)
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = [jax.numpy.ones(shape, name) for shape in ((2, 3), (0, 3), ())]
+    for array in arrays:
         view = TensorView.from_dlpack(array)
-        assert view.spec == ArraySpec(shape, name)
+        assert (view.spec, view.device) == (ArraySpec(array.shape, name), ("cpu", 0))
         if array.size:
             assert view.pointer == array.unsafe_buffer_pointer()
-        assert view.numpy().astype(np.float64).tolist() == np.ones(shape).tolist()
+        assert view.numpy().astype(np.float64).tolist() == np.ones(array.shape).tolist()
 
 
 def test_jax_refusals() -> None:
@@ -326,20 +330,51 @@ def test_jax_refusals() -> None:
 # A GPU.
 
 
+def read_from_gpu(view: TensorView) -> list[Any]:
+    """The elements of a dense view on a GPU, copied by the CUDA driver from the address the view holds."""
+    driver, memory = cuda.driver(), np.empty(view.spec.nbytes, np.uint8)
+    with driver.activate(view.device[1]):
+        target, source = ctypes.c_void_p(memory.ctypes.data), ctypes.c_uint64(view.pointer)
+        code = driver.lib.cuMemcpyDtoH_v2(target, source, ctypes.c_size_t(memory.size))
+        driver.check(code, "copying from the device")
+    return host_array(memory.ctypes.data, view.spec, owner=memory).astype(np.float64).tolist()
+
+
 @pytest.mark.gpu
-def test_torch_arrays_on_a_gpu() -> None:
+@pytest.mark.parametrize("name", dtypes._NUMPY)
+def test_torch_arrays_on_a_gpu(name: str) -> None:
     torch = pytest.importorskip("torch")
-    array = torch.ones((4, 6), dtype=torch.bfloat16, device="cuda").T
+    host = torch.arange(24).reshape(4, 6).to(getattr(torch, name))
+    tensor = host.to("cuda")
     for stream in (None, torch.cuda.Stream().cuda_stream):
-        view = TensorView.from_dlpack(array, stream=stream)
-        assert (view.pointer, view.device) == (array.data_ptr(), ("cuda", array.device.index))
-        assert view.spec == ArraySpec((6, 4), "bfloat16", (1, 6))
+        for array in (tensor, tensor.T, tensor[:, 1:], tensor[:0]):
+            view = TensorView.from_dlpack(array, stream=stream)
+            assert (view.pointer, view.device) == (array.data_ptr(), ("cuda", array.device.index))
+            assert (view.spec, view.read_only) == (ArraySpec(array.shape, name, array.stride()), False)
+    torch.cuda.synchronize()
+    assert read_from_gpu(TensorView.from_dlpack(tensor)) == host.double().tolist()
+    with pytest.raises(Unsupported, match=r"numpy\(\) needs an array on the CPU, got device \('cuda', 0\); copy it"):
+        TensorView.from_dlpack(tensor).numpy()
 
 
 @pytest.mark.gpu
-def test_jax_arrays_on_a_gpu() -> None:
+@pytest.mark.parametrize("name", JAX_DTYPES)
+def test_jax_arrays_on_a_gpu(name: str) -> None:
     jax = pytest.importorskip("jax")
-    array = jax.numpy.ones((4, 6), "bfloat16")
+    with jax.default_device(jax.devices("cuda")[0]):
+        arrays = [jax.numpy.ones(shape, name).block_until_ready() for shape in ((4, 6), (0, 3), ())]
+    for array in arrays:
+        view = TensorView.from_dlpack(array)
+        assert (view.spec, view.device) == (ArraySpec(array.shape, name), ("cuda", 0))
+        if array.size:
+            assert view.pointer == array.unsafe_buffer_pointer()
+            assert read_from_gpu(view) == np.ones(array.shape).tolist()
+
+
+@pytest.mark.gpu
+def test_page_locked_tensors_are_host_memory() -> None:
+    torch = pytest.importorskip("torch")
+    array = torch.arange(6).pin_memory()
     view = TensorView.from_dlpack(array)
-    assert (view.pointer, view.device) == (array.unsafe_buffer_pointer(), ("cuda", 0))
-    assert view.spec == ArraySpec((4, 6), "bfloat16")
+    assert (view.pointer, view.device) == (array.data_ptr(), ("cpu", 0))
+    assert view.numpy().tolist() == array.tolist()

@@ -267,6 +267,33 @@ def test_plans_of_other_kernels_are_refused(tmp_path: pathlib.Path) -> None:
     path.write_text(json.dumps([version + 1, plan.sources_version(), plans]))
     with pytest.raises(InvalidInput, match="path must hold plans of this version"):
         plan.load_plans(path)
+    # What another version wrote need not be known here, neither its types nor their fields.
+    for others in ([{"type": "Unheard"}], [plans[0] | {"unheard": 1}], [{**plans[0], "target": {"kind": "cuda"}}]):
+        path.write_text(json.dumps([version, "0123456789abcdef", others]))
+        with pytest.raises(InvalidInput, match="path must hold plans of this version"):
+            plan.load_plans(path)
+
+
+def test_plans_with_other_fields_are_refused(tmp_path: pathlib.Path) -> None:
+    """Same kernels, but the classes that carry the plan have changed: no field is dropped and none gets a default."""
+    path = tmp_path / "plans.json"
+    plan.export_plans(path, [plan.register(small_plan())])
+    version, sources, (made,) = json.loads(path.read_text())
+    more, fewer = made | {"unheard": 1}, {name: value for name, value in made.items() if name != "notes"}
+    for changed, got in ((more, "target, unheard"), (fewer, "inputs, name, outputs")):
+        path.write_text(json.dumps([version, sources, [changed]]))
+        with pytest.raises(InvalidInput, match=rf"must give LaunchPlan the fields inputs, .*, got .*{got}.*; load it"):
+            plan.load_plans(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"7", b"null", b"[1, 2]", b'"text"', b"\xff\xfe\x00"])
+def test_files_that_hold_no_plans_are_refused(content: bytes, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "plans.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidInput, match=r"path must be a file written by export_plans, got .*plans\.json.*; export"):
+        plan.load_plans(path)
+    with pytest.raises(FileNotFoundError):
+        plan.load_plans(tmp_path / "absent.json")
 
 
 def test_codec_keeps_dataclasses_and_floats() -> None:
@@ -279,6 +306,10 @@ def test_codec_keeps_dataclasses_and_floats() -> None:
 def test_codec_refuses_unknown_types() -> None:
     with pytest.raises(InvalidInput, match="plan data must use known types, got 'Unheard'; load it with the version"):
         codec.loads('{"type":"Unheard"}')
+    with pytest.raises(InvalidInput, match="plan data must use known types, got None; load it with the version"):
+        codec.loads('{"value":1}')
+    with pytest.raises(InvalidInput, match="plan data must give Scalar the fields dtype, value, got value; load it"):
+        codec.loads('{"type":"Scalar","value":1}')
     with pytest.raises(AssertionError, match="cannot be part of a plan"):
         codec.dumps(object())
 

@@ -6,14 +6,13 @@ model's dtype, which moves tokens to other experts: there its ids and weights ar
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,10 +20,18 @@ from moe_core.checkpoint import Checkpoint, MoELayer, open_checkpoint
 from moe_core.operands import ExpertWeights, TopK, map_arrays
 from moe_core.parity.tolerance import Tolerance, against_exact, assert_close, stage_tolerances
 from moe_core.reference.moe import moe_stages
-from moe_core.target import cpu_engine
+from tests.harness import engine_target
 
-torch = pytest.importorskip("torch", reason="the judge needs torch")
-transformers = pytest.importorskip("transformers", reason="the judge needs transformers")
+# Asked for by name: an import that fails because a dependency is missing must not look like an absent judge.
+for _judge in ("torch", "transformers"):
+    if find_spec(_judge) is None:
+        pytest.skip(f"the judge needs {_judge}", allow_module_level=True)
+
+import torch
+import transformers
+
+from tests import torch_support
+from tests.torch_support import to_numpy
 
 T, D, F, E, K = 12, 32, 24, 8, 3
 _COMMON = {
@@ -78,6 +85,7 @@ MODELS = {
     ),
 }
 LAYER = 1
+ENGINES = (engine_target().kind, "reference")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,6 +107,9 @@ def build(name: str, dtype: str) -> Any:
     config = getattr(transformers, f"{judged.classes}Config")(**_COMMON | judged.settings)
     model = getattr(transformers, f"{judged.classes}ForCausalLM")(config).eval()
     block = model.model.layers[LAYER].mlp
+    if judged.classes == "GptOss" and not hasattr(transformers.GptOssConfig(), "swiglu_limit"):
+        # This transformers writes both settings into config.json, but holds the published models' values in its block.
+        block.experts.alpha, block.experts.limit = config.swiglu_alpha, config.swiglu_limit
     with torch.no_grad():
         for parameter_name, parameter in block.named_parameters():
             # [E, D] and [E, in, out] or [E, out, in] alike end in axes of about the same length.
@@ -117,14 +128,6 @@ def save(model: Any, path: Path, storage: str = "per_expert", shard_size: str = 
 
 def hidden_states(dtype: str) -> Any:
     return torch.randn((T, D), generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-
-
-def to_numpy(tensor: Any) -> np.ndarray:
-    """NumPy copy of a torch tensor, bfloat16 included."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,61 +222,57 @@ def test_bfloat16_layer_agrees_with_ids_and_weights_forced(tmp_path, name):
     assert_close(stages["output"], verdict.output, allowed, "output")
 
 
-@contextlib.contextmanager
-def _torch_engine(kind: str) -> Iterator[tuple[Any, Callable[[np.ndarray], Any]]]:
+def _in_torch(engine: str, call: Callable[..., Any]) -> dict[str, np.ndarray]:
     from moe_torch import ops
 
-    def convert(array: np.ndarray) -> Any:
-        if array.dtype == ml_dtypes.bfloat16:
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
-
-    with cpu_engine(kind):
-        yield ops, convert
+    with torch_support.running_on(engine) as device:
+        return call(ops, lambda array: torch_support.to_torch(array, device), to_numpy)
 
 
-@contextlib.contextmanager
-def _jax_engine(kind: str) -> Iterator[tuple[Any, Callable[[np.ndarray], Any]]]:
-    jax = pytest.importorskip("jax", reason="the JAX front-end needs jax")
+def _in_jax(engine: str, call: Callable[..., Any]) -> dict[str, np.ndarray]:
+    pytest.importorskip("jax", reason="the JAX front-end needs jax")
     from moe_jax import ops
+    from tests import jax_support
 
-    with cpu_engine(kind), jax.default_device(jax.devices("cpu")[0]):
-        yield ops, jax.numpy.asarray
-
-
-FRONT_ENDS = {"torch": _torch_engine, "jax": _jax_engine}
+    with jax_support.running_on(engine):
+        return call(ops, jax_support.to_jax, jax_support.to_numpy)
 
 
-def forward(front_end: str, kind: str, layer: MoELayer, x: Any, routing: Any) -> dict[str, np.ndarray]:
-    """One composed forward through a front-end on the CPU; its outputs as named stages."""
-    with FRONT_ENDS[front_end](kind) as (ops, convert):
-        experts, routing = map_arrays(layer.experts, convert), map_arrays(routing, convert)
-        shared = None if layer.shared is None else map_arrays(layer.shared, convert)
-        # Ids and weights that are given leave nothing for a router to decide.
-        spec = dataclasses.replace(layer.spec, router=None) if isinstance(routing, TopK) else layer.spec
-        result = ops.moe(convert(to_numpy(x)), experts, routing, spec, shared=shared)
-        found = {name: value for name, value in result._asdict().items() if value is not None}
-        return {name: to_numpy(value) if front_end == "torch" else np.asarray(value) for name, value in found.items()}
+FRONT_ENDS = {"torch": _in_torch, "jax": _in_jax}
 
 
-@pytest.mark.parametrize("kind", ["interpreter", "reference"])
+def forward(front_end: str, engine: str, layer: MoELayer, x: Any, routing: Any) -> dict[str, np.ndarray]:
+    """One composed forward through a front-end on an engine of this machine; its outputs as named stages."""
+    # Ids and weights that are given leave nothing for a router to decide.
+    spec = dataclasses.replace(layer.spec, router=None) if isinstance(routing, TopK) else layer.spec
+
+    def call(ops: Any, enter: Callable[..., Any], leave: Callable[..., np.ndarray]) -> dict[str, np.ndarray]:
+        experts, routed = map_arrays(layer.experts, enter), map_arrays(routing, enter)
+        shared = None if layer.shared is None else map_arrays(layer.shared, enter)
+        result = ops.moe(enter(to_numpy(x)), experts, routed, spec, shared=shared)
+        return {name: leave(value) for name, value in result._asdict().items() if value is not None}
+
+    return FRONT_ENDS[front_end](engine, call)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_front_ends_agree(tmp_path, name, front_end, kind):
+def test_front_ends_agree(tmp_path, name, front_end, engine):
     model = build(name, "float32")
     layer, x = save(model, tmp_path).layer(LAYER), hidden_states("float32")
-    assert_agrees(layer, judge(model, x), forward(front_end, kind, layer, x, layer.router))
+    assert_agrees(layer, judge(model, x), forward(front_end, engine, layer, x, layer.router))
 
 
-@pytest.mark.parametrize("kind", ["interpreter", "reference"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_front_ends_agree_in_bfloat16_with_ids_and_weights_forced(tmp_path, name, front_end, kind):
+def test_front_ends_agree_in_bfloat16_with_ids_and_weights_forced(tmp_path, name, front_end, engine):
     model = build(name, "bfloat16")
     layer, x = save(model, tmp_path).layer(LAYER), hidden_states("bfloat16")
     verdict = judge(model, x)
     routing, allowed = forced(layer, verdict)
-    assert_close(forward(front_end, kind, layer, x, routing)["output"], verdict.output, allowed, "output")
+    assert_close(forward(front_end, engine, layer, x, routing)["output"], verdict.output, allowed, "output")
 
 
 def _swap_halves(layer: MoELayer) -> MoELayer:
