@@ -153,7 +153,7 @@ def measure(problem: Problem, timer: GraphTimer, with_peers: bool) -> dict[str, 
 
 
 def _route(problem: Problem) -> Any:
-    routing = moe_torch.route(problem.logits, problem.spec.router)
+    routing = moe_torch.route(problem.logits, problem.shape.router)
     return moe_torch.make_layout(routing.ids, problem.shape.num_experts)
 
 

@@ -17,9 +17,9 @@ def upstream_forward(
 
     Raises ImportError where it is not on PYTHONPATH: a recorded run needs it.
     """
-    from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
-    from triton_kernels.routing import routing
-    from triton_kernels.swiglu import swiglu_fn
+    from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs  # pyright: ignore[reportMissingImports]
+    from triton_kernels.routing import routing  # pyright: ignore[reportMissingImports]
+    from triton_kernels.swiglu import swiglu_fn  # pyright: ignore[reportMissingImports]
 
     fused = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
     gate_up, down = weights["gate_up"], weights["down"]
@@ -58,7 +58,7 @@ def dense_forward(shape: Shape, tokens: int) -> Callable[[], torch.Tensor]:
     hidden, second = torch.randn(rows, shape.d_ff, **random), torch.randn(shape.d_ff, shape.d_model, **random)
 
     def forward() -> torch.Tensor:
-        x @ first
-        return hidden @ second
+        torch.matmul(x, first)
+        return torch.matmul(hidden, second)
 
     return forward

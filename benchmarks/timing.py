@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from moe_jax.ffi import callback_count
@@ -66,7 +66,7 @@ def device_time(function: Callable[[], Any], repeats: int) -> float:
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             function()
             torch.cuda.synchronize()
-        ranges = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        ranges = [event.time_range for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
         spans.append(max(span.end for span in ranges) - min(span.start for span in ranges))
     return statistics.median(spans)
 

@@ -22,7 +22,9 @@ def elementwise_tile(width: int, target: Target) -> tuple[int, int]:
 def row_stride(name: str, spec: ArraySpec) -> int:
     """The row stride of a rank-2 array whose rows are dense; other strides raise InvalidInput."""
     if spec.shape[1] > 1 and spec.stride[1] != 1:
-        raise InvalidInput(f"{name} must have dense rows (last stride 1), got strides {spec.strides}; make it contiguous")
+        raise InvalidInput(
+            f"{name} must have dense rows (last stride 1), got strides {spec.strides}; make it contiguous"
+        )
     if spec.shape[0] > 1 and spec.stride[0] < spec.shape[1]:
         raise InvalidInput(
             f"{name} must not have overlapping rows, got strides {spec.strides} for shape {spec.shape}; "

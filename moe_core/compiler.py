@@ -30,7 +30,7 @@ def load_kernel(name: str) -> Any:
 
 
 def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str, str], ...]:
-    """(parameter, Triton type) of every argument: `("x", "*bf16")`, `("num_tokens", "i32")`, `("BLOCK_M", "constexpr")`."""
+    """(parameter, Triton type) of every argument, as `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
     signature = []
     for name, value in launch.arguments:
         if isinstance(value, Pointer):
@@ -76,9 +76,7 @@ def _compile(
         )
     expected = list(function.arg_names)
     assert [name for name, _ in signature] == expected, f"{kernel} takes {expected}, the plan gives {signature}"
-    attributes = {
-        (index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")
-    }
+    attributes = {(index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")}
     source = ASTSource(function, dict(signature), dict(constants), attributes)
     # Floating-point fusion is stated because Triton's default for it changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

@@ -5,6 +5,7 @@ A dtype is a plain string everywhere in the core (`"bfloat16"`), so that specs h
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ml_dtypes
@@ -47,10 +48,8 @@ def canonical(dtype: Any) -> str:
     name = dtype if isinstance(dtype, str) else str(getattr(dtype, "name", dtype))
     name = name.removeprefix("torch.")
     if name not in _NUMPY:
-        try:
+        with contextlib.suppress(TypeError):
             name = np.dtype(dtype).name
-        except TypeError:
-            pass
     if name not in _NUMPY:
         raise InvalidInput(f"dtype must be one of {', '.join(_NUMPY)}, got {dtype!r}; convert the array first")
     return name

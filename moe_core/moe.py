@@ -44,8 +44,8 @@ def plan_moe(
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 
     Bundles hold ArraySpecs. Inputs: x, `experts.*`, `routing.*`, [token_mask bool `[T]`], [expert_map int32
-    `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and weights
-    `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
+    `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
+    weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
     """
     return _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared).plan()
 
@@ -95,6 +95,7 @@ class _MoEPlanner:
         free = ("num_layers", "num_experts") if stacked else ("num_experts",)
         gate_up = require_spec("experts.gate_up", experts.gate_up, (*free, *self._matrix(self.d_model, "width")), dtype)
         lead = gate_up.shape[:-2]
+        num_local = lead[-1]
         if 0 in gate_up.shape:
             raise InvalidInput(f"experts.gate_up must have no empty axis, got {gate_up.shape}; pass the full array")
         width = self._check_pair("experts", experts, lead)
@@ -110,11 +111,16 @@ class _MoEPlanner:
             require_spec("experts.layer", experts.layer, (1,), "int32")
         shared = self.shared
         if shared is not None:
-            require_spec("shared.gate_up", shared.gate_up, self._matrix(self.d_model, "width"), dtype)
-            self._check_pair("shared", shared, ())
+            lead = lead[:1] if self._shared_is_stacked() else ()
+            require_spec("shared.gate_up", shared.gate_up, (*lead, *self._matrix(self.d_model, "width")), dtype)
+            self._check_pair("shared", shared, lead)
             if shared.gate is not None:
                 require_spec("shared.gate", shared.gate, self._matrix(self.d_model, 1), dtypes.MATMUL_DTYPES)
-        return lead[-1]
+        return num_local
+
+    def _shared_is_stacked(self) -> bool:
+        """Whether experts.layer picks the shared expert too: its matrices then have a layer axis."""
+        return self.experts.layer is not None and self.shared.gate_up.rank == 3
 
     def _check_pair(self, name: str, bundle: ExpertWeights | SharedExpert, lead: tuple[int, ...]) -> int:
         """Check up and down against gate_up; F."""
@@ -149,9 +155,10 @@ class _MoEPlanner:
             return "routing.ids", "routing.weights"
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec when routing from x or logits, got None; pass one")
-        self._check_input_weighting(spec.router.top_k)
-        ids = builder.output("ids", ArraySpec((self.tokens, spec.router.top_k), "int32"))
-        weights = builder.output("weights", ArraySpec((self.tokens, spec.router.top_k), "float32"))
+        top_k = spec.router.require_top_k()
+        self._check_input_weighting(top_k)
+        ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
+        weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
         if isinstance(routing, RouterWeights):
             logits_spec = LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
             plan = plan_router(self.x, routing.weight, routing.bias, logits_spec, self.target)
@@ -173,9 +180,7 @@ class _MoEPlanner:
         if self.expert_map is not None:
             require_spec("expert_map", self.expert_map, (num_global,), "int32")
         bias = routing.correction_bias
-        plan = plan_routing(
-            logits_array, spec.router, self.target, correction_bias=bias, token_mask=self.token_mask
-        )
+        plan = plan_routing(logits_array, spec.router, self.target, correction_bias=bias, token_mask=self.token_mask)
         bindings = {"logits": logits, "ids": ids, "weights": weights} | self._mask()
         if bias is not None:
             bindings["correction_bias"] = "routing.correction_bias"
@@ -290,17 +295,21 @@ class _MoEPlanner:
         shared, spec, builder = self.shared, self.spec, self.builder
         if shared is None:
             return None, None
-        first = MatmulOperands(self.x, shared.gate_up, shared.up)
+        layer = self.experts.layer if self._shared_is_stacked() else None
+        first = MatmulOperands(self.x, shared.gate_up, shared.up, layer=layer)
         dense = MatmulSpec(spec.weight_layout, activation=spec.activation, allow_tf32=spec.allow_tf32)
         plan = plan_matmul_ogs(first, None, dense, self.target)
         hidden = builder.scratch("shared_hidden", plan.spec("y"))
-        names = {"x": "x", "weight": "shared.gate_up", "up": "shared.up", "y": hidden}
+        names = {"x": "x", "weight": "shared.gate_up", "up": "shared.up", "layer": "experts.layer", "y": hidden}
         present = {name for name, _ in named_arrays(first)} | {"y"}
         builder.call(plan, "shared matmul 1", {name: names[name] for name in names if name in present})
         dense = MatmulSpec(spec.weight_layout, out_dtype="float32", allow_tf32=spec.allow_tf32)
-        plan = plan_matmul_ogs(MatmulOperands(builder.spec(hidden), shared.down), None, dense, self.target)
+        second = MatmulOperands(builder.spec(hidden), shared.down, layer=layer)
+        plan = plan_matmul_ogs(second, None, dense, self.target)
         output = builder.scratch("shared_output", plan.spec("y"))
-        builder.call(plan, "shared matmul 2", {"x": hidden, "weight": "shared.down", "y": output})
+        names = {"x": hidden, "weight": "shared.down", "layer": "experts.layer", "y": output}
+        present = {name for name, _ in named_arrays(second)} | {"y"}
+        builder.call(plan, "shared matmul 2", {name: names[name] for name in names if name in present})
         if shared.gate is None:
             return output, None
         logits_spec = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32)

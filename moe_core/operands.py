@@ -33,7 +33,7 @@ class ExpertWeights:
 
     gate_up: `[E, D, 2F]` (gated, halves or interleaved), `[E, D, F]` (ungated, or the gate alone when `up` is given).
     up: `[E, D, F]` for gate_layout `separate`. down: `[E, F, D]`. Biases `[E, 2F]` or `[E, F]`, `[E, F]`, `[E, D]`.
-    layer: int32 `[1]` on the device: every weight and bias then has a leading layer axis `[L, ...]` and layer picks one.
+    layer: int32 `[1]` on the device: every weight and bias then has a leading layer axis and layer picks one.
     """
 
     gate_up: Any
@@ -94,6 +94,7 @@ class SharedExpert:
     """A dense expert every token visits. gate_up `[D, 2F]`, down `[F, D]` (up `[D, F]` for `separate`), as `in_out`.
 
     gate: None, or `[D, 1]` (`in_out`) / `[1, D]` (`out_in`): its sigmoid scales the shared output per token.
+    Beside experts with a layer index gate_up, up and down may have the same leading layer axis: `[L, D, 2F]`, ...
     """
 
     gate_up: Any

@@ -31,8 +31,8 @@ def plan_reduce(
     """out `[T, D]` = sum over k of the rows of y of a token's slots, in fp32 and in the order k = 0..K-1.
 
     y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (order `row`); row_of_slot int32 `[T * K]`,
-    -1 = no contribution (y is not read there). shared `[T, D]` is added in fp32, times sigmoid(shared_gate fp32 `[T, 1]`)
-    if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
+    -1 = no contribution (y is not read there). shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32
+    `[T, 1]`) if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
     """
     require_at_least("top_k", top_k, 1)
     require_choice("order", order, ("slot", "row"))

@@ -174,7 +174,10 @@ class _HostPrepared(Prepared):
 
         def call(addresses: list[int]) -> None:
             arguments = [
-                (name, interpreter.HostPointer(addresses[self._index[value.buffer]], self.plan.spec(value.buffer).dtype))
+                (
+                    name,
+                    interpreter.HostPointer(addresses[self._index[value.buffer]], self.plan.spec(value.buffer).dtype),
+                )
                 if isinstance(value, Pointer)
                 else (name, value.value if isinstance(value, Constant) else value)
                 for name, value in step.arguments

@@ -56,14 +56,15 @@ class LogitsSpec:
 class RouterSpec:
     """How logits `[T, E]` become ids and weights `[T, K]`.
 
-    top_k: K. scoring: `softmax`, `sigmoid` or `sqrt_softplus` (sqrt(log(1 + exp(x)))).
+    top_k: K; None = the layer's that is given this spec (ops need the number). scoring: `softmax`, `sigmoid` or
+    `sqrt_softplus` (sqrt(log(1 + exp(x)))).
     order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`; the others act per expert and take
     None. renormalize: divide by the sum of the chosen weights (a zero sum gives zeros). scale multiplies last.
     num_groups, topk_group: grouped top-k (1 and 1 = off): E splits into num_groups equal groups, the topk_group best
     survive. slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
     """
 
-    top_k: int
+    top_k: int | None = None
     scoring: str = "softmax"
     order: str | None = None
     renormalize: bool = False
@@ -73,7 +74,8 @@ class RouterSpec:
     slot_order: str = "score"
 
     def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1)
+        if self.top_k is not None:
+            require_at_least("top_k", self.top_k, 1)
         require_choice("scoring", self.scoring, SCORINGS)
         require_choice("slot_order", self.slot_order, SLOT_ORDERS)
         if self.scoring == "softmax":
@@ -81,8 +83,8 @@ class RouterSpec:
             require_choice("order", self.order, ORDERS)
         elif self.order is not None:
             raise InvalidInput(
-                f"order must be None for scoring={self.scoring!r} (it scores each expert by itself), got {self.order!r}; "
-                "leave it out"
+                f"order must be None for scoring={self.scoring!r}, which scores each expert by itself, "
+                f"got {self.order!r}; leave it out"
             )
         object.__setattr__(self, "scale", float(self.scale))
         if not math.isfinite(self.scale):
@@ -94,10 +96,19 @@ class RouterSpec:
                 f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
             )
 
+    def require_top_k(self) -> int:
+        """K; InvalidInput where it was left to a layer."""
+        if self.top_k is None:
+            raise InvalidInput(
+                "top_k must be an integer of at least 1, got None (a layer's own); pass RouterSpec(top_k=...)"
+            )
+        return self.top_k
+
     def validate_experts(self, num_experts: int, has_bias: bool) -> None:
         """Check against E: K <= E, groups divide E and leave K experts, no groups of one with a correction bias."""
-        if self.top_k > num_experts:
-            raise InvalidInput(f"top_k must be at most num_experts = {num_experts}, got {self.top_k}; lower top_k")
+        top_k = self.require_top_k()
+        if top_k > num_experts:
+            raise InvalidInput(f"top_k must be at most num_experts = {num_experts}, got {top_k}; lower top_k")
         if self.num_groups == 1:
             return
         if num_experts % self.num_groups:
@@ -105,10 +116,10 @@ class RouterSpec:
                 f"num_groups must divide num_experts = {num_experts}, got {self.num_groups}; choose a divisor"
             )
         group = num_experts // self.num_groups
-        if self.top_k > self.topk_group * group:
+        if top_k > self.topk_group * group:
             raise InvalidInput(
                 f"top_k must be at most topk_group * num_experts / num_groups = {self.topk_group * group}, "
-                f"got {self.top_k}; keep more groups or lower top_k"
+                f"got {top_k}; keep more groups or lower top_k"
             )
         if has_bias and group == 1:
             raise InvalidInput(
@@ -272,7 +283,7 @@ class MoESpec:
         if self.out_dtype is not None:
             object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
             require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
-        if self.apply_router_weight_on_input and self.router is not None and self.router.top_k != 1:
+        if self.router is not None and self.router.require_top_k() != 1 and self.apply_router_weight_on_input:
             raise InvalidInput(
                 f"top_k must be 1 with apply_router_weight_on_input, got {self.router.top_k}; weight the output instead"
             )

@@ -88,9 +88,9 @@ class OpCall:
         return _execute(self._request(planner, arguments, keywords), *self._arrays.values())
 
     def explain(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> str:
-        """The plans `run` would use, as text: one per platform of this process."""
+        """The plan `run` would use where the arrays are, as text; for shapes, on the default device."""
         request = self._request(planner, arguments, keywords)
-        return "\n".join(request.plan(target).explain() for _, target in request.targets)
+        return request.plan(dict(request.targets)[platforms.platform_of(self._arrays.values())]).explain()
 
     def _request(
         self, planner: Callable[..., LaunchPlan], arguments: tuple[Any, ...], keywords: Mapping[str, Any]

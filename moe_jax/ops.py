@@ -50,6 +50,7 @@ from moe_core.routing import (
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_jax import pytrees as pytrees
 from moe_jax.calls import OpCall
+from moe_jax.trace import watched
 
 __all__ = [
     "Activation",
@@ -264,6 +265,7 @@ def scale_rows(x: Array, weights: Array) -> jax.Array:
     return y
 
 
+@watched(router)
 def moe(
     x: Array,
     experts: ExpertWeights,
@@ -305,9 +307,10 @@ def explain_moe(
     expert_map: Array | None = None,
     shared: SharedExpert | None = None,
 ) -> str:
-    """What `moe` would run for these arguments, on each platform of this process: kernels, scratch, summation order.
+    """What `moe` would run for these arguments where they are: kernels, scratch, summation order.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. Inside `moe_jax.export_target(...)` it explains that target's plan.
+    Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it
+    explains that target's plan.
     """
     call, arguments, keywords = _moe_call(x, experts, routing, spec, token_mask, expert_map, shared)
     return call.explain(plan_moe, *arguments, **keywords)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -86,6 +87,18 @@ def targets() -> tuple[tuple[str, Target], ...]:
         )
     pairs = (("cpu", target.cpu_target()),)
     return pairs if cuda is None else (*pairs, ("cuda", cuda))
+
+
+def platform_of(arrays: Iterable[Any]) -> str:
+    """`cpu` or `cuda`: where a call with these arrays would run now (`cuda` inside `export_target`)."""
+    if _export_target.value is not None:
+        return "cuda"
+    for value in arrays:
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.committed:
+            return "cpu" if next(iter(value.devices())).platform == "cpu" else "cuda"
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    platform = jax.default_backend() if default is None else getattr(default, "platform", default)
+    return "cpu" if platform == "cpu" else "cuda"
 
 
 def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:

@@ -11,13 +11,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
-from moe_core.cuda import cuda_available  # noqa: E402
+from moe_core.cuda import cuda_available
 
 if not cuda_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+from hypothesis import HealthCheck, settings
 
 # Examples run whole kernels: few and slow, MOEBIUS_EXAMPLES asks for more. Fixed draws keep a run repeatable.
 settings.register_profile(

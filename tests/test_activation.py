@@ -34,7 +34,9 @@ def run_both(x: np.ndarray, up: np.ndarray | None, activation: Activation, out_d
 @pytest.mark.parametrize("activation", EVERY, ids=str)
 def test_every_activation(activation: Activation) -> None:
     random = np.random.default_rng(0)
-    x = 4 * random.standard_normal((7, 2 * 33 if activation.gate_layout in ("halves", "interleaved") else 33), np.float32)
+    x = 4 * random.standard_normal(
+        (7, 2 * 33 if activation.gate_layout in ("halves", "interleaved") else 33), np.float32
+    )
     x[0, :8] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e4, -1e4, 1e-30]
     up = random.standard_normal((7, 33), np.float32) if activation.gate_layout == "separate" else None
     actual, expected = run_both(x, up, activation)
@@ -65,7 +67,12 @@ def test_shapes_and_dtypes(rows, width, dtype, out_dtype, activation, seed) -> N
         (ArraySpec((4, 7), "float32"), None, Activation("silu"), "x must have an even width.*got 7"),
         (ArraySpec((7,), "float32"), None, Activation("silu"), r"x must be \[num_rows, width\], got \(7,\)"),
         (ArraySpec((4, 8), "int32"), None, Activation("silu"), "x must be bfloat16 .*got int32; cast"),
-        (ArraySpec((4, 8), "float32"), ArraySpec((4, 8), "float32"), Activation("silu"), "up must be None.*leave it out"),
+        (
+            ArraySpec((4, 8), "float32"),
+            ArraySpec((4, 8), "float32"),
+            Activation("silu"),
+            "up must be None.*leave it out",
+        ),
         (ArraySpec((4, 8), "float32"), None, Activation("silu", gate_layout="separate"), "up must be .*got None"),
         (
             ArraySpec((4, 8), "float32"),

@@ -166,7 +166,10 @@ def test_row_strided_x() -> None:
     wide = np.zeros((9, 40), np.float32)
     wide[:, :24] = operands.x
     plan = plan_matmul_ogs(
-        dataclasses.replace(specs_of(operands), x=ArraySpec((9, 24), "float32", (40, 1))), layout, case.spec, engine_target()
+        dataclasses.replace(specs_of(operands), x=ArraySpec((9, 24), "float32", (40, 1))),
+        layout,
+        case.spec,
+        engine_target(),
     )
     given_arrays = dict(named_arrays(operands)) | arrays | {"x": wide[:, :24]}
     actual = run_plan(plan, {buffer.name: given_arrays[buffer.name] for buffer in plan.inputs})["y"]
@@ -215,7 +218,9 @@ def test_same_bits_twice_and_close_across_configs(block_m: int) -> None:
     first = run_matmul(operands, layout, arrays, case.spec, config=config)
     second = run_matmul(operands, layout, arrays, case.spec, config=config)
     assert first.tobytes() == second.tobytes()
-    assert_close(first, expected_matmul(operands, layout, arrays, case.spec), matmul_tolerance("bfloat16", "bfloat16", 72), "y")
+    assert_close(
+        first, expected_matmul(operands, layout, arrays, case.spec), matmul_tolerance("bfloat16", "bfloat16", 72), "y"
+    )
 
 
 _LAYOUT = LayoutSpec(4, 2, 3)
@@ -256,7 +261,9 @@ def test_bad_input(change: dict, spec: MatmulSpec, layout: LayoutSpec | None, wo
 def test_odd_width_for_a_gated_activation() -> None:
     odd = dataclasses.replace(_GOOD, weight=ArraySpec((3, 16, 7), "bfloat16"))
     with pytest.raises(InvalidInput, match="even width"):
-        plan_matmul_ogs(odd, _LAYOUT, MatmulSpec("in_out", "token", activation=Activation("silu")), Target("interpreter"))
+        plan_matmul_ogs(
+            odd, _LAYOUT, MatmulSpec("in_out", "token", activation=Activation("silu")), Target("interpreter")
+        )
 
 
 def test_expert_matrix_beyond_int32() -> None:

@@ -62,7 +62,11 @@ def plan_of(layer: Layer, target: Target):
 
 
 def run_layer(layer: Layer, target: Target | None = None) -> dict[str, np.ndarray]:
-    arrays = {"x": layer.x, **dict(named_arrays(layer.experts, "experts.")), **dict(named_arrays(layer.routing, "routing."))}
+    arrays = {
+        "x": layer.x,
+        **dict(named_arrays(layer.experts, "experts.")),
+        **dict(named_arrays(layer.routing, "routing.")),
+    }
     for name in ("token_mask", "expert_map"):
         if getattr(layer, name) is not None:
             arrays[name] = getattr(layer, name)
@@ -157,7 +161,7 @@ def layers(draw: st.DrawFn) -> Layer:
         routing = RouterLogits(array(num_tokens, num_global, kind="float32"), correction)
     else:
         kind = draw(st.sampled_from(KINDS))
-        ids = draw_ids(kind, num_tokens, router.top_k, num_global, draw(st.integers(0, 9)))
+        ids = draw_ids(kind, num_tokens, router.require_top_k(), num_global, draw(st.integers(0, 9)))
         routing = TopK(ids, random.random(ids.shape, np.float32))
     shared = None
     if draw(st.booleans()):

@@ -1,8 +1,8 @@
 """Ragged grouped matmul with fused gather, bias, activation, row weight and scatter.
 
-    for each (row block b, expert e) of the schedule, for each column tile:
-        rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
-        y[scatter(rows)] = cast(act(x[gather(rows)] @ w[e] + bias[e]) * row_weight)
+for each (row block b, expert e) of the schedule, for each column tile:
+    rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
+    y[scatter(rows)] = cast(act(x[gather(rows)] @ w[e] + bias[e]) * row_weight)
 """
 
 import triton

@@ -1,0 +1,242 @@
+"""Routing traces: which experts every token visited, layer by layer, apart from any framework.
+
+`moe_torch.trace` and `moe_jax.trace` record them and play them back, each also what the other recorded, so that two
+implementations of one model can be compared although a rounding difference would send tokens to other experts.
+
+Letters: L layers, T tokens, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_core.checkpoint.storage import open_file
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
+from moe_core.specs import LogitsSpec, MoESpec, require_at_least
+
+_FORMAT, _VERSION = "moebius.routing_trace", "1"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRouting:
+    """Where one layer sent its tokens: ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`, of any framework.
+
+    num_experts: E, the experts the ids are counted in (all of them where the layer holds some). A scan over layers
+    stacks them to `[L, T, K]`.
+    """
+
+    ids: Any
+    weights: Any
+    num_experts: int
+
+    def require_fits(self, layer: int, num_tokens: int, top_k: int, num_experts: int) -> None:
+        """Raise InvalidInput unless this routing, number `layer` of a trace, is for a call of these sizes."""
+        wanted, given = (num_tokens, top_k), tuple(self.ids.shape)
+        if given != wanted or tuple(self.weights.shape) != wanted:
+            raise InvalidInput(
+                f"layer {layer} of the trace must have ids and weights [num_tokens, top_k] = {wanted}, "
+                f"got {given} and {tuple(self.weights.shape)}; replay a trace of the same model and tokens"
+            )
+        if self.num_experts != num_experts:
+            raise InvalidInput(
+                f"layer {layer} of the trace must choose among {num_experts} experts, got {self.num_experts}; "
+                "replay a trace of the same model"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """The routing of every MoE layer that ran, in the order in which they ran, as NumPy arrays of its own.
+
+    layers: LayerRouting with arrays NumPy can read. A layer that ran several times, as in text generation, is there
+    several times. Raises InvalidInput for other shapes or dtypes, and for no layers.
+    """
+
+    layers: tuple[LayerRouting, ...]
+
+    def __post_init__(self) -> None:
+        layers = [_in_numpy(number, layer) for number, layer in enumerate(layers_of(self.layers))]
+        if not layers:
+            raise InvalidInput("layers must hold at least one MoE layer, got none; capture a model that has one")
+        object.__setattr__(self, "layers", tuple(layers))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerRouting]:
+        return iter(self.layers)
+
+    def __getitem__(self, layer: int) -> LayerRouting:
+        return self.layers[layer]
+
+    @classmethod
+    def from_scan(cls, layers: LayerRouting | Sequence[LayerRouting]) -> RoutingTrace:
+        """The trace of a scan whose steps each ran these layers: arrays `[steps, T, K]`, put in the order they ran."""
+        stacks = [(np.asarray(layer.ids), np.asarray(layer.weights), layer.num_experts) for layer in layers_of(layers)]
+        shapes = [array.shape for ids, weights, _ in stacks for array in (ids, weights)]
+        if any(len(shape) != 3 or shape[0] != shapes[0][0] for shape in shapes):
+            raise InvalidInput(
+                f"layers must have ids and weights [steps, num_tokens, top_k] of one number of steps, got {shapes}; "
+                "pass what one scan stacked, or RoutingTrace(layers) for layers that are no stacks"
+            )
+        steps = range(shapes[0][0])
+        return cls(tuple(LayerRouting(ids[i], weights[i], size) for i in steps for ids, weights, size in stacks))
+
+    def for_scan(self, layers_per_step: int = 1) -> tuple[LayerRouting, ...]:
+        """The inverse of `from_scan`: one LayerRouting of `[steps, T, K]` for each layer of a step.
+
+        Raises InvalidInput unless the trace is a whole number of steps that are alike.
+        """
+        require_at_least("layers_per_step", layers_per_step, 1)
+        groups = [self.layers[first::layers_per_step] for first in range(layers_per_step)]
+        kinds = [sorted({(*layer.ids.shape, layer.num_experts) for layer in group}) for group in groups]
+        if len(self.layers) % layers_per_step or any(len(kind) != 1 for kind in kinds):
+            raise InvalidInput(
+                f"the trace must be whole steps of layers_per_step = {layers_per_step} layers, each of one (num_tokens, "
+                f"top_k, num_experts), got {len(self.layers)} layers with {kinds}; take the scanned ones alone: "
+                "RoutingTrace(trace.layers[first:last])"
+            )
+        return tuple(
+            LayerRouting(
+                np.stack([layer.ids for layer in group]),
+                np.stack([layer.weights for layer in group]),
+                group[0].num_experts,
+            )
+            for group in groups
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: `layers.0.ids`, `layers.0.weights`, ... and E of each layer in its metadata.
+
+        Raises Unsupported where the package safetensors is not installed.
+        """
+        try:
+            from safetensors.numpy import save_file
+        except ModuleNotFoundError as error:
+            raise Unsupported(
+                "writing a routing trace needs the package safetensors, which is not installed; "
+                "pip install 'moebius[checkpoint]'"
+            ) from error
+        arrays = {
+            f"layers.{number}.{name}": getattr(layer, name)
+            for number, layer in enumerate(self.layers)
+            for name in ("ids", "weights")
+        }
+        sizes = json.dumps([layer.num_experts for layer in self.layers])
+        save_file(arrays, os.fspath(path), {"format": _FORMAT, "version": _VERSION, "num_experts": sizes})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RoutingTrace:
+        """Read what `save` wrote.
+
+        Raises InvalidInput for a file that is missing, damaged or holds something else; Unsupported where the package
+        safetensors is not installed.
+        """
+        with open_file(Path(path)) as file:
+            metadata = file.metadata() or {}
+            if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
+                raise InvalidInput(
+                    f"{path} must hold a {_FORMAT} of version {_VERSION}, got metadata {metadata}; "
+                    "save it with RoutingTrace.save"
+                )
+            sizes = _sizes(metadata.get("num_experts", ""))
+            names = [(f"layers.{number}.ids", f"layers.{number}.weights") for number in range(len(sizes))]
+            missing = {name for pair in names for name in pair} - set(file.keys())
+            if missing or not sizes:
+                raise InvalidInput(
+                    f"{path} must hold a whole routing trace, got {len(sizes)} layers and no {sorted(missing)}; "
+                    "save it again"
+                )
+            pairs = [(file.get_tensor(ids), file.get_tensor(weights)) for ids, weights in names]
+        return cls(tuple(LayerRouting(*pair, size) for pair, size in zip(pairs, sizes, strict=True)))
+
+
+def sizes_of(
+    experts: ExpertWeights, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, expert_map: Any
+) -> tuple[int, int]:
+    """(K, E) of a whole MoE forward; E counts all experts, also where the process holds some of them."""
+    if isinstance(routing, TopK):
+        if expert_map is not None:
+            return routing.ids.shape[1], expert_map.shape[0]
+        return routing.ids.shape[1], experts.gate_up.shape[0 if experts.layer is None else 1]
+    if spec.router is None:
+        raise InvalidInput("router of spec must be a RouterSpec, got None; pass one, or ids and weights as a TopK")
+    if isinstance(routing, RouterLogits):
+        return spec.router.require_top_k(), routing.logits.shape[1]
+    return spec.router.require_top_k(), routing.weight.shape[1 if spec.router_weight_layout == "in_out" else 0]
+
+
+def logits_spec(spec: MoESpec) -> LogitsSpec:
+    """How a whole MoE forward computes its logits."""
+    return LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
+
+
+class Playback:
+    """Hands out a trace's layers one by one; one per replay."""
+
+    def __init__(self, layers: Sequence[LayerRouting]) -> None:
+        self._layers = layers
+        self._next = 0
+
+    def next(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
+        """The routing for the next layer that runs; InvalidInput if there is none or it does not fit."""
+        number = self._next
+        if number >= len(self._layers):
+            raise InvalidInput(
+                f"the trace must hold every MoE layer that runs, got {len(self._layers)} and one more call; "
+                "replay a trace of the same model, with the same number of calls"
+            )
+        self._layers[number].require_fits(number, num_tokens, top_k, num_experts)
+        self._next = number + 1
+        return self._layers[number]
+
+    def finish(self) -> None:
+        """Raise InvalidInput unless every layer was handed out."""
+        if self._next != len(self._layers):
+            raise InvalidInput(
+                f"all {len(self._layers)} layers of the trace must be used, got {self._next} MoE layers that ran; "
+                "replay the whole model that was captured, and nothing that runs its layers unseen"
+            )
+
+
+def layers_of(trace: Any) -> tuple[LayerRouting, ...]:
+    """The layers of a RoutingTrace, or of a LayerRouting or a sequence of them; InvalidInput for anything else."""
+    if isinstance(trace, RoutingTrace):
+        return trace.layers
+    layers = tuple(trace) if isinstance(trace, (tuple, list)) else (trace,)
+    if not all(isinstance(layer, LayerRouting) for layer in layers):
+        raise InvalidInput(
+            f"trace must be a RoutingTrace or a sequence of LayerRouting, got {type(trace).__name__}; "
+            "pass what capture recorded or RoutingTrace.load(path)"
+        )
+    return layers
+
+
+def _sizes(text: str) -> list[int]:
+    """The numbers of experts in a file's metadata; none where it holds something else."""
+    try:
+        sizes = json.loads(text)
+    except json.JSONDecodeError:
+        return []
+    return sizes if isinstance(sizes, list) else []
+
+
+def _in_numpy(number: int, layer: LayerRouting) -> LayerRouting:
+    """A layer, checked, with NumPy copies of its arrays."""
+    require_at_least(f"num_experts of layer {number}", layer.num_experts, 1)
+    ids, weights = np.array(layer.ids), np.array(layer.weights)
+    for name, array, dtype in (("ids", ids, "int32"), ("weights", weights, "float32")):
+        if array.dtype != dtype or array.ndim != 2 or array.shape != ids.shape:
+            raise InvalidInput(
+                f"{name} of layer {number} must be {dtype} [num_tokens, top_k], ids and weights alike, got "
+                f"{array.dtype}{list(array.shape)}; pass what was captured (RoutingTrace.from_scan for a scan)"
+            )
+    return LayerRouting(ids, weights, layer.num_experts)
