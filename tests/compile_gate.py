@@ -1,0 +1,301 @@
+"""Compiles every kernel of representative plans for one architecture, without a GPU, and reports what came out.
+
+Run as `python -m tests.compile_gate GROUP ARCH` in a process without TRITON_INTERPRET (Triton has one mode per
+process); prints one JSON list of records. ARCH: `80`, `90`, `100`, or `gfx942` (compiles only, nothing to measure).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.shapes import SHAPES, TOKENS, Shape
+from moe_core import matmul_ogs, moe, reduction, routing, tuning
+from moe_core.activation import plan_activation
+from moe_core.arrays import ArraySpec
+from moe_core.compiler import compile_launch, launch_signature, load_kernel
+from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
+from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
+from moe_core.target import Target
+
+#: Multiprocessors of an A100, an H200 and a B200.
+NUM_SMS = {80: 108, 90: 132, 100: 148}
+GFX942 = "gfx942"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One layer of a released model: its sizes, its routing and how its weights are stored."""
+
+    shape: Shape
+    router: RouterSpec
+    weight_layout: str
+    gate_layout: str
+    correction_bias: bool = False
+    shared_ff: int = 0
+
+
+#: Between them every gate layout and both weight layouts.
+MODELS = {
+    "qwen3": Model(SHAPES["qwen3"], RouterSpec(8, renormalize=True), "in_out", "halves"),
+    "gptoss120b": Model(SHAPES["gptoss120b"], RouterSpec(4, order="topk_then_softmax"), "in_out", "interleaved"),
+    "mixtral": Model(SHAPES["mixtral"], RouterSpec(2, renormalize=True), "out_in", "separate"),
+    "dsv3": Model(
+        SHAPES["dsv3"],
+        RouterSpec(8, "sigmoid", renormalize=True, scale=2.5, num_groups=8, topk_group=4),
+        "out_in",
+        "halves",
+        correction_bias=True,
+        shared_ff=2048,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one compiled launch uses. shared_bytes per block; stack_bytes per thread (spills); many_rows: a 16-bit
+    matmul tile of at least 64 rows."""
+
+    kernel: str
+    label: str
+    arch: str
+    binary_bytes: int
+    num_warps: int
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+    many_rows: bool
+    has_wgmma: bool
+
+    def violations(self) -> list[str]:
+        """Every limit the launch breaks."""
+        found = []
+        if self.binary_bytes == 0:
+            found.append("no binary")
+        if self.arch == GFX942:
+            return found
+        limit = tuning.shared_limit(int(self.arch))
+        if self.shared_bytes > limit:
+            found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
+        if self.registers * self.num_warps * 32 > 65536:
+            found.append(f"{self.registers} registers in {self.num_warps} warps exceed the 65536 of a multiprocessor")
+        if self.arch == "90" and self.stack_bytes:
+            found.append(f"{self.stack_bytes} bytes of registers spilled per thread")
+        if self.arch == "90" and self.many_rows and not self.has_wgmma:
+            found.append("a many-row 16-bit matmul without wgmma")
+        return found
+
+
+def _layer_plan(model: Model, tokens: int, target: Target, dtype: str = "bfloat16") -> LaunchPlan:
+    """The composed forward of a model's layer from x."""
+    shape, layout = model.shape, model.weight_layout
+    d, f, e = shape.d_model, shape.d_ff, shape.num_experts
+    activation = dataclasses.replace(shape.activation, gate_layout=model.gate_layout)
+
+    def matrix(inputs: int, outputs: int, *lead: int) -> ArraySpec:
+        return ArraySpec((*lead, *((inputs, outputs) if layout == "in_out" else (outputs, inputs))), dtype)
+
+    separate = model.gate_layout == "separate"
+    width = f if separate else 2 * f
+    experts = ExpertWeights(
+        matrix(d, width, e),
+        matrix(f, d, e),
+        up=matrix(d, f, e) if separate else None,
+        gate_up_bias=ArraySpec((e, width), "float32") if shape.biased else None,
+        down_bias=ArraySpec((e, d), "float32") if shape.biased else None,
+    )
+    bias = ArraySpec((e,), "float32") if model.correction_bias else None
+    router = RouterWeights(matrix(d, e), ArraySpec((e,), dtype) if shape.biased else None, bias)
+    ff = model.shared_ff
+    shared = SharedExpert(matrix(d, 2 * ff), matrix(ff, d)) if ff else None
+    spec = MoESpec(activation, model.router, layout, layout)
+    return moe.plan_moe(ArraySpec((tokens, d), dtype), experts, router, spec, target, shared=shared)
+
+
+def _layers(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
+    def plans(target: Target) -> Iterator[LaunchPlan]:
+        for tokens in TOKENS:
+            yield _layer_plan(MODELS[name], tokens, target)
+
+    return plans
+
+
+def _other_dtypes(target: Target) -> Iterator[LaunchPlan]:
+    for name, dtype in (("qwen3", "float16"), ("gptoss120b", "float32")):
+        for tokens in (16, 4096):
+            yield _layer_plan(MODELS[name], tokens, target, dtype)
+
+
+def _routing(target: Target) -> Iterator[LaunchPlan]:
+    logits, bias = ArraySpec((512, 384), "float32"), ArraySpec((384,), "float32")
+    mask = ArraySpec((512,), "bool")
+    for router in (
+        RouterSpec(6, renormalize=True),
+        RouterSpec(6, order="topk_then_softmax", slot_order="expert"),
+        RouterSpec(6, "sigmoid", scale=2.5),
+        RouterSpec(6, "sqrt_softplus", renormalize=True, num_groups=8, topk_group=4),
+    ):
+        yield routing.plan_routing(logits, router, target, token_mask=mask, with_bitmatrix=True)
+        yield routing.plan_routing(logits, router, target, correction_bias=bias)
+    for tokens in (1, 64, 1024, 16384):
+        ids, layout = ArraySpec((tokens, 8), "int32"), LayoutSpec(tokens, 8, 128)
+        yield routing.plan_layout(ids, layout, target, block_ms=(16, 128))
+        aligned = dataclasses.replace(layout, alignment=128)
+        expert_map = ArraySpec((256,), "int32")
+        yield routing.plan_layout(ids, aligned, target, expert_map=expert_map, token_mask=ArraySpec((tokens,), "bool"))
+        yield routing.plan_layout(ids, dataclasses.replace(layout, max_rows=512), target)
+        yield routing.plan_schedule(layout, 64, target)
+        yield routing.plan_pack_bitmatrix(ids, 130, target)
+        yield routing.plan_unpack_bitmatrix(ArraySpec((tokens, 5), "uint32"), 130, 8, target)
+    for spec in (LogitsSpec(), LogitsSpec("out_in", "bfloat16")):
+        for dtype in ("bfloat16", "float32"):
+            for tokens in (1, 64, 4096):
+                shape = (2048, 128) if spec.weight_layout == "in_out" else (128, 2048)
+                weight = ArraySpec(shape, dtype)
+                yield routing.plan_router(ArraySpec((tokens, 2048), dtype), weight, None, spec, target)
+
+
+def _small_ops(target: Target) -> Iterator[LaunchPlan]:
+    for name in ACTIVATIONS:
+        for layout in ("halves", "interleaved", "separate"):
+            separate = layout == "separate"
+            x = ArraySpec((256, 768 if separate else 1536), "bfloat16")
+            yield plan_activation(x, Activation(name, True, layout), target, up=x if separate else None)
+        if name != "swiglu_oai":
+            yield plan_activation(ArraySpec((256, 768), "float32"), Activation(name, False), target)
+    for dtype in ("bfloat16", "float32"):
+        y, slots = ArraySpec((256 * 8, 2048), dtype), ArraySpec((256 * 8,), "int32")
+        shared, gate = ArraySpec((256, 2048), "float32"), ArraySpec((256, 1), "float32")
+        yield reduction.plan_reduce(y, slots, 8, target)
+        yield reduction.plan_reduce(y, slots, 8, target, order="row", shared=shared, shared_gate=gate)
+        yield reduction.plan_scale_rows(ArraySpec((256, 2048), dtype), gate, target)
+
+
+def _matmul_variants(target: Target) -> Iterator[LaunchPlan]:
+    """Gathers, scatters, stacked layers, odd sizes, TF32: what the models' layers do not use."""
+    for tokens in (16, 2048):
+        layout, d, n, e = LayoutSpec(tokens, 4, 16), 1000, 360, 16
+        x, weight = ArraySpec((tokens, d), "bfloat16"), ArraySpec((3, e, d, 2 * n), "bfloat16")
+        bias, layer = ArraySpec((3, e, 2 * n), "bfloat16"), ArraySpec((1,), "int32")
+        spec = MatmulSpec("in_out", "token", "slot", Activation("gelu_tanh"))
+        yield matmul_ogs.plan_matmul_ogs(MatmulOperands(x, weight, bias=bias, layer=layer), layout, spec, target)
+        rows = ArraySpec((layout.num_slots, d), "float32")
+        tf32 = MatmulSpec("in_out", "slot", "row", out_dtype="bfloat16", allow_tf32=True)
+        operands = MatmulOperands(rows, ArraySpec((e, d, n), "float32"), row_weight=ArraySpec((tokens * 4,), "float32"))
+        yield matmul_ogs.plan_matmul_ogs(operands, layout, tf32, target)
+
+
+def _from_logits(target: Target) -> Iterator[LaunchPlan]:
+    """For compile-only architectures: one small and one large forward."""
+    experts = ExpertWeights(ArraySpec((8, 256, 512), "bfloat16"), ArraySpec((8, 256, 256), "bfloat16"))
+    for tokens in (16, 1024):
+        spec = MoESpec(Activation("silu"), RouterSpec(2))
+        logits = RouterLogits(ArraySpec((tokens, 8), "float32"))
+        yield moe.plan_moe(ArraySpec((tokens, 256), "bfloat16"), experts, logits, spec, target)
+
+
+GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
+    **{name: _layers(name) for name in MODELS},
+    "other_dtypes": _other_dtypes,
+    "routing": _routing,
+    "small_ops": _small_ops,
+    "matmul_variants": _matmul_variants,
+    "from_logits": _from_logits,
+}
+
+
+def distinct_launches(plans: Iterator[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
+    """One launch for every kernel that would be compiled: grids and run-time scalars do not count."""
+    found: dict[Any, tuple[LaunchPlan, KernelLaunch]] = {}
+    for plan in plans:
+        for launch in plan.steps:
+            assert isinstance(launch, KernelLaunch), launch
+            constants = tuple(name_value for name_value in launch.arguments if isinstance(name_value[1], Constant))
+            key = (launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages)
+            found.setdefault(key, (plan, launch))
+    return list(found.values())
+
+
+def resource_usage(report: str) -> tuple[int, int]:
+    """(registers, spilled bytes per thread) from `cuobjdump --dump-resource-usage`."""
+    fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
+    return int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"])
+
+
+def _cuobjdump(cubin: bytes) -> str:
+    import tempfile
+
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _is_many_rows(plan: LaunchPlan, launch: KernelLaunch) -> bool:
+    arguments = dict(launch.arguments)
+    block_m, x = arguments.get("BLOCK_M"), arguments.get("x")
+    if not launch.kernel.startswith("matmul") or not isinstance(block_m, Constant) or not isinstance(x, Pointer):
+        return False
+    return int(block_m.value or 0) >= 64 and plan.spec(x.buffer).dtype in ("bfloat16", "float16")
+
+
+def _label(plan: LaunchPlan, launch: KernelLaunch) -> str:
+    constants = " ".join(f"{name}={value.value}" for name, value in launch.arguments if isinstance(value, Constant))
+    types = " ".join(kind for _, kind in launch_signature(plan, launch) if kind != "constexpr")
+    return f"{launch.kernel} ({types}) {constants} warps={launch.num_warps} stages={launch.num_stages}"
+
+
+def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
+    """Compile one launch for a CUDA target and read what the binary uses."""
+    compiled = compile_launch(plan, launch, target)
+    cubin = compiled.asm["cubin"]
+    registers, stack = resource_usage(_cuobjdump(cubin))
+    return Record(
+        kernel=launch.kernel,
+        label=_label(plan, launch),
+        arch=str(target.arch),
+        binary_bytes=len(cubin),
+        num_warps=compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        registers=registers,
+        stack_bytes=stack,
+        many_rows=_is_many_rows(plan, launch),
+        has_wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+    )
+
+
+def compile_for_amd(plan: LaunchPlan, launch: KernelLaunch) -> Record:
+    """Compile one launch for gfx942; only that it compiles is looked at."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {name: value.value for name, value in launch.arguments if isinstance(value, Constant)}
+    source = ASTSource(load_kernel(launch.kernel), dict(launch_signature(plan, launch)), constants)
+    options = {"num_warps": launch.num_warps, "num_stages": 2, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("hip", GFX942, 64), options=options)
+    size = len(compiled.asm["hsaco"])
+    return Record(launch.kernel, _label(plan, launch), GFX942, size, launch.num_warps, 0, 0, 0, False, False)
+
+
+def main(group: str, arch: str) -> list[Record]:
+    """The records of one group of plans on one architecture."""
+    target = Target("cuda", 80, NUM_SMS[80]) if arch == GFX942 else Target("cuda", int(arch), NUM_SMS[int(arch)])
+    launches = distinct_launches(GROUPS[group](target))
+    if arch == GFX942:
+        return [compile_for_amd(plan, launch) for plan, launch in launches]
+    return [measure(plan, launch, target) for plan, launch in launches]
+
+
+if __name__ == "__main__":
+    print(json.dumps([dataclasses.asdict(record) for record in main(*sys.argv[1:])]))

@@ -1,0 +1,76 @@
+"""Every kernel of representative plans compiles for sm_80, sm_90 and sm_100 within the hardware's limits.
+
+No GPU is needed: Triton compiles for an architecture it is told. This is where a spill, an overfull shared memory or a
+matrix product that misses the tensor cores' fast path shows before any GPU runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.compile_gate import GFX942, GROUPS, MODELS, Record, resource_usage
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NVIDIA = [(group, arch) for group in GROUPS if group != "from_logits" for arch in ("80", "90", "100")]
+GOOD = Record("matmul_ogs:matmul_ogs", "label", "90", 4096, 8, 196608, 168, 0, True, True)
+
+
+def compiled(group: str, arch: str, cache: pathlib.Path) -> list[Record]:
+    """The gate's records, from a fresh process with an empty cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    inherited = environment.get("PYTHONPATH")
+    paths = [str(ROOT), *([inherited] if inherited else [])]
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "tests.compile_gate", group, arch]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [Record(**record) for record in json.loads(done.stdout.splitlines()[-1])]
+
+
+def assert_within_limits(records: list[Record]) -> None:
+    assert records, "no kernel was compiled"
+    broken = [f"{violation}: {record.label}" for record in records for violation in record.violations()]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("group", "arch"), NVIDIA)
+def test_kernels_compile_within_limits(group: str, arch: str, tmp_path: pathlib.Path) -> None:
+    records = compiled(group, arch, tmp_path)
+    assert_within_limits(records)
+    if group in MODELS:
+        assert any(record.many_rows for record in records), "no many-row matmul among the plans"
+
+
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_amd(tmp_path: pathlib.Path) -> None:
+    assert_within_limits(compiled("from_logits", GFX942, tmp_path))
+
+
+def test_resource_usage_is_read() -> None:
+    report = " Function f:\n  REG:168 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:636 TEXTURE:0 SURFACE:0 SAMPLER:0"
+    assert resource_usage(report) == (168, 24)
+
+
+@pytest.mark.parametrize(
+    ("change", "violation"),
+    [
+        ({"binary_bytes": 0}, "no binary"),
+        ({"shared_bytes": 227 * 1024 + 1}, "shared memory"),
+        ({"shared_bytes": 163 * 1024 + 1, "arch": "80"}, "shared memory"),
+        ({"registers": 255, "num_warps": 16}, "registers"),
+        ({"stack_bytes": 8}, "spilled"),
+        ({"has_wgmma": False}, "without wgmma"),
+    ],
+)
+def test_violations_are_seen(change: dict[str, object], violation: str) -> None:
+    assert GOOD.violations() == []
+    (found,) = dataclasses.replace(GOOD, **change).violations()
+    assert violation in found

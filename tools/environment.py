@@ -1,0 +1,109 @@
+"""Make the virtual environment the Makefile's targets run in: `python3 tools/environment.py`.
+
+Nothing happens when the environment is up to date, so every target asks for it first.
+
+- Without a CUDA device everything is installed from the package index, torch in one fixed version.
+- With one, torch, triton and jax must already be importable by the Python that runs this script: which builds fit the
+  driver is that machine's business. The environment then sees that Python's packages and pip adds only what is
+  missing, so that a machine without a network works when nothing is. The linters are left out.
+
+`CUDA_VISIBLE_DEVICES= make test` hides the devices and gives the first kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+import venv
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXTRAS = "torch,jax,flax,checkpoint,test"
+#: One torch for all CPU runs, so that two of them differ only in what is being tested.
+CPU_TORCH = "torch==2.13.0"
+
+
+def has_cuda_device() -> bool:
+    """Whether the CUDA driver is there and shows at least one device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def fingerprint(extras: str, on_gpu: bool) -> str:
+    """Changes when the environment must be made again."""
+    digest = hashlib.sha256()
+    for path in (ROOT / "pyproject.toml", pathlib.Path(__file__)):
+        digest.update(path.read_bytes())
+    digest.update(json.dumps([str(ROOT), sys.version, extras, on_gpu]).encode())
+    return digest.hexdigest()
+
+
+def share_packages(directory: pathlib.Path) -> None:
+    """Let the environment see the packages of the running Python, which may itself be a virtual environment."""
+    folders = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
+    target = next(directory.glob("lib/python*/site-packages"))
+    (target / "host_packages.pth").write_text("".join(lines))
+
+
+def make(directory: pathlib.Path, extras: str, on_gpu: bool) -> None:
+    """Create the environment and install the project, editable, with `extras` into it."""
+    venv.create(directory, clear=True, with_pip=not on_gpu, symlinks=True)
+    install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    project = ["--editable", f"{ROOT}[{extras}]"]
+    if on_gpu:
+        share_packages(directory)
+        subprocess.run([*install, "--no-build-isolation", *project], check=True)
+    else:
+        pinned = [CPU_TORCH] if "torch" in extras.split(",") else []
+        subprocess.run([*install, *pinned, *project], check=True)
+
+
+def main() -> int:
+    """Make the environment unless it is up to date; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default=".venv", help="folder of the environment (default: .venv)")
+    parser.add_argument("--extras", help="extras of the project, comma-separated (default: all the tests need)")
+    options = parser.parse_args()
+    if sys.version_info < (3, 11):  # noqa: UP036 - this is where an old Python is told so
+        version = ".".join(map(str, sys.version_info[:3]))
+        print(f"python must be 3.11 or newer, got {version}; name one: make PYTHON=python3.12 ...", file=sys.stderr)
+        return 1
+    on_gpu = has_cuda_device()
+    missing = [name for name in ("torch", "triton", "jax") if importlib.util.find_spec(name) is None]
+    if on_gpu and missing:
+        print(
+            f"{sys.executable} must have torch, triton and jax for this machine's CUDA device, got no "
+            f"{', '.join(missing)}; install the builds that fit the driver, name another Python (make PYTHON=...), "
+            "or hide the device (CUDA_VISIBLE_DEVICES= make ...)",
+            file=sys.stderr,
+        )
+        return 1
+    extras = options.extras or (EXTRAS if on_gpu else f"{EXTRAS},lint")
+    directory = ROOT / options.directory
+    inside = pathlib.Path(sys.prefix).resolve() == directory.resolve()
+    stamp, wanted = directory / "environment.json", fingerprint(extras, on_gpu)
+    made = json.loads(stamp.read_text()) if stamp.exists() else {}
+    if made.get("fingerprint") == wanted and (inside or made.get("python") == sys.executable):
+        return 0
+    if inside:
+        print(f"{directory} must be made again, and it is active; run `deactivate` first", file=sys.stderr)
+        return 1
+    beside = f" beside the packages of {sys.executable}" if on_gpu else ""
+    print(f"making {directory} with {extras}{beside}", flush=True)
+    make(directory, extras, on_gpu)
+    stamp.write_text(json.dumps({"fingerprint": wanted, "python": sys.executable}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
