@@ -77,10 +77,10 @@ class Checkpoint:
         quantised tensors.
         """
         self._require_moe_layer(layer)
-        block = self._block(layer)
+        block = self.block(layer)
         with StackReader(self.index) as reader:
             _refuse_quantised(self.index, block, reader)
-            stacks = _stacks(self.architecture, self.index, block)
+            stacks = layer_stacks(self.architecture, block, _is_fused(self.architecture, self.index, block))
             stored = reader.check(stacks)
             _require_one_dtype(stored)
             arrays = reader.read(stacks, stored, progress)
@@ -113,7 +113,7 @@ class Checkpoint:
                 f"{first}"
             )
 
-    def _block(self, layer: int) -> str:
+    def block(self, layer: int) -> str:
         """The name before the layer's router and experts: `model.layers.3.mlp.`."""
         naming = self.architecture.naming
         candidates = [f"{prefix}layers.{layer}.{block}." for prefix in _PREFIXES for block in naming.blocks]
@@ -139,8 +139,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(directory, config.model_type, config.settings, architecture, find_tensors(directory))
 
 
-def _stacks(architecture: Architecture, index: TensorIndex, block: str) -> dict[str, Stack]:
-    """The arrays of a layer by field name (`experts.gate_up`), and the tensors each is put together from."""
+def layer_stacks(architecture: Architecture, block: str, fused: bool) -> dict[str, Stack]:
+    """The arrays of a layer by field name (`experts.gate_up`), and the tensors each is put together from.
+
+    block: the name before the router and the experts, `model.layers.3.mlp.`. fused: whether one tensor holds the
+    matrices of all experts.
+    """
     naming, num_experts, d_model = architecture.naming, architecture.num_experts, architecture.d_model
     router = block + naming.router
     # The router comes first: its shape tells a wrong number of experts before one of them seems to be missing.
@@ -150,24 +154,32 @@ def _stacks(architecture: Architecture, index: TensorIndex, block: str) -> dict[
     if naming.correction_bias:
         name = f"{router}.e_score_correction_bias"
         stacks["router.correction_bias"] = Stack.whole(name, (num_experts,), dtype="float32")
-    stacks |= _expert_stacks(architecture, index, f"{block}experts.")
+    stacks |= _expert_stacks(architecture, f"{block}experts.", fused)
     if architecture.shared_d_ff:
         stacks |= _halves("shared.", f"{block}shared_experts.", (architecture.shared_d_ff, d_model))
     return stacks
 
 
-def _expert_stacks(architecture: Architecture, index: TensorIndex, experts: str) -> dict[str, Stack]:
-    """gate_up, down and biases of the experts, from fused or per-expert storage, whichever the files have."""
+def _is_fused(architecture: Architecture, index: TensorIndex, block: str) -> bool:
+    """Whether the files hold fused storage, or else per-expert storage; InvalidInput if they hold neither."""
+    naming, fused = architecture.naming, f"{block}experts.gate_up_proj"
+    if naming.per_expert is None or fused in index.files:
+        return True
+    first = f"{block}experts.0.{naming.per_expert[0]}.weight"
+    if first not in index.files:
+        raise InvalidInput(
+            f"{index.directory} must hold {fused} or {first}, got {index.summary()} without "
+            "either; download the checkpoint again or correct its config.json"
+        )
+    return False
+
+
+def _expert_stacks(architecture: Architecture, experts: str, fused: bool) -> dict[str, Stack]:
+    """gate_up, down and biases of the experts. experts: the name before what belongs to them."""
     naming, num_experts = architecture.naming, architecture.num_experts
     d_model, d_ff = architecture.d_model, architecture.d_ff
-    fused = f"{experts}gate_up_proj"
-    if naming.per_expert is not None and fused not in index.files:
-        gate, _, _ = naming.per_expert
-        if f"{experts}0.{gate}.weight" not in index.files:
-            raise InvalidInput(
-                f"{index.directory} must hold {fused} or {experts}0.{gate}.weight, got {index.summary()} without "
-                "either; download the checkpoint again or correct its config.json"
-            )
+    if not fused:
+        assert naming.per_expert is not None
         per_expert = [
             _halves("experts.", f"{experts}{expert}.", (d_ff, d_model), naming.per_expert, place=(expert,))
             for expert in range(num_experts)
@@ -180,7 +192,7 @@ def _expert_stacks(architecture: Architecture, index: TensorIndex, experts: str)
     gate_up_shape = (2 * d_ff, d_model) if out_in else (d_model, 2 * d_ff)
     down_shape = (d_model, d_ff) if out_in else (d_ff, d_model)
     stacks = {
-        "experts.gate_up": Stack.whole(fused, (num_experts, *gate_up_shape)),
+        "experts.gate_up": Stack.whole(f"{experts}gate_up_proj", (num_experts, *gate_up_shape)),
         "experts.down": Stack.whole(f"{experts}down_proj", (num_experts, *down_shape)),
     }
     if naming.expert_bias:

@@ -1,0 +1,157 @@
+"""MaxText parameter trees of a MoE block, to and from the canonical weights.
+
+Names and layouts are MaxText's: `gate/kernel` `[D, E]`, `gate/bias` `[E]`, `wi_0` (gate) and `wi_1` (up) `[E, D, F]`,
+`wo` `[E, F, D]`, biases `wi_0_bias`, `wi_1_bias`, `wo_bias`, and `shared_experts/{wi_0,wi_1,wo}/kernel`; ungated
+experts have one `wi`. MaxText keeps the correction bias of DeepSeek-V3 under `gate/bias`, the layers of moe_jax under
+`gate/correction_bias`: both are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers.convert import convert_weights
+from moe_core.layers.spec import MAXTEXT, MoELayerSpec, Storage, require_kind
+from moe_core.layers.weights import LayerWeights
+from moe_core.specs import WEIGHT_LAYOUTS, require_at_least
+
+_PATHS = {
+    "router.weight": "gate/kernel",
+    "router.bias": "gate/bias",
+    "router.correction_bias": "gate/bias",
+    "experts.gate_up": "wi_0",
+    "experts.up": "wi_1",
+    "experts.down": "wo",
+    "experts.gate_up_bias": "wi_0_bias",
+    "experts.up_bias": "wi_1_bias",
+    "experts.down_bias": "wo_bias",
+    "shared_experts.gate_up": "shared_experts/wi_0/kernel",
+    "shared_experts.up": "shared_experts/wi_1/kernel",
+    "shared_experts.down": "shared_experts/wo/kernel",
+    "shared_experts.gate": "shared_experts/gate/kernel",
+}
+_CORRECTION_BIAS = "gate/correction_bias"
+#: The routed experts' part of a block that has shared experts beside it.
+_ROUTED_BLOCK = "MoeBlock_0"
+#: MaxText stacks the layers of a scan along this axis (`param_scan_axis`).
+SCAN_AXIS = 1
+
+
+def to_maxtext(weights: LayerWeights) -> dict[str, Any]:
+    """Nested dicts of NumPy arrays named and laid out as MaxText has them.
+
+    Arrays whose layout does not change are shared with `weights`, the others are new; dtypes are kept. Raises
+    Unsupported for a router with a bias and a correction bias, for which MaxText has one name.
+    """
+    require_kind("weights", weights, LayerWeights)
+    spec = weights.layer_spec()
+    if spec.router_bias and spec.correction_bias:
+        raise Unsupported(
+            "weights must have a router bias or a correction bias for MaxText, which has one name for them, got both; "
+            "keep these weights in another form"
+        )
+    tree: dict[str, Any] = {}
+    for name, array in convert_weights(weights, MAXTEXT).named().items():
+        place = tree
+        *above, last = _path(name, spec).split("/")
+        for key in above:
+            place = place.setdefault(key, {})
+        place[last] = array
+    return tree
+
+
+def from_maxtext(
+    tree: Mapping[str, Any], spec: MoELayerSpec, *, storage: Storage | None = None, layer: int | None = None
+) -> LayerWeights:
+    """The weights of one layer of a MaxText block; arrays in host memory are not copied, but for a layer of a scan.
+
+    tree: nested dicts of arrays (NumPy, JAX, or what orbax restored), in MaxText's names; the routed experts may be
+    under `MoeBlock_0` beside `shared_experts`. spec: the layer. storage: how the arrays lie; `MAXTEXT` (from
+    `moe_core.layers`) for what MaxText and moe_jax write. None takes the weight_layout that spec states, and else the
+    only layout the shapes can have; it is refused where two are possible: with d_model = d_ff or d_model = num_experts
+    shapes do not tell. layer: of scanned layers, stacked along axis 1 of every array (`[E, L, D, F]`), the one to take.
+    Raises InvalidInput for names that are missing or unknown, for shapes that no layout gives and for ambiguous ones.
+    """
+    require_kind("spec", spec, MoELayerSpec)
+    require_kind("storage", storage, Storage, optional=True)
+    if storage is not None and spec.gated and storage.gate_layout != "separate":
+        raise InvalidInput(
+            f"storage.gate_layout must be 'separate', as wi_0 and wi_1 are, got {storage.gate_layout!r}; pass MAXTEXT"
+        )
+    flat = _flat(tree)
+    paths = {one.name: _path(one.name, spec) for one in spec.stored_as(MAXTEXT).parameters(MAXTEXT)}
+    if spec.correction_bias and (spec.router_bias or _CORRECTION_BIAS in flat):
+        paths["router.correction_bias"] = _CORRECTION_BIAS
+    missing = [path for path in paths.values() if path not in flat]
+    unknown = sorted(set(flat) - set(paths.values()))
+    if missing or unknown:
+        problem = f"lacks {', '.join(missing)}" if missing else f"also has {', '.join(unknown)}"
+        raise InvalidInput(
+            f"tree must hold {', '.join(paths.values())} by spec, got one that {problem}; pass one block's parameters "
+            "and the spec that belongs to them"
+        )
+    arrays = {name: _layer_of(path, flat[path], layer) for name, path in paths.items()}
+    if storage is None:
+        storage = _only_storage(arrays, spec)
+    return LayerWeights.from_named(arrays, spec.stored_as(storage), storage)
+
+
+def _path(name: str, spec: MoELayerSpec) -> str:
+    path = _PATHS[name]
+    return path if spec.gated else path.replace("wi_0", "wi")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """path -> array; what is under MoeBlock_0 counts as beside it."""
+    require_kind("tree", tree, Mapping)
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, prefix if key == _ROUTED_BLOCK else f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _layer_of(path: str, value: Any, layer: int | None) -> np.ndarray:
+    array = np.asarray(value)
+    if layer is None:
+        return array
+    require_at_least("layer", layer, 0)
+    if array.ndim <= SCAN_AXIS or layer >= array.shape[SCAN_AXIS]:
+        raise InvalidInput(
+            f"{path} must have more than {layer} layers along axis {SCAN_AXIS}, got {array.shape}; leave layer out for "
+            "arrays of one layer"
+        )
+    return array.take(layer, axis=SCAN_AXIS)
+
+
+def _only_storage(arrays: Mapping[str, np.ndarray], spec: MoELayerSpec) -> Storage:
+    """The one storage whose shapes the arrays have; InvalidInput where there is none or more than one."""
+    stated = spec.experts.weight_layout
+    experts = stated or _only_layout("experts.", "d_model = d_ff", arrays, spec)
+    return Storage(experts, MAXTEXT.gate_layout, _only_layout("router.", "d_model = num_experts", arrays, spec))
+
+
+def _only_layout(part: str, ambiguous: str, arrays: Mapping[str, np.ndarray], spec: MoELayerSpec) -> str:
+    """The layout of the arrays of one part; ambiguous: the equal sizes that leave two possible."""
+    shapes = {name: array.shape for name, array in arrays.items() if name.startswith(part)}
+    fitting = []
+    for layout in WEIGHT_LAYOUTS:
+        storage = Storage(layout, MAXTEXT.gate_layout, layout)
+        wanted = {one.name: one.shape for one in spec.stored_as(storage).parameters(storage)}
+        if all(wanted[name] == shape for name, shape in shapes.items()):
+            fitting.append(layout)
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    if not fitting:
+        raise InvalidInput(f"arrays of tree must have the sizes of spec, got {listed}; pass the layer's own spec")
+    raise InvalidInput(
+        f"storage must be given where {ambiguous}, got None for {listed}, which may be {' or '.join(fitting)}; pass "
+        "storage=MAXTEXT for what MaxText wrote"
+    )

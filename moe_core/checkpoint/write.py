@@ -1,0 +1,320 @@
+"""Writes Hugging Face checkpoints from layers in any storage: the inverse of the readers, by the same tables of names.
+
+    source = open_checkpoint("Qwen3-30B-A3B")
+    layers = ((n, LayerWeights.from_checkpoint(source.layer(n))) for n in source.moe_layers)
+    save_checkpoint("Qwen3-fused", source.path, layers, storage="fused", other_tensors=other_tensors(source))
+
+Layers come from an iterator and are written as they come. A tensor whose layout does not change is written from the
+memory it lies in; the others are permuted one tensor at a time. Beside what the caller holds, at most one shard and the
+next tensor are in memory (safetensors before 0.8 copies the tensors of a shard once more).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.checkpoint.config import ModelConfig, read_json
+from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
+from moe_core.checkpoint.layer import Checkpoint, layer_stacks, open_checkpoint
+from moe_core.checkpoint.storage import Stack, open_file
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers.convert import WHOLE, Place, placements
+from moe_core.layers.spec import MoELayerSpec, Storage
+from moe_core.layers.weights import LayerWeights
+from moe_core.specs import require_at_least, require_choice
+
+STORAGES = ("fused", "per_expert")
+#: A shard is closed before it would grow beyond this many bytes.
+DEFAULT_SHARD_BYTES = 2**30
+#: What transformers wants to find in a safetensors file.
+_METADATA = {"format": "pt"}
+#: Settings of a layer that its tensors do not depend on.
+_FREE = ("capacity_factor", "logits_dtype", "allow_tf32")
+
+
+class WriteProgress(NamedTuple):
+    """A shard has been written. file: its name for now; tensors and bytes_written: of the whole checkpoint so far."""
+
+    file: str
+    tensors: int
+    bytes_written: int
+
+
+def layer_tensors(
+    weights: LayerWeights, config: Any, layer: int, storage: str = "per_expert"
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, row-major array) of every tensor of one MoE layer, each made when it is asked for.
+
+    weights: in any storage. config: see `save_checkpoint`. storage: `fused` (`experts.gate_up_proj`, what transformers
+    saves by itself) or `per_expert` (`experts.0.gate_proj.weight`, what models are published as); gpt_oss has only
+    `fused`. dtypes are kept. Raises InvalidInput where weights, config and layer disagree, Unsupported for other
+    families and for a storage the family does not have.
+    """
+    model = _model(config)
+    model.require_storage(storage)
+    model.require_layer(layer, weights)
+    return _tensors(weights, model, layer, storage)
+
+
+def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every tensor of a checkpoint that belongs to none of its MoE layers, read one at a time."""
+    blocks = tuple(checkpoint.block(layer) for layer in checkpoint.moe_layers)
+    names = [name for name in checkpoint.index.files if not name.startswith(blocks)]
+    for file in sorted({checkpoint.index.files[name] for name in names}):
+        with open_file(checkpoint.index.directory / file) as tensors:
+            for name in names:
+                if checkpoint.index.files[name] == file:
+                    yield name, tensors.get_tensor(name)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    config: Any,
+    layers: Iterable[tuple[int, LayerWeights]],
+    *,
+    storage: str = "per_expert",
+    other_tensors: Iterable[tuple[str, np.ndarray]] = (),
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[WriteProgress], object] | None = None,
+) -> Checkpoint:
+    """Write a checkpoint directory that `open_checkpoint` and transformers read; returns it opened.
+
+    path: a new or empty directory. config: a dict, a transformers config (anything with `to_dict`) or a path to a
+    config.json or its directory; written as it is. layers: (number, weights) of every MoE layer, in any order and
+    storage. storage: see `layer_tensors`. other_tensors: (name, array) of everything else the model has (attention,
+    embeddings), for example `other_tensors(source)`; without them only the MoE layers can be read back. progress:
+    called after every shard. If anything is wrong, no file is left behind. Raises InvalidInput for a directory with
+    content, layers that are missing, repeated or of another model, for names given twice, and where config names
+    another dtype than the weights have; Unsupported for other families and where safetensors is not installed.
+    """
+    model = _model(config)
+    model.require_storage(storage)
+    require_at_least("shard_bytes", shard_bytes, 1)
+    directory = Path(path)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidInput(f"path must be a new or empty directory, got {directory}, which has content; name another")
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = _Shards(directory, shard_bytes, progress)
+    try:
+        seen: set[int] = set()
+        for layer, weights in layers:
+            model.require_layer(layer, weights)
+            model.require_dtype(layer, weights)
+            if layer in seen:
+                raise InvalidInput(f"layers must give every layer once, got layer {layer} again; leave it out")
+            seen.add(layer)
+            shards.extend(_tensors(weights, model, layer, storage))
+        missing = sorted(set(model.architecture.moe_layers) - seen)
+        if missing:
+            raise InvalidInput(
+                f"layers must give every MoE layer ({model.architecture.moe_layers_rule}), got none for {missing}; "
+                "add them or correct config"
+            )
+        shards.extend(other_tensors)
+        shards.finish(model.settings)
+    except BaseException:
+        shards.discard()
+        raise
+    return open_checkpoint(directory)
+
+
+def _settings(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        config = read_json(path / "config.json" if path.is_dir() else path)
+    elif hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise InvalidInput(
+            f"config must be a dict, a config object with to_dict or a path, got {type(config).__name__}; pass one"
+        )
+    return config
+
+
+def _model(config: Any) -> _Model:
+    """What config says; presets import this package, so they are imported when they are needed."""
+    from moe_core.layers.presets import layer_spec_from_config
+
+    settings = _settings(config)
+    model_type = settings.get("model_type")
+    if model_type not in FAMILY_NAMES:
+        raise Unsupported(
+            f"model_type of config must be one of {', '.join(FAMILY_NAMES)}, got {model_type!r}; no other family can "
+            "be written"
+        )
+    if settings.get("quantization_config"):
+        raise InvalidInput(
+            "config must have no quantization_config, got one; weights are written dequantised, so remove it"
+        )
+    architecture = architecture_of(ModelConfig(str(model_type), settings))
+    return _Model(settings, architecture, layer_spec_from_config(settings))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model as its config describes it. spec: of its MoE layers, in any storage."""
+
+    settings: Mapping[str, Any]
+    architecture: Architecture
+    spec: MoELayerSpec
+
+    @property
+    def storage(self) -> Storage:
+        """The layouts of the arrays that `layer_stacks` speaks of."""
+        spec = self.architecture.spec
+        return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
+
+    def require_storage(self, storage: str) -> None:
+        require_choice("storage", storage, STORAGES)
+        if storage == "per_expert" and self.architecture.naming.per_expert is None:
+            raise Unsupported("storage must be 'fused' for this family, got 'per_expert', which it does not have")
+
+    def require_layer(self, layer: int, weights: LayerWeights) -> None:
+        """Raise InvalidInput unless the weights make the layer that config describes, storage aside."""
+        architecture = self.architecture
+        if layer not in architecture.moe_layers:
+            raise InvalidInput(
+                f"layer must be one with experts ({architecture.moe_layers_rule}), got {layer!r}; the model's are "
+                f"{list(architecture.moe_layers)}"
+            )
+        if not isinstance(weights, LayerWeights):
+            raise InvalidInput(
+                f"weights of layer {layer} must be LayerWeights, got {type(weights).__name__}; use "
+                "LayerWeights.from_checkpoint or a layer's export_weights"
+            )
+        wanted, own = (spec.stored_as(self.storage) for spec in (self.spec, weights.layer_spec()))
+        for field in dataclasses.fields(MoELayerSpec):
+            mine, theirs = getattr(wanted, field.name), getattr(own, field.name)
+            if field.name not in _FREE and mine != theirs:
+                raise InvalidInput(
+                    f"weights of layer {layer} must have {field.name} = {mine} by config, got {theirs}; pass the "
+                    "config that belongs to the weights"
+                )
+
+    def require_dtype(self, layer: int, weights: LayerWeights) -> None:
+        """transformers casts what it loads to the dtype config names, which would round silently."""
+        named = self.settings.get("dtype") or self.settings.get("torch_dtype") or weights.dtype
+        if str(named).removeprefix("torch.") != weights.dtype:
+            raise InvalidInput(
+                f"dtype of config must be {weights.dtype}, that of layer {layer}'s weights, got {named!r}; correct it "
+                "or cast the weights"
+            )
+
+
+def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str) -> Iterator[tuple[str, np.ndarray]]:
+    # Published per-expert files use the oldest name of the block, fused ones the newest.
+    block = model.architecture.naming.blocks[0 if storage == "fused" else -1]
+    stacks = layer_stacks(model.architecture, f"model.layers.{layer}.{block}.", storage == "fused")
+    source = _Source(weights, model.storage)
+    for field, stack in stacks.items():
+        yield from source.tensors(field.replace("shared.", "shared_experts."), stack)
+
+
+class _Source:
+    """The arrays of a layer in the family's storage, made on demand from views of the given ones."""
+
+    def __init__(self, weights: LayerWeights, storage: Storage) -> None:
+        self._views: dict[str, list[tuple[Place, np.ndarray]]] = {}
+        for name, place, view in placements(weights, storage):
+            self._views.setdefault(name, []).append((place, view))
+
+    def tensors(self, name: str, stack: Stack) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors an array is put together from; of per-expert storage one expert's matrix is made at a time."""
+        expert, array = None, None
+        for part in stack.parts:
+            lead = part.place[:1] if len(stack.shape) == 3 else ()
+            if array is None or lead != expert:
+                expert, array = lead, self._array(name, stack.shape[len(lead) :], lead)
+            yield part.tensor, np.asarray(array[part.place[len(lead) :]], order="C")
+
+    def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:
+        """The array, or one expert's part of it: where nothing moves a view, else a new array of `shape`."""
+        views = [(place, view[lead]) for place, view in self._views[name]]
+        if views[0][0] == WHOLE:
+            return views[0][1]
+        array = np.empty(shape, views[0][1].dtype)
+        for place, view in views:
+            array[place] = view
+        return array
+
+
+class _Shards:
+    """Collects tensors and writes a file whenever enough came together."""
+
+    def __init__(self, directory: Path, shard_bytes: int, progress: Callable[[WriteProgress], object] | None) -> None:
+        try:
+            from safetensors.numpy import save_file
+        except ImportError as error:
+            raise Unsupported(
+                "writing .safetensors files needs the package safetensors, which is not installed; "
+                "pip install 'moebius[checkpoint]'"
+            ) from error
+        self._save_file = save_file
+        self._directory, self._limit, self._progress = directory, shard_bytes, progress
+        self._pending: dict[str, np.ndarray] = {}
+        self._pending_bytes = self._bytes = 0
+        self._weight_map: dict[str, str] = {}
+        self._files: list[str] = []
+
+    def extend(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+        for name, array in tensors:
+            if name in self._weight_map:
+                raise InvalidInput(f"every tensor must be given once, got {name} again; leave it out of other_tensors")
+            if self._pending and self._pending_bytes + array.nbytes > self._limit:
+                self._write()
+            self._weight_map[name] = ""
+            self._pending[name] = np.asarray(array, order="C")
+            self._pending_bytes += array.nbytes
+            # What is written is let go before the next tensor is made.
+            del array
+            if self._pending_bytes >= self._limit:
+                self._write()
+
+    def _write(self) -> None:
+        file = f"model-{len(self._files) + 1:05}.safetensors"
+        self._files.append(file)
+        self._save_file(self._pending, self._directory / file, metadata=_METADATA)
+        self._weight_map |= dict.fromkeys(self._pending, file)
+        self._bytes += self._pending_bytes
+        self._pending.clear()
+        self._pending_bytes = 0
+        if self._progress is not None:
+            written = sum(file != "" for file in self._weight_map.values())
+            self._progress(WriteProgress(file, written, self._bytes))
+
+    def finish(self, settings: Mapping[str, Any]) -> None:
+        """Write what is left, give the files their final names, and only then the index and config.json."""
+        if self._pending:
+            self._write()
+        count = len(self._files)
+        names = {file: f"{Path(file).stem}-of-{count:05}.safetensors" for file in self._files}
+        if count == 1:
+            names[self._files[0]] = "model.safetensors"
+        for file, name in names.items():
+            (self._directory / file).rename(self._directory / name)
+        self._files = list(names.values())
+        if count > 1:
+            weight_map = {name: names[file] for name, file in self._weight_map.items()}
+            self._write_json(
+                "model.safetensors.index.json", {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            )
+        self._write_json("config.json", dict(settings))
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        self._files.append(name)
+        (self._directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def discard(self) -> None:
+        """Remove every file written so far."""
+        for file in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory / file).unlink()

@@ -1,0 +1,186 @@
+"""The self-test: every public op of every front-end against the NumPy reference, on what this machine has.
+
+A `SelfTest` is one direction of the computation; `SELF_TESTS` lists them. Another direction joins by being added there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moe_core.doctor.poison import Poisoned, poisoned
+from moe_core.errors import Unsupported
+from moe_core.parity.builtin_cases import Draw, built_in_case
+from moe_core.parity.case import Case
+from moe_core.parity.devices import INTERPRETER
+from moe_core.parity.engines import Engine, EngineRun
+from moe_core.parity.report import NOT_TESTED, StageRow
+from moe_core.parity.run import COMPOSED_STAGE, compare_bits, run_case
+
+PASS, FAIL, UNTESTED = "pass", "FAIL", "not tested"
+#: Front-end -> where its engine is.
+FRONT_ENDS = {"torch": "moe_torch.parity_engine:TorchEngine", "jax": "moe_jax.parity_engine:JaxEngine"}
+#: Public op -> the stages that tell about it.
+OPS: dict[str, tuple[str, ...]] = {
+    "router": ("logits",),
+    "route": ("ids", "weights"),
+    "pack_bitmatrix": ("bitmatrix",),
+    "unpack_bitmatrix": ("bitmatrix",),
+    "make_layout": ("layout",),
+    "matmul_ogs": ("matmul1", "activation", "matmul2"),
+    "activation": ("activation_op",),
+    "scale_rows": ("matmul1",),
+    "reduce": ("output",),
+    "moe": (COMPOSED_STAGE,),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one op of one front-end did in one case. device: what truly ran, "" where nothing did."""
+
+    direction: str
+    front_end: str
+    device: str
+    case: str
+    op: str
+    verdict: str
+    note: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return dict(vars(self))
+
+
+class SelfTest(Protocol):
+    """One direction of the computation."""
+
+    direction: str
+
+    def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
+        """The results of one front-end; raises what the front-end raises."""
+        ...
+
+
+class ForwardTest:
+    """Small layers that between them meet every op, both dtypes, every gate layout of fused weights and all extras."""
+
+    direction = "forward"
+    #: Built-in case, dtype, tokens. llama4 is the one that scales rows.
+    CASES = (("gpt_oss", "bfloat16", 6), ("deepseek_v3", "bfloat16", 6), ("llama4", "float32", 9))
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, EngineRun]] = []
+
+    def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
+        for case_name, dtype, tokens in self.CASES:
+            case = built_in_case(case_name, Draw(dtype=dtype, num_tokens=tokens))
+            recorder = _Recorder(engine)
+            progress(f"{self.direction}: {name}, {case}")
+            (report,) = run_case(case, [recorder], lambda stage: None).reports
+            assert recorder.result is not None
+            self.runs.append((case_name, recorder.result))
+            rows = {row.stage: row for row in report.rows}
+            for op, stages in OPS.items():
+                if op != "scale_rows" or case.spec.apply_router_weight_on_input:
+                    verdict, note = _judge([rows[stage] for stage in stages if stage in rows], report.rows)
+                    yield Result(self.direction, name, report.device, case_name, op, verdict, note)
+
+    def bitwise(self) -> Iterator[tuple[str, bool | None, str]]:
+        """(case, whether the front-ends have equal bits or None where nobody can tell, note)."""
+        for case_name, _, _ in self.CASES:
+            for row in compare_bits([run for name, run in self.runs if name == case_name]):
+                yield case_name, row.equal, row.note
+
+
+class _Recorder:
+    """An engine whose last run is kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.name = engine, engine.name
+        self.result: EngineRun | None = None
+
+    def why_unsupported(self, case: Case) -> str | None:
+        return self._engine.why_unsupported(case)
+
+    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
+        self.result = self._engine.run(case, progress)
+        return self.result
+
+
+def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]:
+    """(verdict, note) of an op from its stages; a report that stops early tells about no op behind."""
+    untested = [row for row in every if row.verdict == NOT_TESTED]
+    if untested:
+        return UNTESTED, untested[0].note
+    wrong = [row for row in rows if not row.passes]
+    if wrong:
+        return FAIL, "; ".join(f"{row.stage}: {' '.join(filter(None, row.cells()[1:]))}" for row in wrong)
+    if not rows:
+        return UNTESTED, "an earlier stage has another shape than the reference"
+    return PASS, ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything the self-test found. absent: front-end -> why it could not start. bitwise: see `ForwardTest`."""
+
+    results: tuple[Result, ...]
+    absent: dict[str, str]
+    bitwise: tuple[tuple[str, bool | None, str], ...]
+    poisoned: Poisoned
+
+    @property
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == FAIL]
+
+    @property
+    def tested(self) -> bool:
+        """Whether any op was truly compared."""
+        return any(result.verdict != UNTESTED for result in self.results)
+
+    @property
+    def healthy(self) -> bool:
+        return not self.failures and all(equal is not False for _, equal, _ in self.bitwise)
+
+    def interpreted(self) -> bool:
+        """Whether only Triton's interpreter ran kernels."""
+        return {result.device for result in self.results if result.verdict != UNTESTED} <= {INTERPRETER}
+
+
+def self_tests() -> tuple[SelfTest, ...]:
+    """Every direction there is."""
+    return (ForwardTest(),)
+
+
+def run_self_tests(progress: Callable[[str], object]) -> Outcome:
+    """Every direction of every front-end that starts, on poisoned memory. What a front-end raises is its failure."""
+    tests, absent = self_tests(), {}
+    results: list[Result] = []
+    with poisoned() as found:
+        for name, place in FRONT_ENDS.items():
+            progress(f"importing the {name} front-end")
+            try:
+                engine = _load(place)
+            except (ImportError, Unsupported) as error:
+                absent[name] = str(error)
+                continue
+            except Exception as error:
+                results.append(Result("import", name, "", "", "import", FAIL, f"{type(error).__name__}: {error}"))
+                continue
+            for test in tests:
+                try:
+                    # One by one, so that what was found before an exception is kept.
+                    for result in test.run(name, engine, progress):
+                        results.append(result)
+                except Exception as error:
+                    note = f"{type(error).__name__}: {error}"
+                    results.append(Result(test.direction, name, "", "", "run", FAIL, note))
+    bitwise = [row for test in tests if isinstance(test, ForwardTest) for row in test.bitwise()]
+    return Outcome(tuple(results), absent, tuple(bitwise), found)
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)()
