@@ -100,9 +100,9 @@ class RoutingTrace:
         kinds = [sorted({(*layer.ids.shape, layer.num_experts) for layer in group}) for group in groups]
         if len(self.layers) % layers_per_step or any(len(kind) != 1 for kind in kinds):
             raise InvalidInput(
-                f"the trace must be whole steps of layers_per_step = {layers_per_step} layers, each of one (num_tokens, "
-                f"top_k, num_experts), got {len(self.layers)} layers with {kinds}; take the scanned ones alone: "
-                "RoutingTrace(trace.layers[first:last])"
+                f"the trace must be whole steps of layers_per_step = {layers_per_step} layers, all steps of one "
+                f"(num_tokens, top_k, num_experts), got {len(self.layers)} layers with {kinds}; take the scanned "
+                "ones alone: RoutingTrace(trace.layers[first:last])"
             )
         return tuple(
             LayerRouting(

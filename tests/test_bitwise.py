@@ -73,7 +73,7 @@ def test_two_runs(layer: Layer, runs: int) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_stage_of_the_parity_cases(name: str, dtype: str) -> None:
     case = built_in_case(name, Draw(dtype, num_tokens=None if use_gpu() else 24, large=use_gpu()))
-    ours, theirs = TorchEngine().run(case), JaxEngine().run(case)
+    ours, theirs = TorchEngine().run(case, str), JaxEngine().run(case, str)
     assert set(ours.stages) == set(theirs.stages)
     for name, value in ours.stages.items():
         assert_same_bits(np.asarray(value), np.asarray(theirs.stages[name]), f"{case.name} {name}")

@@ -35,12 +35,16 @@ def _routing_stages(
     return {"logits": logits, "ids": ids, "weights": weights}
 
 
-def _shared_output(x: np.ndarray, shared: SharedExpert, spec: MoESpec) -> tuple[np.ndarray, np.ndarray | None]:
+def _shared_output(
+    x: np.ndarray, shared: SharedExpert, spec: MoESpec, layer: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
     """The shared expert's output fp32 `[T, D]` (never rounded) and its gate logits fp32 `[T, 1]` or None."""
+    # A stack of layers may leave the shared expert's matrices unstacked.
+    layer = layer if shared.gate_up.ndim == 3 else None
     options = {"weight_layout": spec.weight_layout, "allow_tf32": spec.allow_tf32}
     first = MatmulSpec(activation=spec.activation, **options)
-    hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layout=None, spec=first)
-    output = matmul_ogs(hidden, shared.down, layout=None, spec=MatmulSpec(out_dtype="float32", **options))
+    hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layer=layer, layout=None, spec=first)
+    output = matmul_ogs(hidden, shared.down, layer=layer, layout=None, spec=MatmulSpec(out_dtype="float32", **options))
     if shared.gate is None:
         return output, None
     return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
@@ -107,7 +111,7 @@ def moe_stages(
     before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
     row_weight = None if spec.apply_router_weight_on_input else weights
     slots = by_slot(hidden, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
-    extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec)
+    extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer)
     output = reduce(
         slots, row_of_slot, extra, extra_gate, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype
     )

@@ -62,7 +62,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
         return exponentials / exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
 
 
-def _scores(logits: np.ndarray, scoring: str) -> np.ndarray:
+def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
     """fp32 scores `[T, E]`: softmax over experts, sigmoid, or sqrt(log(1 + exp(x))) without overflow."""
     if scoring == "softmax":
         return _softmax(logits)
@@ -87,13 +87,13 @@ def route(
     fp32 rounding of the scores makes no ties; with one, on fp32 score + bias (topk_then_softmax: logit + bias).
     """
     softmax_last = spec.order == "topk_then_softmax"
-    scores = logits if softmax_last else _scores(logits, spec.scoring)
+    scores = logits if softmax_last else scores_of(logits, spec.scoring)
     with np.errstate(all="ignore"):
         ranked = logits if correction_bias is None else scores + correction_bias
     keys = _selection_keys(ranked)
     if spec.num_groups > 1:
         keys = _mask_groups(ranked, keys, spec, correction_bias is not None)
-    ids = _best(keys, spec.top_k)
+    ids = _best(keys, spec.require_top_k())
     weights = np.take_along_axis(scores, ids, axis=-1)
     if softmax_last:
         weights = _softmax(weights)

@@ -1,0 +1,107 @@
+"""Layers from one storage to another: exact permutations, no arithmetic.
+
+One description serves every framework: `placements` says which view of the source goes to which place of a target
+array, so that a framework writes straight into its parameters and nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.layers.spec import Storage, require_kind
+from moe_core.layers.weights import LayerWeights
+
+#: A place in an array: `array[place]`.
+Place = tuple[Any, ...]
+#: All of an array.
+WHOLE: Place = (...,)
+
+
+class Placement(NamedTuple):
+    """`target[name][place] = array`. place WHOLE = all of it; array: a view of the source, maybe strided."""
+
+    name: str
+    place: Place
+    array: np.ndarray
+
+
+def gate_place(gate_layout: str, is_up: bool, width: int) -> slice:
+    """Where gate or up columns sit on an axis of 2 * width columns (`halves` or `interleaved`).
+
+    Example, width 3: halves 0:3 and 3:6; interleaved 0::2 and 1::2.
+    """
+    assert gate_layout in ("halves", "interleaved"), gate_layout
+    if gate_layout == "interleaved":
+        return slice(int(is_up), None, 2)
+    return slice(width, None) if is_up else slice(0, width)
+
+
+def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
+    """What to write where so that arrays of `storage` hold `weights`: every element of every array exactly once.
+
+    An array whose layout does not change is one placement of the whole. An ungated layer ignores gate_layout.
+    """
+    require_kind("storage", storage, Storage)
+    source, spec = weights.storage, weights.spec
+    same_gate = not spec.activation.gated or source.gate_layout == storage.gate_layout
+    transpose = source.weight_layout != storage.weight_layout
+    arrays = weights.named()
+    for name, array in arrays.items():
+        prefix, _, field = name.partition(".")
+        is_bias = field.endswith("bias")
+        if prefix == "router":
+            flip = array.ndim == 2 and source.router_weight_layout != storage.router_weight_layout
+        else:
+            flip = transpose and not is_bias
+        # After the flip a weight's output axis is last for in_out; a bias has only that axis.
+        axis = -1 if is_bias or storage.weight_layout == "in_out" else -2
+        view = array.swapaxes(-1, -2) if flip else array
+        if same_gate or prefix == "router" or field not in ("gate_up", "up", "gate_up_bias", "up_bias"):
+            yield Placement(name, WHOLE, view)
+            continue
+        yield from _regated(name, view, axis, source.gate_layout, storage.gate_layout)
+
+
+def _regated(name: str, array: np.ndarray, axis: int, source: str, target: str) -> Iterator[Placement]:
+    """The gate and up columns of one array, from one gate layout to another. axis: of the columns, from the end."""
+    prefix, _, field = name.partition(".")
+    suffix = "_bias" if field.endswith("_bias") else ""
+    if source == "separate":
+        parts = {field.startswith("up"): array}
+        width = array.shape[axis]
+    else:
+        width = array.shape[axis] // 2
+        parts = {is_up: array[_at(axis, gate_place(source, is_up, width))] for is_up in (False, True)}
+    for is_up, part in parts.items():
+        if target == "separate":
+            yield Placement(f"{prefix}.{'up' if is_up else 'gate_up'}{suffix}", WHOLE, part)
+        else:
+            place = _at(axis, gate_place(target, is_up, width))
+            yield Placement(f"{prefix}.gate_up{suffix}", place, part)
+
+
+def _at(axis: int, columns: slice) -> Place:
+    """An index that takes `columns` of an axis counted from the end, and all of the others."""
+    return (..., columns, *[slice(None)] * (-1 - axis))
+
+
+def convert_weights(weights: LayerWeights, storage: Storage) -> LayerWeights:
+    """The same layer stored as `storage`: bitwise the same numbers at other places, row-major.
+
+    Arrays whose layout does not change are shared with `weights`, the others are new.
+    """
+    require_kind("storage", storage, Storage)
+    spec = weights.layer_spec().stored_as(storage)
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters(storage)}
+    arrays: dict[str, np.ndarray] = {}
+    for name, place, array in placements(weights, storage):
+        if place == WHOLE:
+            arrays[name] = np.ascontiguousarray(array)
+            continue
+        if name not in arrays:
+            arrays[name] = np.empty(shapes[name], array.dtype)
+        arrays[name][place] = array
+    return LayerWeights.from_named(arrays, spec, storage)

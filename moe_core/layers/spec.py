@@ -1,0 +1,302 @@
+"""What a MoE layer is: sizes, routing, experts, and the parameters that follow from them, in any framework.
+
+Letters: E experts, K top-k, D d_model, F d_ff per expert (after gating), S d_ff of the shared experts together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from moe_core import dtypes
+from moe_core.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.specs import (
+    GATE_LAYOUTS,
+    WEIGHT_LAYOUTS,
+    Activation,
+    MoESpec,
+    RouterSpec,
+    require_at_least,
+    require_choice,
+)
+
+_SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
+#: An activation has this layout where nobody stated one.
+_UNSTATED_GATE_LAYOUT = "halves"
+#: Capacity factors are fractions with denominators up to this.
+_FACTOR_DENOMINATOR = 1000
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise InvalidInput unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {value!r}; pass one of them")
+
+
+def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
+    """Raise InvalidInput unless `value` is a `kind` (or None where optional)."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        wanted = f"{article} {kind.__name__}{' or None' if optional else ''}"
+        raise InvalidInput(f"{name} must be {wanted}, got {type(value).__name__}; build one from moe_core.layers")
+
+
+@plan_type
+@dataclass(frozen=True)
+class Storage:
+    """How the weights of a layer lie in memory.
+
+    weight_layout: experts and shared experts, `in_out` `[E, D, F]` or `out_in` `[E, F, D]`. gate_layout: of gated
+    activations, `halves` `[E, D, 2F]` gate first, `interleaved` gate even columns, or `separate`, two buffers.
+    router_weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`.
+    """
+
+    weight_layout: str
+    gate_layout: str
+    router_weight_layout: str
+
+    def __post_init__(self) -> None:
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
+        require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
+
+
+#: Fused storage of Hugging Face models, the default of torch layers.
+HUGGING_FACE = Storage("out_in", "halves", "out_in")
+#: The storage of MaxText, the default of Flax layers: gate (wi_0) and up (wi_1) are two parameters.
+MAXTEXT = Storage("in_out", "separate", "in_out")
+
+
+@plan_type
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The experts of a layer.
+
+    activation: gated or not. bias: each expert has biases behind both products. weight_layout, gate_layout: how the
+    parameters are stored; None = the framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). A gate_layout
+    other than `halves` may be stated in the activation instead; here it is the same field.
+    """
+
+    activation: Activation = _SILU
+    bias: bool = False
+    weight_layout: str | None = None
+    gate_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        require_kind("activation", self.activation, Activation)
+        require_flag("bias", self.bias)
+        if self.weight_layout is not None:
+            require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        if not self.activation.gated:
+            if self.gate_layout is not None:
+                raise InvalidInput(
+                    f"gate_layout must be None for an ungated activation, got {self.gate_layout!r}; leave it out"
+                )
+            return
+        stated = self.activation.gate_layout
+        if stated != _UNSTATED_GATE_LAYOUT:
+            if self.gate_layout not in (None, stated):
+                raise InvalidInput(
+                    f"gate_layout must be the activation's {stated!r}, got {self.gate_layout!r}; state it once"
+                )
+            object.__setattr__(self, "gate_layout", stated)
+        if self.gate_layout is not None:
+            require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
+        # One spelling of each choice, so that equal choices are equal specs.
+        plain = dataclasses.replace(self.activation, gate_layout=self.gate_layout or _UNSTATED_GATE_LAYOUT)
+        object.__setattr__(self, "activation", plain)
+
+
+_SILU_EXPERTS = ExpertsSpec()
+
+
+@plan_type
+@dataclass(frozen=True)
+class SharedExpertsSpec:
+    """Experts every token visits, stored as one of width d_ff (n shared experts of width f: d_ff = n * f).
+
+    gate: its output is scaled per token by the sigmoid of x · a gate vector `[D]`.
+    """
+
+    d_ff: int
+    gate: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least("shared_experts.d_ff", self.d_ff, 1)
+        require_flag("shared_experts.gate", self.gate)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of a layer.
+
+    name: dotted (`experts.gate_up`). role: `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at
+    zero) or `buffer` (fp32, starts at zero, never trained by gradients). fan_in: terms of the sum a weight takes part
+    in, 0 for others. axes: what each axis is, `experts`, `d_model`, `d_ff` or None (size 1).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    fan_in: int
+    axes: tuple[str | None, ...]
+
+
+@plan_type
+@dataclass(frozen=True)
+class MoELayerSpec:
+    """A whole layer. Everything a framework's layer needs but device, dtype and initialiser.
+
+    router: its top_k may be left out; a given one must be top_k. shared_experts: None = none. router_bias: logits have
+    a bias `[E]`. correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from
+    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32: see MoESpec. capacity_factor: None =
+    dropless, else an expert keeps the first `capacity(T)` slots routed to it, in slot order; later ones contribute
+    nothing.
+    """
+
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    router: RouterSpec = _ANY_ROUTER
+    experts: ExpertsSpec = _SILU_EXPERTS
+    shared_experts: SharedExpertsSpec | None = None
+    router_bias: bool = False
+    correction_bias: bool = False
+    apply_router_weight_on_input: bool = False
+    logits_dtype: str = "float32"
+    capacity_factor: float | None = None
+    allow_tf32: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "num_experts", "top_k"):
+            require_at_least(name, getattr(self, name), 1)
+        require_kind("router", self.router, RouterSpec)
+        require_kind("experts", self.experts, ExpertsSpec)
+        require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
+        for name in ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32"):
+            require_flag(name, getattr(self, name))
+        if self.router.top_k not in (None, self.top_k):
+            raise InvalidInput(
+                f"router.top_k must be the layer's top_k = {self.top_k}, got {self.router.top_k}; leave it out"
+            )
+        object.__setattr__(self, "router", dataclasses.replace(self.router, top_k=self.top_k))
+        self.router.validate_experts(self.num_experts, self.correction_bias)
+        factor = self.capacity_factor
+        if factor is not None:
+            number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+            if not number or not 1 / _FACTOR_DENOMINATOR <= factor < math.inf:
+                raise InvalidInput(
+                    f"capacity_factor must be a finite number of at least {1 / _FACTOR_DENOMINATOR:g} or None, "
+                    f"got {factor!r}; None drops no token"
+                )
+            object.__setattr__(self, "capacity_factor", float(factor))
+        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
+        self.moe_spec(HUGGING_FACE)
+
+    @property
+    def gated(self) -> bool:
+        return self.experts.activation.gated
+
+    def storage(self, default: Storage) -> Storage:
+        """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
+        return Storage(
+            self.experts.weight_layout or default.weight_layout,
+            self.experts.gate_layout or default.gate_layout,
+            default.router_weight_layout,
+        )
+
+    def stored_as(self, storage: Storage) -> MoELayerSpec:
+        """The same layer with its experts' layouts stated as those of `storage`."""
+        activation, gate_layout = self.experts.activation, None
+        if activation.gated:
+            gate_layout = storage.gate_layout
+            activation = dataclasses.replace(activation, gate_layout=_UNSTATED_GATE_LAYOUT)
+        experts = ExpertsSpec(activation, self.experts.bias, storage.weight_layout, gate_layout)
+        return dataclasses.replace(self, experts=experts)
+
+    def moe_spec(self, default: Storage) -> MoESpec:
+        """The composed op's spec for parameters in `storage(default)`."""
+        storage, activation = self.storage(default), self.experts.activation
+        if activation.gated:
+            activation = dataclasses.replace(activation, gate_layout=storage.gate_layout)
+        return MoESpec(
+            activation,
+            self.router,
+            weight_layout=storage.weight_layout,
+            router_weight_layout=storage.router_weight_layout,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+            logits_dtype=self.logits_dtype,
+            allow_tf32=self.allow_tf32,
+        )
+
+    def capacity_ratio(self) -> tuple[int, int] | None:
+        """(n, d): of T tokens an expert keeps ceil(capacity_factor * T * K / E) = ceil(T * n / d) slots; None = all.
+
+        The factor counts as the fraction it was written as (1.1 = 11 / 10), so that the bound is exact.
+        """
+        if self.capacity_factor is None:
+            return None
+        factor = Fraction(self.capacity_factor).limit_denominator(_FACTOR_DENOMINATOR)
+        return (factor * self.top_k / self.num_experts).as_integer_ratio()
+
+    def capacity(self, num_tokens: int) -> int:
+        """Slots an expert keeps of num_tokens tokens."""
+        ratio = self.capacity_ratio()
+        return num_tokens * self.top_k if ratio is None else -(-num_tokens * ratio[0] // ratio[1])
+
+    def parameters(self, default: Storage) -> tuple[Parameter, ...]:
+        """Every array of the layer in `storage(default)`, in a fixed order.
+
+        Names: `router.weight`, `router.bias`, `router.correction_bias`; `experts.gate_up`, `experts.up` (gate_layout
+        `separate`), `experts.down`, `experts.gate_up_bias`, `experts.up_bias`, `experts.down_bias`;
+        `shared_experts.gate_up`, `.up`, `.down`, `.gate`.
+        """
+        storage, (D, E) = self.storage(default), (self.d_model, self.num_experts)
+        router = [_matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]
+        if self.router_bias:
+            router.append(Parameter("router.bias", (E,), "bias", 0, ("experts",)))
+        if self.correction_bias:
+            router.append(Parameter("router.correction_bias", (E,), "buffer", 0, ("experts",)))
+        experts = self._mlp("experts", storage, self.d_ff, (E,))
+        if self.experts.bias:
+            width = self._gate_up_width(storage, self.d_ff)
+            sizes = {"gate_up_bias": ("d_ff", width), "up_bias": ("d_ff", self.d_ff), "down_bias": ("d_model", D)}
+            if not self._separate(storage):
+                del sizes["up_bias"]
+            experts += [
+                Parameter(f"experts.{name}", (E, size), "bias", 0, ("experts", axis))
+                for name, (axis, size) in sizes.items()
+            ]
+        shared = []
+        if self.shared_experts is not None:
+            shared = self._mlp("shared_experts", storage, self.shared_experts.d_ff, ())
+            if self.shared_experts.gate:
+                shared.append(_matrix("shared_experts.gate", storage.weight_layout, ("d_model", D), (None, 1)))
+        return (*router, *experts, *shared)
+
+    def _separate(self, storage: Storage) -> bool:
+        return self.gated and storage.gate_layout == "separate"
+
+    def _gate_up_width(self, storage: Storage, d_ff: int) -> int:
+        return 2 * d_ff if self.gated and not self._separate(storage) else d_ff
+
+    def _mlp(self, prefix: str, storage: Storage, d_ff: int, lead: tuple[int, ...]) -> list[Parameter]:
+        """gate_up, up and down of experts of width d_ff; lead: (E,) or ()."""
+        model, layout = ("d_model", self.d_model), storage.weight_layout
+        names = ("gate_up", "up") if self._separate(storage) else ("gate_up",)
+        width = self._gate_up_width(storage, d_ff)
+        found = [_matrix(f"{prefix}.{name}", layout, model, ("d_ff", width), lead) for name in names]
+        return [*found, _matrix(f"{prefix}.down", layout, ("d_ff", d_ff), model, lead)]
+
+
+def _matrix(
+    name: str, layout: str, inside: tuple[str, int], outside: tuple[str | None, int], lead: tuple[int, ...] = ()
+) -> Parameter:
+    """A weight from `inside` to `outside` features, (axis, size) each."""
+    first, second = (inside, outside) if layout == "in_out" else (outside, inside)
+    axes = (*("experts" for _ in lead), first[0], second[0])
+    return Parameter(name, (*lead, first[1], second[1]), "weight", inside[1], axes)

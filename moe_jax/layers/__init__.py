@@ -1,0 +1,59 @@
+"""One MoE layer as functions: a table of its parameters, an initialiser, the forward. The Flax layers are built on it.
+
+Parameters are nested dicts of arrays, named as MaxText names them and stored as `MAXTEXT` unless the spec says
+otherwise: `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `wo` `[E, F, D]`; gate_layout `halves` or
+`interleaved` and ungated experts have one buffer `wi`. Biases: `gate/bias`, `wi_0_bias`, `wi_1_bias` (`wi_bias`),
+`wo_bias`. `gate/correction_bias` is no parameter but state. Shared experts: `shared_experts/wi_0/kernel` and so on, and
+`shared_experts/gate/kernel`. A stack of L layers has the same names with a leading axis `[L, ...]` on every array.
+
+Logical axes are MaxText's: ("exp", "embed_no_exp", "mlp") for `wi_0`, ("embed", None) for gates, "layers" for a stack.
+Rule sets of recent MaxText say embed_moe and mlp_moe where experts say embed_no_exp and mlp: map these too.
+
+What is cast to the compute dtype: x, the matrices of the experts and shared experts, and biases that are not fp32. The
+copy of the matrices is made in every call, so store them in the compute dtype (param_dtype) where memory counts. Gates
+and fp32 biases are used as they are, in fp32: one bit of difference in a logit can choose another expert.
+
+Forward only: differentiating a layer raises Unsupported. Flax is not needed here.
+Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
+"""
+
+from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, layer_spec_from_config
+from moe_core.specs import Activation, RouterSpec
+from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, update_correction_bias
+from moe_jax.layers.parameters import (
+    DEFAULT_KERNEL_INIT,
+    STACK_AXIS,
+    Initializer,
+    Leaf,
+    Parameters,
+    initialize,
+    leaves,
+    nested,
+)
+from moe_jax.layers.weights import export_weights, load_weights
+
+__all__ = [
+    "CHECKPOINT_NAMES",
+    "DEFAULT_KERNEL_INIT",
+    "STACK_AXIS",
+    "Activation",
+    "ExpertsSpec",
+    "Initializer",
+    "LayerWeights",
+    "Leaf",
+    "MoEAux",
+    "MoELayerSpec",
+    "Parameters",
+    "RouterSpec",
+    "SharedExpertsSpec",
+    "explain",
+    "export_weights",
+    "forward",
+    "initialize",
+    "layer_spec_from_config",
+    "leaves",
+    "load_weights",
+    "nested",
+    "router_losses",
+    "update_correction_bias",
+]

@@ -1,0 +1,267 @@
+"""The forward of one layer, its losses, and what it would run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from moe_core import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
+from moe_core.routing import plan_layout, plan_router, plan_routing
+from moe_core.specs import LayoutSpec, LogitsSpec, RouterSpec
+from moe_jax import ops
+from moe_jax.calls import OpCall
+from moe_jax.layers.parameters import Parameters, find, is_gate, leaves, nested
+from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
+
+#: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
+#: K; the products `mlpwi_0` and `mlpwi_1` never leave the composed op, so nothing carries their names.
+CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of the composed op for one forward."""
+
+    tokens: jax.Array
+    experts: ExpertWeights
+    router: RouterWeights
+    shared: SharedExpert | None
+    token_mask: jax.Array | None
+
+    def keywords(self) -> dict[str, Any]:
+        return {"token_mask": self.token_mask, "shared": self.shared}
+
+
+def forward(
+    parameters: Parameters,
+    x: Array,
+    spec: MoELayerSpec,
+    *,
+    dtype: Any = None,
+    token_mask: Array | None = None,
+    layer: Array | int | None = None,
+    return_aux: bool = False,
+) -> Any:
+    """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux. Forward only.
+
+    dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it. token_mask:
+    bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer: where
+    parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the compute
+    dtype are read in place, and a traced index outside the stack gives NaN; others are cut out and cast, one layer's
+    copy per call, with the index clamped. With a capacity limit the slots past it are dropped, and the op runs in
+    stages. Raises InvalidInput, Unsupported.
+    """
+    call = _prepare(parameters, x, spec, dtype, token_mask, layer)
+    result, tokens_per_expert = _run(call, spec)
+    y = result.output.reshape(x.shape)
+    for name in CHECKPOINT_NAMES:
+        y = checkpoint_name(y, name)
+    if not return_aux:
+        return y
+    losses = router_losses(result.logits, tokens_per_expert, call.token_mask, spec=spec.router)
+    return y, MoEAux(*losses, tokens_per_expert, result.ids, result.weights, result.invalid_ids)
+
+
+def explain(
+    spec: MoELayerSpec,
+    tokens: int | tuple[int, ...],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    num_layers: int | None = None,
+) -> str:
+    """What `forward` runs for x of shape `tokens` (`[..., D]`, or a number of tokens) on each platform of this process.
+
+    x is taken to have `dtype`, or param_dtype where that is None. Nothing is computed.
+    """
+    shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
+    arrays = nested(
+        (leaf.path, jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if leaf.is_state else param_dtype))
+        for leaf in leaves(spec, num_layers)
+    )
+    texts: list[str] = []
+
+    def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
+        call = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
+        texts.extend(_explanations(call, spec))
+        return x
+
+    jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype or param_dtype))
+    return "\n\n".join(texts)
+
+
+def router_losses(
+    logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
+) -> tuple[jax.Array, jax.Array]:
+    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.reference.auxiliary.router_losses` has the formulas.
+
+    Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
+    """
+    num_experts = logits.shape[1]
+    kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
+    # Masked logits may be anything: they must reach neither the sums nor, one day, their derivatives.
+    logits = jnp.where(kept[:, None], logits, 0)
+    num_tokens = jnp.maximum(kept.sum(), 1).astype(jnp.float32)
+    scores = _SCORES[spec.scoring](logits)
+    total = scores.sum(axis=-1, keepdims=True)
+    shares = jnp.where(kept[:, None] & (total != 0), scores / jnp.where(total == 0, 1, total), 0)
+    slot_share = jnp.asarray(tokens_per_expert, jnp.float32) / (num_tokens * spec.require_top_k())
+    balance = num_experts * (slot_share * (shares.sum(axis=0) / num_tokens)).sum()
+    squares = jnp.where(kept, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0)
+    return balance, squares.sum() / num_tokens
+
+
+_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": functools.partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
+def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
+    """The correction bias fp32 `[E]` after a step: raised for experts with fewer tokens than the mean, else lowered.
+
+    DeepSeek-V3's balancing without a loss (technical report, section 2.1.2): bias + rate * sign(mean - count).
+    tokens_per_expert: int32 `[E]`, MoEAux's of the whole batch, summed over devices. Of stacks both are `[L, E]`. rate:
+    DeepSeek-V3 trains with 0.001.
+    """
+    counts = tokens_per_expert
+    if counts.shape != correction_bias.shape or not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise InvalidInput(
+            f"tokens_per_expert must be int32{list(correction_bias.shape)} like correction_bias, got "
+            f"{counts.dtype}{list(counts.shape)}; pass MoEAux.tokens_per_expert"
+        )
+    # In integers, so that an expert at the mean gets exactly no step.
+    total, num_experts = counts.sum(axis=-1, keepdims=True), counts.shape[-1]
+    floor, is_whole = total // num_experts, total % num_experts == 0
+    step = jnp.where(counts > floor, -1.0, jnp.where((counts == floor) & is_whole, 0.0, 1.0))
+    return correction_bias + rate * step
+
+
+def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer: Any) -> _Call:
+    """Check, flatten and cast."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
+    if x.ndim < 1 or x.shape[-1] != spec.d_model:
+        raise InvalidInput(f"x must be [..., {spec.d_model}] (d_model), got {x.shape}; pass hidden states that wide")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise InvalidInput(f"x must be {' or '.join(dtypes.MATMUL_DTYPES)}, got {x.dtype}; pass hidden states")
+    if token_mask is not None:
+        if not isinstance(token_mask, (jax.Array, np.ndarray)):
+            raise InvalidInput(f"token_mask must be a bool array, got {type(token_mask).__name__}; convert it")
+        if token_mask.shape != x.shape[:-1] or token_mask.dtype != bool:
+            raise InvalidInput(
+                f"token_mask must be bool{list(x.shape[:-1])}, one for each token of x, got "
+                f"{token_mask.dtype}{list(token_mask.shape)}; compare it with 0 and give it that shape"
+            )
+        token_mask = token_mask.reshape(-1)
+    arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec)}
+    dtype = jnp.result_type(x.dtype, arrays["experts.down"].dtype) if dtype is None else jnp.dtype(dtype)
+    arrays, index = _one_layer(arrays, dtype, layer)
+    arrays = {name: array.astype(_used_dtype(name, array, dtype)) for name, array in arrays.items()}
+
+    def bundle(kind: type, prefix: str, **more: Any) -> Any:
+        own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        return kind(**own, **more)
+
+    return _Call(
+        jnp.asarray(x).reshape(-1, spec.d_model).astype(dtype),
+        bundle(ExpertWeights, "experts.", layer=index),
+        bundle(RouterWeights, "router."),
+        None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
+        token_mask,
+    )
+
+
+def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
+    """What an array is cast to before use."""
+    as_stored = is_gate(name) or (name.endswith("_bias") and array.dtype == jnp.float32)
+    return array.dtype if as_stored else dtype
+
+
+def _one_layer(
+    arrays: dict[str, Any], dtype: Any, layer: Array | int | None
+) -> tuple[dict[str, Any], jax.Array | None]:
+    """The arrays of one layer of a stack, and the index of those left stacked (None: none are).
+
+    Gates are always cut out (a few numbers per feature); matrices only where they must be cast anyway.
+    """
+    down = arrays["experts.down"]
+    if down.ndim == 3 and layer is None:
+        return arrays, None
+    if down.ndim != 4 or layer is None:
+        kind = "a stack of layers" if down.ndim == 4 else f"one layer (wo {down.shape})"
+        raise InvalidInput(f"layer must be given with a stack of layers and only then, got {layer!r} with {kind}")
+    if isinstance(layer, int) and not 0 <= layer < down.shape[0]:
+        raise InvalidInput(f"layer must be in [0, {down.shape[0]}), got {layer}; pass the index of a stacked layer")
+    index = jnp.asarray(layer)
+    if index.size != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise InvalidInput(f"layer must be one integer, got {index.dtype}{list(index.shape)}; pass an int32 scalar")
+    index = index.astype(jnp.int32).reshape(1)
+    in_place = all(array.dtype == _used_dtype(name, array, dtype) for name, array in arrays.items())
+    cut = {
+        name: jax.lax.dynamic_index_in_dim(array, index[0], keepdims=False)
+        for name, array in arrays.items()
+        if not in_place or is_gate(name)
+    }
+    return arrays | cut, index if in_place else None
+
+
+def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
+    """The composed op's result and the slots routed to each expert, `[E]`, before any capacity limit."""
+    moe_spec = spec.moe_spec(MAXTEXT)
+    if spec.capacity_factor is None:
+        result = ops.moe(call.tokens, call.experts, call.router, moe_spec, **call.keywords())
+        return result, result.tokens_per_expert
+    router = call.router
+    logits = ops.router(call.tokens, router.weight, bias=router.bias, spec=_logits_spec(spec))
+    routing = ops.route(logits, spec.router, correction_bias=router.correction_bias, token_mask=call.token_mask)
+    layout = ops.make_layout(routing.ids, spec.num_experts)
+    # A slot's place among its expert's; slots without a row have the id -1 and stay so.
+    rank = layout.row_of_slot.reshape(routing.ids.shape) - layout.group_start[routing.ids]
+    ids = jnp.where(rank < spec.capacity(call.tokens.shape[0]), routing.ids, -1)
+    moe_spec = dataclasses.replace(moe_spec, router=None)
+    result = ops.moe(call.tokens, call.experts, TopK(ids, routing.weights), moe_spec, shared=call.shared)
+    return result._replace(logits=logits), layout.group_sizes
+
+
+def _explanations(call: _Call, spec: MoELayerSpec) -> list[str]:
+    """What `_run` runs, call by call."""
+    moe_spec, router = spec.moe_spec(MAXTEXT), call.router
+    if spec.capacity_factor is None:
+        return [ops.explain_moe(call.tokens, call.experts, router, moe_spec, **call.keywords())]
+    num_tokens = call.tokens.shape[0]
+    logits = jax.ShapeDtypeStruct((num_tokens, spec.num_experts), jnp.float32)
+    ids = jax.ShapeDtypeStruct((num_tokens, spec.top_k), jnp.int32)
+    chosen = TopK(ids, ids.update(dtype=jnp.float32))
+    route, layout = OpCall("route"), OpCall("make_layout")
+    moe_spec = dataclasses.replace(moe_spec, router=None)
+    stage = OpCall("router")
+    arrays = (stage.array("x", call.tokens), stage.array("weight", router.weight), stage.optional("bias", router.bias))
+    return [
+        stage.explain(plan_router, *arrays, _logits_spec(spec)),
+        route.explain(
+            plan_routing,
+            route.array("logits", logits),
+            spec.router,
+            correction_bias=route.optional("correction_bias", router.correction_bias),
+        ),
+        layout.explain(plan_layout, layout.array("ids", ids), LayoutSpec(num_tokens, spec.top_k, spec.num_experts)),
+        f"capacity limit: slots behind the first {spec.capacity(num_tokens)} of an expert get the id -1",
+        ops.explain_moe(call.tokens, call.experts, chosen, moe_spec, shared=call.shared),
+    ]
+
+
+def _logits_spec(spec: MoELayerSpec) -> LogitsSpec:
+    """The router product's, where it runs apart."""
+    return LogitsSpec(MAXTEXT.router_weight_layout, spec.logits_dtype, spec.allow_tf32)

@@ -1,0 +1,144 @@
+"""The parameters of one layer or of a stack of layers: names, shapes, logical axes, how they start."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput
+from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter
+from moe_core.specs import require_at_least
+
+#: Nested dicts with arrays as leaves: {"gate": {"kernel": ...}, "wi_0": ..., ...}.
+Parameters = Mapping[str, Any]
+#: (key, shape, dtype) -> array, as in jax.nn.initializers; called with the shape [inputs, outputs] of one matrix.
+Initializer = Callable[..., jax.Array]
+Path = tuple[str, ...]
+
+DEFAULT_KERNEL_INIT: Initializer = jax.nn.initializers.lecun_normal()
+_FIXED_PATHS: dict[str, Path] = {
+    "router.weight": ("gate", "kernel"),
+    "router.bias": ("gate", "bias"),
+    "router.correction_bias": ("gate", "correction_bias"),
+    "experts.down": ("wo",),
+    "experts.down_bias": ("wo_bias",),
+    "experts.up": ("wi_1",),
+    "experts.up_bias": ("wi_1_bias",),
+    "shared_experts.up": ("shared_experts", "wi_1", "kernel"),
+    "shared_experts.down": ("shared_experts", "wo", "kernel"),
+    "shared_experts.gate": ("shared_experts", "gate", "kernel"),
+}
+#: What MaxText calls the axes of each group of arrays.
+_LOGICAL_AXES: dict[str, dict[str | None, str | None]] = {
+    "router": {"d_model": "embed", "experts": None},
+    "experts": {"experts": "exp", "d_model": "embed_no_exp", "d_ff": "mlp"},
+    "expert biases": {"experts": "exp", "d_model": "activation_embed", "d_ff": "activation_mlp"},
+    "shared_experts": {"d_model": "embed", "d_ff": "mlp", None: None},
+}
+STACK_AXIS = "layers"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a layer. path: its keys in the nested dict. shape: with the leading axis of a stack. logical_axes:
+    MaxText's name of each axis. out_in: a matrix stored `[outputs, inputs]`."""
+
+    path: Path
+    parameter: Parameter
+    shape: tuple[int, ...]
+    logical_axes: tuple[str | None, ...]
+    out_in: bool
+
+    @property
+    def is_state(self) -> bool:
+        """Whether no gradient ever trains it."""
+        return self.parameter.role == "buffer"
+
+    def initial(self, key: jax.Array, dtype: Any, kernel_init: Initializer) -> jax.Array:
+        """Biases and state start at zero (state in fp32). Every matrix is drawn by itself, with a key of its own: the
+        scale depends on its inputs, never on how many experts or layers lie beside it."""
+        if self.parameter.role != "weight":
+            return jnp.zeros(self.shape, jnp.float32 if self.is_state else dtype)
+        lead, matrix = self.shape[:-2], self.shape[-2:]
+        if self.out_in:
+            matrix = matrix[::-1]
+        if lead:
+            keys = jax.random.split(key, math.prod(lead))
+            drawn = jax.vmap(lambda one: kernel_init(one, matrix, dtype))(keys).reshape(*lead, *matrix)
+        else:
+            drawn = kernel_init(key, matrix, dtype)
+        return drawn.swapaxes(-1, -2) if self.out_in else drawn
+
+
+@functools.lru_cache(maxsize=1024)
+def leaves(spec: MoELayerSpec, num_layers: int | None = None) -> tuple[Leaf, ...]:
+    """Every array of a layer, or of a stack of num_layers, in a fixed order."""
+    if num_layers is not None:
+        require_at_least("num_layers", num_layers, 1)
+    storage = spec.storage(MAXTEXT)
+    first = "wi_0" if spec.gated and storage.gate_layout == "separate" else "wi"
+    found = []
+    for parameter in spec.parameters(MAXTEXT):
+        group, _, field = parameter.name.partition(".")
+        path = _FIXED_PATHS.get(parameter.name)
+        if path is None:
+            path = (field.replace("gate_up", first),) if group == "experts" else (group, first, "kernel")
+        names = _LOGICAL_AXES["expert biases" if group == "experts" and parameter.role == "bias" else group]
+        shape, axes = parameter.shape, tuple(names[axis] for axis in parameter.axes)
+        if num_layers is not None:
+            shape, axes = (num_layers, *shape), (STACK_AXIS, *axes)
+        layout = storage.router_weight_layout if group == "router" else storage.weight_layout
+        found.append(Leaf(path, parameter, shape, axes, parameter.role == "weight" and layout == "out_in"))
+    return tuple(found)
+
+
+def nested(arrays: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """A nested dict: [(("gate", "kernel"), a), (("wo",), b)] -> {"gate": {"kernel": a}, "wo": b}."""
+    tree: dict[str, Any] = {}
+    for path, value in arrays:
+        *above, name = path
+        place = tree
+        for key in above:
+            place = place.setdefault(key, {})
+        place[name] = value
+    return tree
+
+
+def initialize(
+    spec: MoELayerSpec,
+    key: jax.Array,
+    *,
+    param_dtype: Any = jnp.float32,
+    kernel_init: Initializer = DEFAULT_KERNEL_INIT,
+    num_layers: int | None = None,
+) -> dict[str, Any]:
+    """Fresh parameters (and state) of a layer or of a stack of layers, drawn as `Leaf.initial` says."""
+    every = leaves(spec, num_layers)
+    keys = jax.random.split(key, len(every))
+    return nested(
+        (leaf.path, leaf.initial(one, param_dtype, kernel_init)) for leaf, one in zip(every, keys, strict=True)
+    )
+
+
+def is_gate(name: str) -> bool:
+    """Whether a parameter scores tokens: used and stored without rounding."""
+    return name.startswith("router.") or name == "shared_experts.gate"
+
+
+def find(parameters: Parameters, path: Path) -> Any:
+    """The array at a path of nested parameters; InvalidInput names what is missing."""
+    place: Any = parameters
+    for depth, key in enumerate(path):
+        if key not in place:
+            raise InvalidInput(
+                f"parameters must hold {'/'.join(path)}, got {', '.join(sorted(place))} in "
+                f"{'/'.join(path[:depth]) or 'the top level'}; make them with the layer's own spec"
+            )
+        place = place[key]
+    return place

@@ -1,0 +1,136 @@
+"""Between `LayerWeights`, the canonical form of a layer's weights, and the nested parameters of a JAX layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.layers import MAXTEXT, LayerWeights, MoELayerSpec, placements
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
+
+#: Settings of a layer that its weights do not depend on.
+_FREE = ("capacity_factor", "logits_dtype", "allow_tf32")
+
+
+def load_weights(
+    weights: LayerWeights | Iterable[LayerWeights],
+    spec: MoELayerSpec,
+    *,
+    param_dtype: Any = np.float32,
+    num_layers: int | None = None,
+) -> dict[str, Any]:
+    """Nested NumPy parameters, as `spec` stores them, that hold `weights`: the same numbers at other places.
+
+    With num_layers: weights of that many layers, one after the other; each is copied into the stack before the next is
+    asked for, so an iterator that reads a checkpoint holds one layer at a time. Arrays whose layout and dtype do not
+    change are not copied. Matrices of experts are stored in param_dtype, which must hold their values exactly; gates
+    and biases in the wider of param_dtype and their own. Raises InvalidInput for weights of another kind of layer,
+    another number of layers, and where param_dtype would round.
+    """
+    every = leaves(spec, num_layers)
+    if num_layers is None:
+        if not isinstance(weights, LayerWeights):
+            raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
+        arrays = {leaf.parameter.name: array for leaf, array in _arrays(weights, spec, every, param_dtype)}
+    else:
+        arrays = _stack(weights, spec, every, param_dtype, num_layers)
+    return nested((leaf.path, arrays[leaf.parameter.name]) for leaf in every)
+
+
+def export_weights(
+    parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
+) -> LayerWeights | list[LayerWeights]:
+    """The parameters of a layer as LayerWeights, or of a stack as one LayerWeights per layer; layouts as stored.
+
+    Arrays are fetched from their device one by one; those on a CPU are not copied. A stack's arrays are views of it.
+    """
+    fetched = {leaf.parameter.name: np.asarray(find(parameters, leaf.path)) for leaf in leaves(spec, num_layers)}
+    if num_layers is None:
+        return LayerWeights.from_named(fetched, spec, MAXTEXT)
+    return [
+        LayerWeights.from_named({name: array[layer] for name, array in fetched.items()}, spec, MAXTEXT)
+        for layer in range(num_layers)
+    ]
+
+
+def _stack(weights: Any, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtype: Any, num_layers: int) -> Any:
+    """The arrays of a stack by name."""
+    if isinstance(weights, LayerWeights) or not isinstance(weights, Iterable):
+        raise InvalidInput(
+            f"weights must be an iterable of {num_layers} LayerWeights, got one {type(weights).__name__}; "
+            "pass those of every layer of the stack"
+        )
+    stacked: dict[str, np.ndarray] = {}
+    count = 0
+    for layer in weights:
+        if count < num_layers:
+            for leaf, array in _arrays(layer, spec, every, param_dtype):
+                name = leaf.parameter.name
+                if count == 0:
+                    stacked[name] = np.empty(leaf.shape, array.dtype)
+                elif stacked[name].dtype != array.dtype:
+                    raise InvalidInput(
+                        f"{name} must have one dtype in every layer of the stack, {stacked[name].dtype}, got "
+                        f"{array.dtype} in layer {count}; cast the weights to one dtype"
+                    )
+                stacked[name][count] = array
+                del array
+        count += 1
+        # Else the loop variable would keep this layer alive while the next is read.
+        del layer
+    if count != num_layers:
+        raise InvalidInput(f"weights must be those of num_layers = {num_layers} layers, got {count}; pass as many")
+    return stacked
+
+
+def _arrays(weights: LayerWeights, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtype: Any) -> Any:
+    """(leaf, array) of one layer, in the layouts of spec and the dtypes to store."""
+    _require_same_kind(weights, spec)
+    arrays: dict[str, np.ndarray] = {}
+    by_name = {leaf.parameter.name: leaf for leaf in every}
+    for name, place, array in placements(weights, spec.storage(MAXTEXT)):
+        leaf = by_name[name]
+        dtype = _stored_dtype(leaf, array, dtypes.canonical(param_dtype))
+        if place == (...,):
+            arrays[name] = np.ascontiguousarray(array, dtype)
+            continue
+        if name not in arrays:
+            arrays[name] = np.empty(leaf.parameter.shape, dtype)
+        arrays[name][place] = array
+    return [(by_name[name], array) for name, array in arrays.items()]
+
+
+def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
+    own = dtypes.canonical(array.dtype)
+    exact = own == param_dtype or param_dtype == "float32"
+    if leaf.is_state:
+        return np.dtype(np.float32)
+    if not exact and (is_gate(leaf.parameter.name) or leaf.parameter.role == "bias"):
+        return dtypes.numpy_dtype(own if own == "float32" else "float32")
+    if not exact:
+        raise InvalidInput(
+            f"{leaf.parameter.name} must be {param_dtype}, the layer's param_dtype, got {own}, which would be rounded; "
+            f"make the layer with param_dtype={own} or cast the weights first"
+        )
+    return dtypes.numpy_dtype(param_dtype)
+
+
+def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
+    """Raise InvalidInput unless the weights make a layer like `spec`, layouts and what no weight depends on aside."""
+    if not isinstance(weights, LayerWeights):
+        raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; make one of your arrays")
+    storage = spec.storage(MAXTEXT)
+    free = {name: getattr(spec, name) for name in _FREE}
+    own, wanted = dataclasses.replace(weights.layer_spec(), **free).stored_as(storage), spec.stored_as(storage)
+    for field in dataclasses.fields(MoELayerSpec):
+        got, expected = getattr(own, field.name), getattr(wanted, field.name)
+        if got != expected:
+            raise InvalidInput(
+                f"weights must be those of a layer with {field.name} = {expected}, got {got}; make the layer with "
+                "MoE.from_spec(weights.layer_spec()), or load the weights this layer was described by"
+            )

@@ -1,0 +1,208 @@
+"""The Mixture-of-Experts layer for Flax Linen. Names, shapes and what is cast: see `moe_jax.layers`. Forward only.
+
+    layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2)
+    variables = layer.init(jax.random.key(0), x)    # x [..., 512]
+    y = layer.apply(variables, x)
+    y, aux = layer.apply(variables, x, return_aux=True)
+
+Parameters are in the collection `params`, boxed with MaxText's logical axes (`nn.meta.unbox` removes the boxes); the
+correction bias is in `router_state`, which no gradient trains. With `mutable=["intermediates"]` every call also sows
+its MoEAux as `moe_aux`.
+
+Layers in a scan: make one MoE with num_layers=L, whose parameters are `[L, ...]`, and tell each call its layer. Weights
+stored in the compute dtype are then read where they are, and nothing is copied:
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+            step = nn.scan(
+                lambda stack, x, index: (x + stack(x, layer=index), None),
+                variable_broadcast=("params", "router_state"),
+                variable_axes={"intermediates": 0},
+                split_rngs={"params": False},
+            )
+            return step(stack, x, jnp.arange(24))[0]
+
+Several devices: call the layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import Unsupported
+from moe_jax import layers
+from moe_jax.layers import (
+    DEFAULT_KERNEL_INIT,
+    Activation,
+    ExpertsSpec,
+    Initializer,
+    LayerWeights,
+    Leaf,
+    MoEAux,
+    MoELayerSpec,
+    RouterSpec,
+    SharedExpertsSpec,
+    layer_spec_from_config,
+    update_correction_bias,
+)
+from moe_jax.ops import Array
+
+try:
+    import flax.linen as nn
+except ModuleNotFoundError as error:
+    raise Unsupported(
+        f"moe_jax.linen needs flax, and {error.name} is not installed; install moebius with its extra `flax`: "
+        "pip install 'moebius[flax]'"
+    ) from error
+
+__all__ = [
+    "STATE",
+    "Activation",
+    "ExpertsSpec",
+    "LayerWeights",
+    "MoE",
+    "MoEAux",
+    "MoELayerSpec",
+    "RouterSpec",
+    "SharedExpertsSpec",
+    "layer_spec_from_config",
+    "update_correction_bias",
+]
+
+#: The collection of the correction bias.
+STATE = "router_state"
+#: (what is left of a leaf's path, the leaf)
+_Places = tuple[tuple[tuple[str, ...], Leaf], ...]
+
+
+class MoE(nn.Module):
+    """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring. Forward only.
+
+    Fields: those of `MoELayerSpec`, by the same names; dtype: computed in and returned, None = the promotion of x and
+    the parameters; param_dtype: parameters are made in; kernel_init: draws one matrix `[inputs, outputs]` at a time;
+    num_layers: None, or L for a stack `[L, ...]` whose calls name a layer. Raises InvalidInput.
+    """
+
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    _: dataclasses.KW_ONLY
+    router: RouterSpec = RouterSpec()
+    experts: ExpertsSpec = ExpertsSpec()
+    shared_experts: SharedExpertsSpec | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = DEFAULT_KERNEL_INIT
+    num_layers: int | None = None
+    router_bias: bool = False
+    correction_bias: bool = False
+    apply_router_weight_on_input: bool = False
+    logits_dtype: str = "float32"
+    capacity_factor: float | None = None
+    allow_tf32: bool = False
+
+    def __post_init__(self) -> None:
+        layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.
+        super().__post_init__()
+
+    @classmethod
+    def from_spec(cls, spec: MoELayerSpec, **options: Any) -> MoE:
+        """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
+        num_layers, name."""
+        return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
+
+    @property
+    def spec(self) -> MoELayerSpec:
+        return MoELayerSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(MoELayerSpec)})
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        *,
+        token_mask: Array | None = None,
+        layer: Array | int | None = None,
+        return_aux: bool = False,
+    ) -> Any:
+        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
+        spec = self.spec
+        places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers))
+        sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
+        result = layers.forward(
+            _declare(self, places, self.param_dtype, self.kernel_init),
+            x,
+            spec,
+            dtype=self.dtype,
+            token_mask=token_mask,
+            layer=layer,
+            return_aux=return_aux or sows,
+        )
+        if sows:
+            self.sow("intermediates", "moe_aux", result[1])
+        return result[0] if sows and not return_aux else result
+
+    @nn.nowrap
+    def explain(self, tokens: int | tuple[int, ...]) -> str:
+        """What the layer runs for x of shape `tokens`, or for so many tokens: kernels, scratch, summation order."""
+        return layers.explain(
+            self.spec, tokens, dtype=self.dtype, param_dtype=self.param_dtype, num_layers=self.num_layers
+        )
+
+    @nn.nowrap
+    def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> dict[str, Any]:
+        """Variables (unboxed) that hold the weights of a checkpoint or of another layer, in this layer's layouts.
+
+        For a stack: those of each layer. See `moe_jax.layers.load_weights`.
+        """
+        arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
+        arrays = jax.tree.map(jnp.array, arrays)
+        state = {name: arrays["gate"].pop(name) for name in ("correction_bias",) if self.correction_bias}
+        return {"params": arrays, **({STATE: {"gate": state}} if state else {})}
+
+    @nn.nowrap
+    def export_weights(self, variables: Any) -> LayerWeights | list[LayerWeights]:
+        """The weights in `variables` as NumPy arrays in the canonical form, as stored; for a stack, of each layer."""
+        variables = nn.meta.unbox(variables)
+        parameters = dict(variables["params"])
+        if self.correction_bias:
+            parameters["gate"] = {**parameters["gate"], **variables[STATE]["gate"]}
+        return layers.export_weights(parameters, self.spec, self.num_layers)
+
+
+class ParameterGroup(nn.Module):
+    """Parameters below one name: `gate`, `shared_experts`, `shared_experts/wi_0`."""
+
+    places: _Places
+    param_dtype: Any
+    kernel_init: Initializer
+
+    @nn.compact
+    def __call__(self) -> dict[str, Any]:
+        return _declare(self, self.places, self.param_dtype, self.kernel_init)
+
+
+def _declare(module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer) -> dict[str, Any]:
+    """The arrays of a module and the groups below it, made where they are missing, as nested dicts."""
+    arrays: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path, _ in places):
+        below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)
+        if below[0][0]:
+            arrays[name] = ParameterGroup(below, param_dtype, kernel_init, name=name)()
+        else:
+            arrays[name] = _array(module, name, below[0][1], param_dtype, kernel_init)
+    return arrays
+
+
+def _array(module: nn.Module, name: str, leaf: Leaf, param_dtype: Any, kernel_init: Initializer) -> Any:
+    initial = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes)
+    if leaf.is_state:
+        return module.variable(STATE, name, initial, None, param_dtype, kernel_init).value
+    return module.param(name, initial, param_dtype, kernel_init)

@@ -1,0 +1,258 @@
+"""The Mixture-of-Experts layer for Flax NNX. Names, shapes and what is cast: see `moe_jax.layers`. Forward only.
+
+    layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+    y = layer(x)                                    # x [..., 512]
+    y, aux = layer(x, return_aux=True)
+
+Compile with `jax.jit`, or `nnx.jit(graph_updates=False)`: plain `nnx.jit` returns every parameter from the program, and
+so copies all of them in each call.
+
+Layers in a scan: make one MoE with num_layers=L, whose parameters are `[L, ...]`, and tell each call its layer. Weights
+stored in the compute dtype are then read where they are, and nothing is copied:
+
+    stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
+    def step(stack, x, index):
+        return x + stack(x, layer=index)
+
+    y = step(stack, x, jnp.arange(24))
+
+Beside layers that are scanned over as usual, pass these with axis 0 and the stack with None. Several devices: call the
+layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_jax import layers
+from moe_jax.layers import (
+    DEFAULT_KERNEL_INIT,
+    Activation,
+    ExpertsSpec,
+    Initializer,
+    LayerWeights,
+    Leaf,
+    MoEAux,
+    MoELayerSpec,
+    RouterSpec,
+    SharedExpertsSpec,
+    layer_spec_from_config,
+    update_correction_bias,
+)
+from moe_jax.ops import Array
+
+try:
+    from flax import nnx
+    from flax.linen import get_logical_axis_rules
+except ModuleNotFoundError as error:
+    raise Unsupported(
+        f"moe_jax.nnx needs flax, and {error.name} is not installed; install moebius with its extra `flax`: "
+        "pip install 'moebius[flax]'"
+    ) from error
+
+__all__ = [
+    "Activation",
+    "CorrectionBias",
+    "ExpertsSpec",
+    "LayerWeights",
+    "MoE",
+    "MoEAux",
+    "MoELayerSpec",
+    "RouterSpec",
+    "SharedExpertsSpec",
+    "layer_spec_from_config",
+    "update_correction_bias",
+]
+
+
+_PLAIN_ROUTER = RouterSpec()
+_PLAIN_EXPERTS = ExpertsSpec()
+
+
+class CorrectionBias(nnx.Variable):
+    """The router's correction bias fp32 `[E]`: state that no gradient trains, so no nnx.Param.
+
+    After a step, with `bias = layer.gate.correction_bias` and the whole batch's tokens per expert:
+    `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
+    """
+
+
+class ParameterGroup(nnx.Module):
+    """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate)."""
+
+    kernel: nnx.Param
+    bias: nnx.Param
+    correction_bias: CorrectionBias
+    gate: ParameterGroup
+    wi: ParameterGroup
+    wi_0: ParameterGroup
+    wi_1: ParameterGroup
+    wo: ParameterGroup
+
+
+class MoE(nnx.Module):
+    """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring. Forward only.
+
+    d_model, d_ff, num_experts, top_k, router, experts, shared_experts, and by keyword the other fields of
+    `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...). dtype: computed in and returned, None = the
+    promotion of x and the parameters. param_dtype: parameters are made in. kernel_init: draws one matrix `[inputs,
+    outputs]` at a time. num_layers: None, or L for a stack `[L, ...]` whose calls name a layer.
+
+    Parameters carry MaxText's logical axes (`out_sharding`), ("exp", "embed_no_exp", "mlp") for `wi_0`. They are made
+    sharded under a mesh with `nnx.logical_axis_rules` for those names, and otherwise left where JAX puts them. Raises
+    InvalidInput.
+    """
+
+    gate: ParameterGroup
+    wi: nnx.Param
+    wi_0: nnx.Param
+    wi_1: nnx.Param
+    wo: nnx.Param
+    wi_bias: nnx.Param
+    wi_0_bias: nnx.Param
+    wi_1_bias: nnx.Param
+    wo_bias: nnx.Param
+    shared_experts: ParameterGroup
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        router: RouterSpec = _PLAIN_ROUTER,
+        experts: ExpertsSpec = _PLAIN_EXPERTS,
+        shared_experts: SharedExpertsSpec | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = DEFAULT_KERNEL_INIT,
+        num_layers: int | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        known = {field.name for field in dataclasses.fields(MoELayerSpec)}
+        for name in options:
+            if name not in known:
+                raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(sorted(known))}")
+        self.spec = MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.num_layers = num_layers
+        for leaf in layers.leaves(self.spec, num_layers):
+            place = self
+            *above, name = leaf.path
+            for key in above:
+                if not hasattr(place, key):
+                    setattr(place, key, ParameterGroup())
+                place = getattr(place, key)
+            setattr(place, name, _variable(leaf, leaf.initial(rngs.params(), param_dtype, kernel_init)))
+
+    @classmethod
+    def from_spec(cls, spec: MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
+        """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
+        num_layers."""
+        described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        return cls(**described, rngs=rngs, **options)
+
+    @classmethod
+    def from_weights(cls, weights: LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
+        """A layer that holds the weights in the storage they have; nothing is drawn first.
+
+        param_dtype: None = that of the experts. For another storage, a stack or more options make an abstract layer,
+        `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
+        """
+        if not isinstance(weights, LayerWeights):
+            raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
+        options = {"dtype": dtype, "param_dtype": param_dtype or jnp.dtype(weights.dtype)}
+        layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
+        layer.load_weights(weights)
+        return layer
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        token_mask: Array | None = None,
+        layer: Array | int | None = None,
+        return_aux: bool = False,
+    ) -> Any:
+        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
+        return layers.forward(
+            self.parameters(),
+            x,
+            self.spec,
+            dtype=self.dtype,
+            token_mask=token_mask,
+            layer=layer,
+            return_aux=return_aux,
+        )
+
+    def parameters(self) -> dict[str, Any]:
+        """Every array of the layer as nested dicts, for the functions of `moe_jax.layers`."""
+        every = layers.leaves(self.spec, self.num_layers)
+        return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in every)
+
+    def explain(self, tokens: int | tuple[int, ...]) -> str:
+        """What the layer runs for x of shape `tokens`, or for so many tokens: kernels, scratch, summation order."""
+        return layers.explain(
+            self.spec, tokens, dtype=self.dtype, param_dtype=self.param_dtype, num_layers=self.num_layers
+        )
+
+    def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> None:
+        """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
+
+        Every array goes where the one it replaces was, and shares no memory with `weights`; a layer made by
+        `nnx.eval_shape` needs none to replace. See `moe_jax.layers.load_weights`.
+        """
+        arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
+        for leaf in layers.leaves(self.spec, self.num_layers):
+            variable = self._variable_of(leaf)
+            value: Any = arrays
+            for key in leaf.path:
+                value = value[key]
+            place = getattr(variable.get_value(), "sharding", None)
+            placed = jax.device_put(value, place)
+            if any(device.platform == "cpu" for device in placed.devices()):
+                # On a CPU device_put may hand out the caller's own memory, which JAX takes for immutable.
+                placed = jax.device_put(np.array(value), place)
+            variable.set_value(placed)
+
+    def export_weights(self) -> LayerWeights | list[LayerWeights]:
+        """The weights as NumPy arrays in the canonical form, as stored here; for a stack, of each layer."""
+        return layers.export_weights(self.parameters(), self.spec, self.num_layers)
+
+    def _variable_of(self, leaf: Leaf) -> nnx.Variable:
+        place: Any = self
+        for key in leaf.path:
+            place = getattr(place, key)
+        return place
+
+
+def _variable(leaf: Leaf, value: jax.Array) -> nnx.Variable:
+    kind = CorrectionBias if leaf.is_state else nnx.Param
+    with nnx.use_eager_sharding(nnx.using_eager_sharding() and _can_shard(leaf)):
+        return kind(value, out_sharding=leaf.logical_axes)
+
+
+def _can_shard(leaf: Leaf) -> bool:
+    """Whether mesh and rules say where the array belongs; flax refuses to make annotated variables without them."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), dict(get_logical_axis_rules())
+    if mesh.empty or not rules:
+        return False
+    unknown = [name for name in leaf.logical_axes if name is not None and name not in rules]
+    if unknown:
+        raise InvalidInput(
+            f"nnx.logical_axis_rules must map {', '.join(unknown)} of {'/'.join(leaf.path)}, got rules for "
+            f"{', '.join(rules)}; add ({unknown[0]!r}, None) to leave that axis whole"
+        )
+    return True

@@ -1,0 +1,175 @@
+"""Record which experts every token visits, and play it back, in any JAX function whose MoE layers run on Moebius.
+
+Both are transformations of a function, so that what they record or play is in its results or arguments, under `jit` as
+anywhere else. They see every whole MoE forward (the layers of `moe_jax.nnx`, `moe_jax.linen` and `moe_jax.layers`, and
+`moe_jax.ops.moe`) in the order of the calls:
+
+    y, layers = jax.jit(capture(model))(x)                  # one LayerRouting per layer, arrays of JAX
+    RoutingTrace(layers).save("routing.safetensors")
+
+    trace = RoutingTrace.load("routing.safetensors")        # perhaps captured by moe_torch.trace
+    y = jax.jit(replay(model))(trace.layers, x)
+
+They act on the level of transformations they are applied at, and raise InvalidInput for a layer further inside (a
+function that is itself under `jit`, the body of a scan, `checkpoint`, `vmap`, `shard_map`), whose arrays do not exist
+outside: apply them there. A scan over layers then stacks what its body captures, and takes a stack apart:
+
+    y, stacks = jax.lax.scan(capture(body), x, parameters)  # body(x, parameters) returns the next x
+    RoutingTrace.from_scan(stacks).save("routing.safetensors")
+
+A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
+trace's, and its token mask still holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+
+from moe_core.errors import InvalidInput
+from moe_core.operands import MoEOutput, RouterLogits, RouterWeights, TopK
+from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logits_spec, sizes_of
+
+__all__ = ["LayerRouting", "RoutingTrace", "capture", "replay"]
+
+jax.tree_util.register_dataclass(LayerRouting, data_fields=["ids", "weights"], meta_fields=["num_experts"])
+
+
+def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[LayerRouting, ...]]]:
+    """`capture(function)(...)` is `(function(...), layers)`: the routing of every whole MoE forward in it.
+
+    Raises InvalidInput if none runs, or one inside a further transformation.
+    """
+
+    def captured(*arguments: Any, **keywords: Any) -> tuple[Any, tuple[LayerRouting, ...]]:
+        layers: list[LayerRouting] = []
+
+        def record(call: _Call) -> MoEOutput:
+            result = call.run()
+            _, num_experts = call.sizes
+            layers.append(LayerRouting(jnp.asarray(result.ids), jnp.asarray(result.weights), num_experts))
+            return result
+
+        with _watched(_Watch(record)):
+            result = function(*arguments, **keywords)
+        if not layers:
+            raise InvalidInput(
+                "function must run MoE layers on Moebius, got one that ran none; capture a function that calls them"
+            )
+        return result, tuple(layers)
+
+    return captured
+
+
+def replay(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`replay(function)(trace, ...)` is `function(...)` with the trace's ids and weights in its whole MoE forwards.
+
+    trace: a RoutingTrace, or its layers, which `jit` takes as an argument. Raises InvalidInput where a layer's tokens,
+    top-k or experts differ from the trace's, unless exactly the trace's layers run, and for one inside a further
+    transformation.
+    """
+
+    def replayed(
+        trace: RoutingTrace | LayerRouting | tuple[LayerRouting, ...], *arguments: Any, **keywords: Any
+    ) -> Any:
+        playback = Playback(layers_of(trace))
+
+        def play(call: _Call) -> MoEOutput:
+            layer = playback.next(call.x.shape[0], *call.sizes)
+            return call.run_with(jnp.asarray(layer.ids), jnp.asarray(layer.weights))
+
+        with _watched(_Watch(play)):
+            result = function(*arguments, **keywords)
+        playback.finish()
+        return result
+
+    return replayed
+
+
+def watched(router: Callable[..., jax.Array]) -> Callable[[Callable[..., MoEOutput]], Callable[..., MoEOutput]]:
+    """Decorates the op `moe`, so that the functions above see its calls. router: the op of that name."""
+
+    def decorate(moe: Callable[..., MoEOutput]) -> Callable[..., MoEOutput]:
+        @functools.wraps(moe)
+        def watched_moe(x: Any, experts: Any, routing: Any, spec: Any, **options: Any) -> MoEOutput:
+            watch = _current.get()
+            if watch is None:
+                return moe(x, experts, routing, spec, **options)
+            watch.require_same_level()
+            with _watched(watch.outer):
+                return watch.visit(_Call(watched_moe, router, x, experts, routing, spec, options))
+
+        return watched_moe
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of the op `moe`."""
+
+    moe: Callable[..., MoEOutput]
+    router: Callable[..., jax.Array]
+    x: Any
+    experts: Any
+    routing: Any
+    spec: Any
+    options: dict[str, Any]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(K, E)."""
+        return sizes_of(self.experts, self.routing, self.spec, self.options.get("expert_map"))
+
+    def run(self) -> MoEOutput:
+        return self.moe(self.x, self.experts, self.routing, self.spec, **self.options)
+
+    def run_with(self, ids: jax.Array, weights: jax.Array) -> MoEOutput:
+        """What the call returns with these ids and weights as its routing."""
+        spec = dataclasses.replace(self.spec, router=None)
+        result = self.moe(self.x, self.experts, TopK(ids, weights), spec, **self.options)
+        if isinstance(self.routing, RouterLogits):
+            return result._replace(logits=self.routing.logits)
+        if isinstance(self.routing, RouterWeights):
+            logits = self.router(self.x, self.routing.weight, bias=self.routing.bias, spec=logits_spec(spec))
+            return result._replace(logits=logits)
+        return result
+
+
+class _Watch:
+    """A capture or replay under way: what it does with a call, and the level of transformations it is at."""
+
+    def __init__(self, visit: Callable[[_Call], MoEOutput]) -> None:
+        self.visit = visit
+        self.outer = _current.get()
+        self._level = get_opaque_trace_state(convention="moebius")
+
+    def require_same_level(self) -> None:
+        if get_opaque_trace_state(convention="moebius") != self._level:
+            raise InvalidInput(
+                "function must call its MoE layers outside of jit, scan and other transformations, got one inside; "
+                "apply those around: jax.jit(capture(function)), or capture and replay the body of a scan"
+            )
+
+
+_current: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("moe_jax_watch", default=None)
+# Part of the key of every jit cache: a function jitted before must be traced again to be seen, and refused.
+_is_watched = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def _watched(watch: _Watch | None) -> Iterator[None]:
+    token = _current.set(watch)
+    try:
+        with _is_watched(None if watch is None else True):
+            yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,27 @@
+"""Layers of torch: `moe_torch.MoE` and what it is described with."""
+
+from moe_core.layers import (
+    HUGGING_FACE,
+    MAXTEXT,
+    ExpertsSpec,
+    LayerWeights,
+    MoEAux,
+    MoELayerSpec,
+    SharedExpertsSpec,
+    Storage,
+    layer_spec_from_config,
+)
+from moe_torch.layers.moe import MoE
+
+__all__ = [
+    "HUGGING_FACE",
+    "MAXTEXT",
+    "ExpertsSpec",
+    "LayerWeights",
+    "MoE",
+    "MoEAux",
+    "MoELayerSpec",
+    "SharedExpertsSpec",
+    "Storage",
+    "layer_spec_from_config",
+]

@@ -1,0 +1,91 @@
+"""A limit on the slots an expert keeps, in front of the composed operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from moe_core.layers import MoELayerSpec
+from moe_core.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_core.specs import LogitsSpec, MoESpec
+from moe_core.target import Target
+from moe_torch import operators, ops
+from moe_torch.dispatch import call
+from moe_torch.options import encode
+
+_OPERATOR = operators.MOE[TopK]
+_GIVEN, _WANTED = operators.MOE[RouterWeights].names, _OPERATOR.names
+_ROUTING = [_GIVEN.index(f"routing.{name}") for name in ("weight", "bias", "correction_bias")]
+_MASK = _GIVEN.index("token_mask")
+_IDS, _WEIGHTS = _WANTED.index("routing.ids"), _WANTED.index("routing.weights")
+#: (position among the arguments wanted, among those given). Ids know the token mask already.
+_COPIED = [(_WANTED.index(name), place) for place, name in enumerate(_GIVEN) if name in _WANTED and place != _MASK]
+
+
+class CapacityLimit:
+    """Routes, then hands the operator ids that are -1 where an expert was full.
+
+    An expert keeps the first C = `spec.capacity(T)` slots in slot order, those that `make_layout(max_rows=C)` keeps. C
+    is compared with each slot's place in a layout of all slots instead of being the layout's max_rows: that is a
+    constant of its kernels, and a changing number of tokens would compile them again.
+    """
+
+    def __init__(self, spec: MoELayerSpec, moe_spec: MoESpec) -> None:
+        ratio = spec.capacity_ratio()
+        assert ratio is not None and spec.router == moe_spec.router
+        self._spec, self._ratio = spec, ratio
+        self._logits = LogitsSpec(moe_spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
+        self._options = encode(dataclasses.replace(moe_spec, router=None))
+
+    def __call__(self, arrays: Sequence[torch.Tensor | None]) -> MoEOutput:
+        """One forward; arrays: those of the operator that routes from x. ids are -1 where a slot was dropped,
+        tokens_per_expert counts the slots before."""
+        weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
+        x = arrays[0]
+        assert x is not None and weight is not None
+        logits = ops.router(x, weight, bias=bias, spec=self._logits)
+        ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=arrays[_MASK])
+        layout = ops.make_layout(ids, self._spec.num_experts)
+        kept = self._within(ids, layout)
+        output, _, invalid_ids = call(_OPERATOR, *_arguments(arrays, kept, weights), self._options)
+        return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
+
+    def _within(self, ids: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+        """ids with -1 for every slot behind the first C of its expert."""
+        numerator, denominator = self._ratio
+        capacity = -(-ids.shape[0] * numerator // denominator)
+        flat = ids.view(-1)
+        place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
+        return torch.where(place < capacity, flat, -1).view(ids.shape)
+
+    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target) -> str:
+        """The plans of a forward, in order."""
+        weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
+        x, spec = arrays[0], self._spec
+        assert x is not None
+        num_tokens = x.shape[0]
+        logits = x.new_empty(num_tokens, spec.num_experts, dtype=torch.float32)
+        ids = x.new_empty(num_tokens, spec.top_k, dtype=torch.int32)
+        weights = x.new_empty(num_tokens, spec.top_k, dtype=torch.float32)
+        plans = (
+            operators.ROUTER.plan([x, weight, bias], encode(self._logits), target),
+            operators.ROUTE.plan([logits, correction_bias, None], encode(spec.router), target),
+            operators.MAKE_LAYOUT.plan([ids, None, None], encode(spec.num_experts, 1, None), target),
+            _OPERATOR.plan(_arguments(arrays, ids, weights), self._options, target),
+        )
+        limit = f"capacity limit: slots behind the first {spec.capacity(num_tokens)} of an expert get id -1"
+        texts = [plan.explain() for plan in plans]
+        return "\n\n".join([*texts[:-1], limit, texts[-1]])
+
+
+def _arguments(
+    arrays: Sequence[torch.Tensor | None], ids: torch.Tensor, weights: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """The operator's arrays with the routing decided."""
+    found: list[torch.Tensor | None] = [None] * len(_WANTED)
+    for wanted, given in _COPIED:
+        found[wanted] = arrays[given]
+    found[_IDS], found[_WEIGHTS] = ids, weights
+    return found

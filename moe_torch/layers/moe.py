@@ -1,0 +1,270 @@
+"""A Mixture-of-Experts layer as a torch module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_core.errors import InvalidInput
+from moe_core.layers import (
+    HUGGING_FACE,
+    ExpertsSpec,
+    LayerWeights,
+    MoEAux,
+    MoELayerSpec,
+    SharedExpertsSpec,
+    convert_weights,
+)
+from moe_core.operands import RouterWeights
+from moe_core.specs import RouterSpec
+from moe_torch import operators
+from moe_torch.dispatch import call, target_of_device
+from moe_torch.layers.auxiliary import router_losses
+from moe_torch.layers.capacity import CapacityLimit
+from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
+from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
+from moe_torch.options import encode, require_instance
+
+_ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
+_OPERATOR = operators.MOE[RouterWeights]
+_PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
+#: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
+_PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
+_MASK, _WEIGHT = _OPERATOR.names.index("token_mask"), _OPERATOR.names.index("experts.gate_up")
+
+
+def _place(part: str, name: str) -> tuple[int, str, str]:
+    """(position among the operator's arguments, part, name) of an array."""
+    return _OPERATOR.names.index(f"{_PREFIXES[part]}.{name}"), part, name
+
+
+class MoE(torch.nn.Module):
+    """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
+
+    d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
+    (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
+    the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`).
+    Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
+    `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
+
+    Parameters, by their names in the state_dict (S: width of the shared experts; experts may state another storage):
+    `router.weight` `[E, D]`, `router.bias` `[E]`, buffer `router.correction_bias` fp32 `[E]`; `experts.gate_up`
+    `[E, 2F, D]` gate rows first, `experts.down` `[E, D, F]`, `experts.gate_up_bias` `[E, 2F]`, `experts.down_bias`
+    `[E, D]` (gate_layout `separate`: `experts.gate_up` and `experts.up` `[E, F, D]`, and so for the biases);
+    `shared_experts.gate_up` `[2S, D]`, `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. Shard them with
+    `fully_shard` on the layer or a module around it: the submodules have no forward of their own.
+
+    Forward only: the operator defines no gradient, so a call in grad mode raises Unsupported while a parameter requires
+    one; use `torch.no_grad()` or `layer.requires_grad_(False)`. Raises InvalidInput for options that contradict each
+    other.
+    """
+
+    router: RouterParameters
+    experts: ExpertParameters
+    shared_experts: SharedParameters | None
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        router: RouterSpec = _ANY_ROUTER,
+        experts: ExpertsSpec = _SILU_EXPERTS,
+        shared_experts: SharedExpertsSpec | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._build(MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts), device, dtype)
+
+    @classmethod
+    def from_spec(
+        cls, spec: MoELayerSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MoE:
+        """The layer that `spec` describes, with initialised parameters."""
+        require_instance("spec", spec, MoELayerSpec)
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        layer._build(spec, device, dtype)
+        return layer
+
+    @classmethod
+    def from_weights(cls, weights: LayerWeights, *, device: torch.device | str | None = None) -> MoE:
+        """A layer with copies of these weights: every dtype and the experts' storage as they are (the router's weight
+        becomes `[E, D]`)."""
+        require_instance("weights", weights, LayerWeights)
+        layer = cls.from_spec(weights.layer_spec(), device="meta")
+        for name, tensor in owned_tensors(convert_weights(weights, layer.storage), device):
+            part, _, field = name.partition(".")
+            group = getattr(layer, part)
+            setattr(group, field, tensor if field in group._buffers else torch.nn.Parameter(tensor))
+        return layer
+
+    def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        self.spec, self.storage = spec, spec.storage(HUGGING_FACE)
+        parameters = spec.parameters(HUGGING_FACE)
+        for part, group in _PARTS.items():
+            own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
+            setattr(self, part, group(own, device, dtype) if own else None)
+        self._places = tuple(_place(*parameter.name.split(".")) for parameter in parameters)
+        moe_spec = spec.moe_spec(HUGGING_FACE)
+        # Encoded once: a forward hashes no spec.
+        self._options = encode(moe_spec)
+        self._limit = None if spec.capacity_factor is None else CapacityLimit(spec, moe_spec)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs), biases and the
+        correction bias zero."""
+        tensors = self._tensors()
+        with torch.no_grad():
+            for parameter in self.spec.parameters(HUGGING_FACE):
+                tensor = tensors[parameter.name]
+                if parameter.role == "weight":
+                    tensor.normal_(std=parameter.fan_in**-0.5)
+                else:
+                    tensor.zero_()
+
+    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None, *, return_aux: bool = False) -> Any:
+        """y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
+
+        x: the dtype of the parameters. token_mask bool `[...]`: tokens that are False visit no routed expert (their
+        rows are zero, or what shared experts give) and are left out of every statistic. One operator runs unless the
+        layer has a capacity limit. Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported where a
+        gradient is asked for.
+        """
+        arrays = self._arrays()
+        arrays[0] = self._rows(x, arrays[_WEIGHT])
+        if token_mask is not None:
+            arrays[_MASK] = self._mask(x, token_mask)
+        if self._limit is None:
+            output, counts, invalid, ids, chosen, logits = call(_OPERATOR, *arrays, self._options)
+        else:
+            output, ids, chosen, logits, counts, invalid = self._limit(arrays)
+        y = output if x.dim() == 2 else output.view_as(x)
+        if not return_aux:
+            return y
+        balance, z = router_losses(logits, counts, arrays[_MASK], self.spec.router)
+        return y, MoEAux(balance, z, counts, ids, chosen, invalid)
+
+    def _rows(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """x as `[T, D]`, with dense rows; `weight` has the dtype it must have."""
+        d_model = self.spec.d_model
+        if not isinstance(x, torch.Tensor):
+            raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}; use moe_torch.from_dlpack")
+        if x.shape[-1:] != (d_model,):
+            raise InvalidInput(
+                f"x must be [..., d_model] with d_model = {d_model}, got {tuple(x.shape)}; pass such an array"
+            )
+        if x.dtype != weight.dtype:
+            raise InvalidInput(
+                f"x must be {weight.dtype} like the layer's parameters, got {x.dtype}; cast x or the layer"
+            )
+        if not x.is_contiguous():
+            # Rows may lie apart (a slice of wider rows), but neither be strided inside nor overlap.
+            apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model
+            x = x if apart else x.contiguous()
+        return x if x.dim() == 2 else x.view(-1, d_model)
+
+    @staticmethod
+    def _mask(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+        """token_mask as bool `[T]`."""
+        require_instance("token_mask", token_mask, torch.Tensor)
+        if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
+            raise InvalidInput(
+                f"token_mask must be bool {tuple(x.shape[:-1])}, one for each token of x, got {token_mask.dtype} "
+                f"{tuple(token_mask.shape)}; compare it with 0 and give it that shape"
+            )
+        return token_mask.reshape(-1).contiguous()
+
+    def _arrays(self) -> list[Any]:
+        """The operator's arguments, options excepted: the layer's arrays, and None for what is absent or not its own.
+
+        A parameter is looked up where modules keep it, in a fifth of an attribute's time; what is not there is a buffer
+        or reparametrised.
+        """
+        modules = self._modules
+        arrays = [None] * len(_OPERATOR.names)
+        for place, part, name in self._places:
+            group: Any = modules[part]
+            parameters = group._parameters
+            arrays[place] = parameters[name] if name in parameters else getattr(group, name)
+        return arrays
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name, in the order of `MoELayerSpec.parameters`."""
+        names = [parameter.name for parameter in self.spec.parameters(HUGGING_FACE)]
+        return {name: getattr(getattr(self, name.partition(".")[0]), name.partition(".")[2]) for name in names}
+
+    def explain(self, tokens: int | Sequence[int]) -> str:
+        """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
+        summation order. Runs nothing."""
+        d_model = self.spec.d_model
+        if not isinstance(tokens, int):
+            if tuple(tokens)[-1:] != (d_model,):
+                raise InvalidInput(
+                    f"tokens must be a number of tokens or a shape that ends in d_model = {d_model}, "
+                    f"got {tuple(tokens)}; pass x.shape"
+                )
+            tokens = math.prod(tuple(tokens)[:-1])
+        arrays, down = self._arrays(), self.experts.down
+        arrays[0] = torch.empty(tokens, d_model, dtype=down.dtype, device="meta")
+        target = target_of_device(down.device)
+        if self._limit is not None:
+            return self._limit.explain(arrays, target)
+        return _OPERATOR.plan(arrays, self._options, target).explain()
+
+    @torch.no_grad()
+    def update_correction_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:
+        """DeepSeek-V3's balancing without a loss: b_i += rate * sign(mean(c) - c_i), in place, outside of gradients.
+
+        tokens_per_expert int `[E]`: counts c of one or more steps (MoEAux.tokens_per_expert), summed over data-parallel
+        ranks by the caller. rate: DeepSeek-V3 trains with 0.001. Source: DeepSeek-V3 Technical Report, section 2.1.2.
+        """
+        bias = self.router.correction_bias
+        if bias is None:
+            raise InvalidInput(
+                "the layer must have a correction bias, got none; make it with MoELayerSpec(correction_bias=True)"
+            )
+        require_instance("tokens_per_expert", tokens_per_expert, torch.Tensor)
+        if tokens_per_expert.shape != bias.shape:
+            raise InvalidInput(
+                f"tokens_per_expert must be [num_experts] = {tuple(bias.shape)}, got {tuple(tokens_per_expert.shape)}; "
+                "pass MoEAux.tokens_per_expert"
+            )
+        # In integers, E * count against the sum: an expert at the mean gets exactly no step.
+        counts = tokens_per_expert.to(torch.int64)
+        bias.add_(torch.sign(counts.sum() - counts * counts.shape[0]).to(bias.dtype), alpha=rate)
+
+    def load_weights(self, weights: LayerWeights) -> None:
+        """Copy canonical weights in, whatever their storage; dtypes must be equal or widen (to float32).
+
+        Nothing is held twice: views of the arrays are copied straight into the parameters. Raises InvalidInput if the
+        weights are of another layer (sizes, routing, activation, parts), would be rounded, or the layer is on `meta`;
+        Unsupported for sharded parameters.
+        """
+        require_instance("weights", weights, LayerWeights)
+        require_same_layer(self.spec, weights)
+        copy_weights(weights, self._tensors(), self.storage)
+
+    def export_weights(self) -> LayerWeights:
+        """The canonical weights, stored as the layer stores them. On a CPU the arrays share the parameters' memory;
+        sharded parameters are gathered (a collective)."""
+        arrays = {name: gathered(name, tensor) for name, tensor in self._tensors().items()}
+        return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        parts = [f"d_model={spec.d_model}, d_ff={spec.d_ff}, num_experts={spec.num_experts}, top_k={spec.top_k}"]
+        parts.append(f"scoring={spec.router.scoring}, activation={spec.experts.activation.name}")
+        parts.append(f"storage={self.storage.weight_layout}/{self.storage.gate_layout}")
+        if spec.shared_experts is not None:
+            parts.append(f"shared_d_ff={spec.shared_experts.d_ff}")
+        if spec.capacity_factor is not None:
+            parts.append(f"capacity_factor={spec.capacity_factor:g}")
+        return ", ".join(parts)

@@ -1,0 +1,93 @@
+"""Between a layer's parameters and the canonical NumPy form, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from moe_core import dtypes
+from moe_core.arrays import TensorView, host_array
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers import HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
+from moe_torch.options import DTYPE_NAMES, TORCH_DTYPES
+
+#: Choices of how a layer computes, which say nothing about its weights.
+_FREE_FIELDS = {"capacity_factor": None, "allow_tf32": False, "logits_dtype": "float32"}
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A tensor that shares the array's memory (bfloat16 and read-only arrays too, which `torch.from_numpy` refuses).
+
+    The caller must not write to it.
+    """
+    if not array.flags.writeable:
+        view = TensorView.from_numpy(array)
+        array = host_array(view.pointer, view.spec, owner=array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as a row-major NumPy array (ml_dtypes for bfloat16); a tensor on a CPU shares its memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
+    """Raise InvalidInput that names the first field in which the weights are of another layer than `spec`."""
+    own, given = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
+    own, given = (dataclasses.replace(one, **_FREE_FIELDS) for one in (own, given))
+    for field in dataclasses.fields(MoELayerSpec):
+        mine, theirs = getattr(own, field.name), getattr(given, field.name)
+        if mine != theirs:
+            raise InvalidInput(
+                f"weights must be of this layer, whose {field.name} is {mine}, got {theirs}; make the layer with "
+                "MoE.from_weights(weights)"
+            )
+
+
+def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
+    """Write the arrays into the tensors of a layer stored as `storage`; checked whole before the first is written."""
+    parts = list(placements(weights, storage))
+    for name, _, array in parts:
+        _require_writable(name, array, tensors[name])
+    with torch.no_grad():
+        for name, place, array in parts:
+            tensors[name][place].copy_(from_numpy(array))
+
+
+def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
+    if hasattr(tensor, "full_tensor"):
+        raise Unsupported(
+            f"{name} is a sharded DTensor, and whole arrays cannot be written into it; load the weights before sharding"
+        )
+    given, own = dtypes.canonical(array.dtype), DTYPE_NAMES[tensor.dtype]
+    if given != own and own != "float32":
+        raise InvalidInput(
+            f"{name} must be {own}, got {given}, which would be rounded; make the layer with MoE.from_weights(weights) "
+            "or cast the array yourself"
+        )
+
+
+def owned_tensors(weights: LayerWeights, device: torch.device | str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, copy on the device) of every array, dtypes kept."""
+    for name, array in weights.named().items():
+        dtype = TORCH_DTYPES[dtypes.canonical(array.dtype)]
+        yield name, torch.empty(array.shape, dtype=dtype, device=device).copy_(from_numpy(array))
+
+
+def gathered(name: str, tensor: Any) -> np.ndarray:
+    """A parameter or buffer as a NumPy array; of a DTensor the whole (a collective)."""
+    if tensor.is_meta:
+        raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
+    return to_numpy(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)

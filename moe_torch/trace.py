@@ -1,0 +1,174 @@
+"""Record which experts every token visits, and play it back, in any torch model whose experts run on Moebius.
+
+    with capture() as recording:
+        model(x)
+    recording.trace().save("routing.safetensors")
+
+    with replay(RoutingTrace.load("routing.safetensors")):   # perhaps captured by moe_jax.trace
+        model(x)
+
+Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the experts of transformers) that the
+surrounding block runs in its thread, in order, compiled models included. They work below `torch.compile`, as a torch
+dispatch mode: no layer knows of them, and layers cost nothing extra outside. What a CUDA graph replays does not pass
+the dispatcher and so is not seen; capturing one, or exporting a program, inside them raises Unsupported.
+
+A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
+trace's, and its token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.operands import ExpertWeights, RouterLogits, TopK
+from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logits_spec, sizes_of
+from moe_torch import operators
+from moe_torch.options import decode, encode
+
+__all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
+
+_KINDS: dict[Any, type] = {operator.overload: kind for kind, operator in operators.MOE.items()}
+_TOP_K, _ROUTER = operators.MOE[TopK].overload, operators.ROUTER.overload
+
+
+class Recording:
+    """What a `capture` block saw so far; layers: ids and weights on their device."""
+
+    def __init__(self) -> None:
+        self._layers: list[LayerRouting] = []
+
+    @property
+    def layers(self) -> tuple[LayerRouting, ...]:
+        return tuple(self._layers)
+
+    def trace(self) -> RoutingTrace:
+        """The layers in NumPy; waits for the device."""
+        layers = [
+            LayerRouting(layer.ids.cpu().numpy(), layer.weights.cpu().numpy(), layer.num_experts)
+            for layer in self._layers
+        ]
+        return RoutingTrace(tuple(layers))
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Recording]:
+    """Record the routing of every whole MoE forward in the block. Raises InvalidInput if none ran."""
+    recording = Recording()
+
+    def record(call: _Call) -> Any:
+        results = call.run()
+        given = call.arguments
+        ids, weights = (given["routing_ids"], given["routing_weights"]) if call.kind is TopK else results[3:5]
+        _, num_experts = call.sizes
+        # Copies: the model may reuse the memory, compiled code does.
+        recording._layers.append(LayerRouting(ids.clone(), weights.clone(), num_experts))
+        return results
+
+    with _Observer(record):
+        yield recording
+    if not recording._layers:
+        raise InvalidInput(
+            "capture() must surround a model with MoE layers on Moebius, got none that ran; run the model in the "
+            "block, and not as a replayed CUDA graph"
+        )
+
+
+@contextlib.contextmanager
+def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Iterator[None]:
+    """Let the whole MoE forwards in the block use the ids and weights of a trace instead of their own, in order.
+
+    trace: a RoutingTrace, or layers with torch tensors (`Recording.layers`). Raises InvalidInput where a layer's
+    tokens, top-k or experts differ from the trace's, and unless exactly the trace's layers run.
+    """
+    playback = Playback(layers_of(trace))
+
+    def play(call: _Call) -> Any:
+        x = call.arguments["x"]
+        layer = playback.next(x.shape[0], *call.sizes)
+        return call.run_with(_tensor(layer.ids, x.device), _tensor(layer.weights, x.device))
+
+    with _Observer(play):
+        yield
+    playback.finish()
+
+
+class _Call:
+    """One call of a whole MoE forward. kind: of its routing; arguments: by their names in the schema."""
+
+    def __init__(self, overload: Any, kind: type, arguments: tuple[Any, ...]) -> None:
+        self._overload, self.kind = overload, kind
+        self.arguments = dict(zip(_names(overload), arguments, strict=True))
+        (self._spec,) = decode(self.arguments["options"])
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(K, E)."""
+        experts, routing = self._bundle(ExpertWeights, "experts"), self._bundle(self.kind, "routing")
+        return sizes_of(experts, routing, self._spec, self.arguments["expert_map"])
+
+    def _bundle(self, kind: type, prefix: str) -> Any:
+        return kind(**{field.name: self.arguments[f"{prefix}_{field.name}"] for field in dataclasses.fields(kind)})
+
+    def run(self) -> Any:
+        return self._overload(*self.arguments.values())
+
+    def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+        """What the call returns with these ids and weights as its routing."""
+        options = encode(dataclasses.replace(self._spec, router=None))
+        given = {**self.arguments, "routing_ids": ids, "routing_weights": weights, "options": options}
+        results = _TOP_K(*[given[name] for name in _names(_TOP_K)])
+        if self.kind is TopK:
+            return results
+        # Results must be the caller's own: ids and weights may be layers that outlive the call.
+        results = (*results, ids.clone(), weights.clone())
+        if self.kind is RouterLogits:
+            return results
+        router = [self.arguments[name] for name in ("x", "routing_weight", "routing_bias")]
+        return (*results, _ROUTER(*router, encode(logits_spec(self._spec))))
+
+
+def _names(overload: Any) -> list[str]:
+    return [argument.name for argument in overload._schema.arguments]
+
+
+class _Observer(TorchDispatchMode):
+    """Hands every whole MoE forward to `visit`, which returns its results; everything else passes."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, visit: Callable[[_Call], Any]) -> None:
+        super().__init__()
+        self._visit = visit
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile inside the block; compiled code calls our operators through the dispatcher too."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _KINDS.get(func)
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        _refuse_recorded_programs(args[0])
+        return self._visit(_Call(func, kind, tuple(args)))
+
+
+def _refuse_recorded_programs(x: torch.Tensor) -> None:
+    """Refuse calls that stand for later ones, which nobody will see."""
+    if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise Unsupported(
+            "capture() and replay() see layers that run, got one that is being exported or captured into a CUDA graph, "
+            "whose later runs they could not see; do that outside of the block"
+        )
+
+
+def _tensor(array: Any, device: torch.device) -> torch.Tensor:
+    return array.to(device) if isinstance(array, torch.Tensor) else torch.tensor(array, device=device)
