@@ -186,15 +186,15 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def provenance() -> dict[str, Any]:
-    """What a recorded figure must carry."""
+def provenance(module: str = "benchmarks.forward") -> dict[str, Any]:
+    """What a recorded figure must carry; `module` names the benchmark."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(0),
         "versions": {"torch": torch.__version__, "jax": jax.__version__, "triton": triton.__version__},
         "python": platform.python_version(),
         "commit": os.environ.get("MOEBIUS_COMMIT", commit),
-        "command": "python -m benchmarks.forward " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
