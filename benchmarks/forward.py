@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import torch
-import triton
 
 import moe_jax
 import moe_torch
 from benchmarks.peers import dense_forward, upstream_forward
+from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, TOKENS, Shape
 from benchmarks.timing import GraphTimer, device_time_of_jax_chain
 from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
@@ -186,19 +183,6 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def provenance(module: str = "benchmarks.forward") -> dict[str, Any]:
-    """What a recorded figure must carry; `module` names the benchmark."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "versions": {"torch": torch.__version__, "jax": jax.__version__, "triton": triton.__version__},
-        "python": platform.python_version(),
-        "commit": os.environ.get("MOEBIUS_COMMIT", commit),
-        "command": " ".join(["python -m", module, *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="qwen3,gptoss120b")
@@ -223,7 +207,9 @@ def main() -> None:
             rows.append(row)
             print(f"{name} {tokens}: {row['torch_us']:.1f} us", file=sys.stderr, flush=True)
             if options.output:
-                options.output.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+                options.output.write_text(
+                    json.dumps({"provenance": provenance("benchmarks.forward"), "rows": rows}, indent=1) + "\n"
+                )
         del weights
         torch.cuda.empty_cache()
     print(table(rows))

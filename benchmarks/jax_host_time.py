@@ -1,6 +1,6 @@
 """Host time of the JAX front-end per op, for stable, donated and changing buffers; prints one JSON record.
 
-    python benchmarks/jax_host_time.py [--runs 200]
+    python -m benchmarks.jax_host_time [--runs 200]
 
 Each program is a jitted chain of small ops, so that the host, not the device, is what takes time. `call_us`: from the
 call to its return, per op; `total_us`: until the result is there, per op; both medians over the runs. `callbacks`:
@@ -12,11 +12,8 @@ turns and results are kept, so that every call meets new addresses). `xla_add`: 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -25,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moe_jax
+from benchmarks.provenance import provenance
 from moe_jax import ffi
 
 WARM_UP = 20
@@ -104,19 +102,7 @@ def main() -> None:
         for buffers in ("stable", "donated", "changing"):
             figures = measure(function, x, buffers, options.runs)
             results[f"{name}/{buffers}"] = {key: round(value / length, 3) for key, value in figures.items()}
-    packages = ("moebius", "jax", "jaxlib", "jax-tvm-ffi", "apache-tvm-ffi", "triton", "numpy")
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = moe_jax.__version__ if package == "moebius" else "not installed"
-    record = {
-        "device": jax.devices()[0].device_kind,
-        "versions": versions,
-        "command": " ".join(sys.argv),
-        "per_op": results,
-    }
+    record = {"provenance": provenance("benchmarks.jax_host_time"), "per_op": results}
     print(json.dumps(record, indent=1))
 
 

@@ -21,7 +21,7 @@ import torch
 
 import moe_torch
 import moe_torch.transformers
-from benchmarks.forward import provenance
+from benchmarks.provenance import provenance
 from benchmarks.timing import GraphTimer
 from moe_core.layers.spec import HUGGING_FACE
 

@@ -69,12 +69,12 @@ def test_python_blocks_run(place: str, source: str, tmp_path: pathlib.Path) -> N
     run_as_a_user_would(str(script))
 
 
-def test_packages_that_a_block_does_not_name_are_missing(tmp_path: pathlib.Path) -> None:
-    for source, missing in (("\nimport moe_core\nimport jax", ""), ("\nimport moe_core\nimport moe_jax", "flax")):
-        script = tmp_path / "block.py"
-        script.write_text(without_others(source) + f"\n__import__({missing or 'torch'!r})")
-        with pytest.raises(AssertionError, match=f"line 4.*\n.*\nModuleNotFoundError.*{missing or 'torch'}"):
-            run_as_a_user_would(str(script))
+@pytest.mark.parametrize(("source", "missing"), [("import jax", "torch"), ("import moe_jax", "flax")])
+def test_packages_that_a_block_does_not_name_are_missing(source: str, missing: str, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(without_others(f"\n{source}\n") + f"__import__({missing!r})\n")
+    with pytest.raises(AssertionError, match=f"ModuleNotFoundError: import of {missing}"):
+        run_as_a_user_would(str(script))
 
 
 def test_readme_shows_both_front_ends() -> None:
