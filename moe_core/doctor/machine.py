@@ -23,7 +23,7 @@ PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "jaxlib": ("jaxlib", None, None),
     "jax-tvm-ffi": ("jax_tvm_ffi", "0.1.3", None),
     "apache-tvm-ffi": ("tvm_ffi", "0.1", None),
-    "flax": ("flax", "0.12", None),
+    "flax": ("flax", "0.12.7", None),
     "safetensors": ("safetensors", "0.5", None),
     "transformers": ("transformers", "5", None),
 }
