@@ -25,7 +25,7 @@ PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "apache-tvm-ffi": ("tvm_ffi", "0.1", None),
     "flax": ("flax", "0.12.7", None),
     "safetensors": ("safetensors", "0.5", None),
-    "transformers": ("transformers", "5", None),
+    "transformers": ("transformers", "5.17", None),
 }
 #: The architecture whose tile configurations were chosen by measurement.
 TUNED_ARCH = 90
