@@ -48,6 +48,7 @@ def plan_activation(
     be strided. out_dtype: None = the dtype of x. Inputs: x, [up]; output: y. Raises InvalidInput for anything else.
     """
     require_spec("x", x, ("num_rows", "width"), dtypes.MATMUL_DTYPES, contiguous=False)
+    row_stride("x", x)
     rows, columns = x.shape
     one_buffer = activation.gate_layout in ("halves", "interleaved")
     if one_buffer and columns % 2:
@@ -55,7 +56,7 @@ def plan_activation(
     width = columns // 2 if one_buffer else columns
     separate = activation.gate_layout == "separate"
     if separate:
-        require_spec("up", up, (rows, width), x.dtype, contiguous=False)
+        row_stride("up", require_spec("up", up, (rows, width), x.dtype, contiguous=False))
     elif up is not None:
         raise InvalidInput(f"up must be None for gate_layout={activation.gate_layout!r}, got {up}; leave it out")
     out_dtype = dtypes.canonical(out_dtype or x.dtype)

@@ -41,6 +41,12 @@ class ArraySpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
+        if any(size < 0 for size in self.shape):
+            raise InvalidInput(f"shape must have no negative size, got {self.shape}; pass the array's shape")
+        if self.strides is not None and len(self.strides) != len(self.shape):
+            raise InvalidInput(
+                f"strides must have one entry per axis of shape {self.shape}, got {self.strides}; pass both as they are"
+            )
         packed = contiguous_strides(self.shape)
         if self.strides is None or 0 in self.shape:
             strides = packed

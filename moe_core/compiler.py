@@ -75,12 +75,14 @@ def _compile(
             "unset it and start a new process to use the GPU"
         )
     expected = list(function.arg_names)
-    assert [name for name, _ in signature] == expected, f"{kernel} takes {expected}, the plan gives {signature}"
+    if [name for name, _ in signature] != expected:
+        raise RuntimeError(f"{kernel} takes {expected}, the plan gives {signature}")
     attributes = {(index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")}
     source = ASTSource(function, dict(signature), dict(constants), attributes)
     # Floating-point fusion is stated because Triton's default for it changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     scratch = getattr(compiled.metadata, "global_scratch_size", 0)
-    assert not scratch, f"{kernel} needs {scratch} bytes of Triton's global scratch, which plans do not provide"
+    if scratch:
+        raise RuntimeError(f"{kernel} needs {scratch} bytes of Triton's global scratch, which plans do not provide")
     return compiled

@@ -117,7 +117,8 @@ def plan_matmul_ogs(
     operands: a bundle of ArraySpecs (shapes in MatmulOperands). layout None = dense: x `[T, D]`, weight `[D, N]`
     (`in_out`) or `[N, D]`. config: None = chosen by `tuning.choose_config`. with_schedule: the schedule of the config's
     block_m is an input, else the plan makes it. fill_absent: rows no expert writes become exact zeros (False: left
-    unwritten, for composed plans that never read them).
+    unwritten, for composed plans that never read them). The reference engine has no tiles: it needs no schedule and
+    fills always.
     Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`, [schedule].
     Output: y `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`). Raises InvalidInput, Unsupported.
     """
@@ -131,6 +132,8 @@ def plan_matmul_ogs(
         for name, shape in zip(LAYOUT_INPUTS, shapes, strict=True):
             builder.input(name, ArraySpec(shape, "int32"))
     y = ArraySpec((sizes.out_rows, sizes.n), out_dtype)
+    problem = matmul_problem(operands.x, sizes.n, layout, spec)
+    config = require_legal(config or choose_config(problem, target), problem, target)
     if not target.compiled:
         inputs = present | ({name: name for name in LAYOUT_INPUTS} if layout is not None else {})
         builder.output("y", y)
@@ -138,8 +141,6 @@ def plan_matmul_ogs(
         builder.sums("reference: float32 BLAS over the whole reduction axis")
         return builder.build()
 
-    problem = matmul_problem(operands.x, sizes.n, layout, spec)
-    config = require_legal(config or choose_config(problem, target), problem, target)
     num_blocks = -(-sizes.rows // config.block_m)
     if layout is not None:
         num_blocks = layout.max_blocks(config.block_m)
@@ -215,6 +216,7 @@ def _arguments(
         "y": Pointer("y"),
         "num_blocks": Scalar(num_blocks),
         "num_rows": Scalar(sizes.rows),
+        "num_slots": Scalar(layout.num_slots if layout is not None else sizes.rows),
         "D": Constant(sizes.d),
         "N": Constant(sizes.n),
         "WEIGHT_N": Constant(sizes.weight_n),

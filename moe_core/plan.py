@@ -2,7 +2,8 @@
 
 A `LaunchPlan` is frozen and printable. It names its inputs, outputs and scratch buffers and the ordered steps between
 them; a step is a Triton kernel launch or, for the CPU reference engine, a call of a NumPy twin. Its key is the
-truncated SHA-256 of the canonical whole plan, kernel sources included, so equal keys mean equal results.
+truncated SHA-256 of the canonical whole plan and of the sources that decide results, so equal keys mean equal plans,
+and with one version of Triton, on one device, equal results.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from typing import Any
 from moe_core import codec
 from moe_core.arrays import ArraySpec
 from moe_core.codec import plan_type
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.target import Target
 
 #: Key characters. Strings of up to 7 bytes are stored inline by the FFI that carries keys through XLA.
 KEY_LENGTH = 7
 #: Every buffer of the scratch arena starts at a multiple of this many bytes.
 SCRATCH_ALIGNMENT = 256
+_INT32_LIMIT = 2**31
+#: CUDA takes grids below these.
+_GRID_LIMITS = (2**31, 2**16, 2**16)
 #: Raised when the meaning of plan data changes.
 FORMAT_VERSION = 1
 
@@ -55,6 +59,10 @@ class Scalar:
 
     value: int | float
     dtype: str = "int32"
+
+    def __post_init__(self) -> None:
+        if self.dtype == "int32" and not -_INT32_LIMIT <= self.value < _INT32_LIMIT:
+            raise Unsupported(f"a kernel's count must fit into 32 bits, got {self.value}; split the batch")
 
 
 @plan_type
@@ -93,11 +101,11 @@ class ReferenceCall:
 
 @functools.cache
 def sources_version() -> str:
-    """SHA-256 over the sources that decide results: kernels and NumPy twins."""
+    """SHA-256 over the sources that decide results: kernels, how they are compiled, NumPy twins."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent
-    for folder in ("kernels", "reference"):
-        for path in sorted((root / folder).glob("*.py")):
+    for pattern in ("kernels/*.py", "compiler.py", "reference/*.py"):
+        for path in sorted(root.glob(pattern)):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -215,6 +223,10 @@ class PlanBuilder:
     ) -> None:
         """Add a kernel launch; a grid with a zero is dropped."""
         x, y, z = (*grid, 1, 1)[:3]
+        if any(size >= limit for size, limit in zip((x, y, z), _GRID_LIMITS, strict=True)):
+            raise Unsupported(
+                f"{kernel} would need a grid of {(x, y, z)}, at or beyond {_GRID_LIMITS}; split the arrays"
+            )
         for value in arguments.values():
             assert not isinstance(value, Pointer) or value.buffer in self._specs, f"unknown buffer {value}"
         if x and y and z:

@@ -43,7 +43,7 @@ def plan_reduce(
     require_spec("y", y, (slots if order == "slot" else "capacity", "d_model"), dtypes.MATMUL_DTYPES)
     tokens, width = slots // top_k, y.shape[1]
     if shared is not None:
-        require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False)
+        row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:
         if shared is None:
             raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
@@ -71,6 +71,7 @@ def plan_reduce(
             "shared_gate": Pointer("shared_gate") if shared_gate is not None else Constant(None),
             "out": Pointer("out"),
             "num_tokens": Scalar(tokens),
+            "num_rows": Scalar(y.shape[0]),
             "TOP_K": Constant(top_k),
             "WIDTH": Constant(width),
             "SHARED_STRIDE": Constant(row_stride("shared", shared) if shared is not None else 0),
@@ -86,7 +87,7 @@ def plan_reduce(
 @functools.lru_cache(maxsize=4096)
 def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
     """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]`, in fp32, cast to the dtype of x. Inputs: x, weights."""
-    require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    row_stride("x", require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     rows, width = x.shape
     require_spec("weights", weights, (rows, 1), "float32")
     builder = PlanBuilder("scale_rows", target)

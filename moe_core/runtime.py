@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moe_core import dtypes
 from moe_core.arrays import ALIGNMENT, TensorView, host_array
 from moe_core.compiler import compile_launch, load_kernel
 from moe_core.cuda import LaunchConfig, cuda_target, driver
@@ -24,6 +25,8 @@ from moe_core.target import Target, cpu_target
 _SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _WARP = 32
 _POINTER_BYTES = 8
+#: Prepared plans that `prepare` remembers, oldest forgotten first; callers that hold one keep it.
+_PREPARED_LIMIT = 4096
 
 
 def target_of(device: tuple[str, int]) -> Target:
@@ -73,58 +76,68 @@ class Prepared:
         raise NotImplementedError
 
 
-class _CudaPrepared(Prepared):
-    """Compiled kernels, loaded on the device when made."""
+class _ParameterBlocks:
+    """One thread's launch data: an address array and, per step, a launch config and a parameter list."""
 
-    def __init__(self, plan: LaunchPlan, device_index: int) -> None:
-        super().__init__(plan, device_index)
-        self._driver = driver()
-        self._context = self._driver.context(device_index).value
-        steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
-        self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in steps]
-        self._steps = steps
-        self._local = threading.local()
-
-    def _build(self) -> Any:
-        """This thread's parameter blocks: one address array and, per step, a launch config and a parameter list."""
-        local = self._local
-        local.addresses = (ctypes.c_uint64 * len(self._index))()
-        local.current = ctypes.c_void_p()
-        base = ctypes.addressof(local.addresses)
-        local.keep = []
-        local.launches = []
-        for step, (function, shared) in zip(self._steps, self._kernels, strict=True):
+    def __init__(self, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]) -> None:
+        self.addresses = (ctypes.c_uint64 * len(index))()
+        self.current = ctypes.c_void_p()
+        self.launches = []
+        self._keep: list[Any] = []
+        base = ctypes.addressof(self.addresses)
+        for step, (function, shared) in zip(steps, kernels, strict=True):
             entries: list[int] = []
             for _, value in step.arguments:
                 if isinstance(value, Pointer):
-                    entries.append(base + _POINTER_BYTES * self._index[value.buffer])
+                    entries.append(base + _POINTER_BYTES * index[value.buffer])
                 elif not isinstance(value, Constant):
                     holder = _SCALARS[value.dtype](value.value)
-                    local.keep.append(holder)
+                    self._keep.append(holder)
                     entries.append(ctypes.addressof(holder))
             # Triton appends two scratch pointers of its own to every kernel; our kernels use neither.
             null = ctypes.c_void_p()
             entries += [ctypes.addressof(null)] * 2
             parameters = (ctypes.c_void_p * len(entries))(*entries)
             config = LaunchConfig(*step.grid, _WARP * step.num_warps, 1, 1, shared, None, None, 0)
-            local.keep += [null, parameters, config]
-            local.launches.append((config, ctypes.addressof(config), function, ctypes.addressof(parameters)))
-        return local
+            self._keep += [null, parameters, config]
+            self.launches.append((config, ctypes.addressof(config), function, ctypes.addressof(parameters)))
+
+
+class _CudaPrepared(Prepared):
+    """Compiled kernels, loaded on the device when made."""
+
+    def __init__(self, plan: LaunchPlan, device_index: int) -> None:
+        super().__init__(plan, device_index)
+        self._driver = driver()
+        device = cuda_target(device_index)
+        if device.arch != plan.target.arch:
+            raise InvalidInput(
+                f"plan must be made for {device} to run on cuda device {device_index}, got one for {plan.target}; "
+                "plan for runtime.target_of(('cuda', index))"
+            )
+        self._context = self._driver.context(device_index).value
+        self._steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+        self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
+        self._local = threading.local()
 
     def _run(self, addresses: list[int], stream: int) -> None:
-        local = self._local if hasattr(self._local, "launches") else self._build()
-        lib, current = self._driver.lib, local.current
-        lib.cuCtxGetCurrent(ctypes.byref(current))
+        blocks = getattr(self._local, "blocks", None)
+        if blocks is None:
+            blocks = self._local.blocks = _ParameterBlocks(self._steps, self._kernels, self._index)
+        current = blocks.current
+        code = self._driver.lib.cuCtxGetCurrent(ctypes.byref(current))
+        if code:
+            self._driver.check(code, "cuCtxGetCurrent")
         if current.value != self._context:
             with self._driver.activate(self.device_index):
-                self._launch(local, addresses, stream)
+                self._launch(blocks, addresses, stream)
         else:
-            self._launch(local, addresses, stream)
+            self._launch(blocks, addresses, stream)
 
-    def _launch(self, local: Any, addresses: list[int], stream: int) -> None:
-        local.addresses[:] = addresses
+    def _launch(self, blocks: _ParameterBlocks, addresses: list[int], stream: int) -> None:
+        blocks.addresses[:] = addresses
         launch = self._driver.launch
-        for number, (config, config_address, function, parameters) in enumerate(local.launches):
+        for number, (config, config_address, function, parameters) in enumerate(blocks.launches):
             config.stream = stream
             code = launch(config_address, function, parameters, None)
             if code:
@@ -218,6 +231,8 @@ def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
         with _prepared_lock:
             prepared = _prepared.get((plan, device_index))
             if prepared is None:
+                while len(_prepared) >= _PREPARED_LIMIT:
+                    del _prepared[next(iter(_prepared))]
                 kind = _CudaPrepared if plan.target.kind == "cuda" else _HostPrepared
                 prepared = _prepared[(plan, device_index)] = kind(plan, device_index)
     return prepared
@@ -251,4 +266,28 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
             raise InvalidInput(f"{name} must be {plan.spec(name)} as planned, got {view.spec}; make a plan for it")
         if view.read_only and name not in readable:
             raise InvalidInput(f"{name} is written to, got a read-only array; pass a writable one")
+    _refuse_overlap(views, [buffer.name for buffer in plan.inputs], names)
     prepare(plan, device[1])([views[name].pointer for name in names], stream)
+
+
+def _refuse_overlap(views: Mapping[str, TensorView], inputs: Sequence[str], names: Sequence[str]) -> None:
+    """Raise InvalidInput where an output or the scratch shares memory with another view; inputs may share theirs."""
+    end, owner, owner_written = 0, "", False
+    for name in sorted(names, key=lambda name: views[name].pointer):
+        view, written = views[name], name not in inputs
+        if view.spec.size == 0:
+            continue
+        if view.pointer < end and (written or owner_written):
+            raise InvalidInput(
+                f"{name} must not share memory with {owner}, got {view.pointer:#x} before its end {end:#x}; "
+                "give every output memory of its own"
+            )
+        last = view.pointer + _span_bytes(view)
+        if last > end:
+            end, owner, owner_written = last, name, written
+
+
+def _span_bytes(view: TensorView) -> int:
+    """Bytes from a view's first element to the end of its last one."""
+    steps = zip(view.spec.shape, view.spec.stride, strict=True)
+    return (sum((size - 1) * max(step, 0) for size, step in steps) + 1) * dtypes.itemsize(view.spec.dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core import dtypes
 from moe_core.codec import plan_type
@@ -33,6 +34,28 @@ def require_at_least(name: str, value: object, least: int) -> None:
         raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}; pass such a number")
 
 
+def require_flag(name: str, value: object) -> None:
+    """Raise InvalidInput unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {value!r}; pass one of them")
+
+
+def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
+    """Raise InvalidInput unless `value` is a `kind` (or None where optional)."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        wanted = f"{article} {kind.__name__}{' or None' if optional else ''}"
+        raise InvalidInput(f"{name} must be {wanted}, got {type(value).__name__}; build one from {kind.__module__}")
+
+
+def finite_float(name: str, value: object) -> float:
+    """`value` as a float, -0.0 as 0.0; raises InvalidInput unless it is a finite number."""
+    number: Any = value
+    if isinstance(number, bool) or not hasattr(number, "__float__") or not -math.inf < number < math.inf:
+        raise InvalidInput(f"{name} must be finite, got {value!r}; pass a finite number")
+    return float(number) + 0.0
+
+
 @plan_type
 @dataclass(frozen=True)
 class LogitsSpec:
@@ -47,6 +70,7 @@ class LogitsSpec:
 
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_flag("allow_tf32", self.allow_tf32)
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
 
@@ -79,16 +103,15 @@ class RouterSpec:
         require_choice("scoring", self.scoring, SCORINGS)
         require_choice("slot_order", self.slot_order, SLOT_ORDERS)
         if self.scoring == "softmax":
-            object.__setattr__(self, "order", self.order or ORDERS[0])
+            object.__setattr__(self, "order", ORDERS[0] if self.order is None else self.order)
             require_choice("order", self.order, ORDERS)
         elif self.order is not None:
             raise InvalidInput(
                 f"order must be None for scoring={self.scoring!r}, which scores each expert by itself, "
                 f"got {self.order!r}; leave it out"
             )
-        object.__setattr__(self, "scale", float(self.scale))
-        if not math.isfinite(self.scale):
-            raise InvalidInput(f"scale must be finite, got {self.scale}; pass a finite number")
+        require_flag("renormalize", self.renormalize)
+        object.__setattr__(self, "scale", finite_float("scale", self.scale))
         require_at_least("num_groups", self.num_groups, 1)
         require_at_least("topk_group", self.topk_group, 1)
         if self.topk_group > self.num_groups:
@@ -134,7 +157,7 @@ class Activation:
     """An activation in fp32. gated: `act(gate) * up`, input 2F wide; else `act(x)`, input F wide.
 
     gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers);
-    it must be given for gated activations and None for the others. alpha and limit belong to swiglu_oai
+    an ungated activation has none (the default counts as not stated). alpha and limit belong to swiglu_oai
     (always gated): `g = min(gate, limit); u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1)`;
     limit None = no clamp.
     """
@@ -149,13 +172,15 @@ class Activation:
         if self.name == "swigluoai":
             object.__setattr__(self, "name", "swiglu_oai")
         require_choice("activation", self.name, ACTIVATIONS)
+        require_flag("gated", self.gated)
         if self.name == "swiglu_oai":
             if not self.gated:
                 raise InvalidInput("gated must be True for swiglu_oai, got False; it has no ungated form")
-            if self.limit is not None and not self.limit > 0:
-                raise InvalidInput(f"limit must be positive or None, got {self.limit}; pass None for no clamp")
-            object.__setattr__(self, "alpha", float(self.alpha))
-            object.__setattr__(self, "limit", None if self.limit is None else float(self.limit))
+            object.__setattr__(self, "alpha", finite_float("alpha", self.alpha))
+            if self.limit is not None:
+                object.__setattr__(self, "limit", finite_float("limit", self.limit))
+                if self.limit <= 0:
+                    raise InvalidInput(f"limit must be positive or None, got {self.limit}; pass None for no clamp")
         elif (self.alpha, self.limit) != (1.702, 7.0):
             raise InvalidInput(
                 f"alpha and limit belong to swiglu_oai, got alpha={self.alpha}, limit={self.limit} for {self.name}; "
@@ -163,8 +188,10 @@ class Activation:
             )
         if self.gated:
             require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
-        else:
+        elif self.gate_layout in ("halves", None):  # the default: not stated
             object.__setattr__(self, "gate_layout", None)
+        else:
+            raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
 
     def input_width(self, width: int) -> int:
         """Columns of the matmul output that `width` activated columns need."""
@@ -214,16 +241,15 @@ class LayoutSpec:
         return self.num_slots + (self.num_experts * (self.alignment - 1) if self.num_slots else 0)
 
     def max_blocks(self, block_m: int) -> int:
-        """Row blocks of height block_m that any routing can need.
+        """Row blocks of height block_m that any routing can need: of the batched form (max_rows), all there are.
 
         n nonempty experts sharing S slots need sum(ceil(size / block_m)) <= n + (S - n) // block_m blocks, and n <=
         min(E, S). Example: 10 slots, 4 experts, block_m 4: 4 + 6 // 4 = 5.
         """
-        nonempty = min(self.num_experts, self.num_slots)
-        blocks = nonempty + (self.num_slots - nonempty) // block_m
         if self.max_rows is not None:
-            blocks = min(blocks, self.num_experts * -(-self.max_rows // block_m))
-        return blocks
+            return self.num_experts * -(-self.max_rows // block_m)
+        nonempty = min(self.num_experts, self.num_slots)
+        return nonempty + (self.num_slots - nonempty) // block_m
 
 
 @plan_type
@@ -249,6 +275,8 @@ class MatmulSpec:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_choice("gather", self.gather, ("row", "token", "slot"))
         require_choice("scatter", self.scatter, ("row", "slot"))
+        require_kind("activation", self.activation, Activation, optional=True)
+        require_flag("allow_tf32", self.allow_tf32)
         if self.out_dtype is not None:
             object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
             require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
@@ -278,6 +306,10 @@ class MoESpec:
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
+        require_kind("activation", self.activation, Activation)
+        require_kind("router", self.router, RouterSpec, optional=True)
+        require_flag("apply_router_weight_on_input", self.apply_router_weight_on_input)
+        require_flag("allow_tf32", self.allow_tf32)
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
         if self.out_dtype is not None:

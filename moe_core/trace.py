@@ -57,7 +57,7 @@ class RoutingTrace:
     """The routing of every MoE layer that ran, in the order in which they ran, as NumPy arrays of its own.
 
     layers: LayerRouting with arrays NumPy can read. A layer that ran several times, as in text generation, is there
-    several times. Raises InvalidInput for other shapes or dtypes, and for no layers.
+    several times. Raises InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
     """
 
     layers: tuple[LayerRouting, ...]
@@ -239,4 +239,11 @@ def _in_numpy(number: int, layer: LayerRouting) -> LayerRouting:
                 f"{name} of layer {number} must be {dtype} [num_tokens, top_k], ids and weights alike, got "
                 f"{array.dtype}{list(array.shape)}; pass what was captured (RoutingTrace.from_scan for a scan)"
             )
+    wrong = ids[(ids < -1) | (ids >= layer.num_experts)]
+    if wrong.size:
+        raise InvalidInput(
+            f"ids of layer {number} must be in [-1, {layer.num_experts}), -1 for no expert, got {wrong[0]} among "
+            f"{wrong.size} wrong ones; give the layer such ids (moe counts others in invalid_ids), or the num_experts "
+            "they count in"
+        )
     return LayerRouting(ids, weights, layer.num_experts)

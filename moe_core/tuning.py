@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from moe_core import dtypes
@@ -10,7 +11,8 @@ from moe_core.errors import InvalidInput
 from moe_core.target import Target
 
 #: Shared memory a block may use, by compute capability (CUDA programming guide, table of technical specifications).
-_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 120: 99 * 1024}
+_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 88: 99 * 1024, 89: 99 * 1024}
+_SHARED_BYTES |= dict.fromkeys((120, 121), 99 * 1024)
 _SHARED_BYTES_DEFAULT = 227 * 1024
 #: Smallest tile side the tensor cores take.
 _SMALLEST_SIDE = 16
@@ -86,11 +88,11 @@ def why_illegal(config: TileConfig, problem: MatmulProblem, target: Target) -> s
 
 def choose_config(problem: MatmulProblem, target: Target) -> TileConfig:
     """The configuration of a problem on a target: a pure function of sizes, dtype and architecture."""
-    if target.kind == "interpreter":
+    if target.kind != "cuda":
         return _fit(TileConfig(32, 64, 64, 4, 1), problem)
     if problem.dtype == "float32":
         block_m = 16 if problem.rows_per_group <= 16 else 32
-        return _fit(TileConfig(block_m, 64, 32, 4, 2), problem)
+        return _shrink(_fit(TileConfig(block_m, 64, 32, 4, 2), problem), problem, target)
     rows, gated = problem.rows_per_group, problem.buffers == 2
     if rows <= 10:
         # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
@@ -102,7 +104,19 @@ def choose_config(problem: MatmulProblem, target: Target) -> TileConfig:
         config = TileConfig(64, 64, 64, 4, 4) if gated else TileConfig(64, 128, 64, 4, 3)
     else:
         config = TileConfig(128, 128, 32, 8, 5, 4) if gated else TileConfig(128, 256, 64, 8, 3, 4)
-    return _fit(config, problem)
+    return _shrink(_fit(config, problem), problem, target)
+
+
+def _shrink(config: TileConfig, problem: MatmulProblem, target: Target) -> TileConfig:
+    """Fewer stages, then shallower steps, until the tiles fit into the architecture's shared memory."""
+    while why_illegal(config, problem, target) is not None:
+        if config.num_stages > 2:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+        elif config.block_k > 2 * _SMALLEST_SIDE:
+            config = dataclasses.replace(config, block_k=config.block_k // 2)
+        else:
+            break
+    return config
 
 
 def _fit(config: TileConfig, problem: MatmulProblem) -> TileConfig:

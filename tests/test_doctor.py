@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,23 @@ from moe_core.doctor import cli, main, self_test
 from moe_core.doctor.kernels import kernels_of
 from moe_core.doctor.machine import PACKAGES, Gpu, Package, packages
 from moe_core.doctor.poison import Poisoned, poisoned
-from moe_core.doctor.self_test import FAIL, OPS, PASS, UNTESTED, ForwardTest, Outcome, Result, run_self_tests
+from moe_core.doctor.self_test import (
+    FAIL,
+    OPS,
+    PASS,
+    UNTESTED,
+    EqualBits,
+    ForwardTest,
+    Outcome,
+    Result,
+    SelfTest,
+    run_self_tests,
+)
 from moe_core.errors import Unsupported
 from moe_core.parity.case import Case
 from moe_core.parity.devices import INTERPRETER
 from moe_core.parity.engines import EngineRun
+from moe_core.parity.report import AGREE, DIFFER, NOT_TESTED, StageRow
 from moe_core.specs import RouterSpec
 from moe_core.target import Target
 from tests.test_import_isolation import BLOCKER
@@ -145,6 +158,51 @@ def test_a_front_end_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome.failures[0].note == "ValueError: broken on purpose"
 
 
+class BackwardTest:
+    """A direction of the computation besides the forward."""
+
+    direction = "backward"
+
+    def __init__(self, equal: bool | None) -> None:
+        self.equal = equal
+
+    def run(self, name: str, engine: Any, progress: Any) -> Iterator[Result]:
+        yield Result(self.direction, name, INTERPRETER, "gpt_oss", "moe", PASS)
+
+    def bitwise(self) -> Iterator[EqualBits]:
+        yield EqualBits(self.direction, "gpt_oss", self.equal, "gradients")
+
+
+@pytest.mark.parametrize("equal", [True, False, None])
+def test_another_direction_joins_with_its_results_and_its_bits(
+    monkeypatch: pytest.MonkeyPatch, equal: bool | None
+) -> None:
+    tests: tuple[SelfTest, ...] = (ForwardTest(), BackwardTest(equal))
+    monkeypatch.setattr(self_test, "self_tests", lambda: tests)
+    monkeypatch.setattr(self_test, "FRONT_ENDS", {"torch": f"{__name__}:RaisingEngine"})
+    outcome = run_self_tests(lambda line: None)
+    assert [result.direction for result in outcome.results] == ["forward", "backward"]
+    assert outcome.bitwise == (EqualBits("backward", "gpt_oss", equal, "gradients"),)
+    alone = dataclasses.replace(outcome, results=outcome.results[1:])
+    assert alone.healthy == (equal is not False)
+    found = cli.Diagnosis((), (), "none", (), alone, 1.0)
+    assert found.as_dict()["bitwise"] == [
+        {"direction": "backward", "case": "gpt_oss", "equal": equal, "note": "gradients"}
+    ]
+    answer = {True: "yes", False: "NO", None: "not compared"}[equal]
+    assert f"torch and JAX bitwise equal, backward gpt_oss: {answer} (gradients)" in str(found)
+    assert ("do not give the same bits (backward, gpt_oss)" in str(found)) == (equal is False)
+    assert "no op defines one" not in str(found)
+
+
+def test_a_wrong_routing_fails_although_none_of_its_weights_can_be_compared() -> None:
+    rows = (StageRow("ids", DIFFER), StageRow("weights", NOT_TESTED, note="other experts"), StageRow("output", AGREE))
+    assert self_test._judge(list(rows[:2]), rows)[0] == FAIL
+    assert self_test._judge([rows[1]], rows) == (UNTESTED, "other experts")
+    assert self_test._judge([rows[2]], rows) == (PASS, "")
+    assert self_test._judge([], (StageRow("all", NOT_TESTED, note="reference"),)) == (UNTESTED, "reference")
+
+
 def test_without_a_front_end_nothing_is_tested() -> None:
     status, report = examine(without("torch", "jax"))
     assert (status, report["conclusion"].split(":")[0]) == (2, "NOTHING WAS TESTED")
@@ -237,8 +295,9 @@ def test_what_the_report_says_of_gpus() -> None:
 
 
 def test_unequal_bits_and_clean_memory_are_told() -> None:
-    unequal = diagnosis(RESULT, bitwise=(("gpt_oss", False, "first difference in output"),))
-    assert unequal.status == 1 and "do not give the same bits (gpt_oss): first difference in output" in str(unequal)
+    unequal = diagnosis(RESULT, bitwise=(EqualBits("forward", "gpt_oss", False, "first difference in output"),))
+    assert unequal.status == 1
+    assert "do not give the same bits (forward, gpt_oss): first difference in output" in str(unequal)
     assert "memory was not poisoned" in str(diagnosis(RESULT, poisoned=Poisoned()))
     untested = diagnosis(dataclasses.replace(RESULT, verdict=UNTESTED, note="the reference ran"))
     assert untested.status == 2 and "kernels of moe_torch were not tested: the reference ran" in str(untested)

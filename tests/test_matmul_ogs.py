@@ -276,3 +276,42 @@ def test_illegal_config_says_why() -> None:
     with pytest.raises(InvalidInput, match=r"stages of .* bytes exceed"):
         config = TileConfig(128, 256, 128, 8, 4)
         plan_matmul_ogs(_GOOD, _LAYOUT, _TOKEN, Target("cuda", 90, 132), config=config)
+
+
+@pytest.mark.parametrize(("gather", "scatter"), [("row", "row"), ("token", "slot"), ("token", "row")])
+def test_a_layout_that_lies_stays_inside_the_buffers(gather: str, scatter: str) -> None:
+    """Values of a layout's arrays may come from anywhere; guard zones around every buffer see a stray write."""
+    layout = LayoutSpec(4, 1, 2, max_rows=4)
+    rows = {"row": layout.capacity, "token": 4}[gather]
+    operands = MatmulOperands(np.ones((rows, 16), np.float32), np.ones((2, 16, 16), np.float32))
+    spec = MatmulSpec("in_out", gather, scatter)
+    honest = {
+        "group_sizes": np.array([3, 1], np.int32),
+        "group_start": np.array([0, 4, 8], np.int32),
+        "slot_of_row": np.array([0, -1, 1, -1, 2, -1, -1, -1], np.int32),
+        "row_of_slot": np.array([0, 2, 4, -1], np.int32),
+    }
+    assert_close(
+        run_matmul(operands, layout, honest, spec),
+        expected_matmul(operands, layout, honest, spec),
+        matmul_tolerance("float32", "float32", 16),
+        label="padding inside a group",
+    )
+    for name, values in (
+        ("slot_of_row", [0, 2**30, -7, 99, 2, -1, -1, -1]),
+        ("group_start", [-5, 2**30, 8]),
+        ("group_sizes", [2**30, -3]),
+    ):
+        run_matmul(operands, layout, honest | {name: np.array(values, np.int32)}, spec)
+
+
+def test_every_row_of_a_batched_layout_is_written() -> None:
+    """Counts from elsewhere may fill all of `[E, max_rows]`, whatever T * K says."""
+    layout = LayoutSpec(64, 1, 2, max_rows=64)
+    operands = MatmulOperands(np.ones((128, 16), np.float32), np.ones((2, 16, 16), np.float32))
+    arrays = {
+        "group_sizes": np.array([64, 64], np.int32),
+        "group_start": np.array([0, 64, 128], np.int32),
+        "slot_of_row": np.arange(128, dtype=np.int32) % 64,
+    }
+    assert (run_matmul(operands, layout, arrays, MatmulSpec("in_out")) == 16).all()

@@ -148,7 +148,7 @@ def test_a_flip_within_the_tolerance_of_the_logits_is_a_tie() -> None:
     assert flip.token == 4 and flip.kind == "set" and flip.is_tie
     assert flip.margin == pytest.approx(1e-6, rel=0.2)
     assert flip.margin is not None and flip.margin <= flip.allowed
-    assert "without 1 flipped tokens" in str(report)
+    assert "without 1 tokens that have other experts" in str(report)
 
 
 def test_a_flip_beyond_the_tolerance_differs_with_its_margin() -> None:
@@ -182,6 +182,108 @@ def test_an_exchange_of_slots_is_a_flip_of_order() -> None:
     (flip,) = compare(stages, swapped).flips
     best, second = np.sort(stages["logits"][2])[::-1][:2]
     assert flip.kind == "order" and flip.margin == pytest.approx(best - second)
+
+
+def test_a_single_token_with_exchanged_slots_is_compared() -> None:
+    reference = {
+        "logits": np.array([[3, 3, 0, 0]], np.float32),
+        "ids": np.array([[0, 1]], np.int32),
+        "weights": np.array([[0.5, 0.5]], np.float32),
+        "output": np.ones((1, 16), np.float32),
+    }
+    candidate = copy_of(reference) | {"ids": np.array([[1, 0]], np.int32)}
+    assert assert_parity(reference, candidate).agrees
+    report = compare(reference, candidate | {"weights": np.array([[9, -7]], np.float32)})
+    assert report.first_divergent == "weights" and verdicts(report)["output"] == "agree"
+    report = compare(reference, candidate | {"output": np.full((1, 16), 123, np.float32)})
+    assert report.first_divergent == "output"
+
+
+def exchanged_slots(stages: dict[str, np.ndarray], tokens: list[int]) -> dict[str, np.ndarray]:
+    """Make tokens' chosen experts score alike; the same layer with the slots of these tokens the other way round."""
+    for token in tokens:
+        stages["logits"][token, stages["ids"][token]] = stages["logits"][token].max()
+    stages["slots"] = stages["matmul2"].reshape(T, K, D).copy()
+    exchanged = copy_of(stages)
+    for token in tokens:
+        for name in ("ids", "weights", "slots"):
+            exchanged[name][token] = exchanged[name][token, ::-1]
+        exchanged["matmul2"].reshape(T, K, D)[token] = stages["slots"][token, ::-1]
+    return exchanged
+
+
+@pytest.mark.parametrize("tokens", [[2], [0, 3], list(range(T))])
+def test_exchanged_slots_are_compared_in_the_order_of_the_reference(tokens: list[int]) -> None:
+    stages = make_stages()
+    exchanged = exchanged_slots(stages, tokens)
+    report = compare(stages, exchanged)
+    assert report.agrees, str(report)
+    assert {flip.kind for flip in report.flips} == {"order"} and len(report.flips) == len(tokens)
+    assert f"slots of {len(tokens)} tokens in the reference's order" in str(report)
+    for name in ("weights", "matmul2", "slots", "output"):
+        wrong = copy_of(exchanged)
+        wrong[name][tokens[-1]] += 1
+        assert compare(stages, wrong).first_divergent == name
+        # Slots that did not move along with their ids are wrong, an output has none.
+        unmoved = compare(stages, exchanged | {name: stages[name].copy()})
+        assert unmoved.first_divergent == (None if name == "output" else name)
+
+
+def test_an_output_as_wide_as_top_k_has_no_slots() -> None:
+    stages = make_stages()
+    stages["output"] = stages["output"][:, :K]
+    exchanged = exchanged_slots(stages, [1])
+    assert compare(stages, exchanged).agrees
+    exchanged["output"][1] = exchanged["output"][1, ::-1]
+    assert compare(stages, exchanged).first_divergent == "output"
+
+
+def test_other_experts_of_some_tokens_leave_out_those_alone() -> None:
+    stages = make_stages()
+    exchanged = exchanged_slots(stages, [0])
+    for token in (2, 5):
+        tie_token(stages, token, 1e-6)
+        exchanged["logits"][token] = stages["logits"][token]
+        flip_token(exchanged, token)
+        exchanged["slots"][token] += 1
+    report = compare(stages, exchanged)
+    assert report.agrees, str(report)
+    assert [flip.kind for flip in report.flips] == ["order", "set", "set"]
+    assert "without 2 tokens that have other experts; slots of 1 tokens in the reference's order" in str(report)
+    for token in (0, 1, 3, 4):
+        for name, row in (("weights", token), ("matmul2", token * K), ("output", token)):
+            wrong = copy_of(exchanged)
+            wrong[name][row] += 1
+            broken = compare(stages, wrong)
+            assert broken.first_divergent == name
+            difference = next(found.difference for found in broken.rows if found.stage == name)
+            assert difference is not None and difference.where is not None
+            assert difference.where[0] // (K if name == "matmul2" else 1) == token
+
+
+def test_where_every_token_has_other_experts_nothing_is_tested() -> None:
+    stages = make_stages()
+    flipped = copy_of(stages)
+    for token in range(T):
+        tie_token(stages, token, 1e-6)
+        flipped["logits"][token] = stages["logits"][token]
+        flip_token(flipped, token)
+    report = compare(stages, flipped)
+    assert all(flip.is_tie for flip in report.flips) and verdicts(report)["ids"] == "flip (tie within tolerance)"
+    assert {verdicts(report)[name] for name in ("weights", "matmul2", "output")} == {"not tested"}
+    assert not report.agrees and report.verdict == "not tested"
+    with pytest.raises(AssertionError, match="NOT TESTED: all 6 tokens have other experts"):
+        assert_parity(stages, flipped)
+
+
+def test_logits_of_flipped_tokens_are_compared_wherever_they_stand() -> None:
+    stages = make_stages()
+    tie_token(stages, 4, 1e-6)
+    flipped = copy_of(stages)
+    flip_token(flipped, 4)
+    flipped["logits"][4] += 1
+    last = {name: stages[name] for name in ("ids", "weights", "matmul2", "output", "logits")}
+    assert compare(last, flipped).first_divergent == "logits"
 
 
 @pytest.mark.parametrize("ids", [[E, 0], [-1, 0], [3, 3]])

@@ -228,6 +228,8 @@ def test_a_tie_broken_towards_the_higher_id_is_a_fault() -> None:
 
     report = altered(case=case, routing=wrong_choice)
     assert report.first_divergent == "ids" and len(report.flips) == 8
+    # No weight is left that could agree.
+    assert report.verdict == "differ" and report.rows[2].verdict == "not tested"
 
 
 def test_a_wrong_group_is_measured_between_groups() -> None:

@@ -14,11 +14,13 @@ import pytest
 from moe_core import runtime
 from moe_core.arrays import ArraySpec, TensorView, host_array
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.matmul_ogs import plan_matmul_ogs
+from moe_core.operands import MatmulOperands
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.reduction import plan_scale_rows
 from moe_core.routing import plan_layout
 from moe_core.runtime import prepare, run
-from moe_core.specs import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulSpec
 from moe_core.target import Target
 from tests.device_memory import DeviceBytes
 from tests.harness import POISON, engine_target
@@ -318,3 +320,15 @@ def test_targets_of_devices() -> None:
 def test_devices_that_do_not_exist() -> None:
     with pytest.raises(InvalidInput, match=r"must be below the number of CUDA devices, .* got 4096; choose another"):
         runtime.target_of(("cuda", 4096))
+
+
+def test_outputs_share_no_memory() -> None:
+    """A plan may read an input after it has written an output, so in-place runs are refused."""
+    operands = MatmulOperands(ArraySpec((64, 64), "float32"), ArraySpec((64, 64), "float32"))
+    plan = plan_matmul_ogs(operands, None, MatmulSpec("in_out"), Target("reference"))
+    x, weight, y = (np.ones((64, 64), np.float32) for _ in range(3))
+    views = {"x": TensorView.from_numpy(x), "weight": TensorView.from_numpy(weight), "y": TensorView.from_numpy(y)}
+    run(plan, views | {"weight": views["x"]})
+    assert (y == 64).all()
+    with pytest.raises(InvalidInput, match=r"must not share memory with .*; give every output memory of its own"):
+        run(plan, views | {"y": views["x"]})

@@ -20,8 +20,8 @@ E = 6
 
 
 def draw_layer(random: np.random.Generator, *shape: int, num_experts: int = E) -> LayerRouting:
-    """Random ids, -1 and E included, and weights; shape (num_tokens, top_k), perhaps with steps before."""
-    ids = random.integers(-1, num_experts + 1, shape).astype(np.int32)
+    """Random ids, -1 included, and weights; shape (num_tokens, top_k), perhaps with steps before."""
+    ids = random.integers(-1, num_experts, shape).astype(np.int32)
     return LayerRouting(ids, random.random(shape, np.float32), num_experts)
 
 
@@ -106,6 +106,22 @@ WRONG: dict[str, Callable[[], Any]] = {
         (LayerRouting(np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32), 0),)
     ),
 }
+
+
+@pytest.mark.parametrize("wrong", [-2, E, 2**31 - 1])
+def test_ids_of_no_expert_are_refused(wrong: int, tmp_path: pathlib.Path) -> None:
+    right, layer = (draw_layer(np.random.default_rng(seed), 3, 2) for seed in (3, 4))
+    layer.ids[1, 1] = wrong
+    message = rf"ids of layer 1 must be in \[-1, 6\), -1 for no expert, got {wrong} among 1 wrong ones; give the layer"
+    with pytest.raises(InvalidInput, match=message):
+        RoutingTrace((right, layer))
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    path = tmp_path / "routing.safetensors"
+    metadata = {"format": "moebius.routing_trace", "version": "1", "num_experts": "[6, 6]"}
+    arrays = {"layers.0.ids": right.ids, "layers.0.weights": right.weights}
+    numpy_files.save_file(arrays | {"layers.1.ids": layer.ids, "layers.1.weights": layer.weights}, path, metadata)
+    with pytest.raises(InvalidInput, match=message):
+        RoutingTrace.load(path)
 
 
 @pytest.mark.parametrize("message", WRONG)

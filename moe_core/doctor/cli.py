@@ -58,9 +58,9 @@ class Diagnosis:
         for result in outcome.failures:
             where = f" on {result.device}" if result.device else ""
             yield f"{result.front_end} {result.op}{where} ({result.case or result.direction}): {result.note}"
-        for case, equal, note in outcome.bitwise:
-            if equal is False:
-                yield f"torch and JAX do not give the same bits ({case}): {note}"
+        for row in outcome.bitwise:
+            if row.equal is False:
+                yield f"torch and JAX do not give the same bits ({row.direction}, {row.case}): {row.note}"
         for name in FRONT_ENDS:
             if name in outcome.absent:
                 yield f"moe_{name} was not tested, it does not start: {outcome.absent[name]}"
@@ -102,7 +102,7 @@ class Diagnosis:
             "kernels": [kernels.as_dict() for kernels in self.kernels],
             "self_test": [result.as_dict() for result in outcome.results],
             "absent": outcome.absent,
-            "bitwise": [{"case": case, "equal": equal, "note": note} for case, equal, note in outcome.bitwise],
+            "bitwise": [row.as_dict() for row in outcome.bitwise],
             "poisoned": {"outputs": outcome.poisoned.outputs, "workspaces": outcome.poisoned.workspaces},
             "not_to_be_trusted": list(self.untrusted()),
             "seconds": self.seconds,
@@ -158,9 +158,9 @@ class Diagnosis:
             for verdict in (PASS, FAIL, UNTESTED):
                 if ops := [result.op for result in results if result.verdict == verdict]:
                     yield f"    {verdict}: {', '.join(ops)}"
-        for case, equal, note in outcome.bitwise:
-            answer = {True: "yes", False: "NO", None: "not compared"}[equal]
-            yield f"  torch and JAX bitwise equal, {case}: {answer} ({note})"
+        for row in outcome.bitwise:
+            answer = {True: "yes", False: "NO", None: "not compared"}[row.equal]
+            yield f"  torch and JAX bitwise equal, {row.direction} {row.case}: {answer} ({row.note})"
 
     def _verdict(self) -> Iterator[str]:
         yield "\nNot to be trusted here"

@@ -1,6 +1,6 @@
 """The self-test: every public op of every front-end against the NumPy reference, on what this machine has.
 
-A `SelfTest` is one direction of the computation; `SELF_TESTS` lists them. Another direction joins by being added there.
+A `SelfTest` is one direction of the computation; `self_tests` lists them. Another direction joins by being added there.
 """
 
 from __future__ import annotations
@@ -53,6 +53,19 @@ class Result:
         return dict(vars(self))
 
 
+@dataclass(frozen=True)
+class EqualBits:
+    """Whether the front-ends have equal bits in one case. equal None: nobody can tell, and note says why."""
+
+    direction: str
+    case: str
+    equal: bool | None
+    note: str
+
+    def as_dict(self) -> dict[str, str | bool | None]:
+        return dict(vars(self))
+
+
 class SelfTest(Protocol):
     """One direction of the computation."""
 
@@ -60,6 +73,10 @@ class SelfTest(Protocol):
 
     def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
         """The results of one front-end; raises what the front-end raises."""
+        ...
+
+    def bitwise(self) -> Iterator[EqualBits]:
+        """What ran on more than one front-end, compared bit by bit; nothing where it ran on one alone."""
         ...
 
 
@@ -87,11 +104,10 @@ class ForwardTest:
                     verdict, note = _judge([rows[stage] for stage in stages if stage in rows], report.rows)
                     yield Result(self.direction, name, report.device, case_name, op, verdict, note)
 
-    def bitwise(self) -> Iterator[tuple[str, bool | None, str]]:
-        """(case, whether the front-ends have equal bits or None where nobody can tell, note)."""
+    def bitwise(self) -> Iterator[EqualBits]:
         for case_name, _, _ in self.CASES:
             for row in compare_bits([run for name, run in self.runs if name == case_name]):
-                yield case_name, row.equal, row.note
+                yield EqualBits(self.direction, case_name, row.equal, row.note)
 
 
 class _Recorder:
@@ -111,12 +127,12 @@ class _Recorder:
 
 def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]:
     """(verdict, note) of an op from its stages; a report that stops early tells about no op behind."""
-    untested = [row for row in every if row.verdict == NOT_TESTED]
-    if untested:
-        return UNTESTED, untested[0].note
-    wrong = [row for row in rows if not row.passes]
+    wrong = [row for row in rows if not row.passes and row.verdict != NOT_TESTED]
     if wrong:
         return FAIL, "; ".join(f"{row.stage}: {' '.join(filter(None, row.cells()[1:]))}" for row in wrong)
+    untested = [row for row in rows or every if row.verdict == NOT_TESTED]
+    if untested:
+        return UNTESTED, untested[0].note
     if not rows:
         return UNTESTED, "an earlier stage has another shape than the reference"
     return PASS, ""
@@ -124,11 +140,11 @@ def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything the self-test found. absent: front-end -> why it could not start. bitwise: see `ForwardTest`."""
+    """Everything the self-test found. absent: front-end -> why it could not start."""
 
     results: tuple[Result, ...]
     absent: dict[str, str]
-    bitwise: tuple[tuple[str, bool | None, str], ...]
+    bitwise: tuple[EqualBits, ...]
     poisoned: Poisoned
 
     @property
@@ -142,7 +158,7 @@ class Outcome:
 
     @property
     def healthy(self) -> bool:
-        return not self.failures and all(equal is not False for _, equal, _ in self.bitwise)
+        return not self.failures and all(row.equal is not False for row in self.bitwise)
 
     def interpreted(self) -> bool:
         """Whether only Triton's interpreter ran kernels."""
@@ -177,8 +193,8 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
                 except Exception as error:
                     note = f"{type(error).__name__}: {error}"
                     results.append(Result(test.direction, name, "", "", "run", FAIL, note))
-    bitwise = [row for test in tests if isinstance(test, ForwardTest) for row in test.bitwise()]
-    return Outcome(tuple(results), absent, tuple(bitwise), found)
+    bitwise = tuple(row for test in tests for row in test.bitwise())
+    return Outcome(tuple(results), absent, bitwise, found)
 
 
 def _load(place: str) -> Any:

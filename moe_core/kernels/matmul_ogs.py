@@ -29,6 +29,12 @@ def layer_offset(layer, NUM_LAYERS: tl.constexpr):
 
 
 @triton.jit
+def slot_inside(slots, num_slots):
+    """Slots as int64, those outside [0, num_slots) moved to its nearest end."""
+    return tl.minimum(tl.maximum(slots, 0), num_slots - 1).to(tl.int64)
+
+
+@triton.jit
 def load_weight(
     base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
@@ -48,7 +54,7 @@ def load_weight(
 @triton.jit
 def matmul_ogs(
     x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
-    num_blocks, num_rows,
+    num_blocks, num_rows, num_slots,
     D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
     X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
@@ -59,7 +65,8 @@ def matmul_ogs(
 ):  # fmt: skip
     """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
 
-    schedule None = dense: every row belongs to the only expert and num_rows rows exist.
+    num_rows: rows of the layout; num_slots: slots, those of a token being TOP_K neighbours. A row whose slot is -1 is
+    padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
     """
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     # Rows of this block: where they start in the layout, which exist, which slot each is.
@@ -73,9 +80,11 @@ def matmul_ogs(
         if expert < 0:
             return
         within = tl.load(schedule + 2 * block) * BLOCK_M + tl.arange(0, BLOCK_M)
-        exists = within < tl.load(group_sizes + expert)
-        rows = tl.load(group_start + expert).to(tl.int64) + within
-        slots = tl.load(slot_of_row + rows, mask=exists, other=0).to(tl.int64)
+        # The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
+        start = tl.minimum(tl.maximum(tl.load(group_start + expert), 0), num_rows)
+        exists = within < tl.minimum(tl.load(group_sizes + expert), num_rows - start)
+        rows = start.to(tl.int64) + within
+        slots = slot_inside(tl.load(slot_of_row + rows, mask=exists, other=0), num_slots)
     if GATHER == "token":
         x_rows = slots // TOP_K
     elif GATHER == "slot":
@@ -144,6 +153,11 @@ def matmul_ogs(
             result = activate(accumulator, ACTIVATION)
         else:
             result = accumulator
+    if schedule is not None:
+        # Loaded again rather than kept in registers over the main loop, where every row counts as filled.
+        found = tl.load(slot_of_row + rows, mask=exists, other=-1)
+        exists = exists & (found >= 0) & (found < num_slots)
+        slots = slot_inside(found, num_slots)
     if row_weight is not None:
         result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
     if layer is not None:

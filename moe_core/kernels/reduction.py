@@ -14,6 +14,7 @@ def reduce(
     shared_gate,
     out,
     num_tokens,
+    num_rows,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED_STRIDE: tl.constexpr,
@@ -24,7 +25,7 @@ def reduce(
 ):
     """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order.
 
-    A slot without a row (-1) is skipped and its memory never read.
+    A slot without a row (-1) is skipped and its memory never read. num_rows: rows of y.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -33,10 +34,10 @@ def reduce(
     total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     if UNROLL:
         for k in tl.static_range(TOP_K):
-            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, WIDTH, BY_ROW)
+            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, num_rows, WIDTH, BY_ROW)
     else:
         for k in range(TOP_K):
-            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, WIDTH, BY_ROW)
+            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, num_rows, WIDTH, BY_ROW)
     if shared is not None:
         extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
         extra = extra.to(tl.float32)
@@ -47,11 +48,11 @@ def reduce(
 
 
 @triton.jit
-def _slot(y, row_of_slot, slots, inside, columns, mask, WIDTH: tl.constexpr, BY_ROW: tl.constexpr):
+def _slot(y, row_of_slot, slots, inside, columns, mask, num_rows, WIDTH: tl.constexpr, BY_ROW: tl.constexpr):
     """The fp32 contribution of one slot per token; zeros, unread, where the slot has no row."""
     rows = tl.load(row_of_slot + slots, mask=inside, other=-1)
     source = rows.to(tl.int64) if BY_ROW else slots
-    present = mask & (rows >= 0)[:, None]
+    present = mask & ((rows >= 0) & (source < num_rows))[:, None]
     return tl.load(y + source[:, None] * WIDTH + columns[None, :], mask=present, other=0.0).to(tl.float32)
 
 

@@ -21,6 +21,8 @@ from moe_core.specs import (
     RouterSpec,
     require_at_least,
     require_choice,
+    require_flag,
+    require_kind,
 )
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
@@ -28,20 +30,6 @@ _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 _UNSTATED_GATE_LAYOUT = "halves"
 #: Capacity factors are fractions with denominators up to this.
 _FACTOR_DENOMINATOR = 1000
-
-
-def require_flag(name: str, value: object) -> None:
-    """Raise InvalidInput unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be True or False, got {value!r}; pass one of them")
-
-
-def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
-    """Raise InvalidInput unless `value` is a `kind` (or None where optional)."""
-    if not isinstance(value, kind) and not (optional and value is None):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        wanted = f"{article} {kind.__name__}{' or None' if optional else ''}"
-        raise InvalidInput(f"{name} must be {wanted}, got {type(value).__name__}; build one from moe_core.layers")
 
 
 @plan_type

@@ -103,9 +103,11 @@ def compare(
 
     reference, candidate: arrays by stage name; both must have the same names. `ids` (integers `[T, K]`) are compared by
     token: where `logits` `[T, E]` are among the stages, a token whose experts differ by no more than the tolerance of
-    the logits is a tie, which does not fail. Tokens with other experts are left out of later stages, whose rows
-    (T, or T * K in slot order) they would spoil. tolerances: by stage; None = `default_tolerance` for each.
-    The same array on both sides is `not tested` and fails. Raises InvalidInput for an unknown tolerance or no stages.
+    the logits is a tie, which does not fail. In later stages, of T rows or T * K in slot order, tokens with other
+    experts are left out, which would spoil them, and tokens with the same experts in other slots are compared slot by
+    slot in the reference's order (`weights` `[T, K]`, `[T * K, ...]` and `[T, K, ...]` arrays) or as they are (one row
+    per token). tolerances: by stage; None = `default_tolerance` for each. The same array on both sides, and a stage
+    of which no token is left, are `not tested` and fail. Raises InvalidInput for an unknown tolerance or no stages.
     """
     if not reference:
         raise InvalidInput("reference must hold at least one stage, got none; pass arrays by stage name")
@@ -116,7 +118,7 @@ def compare(
     found = {name: as_numpy(name, array) for name, array in candidate.items()}
     rows: list[StageRow] = []
     flips: tuple[Flip, ...] = ()
-    routed = None
+    slots = np.zeros((0, 0), np.intp)
     for stage, expected in wanted.items():
         if stage not in found:
             rows.append(StageRow(stage, MISSING, note="the candidate has no such stage"))
@@ -125,10 +127,10 @@ def compare(
         tolerance = (tolerances or {}).get(stage) or default_tolerance(stage, expected, actual)
         if stage == "ids" and expected.ndim == 2 and expected.shape == actual.shape:
             flips = _flips(wanted, found, tolerances)
-            routed = expected.shape
+            slots = _matching_slots(expected, actual)
             rows.append(ids_row(expected, actual, flips))
-        elif routed and flips:
-            rows.append(_row_without_flips(stage, (expected, actual), tolerance, flips, routed))
+        elif flips and stage != "logits":
+            rows.append(_row_behind_flips(stage, expected, actual, tolerance, slots))
         else:
             rows.append(stage_row(stage, expected, actual, tolerance))
     rows += [StageRow(stage, MISSING, note="the reference has no such stage") for stage in found if stage not in wanted]
@@ -161,22 +163,40 @@ def _flips(
     return find_flips(wanted["ids"], found["ids"], RouterScores.of(logits), logit_tolerance(logits, tolerance))
 
 
-def _row_without_flips(
-    stage: str,
-    arrays: tuple[np.ndarray, np.ndarray],
-    tolerance: Tolerance,
-    flips: tuple[Flip, ...],
-    routed: tuple[int, ...],
+def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    """From both ids `[T, K]`, the candidate's slot for every slot of the reference; -1 in tokens with other experts."""
+    wanted, found = (np.argsort(ids, axis=1, kind="stable") for ids in (reference, candidate))
+    same = np.take_along_axis(reference, wanted, axis=1) == np.take_along_axis(candidate, found, axis=1)
+    slots = np.empty_like(wanted)
+    np.put_along_axis(slots, wanted, found, axis=1)
+    return np.where(same.all(axis=1, keepdims=True), slots, -1)
+
+
+def _row_behind_flips(
+    stage: str, expected: np.ndarray, actual: np.ndarray, tolerance: Tolerance, slots: np.ndarray
 ) -> StageRow:
-    """A stage behind the ids, the rows of flipped tokens left out where its rows are tokens or slots."""
-    expected, actual = arrays
-    num_tokens, top_k = routed
+    """A stage behind flipped ids; slots: see `_matching_slots`. Stages of neither tokens nor slots are compared whole.
+
+    Tokens with other experts are left out, and those with the same experts in other slots are put in the reference's
+    order where the stage has slots: the sum over a token's slots only associates in another order.
+    """
+    num_tokens, top_k = slots.shape
     rows_per_token = {num_tokens: 1, num_tokens * top_k: top_k}.get(expected.shape[0] if expected.ndim else -1)
     if rows_per_token is None or expected.shape != actual.shape or np.shares_memory(expected, actual):
         return stage_row(stage, expected, actual, tolerance)
-    flipped = np.zeros(num_tokens, bool)
-    flipped[[flip.token for flip in flips]] = True
-    # Both sides get the same values there, so that the indices of the others stay what they are.
-    left_out = np.repeat(flipped, rows_per_token).reshape(-1, *([1] * (actual.ndim - 1)))
+    other_experts = slots[:, 0] < 0
+    if other_experts.all():
+        note = f"all {num_tokens} tokens have other experts, so none can be compared; give both sides the same ids"
+        return StageRow(stage, NOT_TESTED, note=note)
+    notes = [f"without {other_experts.sum()} tokens that have other experts"] if other_experts.any() else []
+    # [T, K] says nothing by itself: an output may be K wide.
+    has_slot_axis = expected.shape[:2] == slots.shape and (stage == "weights" or expected.ndim > 2)
+    if rows_per_token == top_k or has_slot_axis:
+        by_slot = actual.reshape(num_tokens, top_k, -1)
+        actual = np.take_along_axis(by_slot, np.maximum(slots, 0)[:, :, None], axis=1).reshape(actual.shape)
+        moved = (slots != np.arange(top_k)).any(axis=1) & ~other_experts
+        notes += [f"slots of {moved.sum()} tokens in the reference's order"] if moved.any() else []
+    # Both sides get the same values in what is left out, so that the indices of the others stay what they are.
+    left_out = np.repeat(other_experts, rows_per_token).reshape(-1, *([1] * (actual.ndim - 1)))
     kept = np.where(left_out, expected.astype(np.float64), actual.astype(np.float64))
-    return stage_row(stage, expected, kept, tolerance, f"without {len(flips)} flipped tokens")
+    return stage_row(stage, expected, kept, tolerance, "; ".join(notes))
