@@ -150,10 +150,20 @@ class MoE(nn.Module):
         return result[0] if sows and not return_aux else result
 
     @nn.nowrap
-    def explain(self, tokens: int | tuple[int, ...]) -> str:
-        """What the layer runs for x of shape `tokens`, or for so many tokens: kernels, scratch, summation order."""
+    def explain(self, tokens: int | tuple[int, ...], variables: Any = None) -> str:
+        """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
+        scratch, summation order.
+
+        variables: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and
+        biases may be wider). x is taken to have the layer's dtype, or that of the experts where it is None.
+        """
         return layers.explain(
-            self.spec, tokens, dtype=self.dtype, param_dtype=self.param_dtype, num_layers=self.num_layers
+            self.spec,
+            tokens,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            num_layers=self.num_layers,
+            parameters=None if variables is None else self._parameters(variables),
         )
 
     @nn.nowrap
@@ -170,11 +180,16 @@ class MoE(nn.Module):
     @nn.nowrap
     def export_weights(self, variables: Any) -> LayerWeights | list[LayerWeights]:
         """The weights in `variables` as NumPy arrays in the canonical form, as stored; for a stack, of each layer."""
+        return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
+
+    @nn.nowrap
+    def _parameters(self, variables: Any) -> dict[str, Any]:
+        """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
         variables = nn.meta.unbox(variables)
         parameters = dict(variables["params"])
         if self.correction_bias:
             parameters["gate"] = {**parameters["gate"], **variables[STATE]["gate"]}
-        return layers.export_weights(parameters, self.spec, self.num_layers)
+        return parameters
 
 
 class ParameterGroup(nn.Module):

@@ -203,9 +203,10 @@ class MoE(nnx.Module):
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in every)
 
     def explain(self, tokens: int | tuple[int, ...]) -> str:
-        """What the layer runs for x of shape `tokens`, or for so many tokens: kernels, scratch, summation order."""
+        """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
+        scratch, summation order. x is taken to have the layer's dtype, or that of the experts where it is None."""
         return layers.explain(
-            self.spec, tokens, dtype=self.dtype, param_dtype=self.param_dtype, num_layers=self.num_layers
+            self.spec, tokens, dtype=self.dtype, num_layers=self.num_layers, parameters=self.parameters()
         )
 
     def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> None:

@@ -43,6 +43,14 @@ def python_blocks() -> list[tuple[str, str]]:
 BLOCKS = python_blocks()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_python_is_fenced(page: pathlib.Path) -> None:
+    """Blocks set apart by four spaces alone are not run, so none of them may be Python."""
+    unfenced = FENCE.sub("", page.read_text())
+    hidden = re.findall(r"^ {4}.*\bimport\b.*", unfenced, re.MULTILINE)
+    assert not hidden, f"{page.name} has Python outside of a fence, which no test runs: {hidden}"
+
+
 def without_others(source: str) -> str:
     """The source behind a first line after which no package can be imported that it does not name."""
     others = [package for package, name in PACKAGES.items() if not name.search(source)]

@@ -1,4 +1,4 @@
-"""Flax layers against each other, the composed op and the NumPy twins; presets, options, losses."""
+"""Flax layers against each other, the composed op and the NumPy twins; presets, options, losses, explanations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,9 +23,10 @@ from moe_core.layers import (
     SharedExpertsSpec,
     Storage,
 )
+from moe_core.operands import map_arrays
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close
 from moe_core.specs import Activation, RouterSpec
-from moe_jax import layers
+from moe_jax import Target, export_target, layers, linen, nnx
 from tests.flax_support import (
     Bundles,
     as_numpy,
@@ -230,3 +232,38 @@ def test_update_correction_bias() -> None:
     for wrong in (np.zeros(3, np.int32), np.zeros(4, np.float32)):
         with pytest.raises(moe_jax.InvalidInput, match=r"tokens_per_expert must be int32\[4\] like correction_bias"):
             layers.update_correction_bias(jnp.asarray(bias), jnp.asarray(wrong), 0.1)
+
+
+def test_explain_says_what_runs() -> None:
+    spec = dataclasses.replace(preset("deepseek_v3"), capacity_factor=1.0)
+    module = linen.MoE.from_spec(preset("mixtral"), dtype=jnp.bfloat16, num_layers=2)
+    layer = flax_nnx.eval_shape(lambda: nnx.MoE.from_spec(spec, rngs=flax_nnx.Rngs(0)))
+    with running_on("reference"):
+        text = module.explain((2, 5, 48))
+        assert "moe on reference" in text and "x: bfloat16[10, 48]" in text
+        assert "experts.gate_up: bfloat16[4, 48, 40]" in text, "one layer is cut out of the fp32 stack"
+        text = layer.explain(7)
+        assert "capacity limit: slots behind the first 2 of an expert" in text and "routing.ids: int32[7, 2]" in text
+        assert [text.count(f"{op} on reference") for op in ("router", "routing", "layout", "moe")] == [1, 1, 1, 1]
+        with export_target(Target("cuda", 90, 132)):
+            assert "cuda sm_90" in layer.explain(7)
+
+
+def test_explain_reads_the_dtypes_that_were_loaded() -> None:
+    """Experts in bfloat16, the router's weight and the biases wider, as checkpoints hold them."""
+    spec = dataclasses.replace(preset("qwen2_moe"), router_bias=True, correction_bias=True)
+    weights = draw_weights(spec, "bfloat16")
+    weights = dataclasses.replace(weights, router=map_arrays(weights.router, lambda array: array.astype(np.float32)))
+    with running_on("reference"):
+        layer = nnx_layer(weights, spec, param_dtype=jnp.bfloat16)
+        module, variables = linen_layer(weights, spec, param_dtype=jnp.bfloat16)
+        text = layer.explain(5)
+        assert "x: bfloat16[5, 48]" in text and "routing.weight: float32[48, 5]" in text
+        assert "routing.bias: float32[5]" in text and "experts.down: bfloat16[5, 24, 48]" in text
+        assert module.explain(5, variables) == text
+        assert module.explain(5, jax.eval_shape(lambda: variables)) == text
+        assert "routing.weight: bfloat16[48, 5]" in module.explain(5), "as made by init"
+        stacked, held = linen_layer([weights] * 2, spec, param_dtype=jnp.bfloat16, num_layers=2)
+        text = stacked.explain(5, held)
+        assert "routing.weight: float32[48, 5]" in text and "experts.down: bfloat16[2, 5, 24, 48]" in text
+        assert nnx_layer([weights] * 2, spec, param_dtype=jnp.bfloat16, num_layers=2).explain(5) == text

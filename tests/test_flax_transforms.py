@@ -1,4 +1,4 @@
-"""Flax layers under jit, scan, remat, shard_map and differentiation; what they say and what they refuse."""
+"""Flax layers under jit, scan, remat, shard_map and differentiation, and what they refuse."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.operands import ExpertWeights, SharedExpert
-from moe_jax import InvalidInput, Target, Unsupported, export_target, layers, linen, moe, nnx
+from moe_jax import InvalidInput, Unsupported, layers, linen, moe, nnx
 from tests.flax_support import draw_tokens, draw_weights, linen_layer, nnx_layer, preset, stored_for_flax
-from tests.jax_support import on_engines, running_on
+from tests.jax_support import REAL_KERNELS, on_engines, running_on
 from tests.test_jax_transforms import program_text, weight_copies
 
 NUM_LAYERS = 3
@@ -163,6 +163,34 @@ def test_a_stack_computed_in_another_dtype() -> None:
         np.testing.assert_array_equal(stack(spec, dtype=jnp.bfloat16)(x, layer=1), alone)
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["in place", "cast"])
+@pytest.mark.parametrize("kind", [int, np.int32, np.int64, np.asarray, jnp.asarray])
+def test_a_known_index_outside_a_stack_is_refused(kind: Callable[[int], Any], dtype: Any) -> None:
+    spec = preset("mixtral")
+    with running_on("reference"):
+        stacked, x = stack(spec, dtype=dtype), jnp.asarray(X)
+        for index in (NUM_LAYERS, 7, -1):
+            with pytest.raises(InvalidInput, match=rf"layer must be in \[0, 3\), got {index}"):
+                stacked(x, layer=kind(index))
+        wide = 2**32 + 1  # its lower half names a layer
+        with pytest.raises(InvalidInput, match=rf"layer must be in \[0, 3\), got {wide}"):
+            stacked(x, layer=np.asarray(wide))
+        np.testing.assert_array_equal(stacked(x, layer=kind(1)), stacked(x, layer=1))
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("reference", jnp.bfloat16), (REAL_KERNELS, None)])
+def test_a_traced_index_outside_a_stack_gives_nan(engine: str, dtype: Any) -> None:
+    """Whether the matrices are cut out and cast, or read in place by the kernels."""
+    spec = everything()
+    with running_on(engine):
+        stacked, x = stack(spec, dtype=dtype), jnp.asarray(draw_tokens(spec, "float32", 5))
+        run = jax.jit(lambda stacked, x, index: stacked(x, layer=index))
+        for index in (-1, NUM_LAYERS, 7):
+            y = run(stacked, x, index)
+            assert y.dtype == (dtype or x.dtype) and np.isnan(np.asarray(y, np.float32)).all(), index
+        np.testing.assert_array_equal(run(stacked, x, 2), jax.jit(lambda stacked, x: stacked(x, layer=2))(stacked, x))
+
+
 def test_linen_sows_every_layer_of_a_scan() -> None:
     spec = everything()
     with running_on("reference"):
@@ -295,21 +323,6 @@ def test_the_data_parallel_example() -> None:
     np.testing.assert_allclose(np.asarray(y), np.asarray(whole), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(statistics.tokens_per_expert), np.asarray(aux.tokens_per_expert))
     np.testing.assert_allclose(statistics.z_loss, aux.z_loss, rtol=1e-5)
-
-
-def test_explain_says_what_runs() -> None:
-    spec = dataclasses.replace(preset("deepseek_v3"), capacity_factor=1.0)
-    module = linen.MoE.from_spec(preset("mixtral"), dtype=jnp.bfloat16, num_layers=2)
-    layer = flax_nnx.eval_shape(lambda: nnx.MoE.from_spec(spec, rngs=flax_nnx.Rngs(0)))
-    with running_on("reference"):
-        text = module.explain((2, 5, 48))
-        assert "moe on reference" in text and "x: bfloat16[10, 48]" in text
-        assert "experts.gate_up: bfloat16[4, 48, 40]" in text, "one layer is cut out of the fp32 stack"
-        text = layer.explain(7)
-        assert "capacity limit: slots behind the first 2 of an expert" in text and "routing.ids: int32[7, 2]" in text
-        assert [text.count(f"{op} on reference") for op in ("router", "routing", "layout", "moe")] == [1, 1, 1, 1]
-        with export_target(Target("cuda", 90, 132)):
-            assert "cuda sm_90" in layer.explain(7)
 
 
 X = np.ones((2, 3, 48), np.float32)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import io
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import start_processes
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import (
@@ -211,6 +213,22 @@ def test_wrong_constructions_say_what_is_wrong() -> None:
         MoE.from_weights(MoE(D, F, E, K))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_dtypes_no_operator_takes_are_refused(device: str) -> None:
+    accepted = "dtype must be torch.bfloat16, torch.float16, torch.float32, got torch.float64"
+    for build in (lambda **options: MoE(D, F, E, K, **options), lambda **options: MoE.from_spec(EVERYTHING, **options)):
+        with pytest.raises(InvalidInput, match=f"{accepted}; pass dtype=torch.float32"):
+            build(device=device, dtype=torch.float64)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pytest.raises(InvalidInput, match=f"{accepted}, the default dtype of torch; pass"):
+                build(device=device)
+            assert build(device=device, dtype=torch.float16).experts.down.dtype == torch.float16
+            assert make(draw_weights(EVERYTHING)).experts.down.dtype == torch.float32, "weights state their own"
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_gradients_are_refused_with_the_way_out() -> None:
     layer, x = MoE(D, F, E, K), to_torch(draw_x((3,)))
     with running_on("reference"):
@@ -223,33 +241,52 @@ def test_gradients_are_refused_with_the_way_out() -> None:
             layer(x.requires_grad_())
 
 
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[Any]:
-    """A process group of this process alone."""
-    store = distributed.FileStore(str(tmp_path / "store"), 1)  # pyright: ignore[reportPrivateImportUsage]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+WORLD_SIZE, ODD_EXPERTS = 2, 5
+
+
+def run_one_rank(rank: int, store_path: str) -> None:
+    """One of the processes of `test_fully_sharded`; an assertion that fails here fails the test."""
+    store = distributed.FileStore(store_path, WORLD_SIZE)  # pyright: ignore[reportPrivateImportUsage]
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=datetime.timedelta(seconds=60)
+    )
+    spec = dataclasses.replace(EVERYTHING, num_experts=ODD_EXPERTS)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    layer = MoE.from_spec(spec, device="meta")
+    model = torch.nn.Sequential(torch.nn.Identity(), layer)
+    fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    layer.reset_parameters()
+    gate_up: Any = layer.experts.gate_up
+    assert gate_up.placements[0].is_shard(0) and gate_up.shape[0] == ODD_EXPERTS
+    assert gate_up.to_local().shape[0] == (3, 2)[rank], "an expert is on one rank, whole"
+    assert all(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+    with pytest.raises(Unsupported, match=r"router.weight is a sharded DTensor.*load the weights before sharding"):
+        layer.load_weights(draw_weights(spec))
+    plain = MoE.from_weights(layer.export_weights())
+    assert plain.experts.gate_up.std(dim=(1, 2)).min() > 0, "every rank's experts came"
+    x = to_torch(draw_x((2, 3), seed=rank))
+    with running_on("reference"), torch.no_grad():
+        require_equal(model(x), plain(x), f"rank {rank}")
     distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not")  # on a CPU, whatever the mesh
-def test_fully_sharded(one_process: Any) -> None:
-    """The order of a large model: meta, shard, memory, then values."""
-    weights, x = draw_weights(EVERYTHING), to_torch(draw_x((2, 3)))
-    layer = MoE.from_spec(EVERYTHING, device="meta")
-    model = torch.nn.Sequential(torch.nn.Identity(), layer)
-    fully_shard(layer, mesh=one_process)
-    fully_shard(model, mesh=one_process)
-    model.to_empty(device="cpu")
-    layer.reset_parameters()
-    assert all(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
-    with pytest.raises(Unsupported, match=r"router.weight is a sharded DTensor.*load the weights before sharding"):
-        layer.load_weights(weights)
-    plain = MoE.from_weights(layer.export_weights())
-    with running_on("reference"), torch.no_grad():
-        require_equal(model(x), plain(x), "sharded")
-    gate_up: Any = layer.experts.gate_up
-    assert gate_up.device_mesh == one_process and gate_up.placements[0].is_shard(0) and gate_up.shape[0] == E
+def test_fully_sharded(tmp_path: Path) -> None:
+    """The order of a large model: meta, shard, memory, then values. Two processes share an odd number of experts."""
+    arguments = (str(tmp_path / "store"),)
+    processes: Any = start_processes(
+        run_one_rank, arguments, nprocs=WORLD_SIZE, join=False, daemon=True, start_method="spawn"
+    )
+    deadline = time.monotonic() + 180
+    try:
+        # True when all have ended well; what one of them raised is raised here.
+        while not processes.join(timeout=1):
+            assert time.monotonic() < deadline, "the processes do not end"
+    finally:
+        for process in processes.processes:
+            process.kill()
 
 
 @on_engines

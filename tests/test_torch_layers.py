@@ -125,6 +125,32 @@ def test_leading_axes_make_no_difference() -> None:
 
 
 @on_engines
+def test_slices_of_wider_buffers(engine: str) -> None:
+    """A layer takes x and token_mask that start at any address: it copies what kernels would refuse."""
+    weights, x = draw_weights(EVERYTHING, dtype="bfloat16"), draw_x((6,), dtype="bfloat16")
+    mask = np.array([True, True, False, True, True, True])
+    with running_on(engine) as device:
+        layer, rows, token_mask = make(weights, device), to_torch(x, device), to_torch(mask, device)
+        y = layer(rows, token_mask)
+        wide = torch.zeros(6, D + 5, dtype=rows.dtype, device=device)
+        wide[:, 3 : 3 + D] = rows
+        padded = torch.zeros(6 * D + 1, dtype=rows.dtype, device=device)
+        padded[1:] = rows.view(-1)
+        longer = torch.cat([token_mask[:1], token_mask])
+        columns, flat = wide[:, 3 : 3 + D], padded[1:]
+        for name, view in {
+            "columns": columns,
+            "contiguous rows": flat.view(6, D),
+            "more axes": flat.view(2, 3, D),
+        }.items():
+            assert view.data_ptr() % 16 and longer[1:].data_ptr() % 16
+            found = layer(view, longer[1:].view(view.shape[:-1]))
+            require_equal(found.view(6, D), y, name)
+        with pytest.raises(InvalidInput, match=r"x must start at a multiple of 16 bytes.*clone\(\) it"):
+            ops_moe(weights, columns)
+
+
+@on_engines
 def test_gate_and_weight_layouts_agree(engine: str) -> None:
     """The same numbers in every storage. On real kernels the sums have one order: bitwise. NumPy's have not."""
     weights, x = draw_weights(EVERYTHING), draw_x((9,))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
@@ -20,7 +21,7 @@ from moe_core.routing import plan_layout, plan_router, plan_routing
 from moe_core.specs import LayoutSpec, LogitsSpec, RouterSpec
 from moe_jax import ops
 from moe_jax.calls import OpCall
-from moe_jax.layers.parameters import Parameters, find, is_gate, leaves, nested
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
@@ -30,13 +31,14 @@ CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of the composed op for one forward."""
+    """The arguments of the composed op for one forward, and whether its layer exists where only the device knows."""
 
     tokens: jax.Array
     experts: ExpertWeights
     router: RouterWeights
     shared: SharedExpert | None
     token_mask: jax.Array | None
+    layer_exists: jax.Array | None
 
     def keywords(self) -> dict[str, Any]:
         return {"token_mask": self.token_mask, "shared": self.shared}
@@ -57,13 +59,16 @@ def forward(
     dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it. token_mask:
     bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer: where
     parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the compute
-    dtype are read in place, and a traced index outside the stack gives NaN; others are cut out and cast, one layer's
-    copy per call, with the index clamped. With a capacity limit the slots past it are dropped, and the op runs in
-    stages. Raises InvalidInput, Unsupported.
+    dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack is
+    refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place on
+    a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises InvalidInput,
+    Unsupported.
     """
     call = _prepare(parameters, x, spec, dtype, token_mask, layer)
     result, tokens_per_expert = _run(call, spec)
     y = result.output.reshape(x.shape)
+    if call.layer_exists is not None:
+        y = jnp.where(call.layer_exists, y, jnp.nan)
     for name in CHECKPOINT_NAMES:
         y = checkpoint_name(y, name)
     if not return_aux:
@@ -79,16 +84,23 @@ def explain(
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
     num_layers: int | None = None,
+    parameters: Parameters | None = None,
 ) -> str:
-    """What `forward` runs for x of shape `tokens` (`[..., D]`, or a number of tokens) on each platform of this process.
+    """The plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
-    x is taken to have `dtype`, or param_dtype where that is None. Nothing is computed.
+    parameters: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = every array has param_dtype, as
+    `initialize` makes them, while loaded gates and biases may be wider. x is taken to have `dtype`, or that of the
+    experts where it is None. Nothing is computed. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
-    arrays = nested(
-        (leaf.path, jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if leaf.is_state else param_dtype))
-        for leaf in leaves(spec, num_layers)
-    )
+
+    def dtype_of(leaf: Leaf) -> Any:
+        if parameters is not None:
+            return find(parameters, leaf.path).dtype
+        return jnp.float32 if leaf.is_state else param_dtype
+
+    every = leaves(spec, num_layers)
+    arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
     texts: list[str] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
@@ -96,7 +108,7 @@ def explain(
         texts.extend(_explanations(call, spec))
         return x
 
-    jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype or param_dtype))
+    jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype or arrays["wo"].dtype))
     return "\n\n".join(texts)
 
 
@@ -167,7 +179,7 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
         token_mask = token_mask.reshape(-1)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec)}
     dtype = jnp.result_type(x.dtype, arrays["experts.down"].dtype) if dtype is None else jnp.dtype(dtype)
-    arrays, index = _one_layer(arrays, dtype, layer)
+    arrays, index, layer_exists = _one_layer(arrays, dtype, layer)
     arrays = {name: array.astype(_used_dtype(name, array, dtype)) for name, array in arrays.items()}
 
     def bundle(kind: type, prefix: str, **more: Any) -> Any:
@@ -180,6 +192,7 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
         bundle(RouterWeights, "router."),
         None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
         token_mask,
+        layer_exists,
     )
 
 
@@ -191,30 +204,37 @@ def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
 
 def _one_layer(
     arrays: dict[str, Any], dtype: Any, layer: Array | int | None
-) -> tuple[dict[str, Any], jax.Array | None]:
-    """The arrays of one layer of a stack, and the index of those left stacked (None: none are).
+) -> tuple[dict[str, Any], jax.Array | None, jax.Array | None]:
+    """(the arrays of one layer of a stack, the index of those left stacked or None, whether a traced layer that was cut
+    out exists or None).
 
     Gates are always cut out (a few numbers per feature); matrices only where they must be cast anyway.
     """
     down = arrays["experts.down"]
     if down.ndim == 3 and layer is None:
-        return arrays, None
+        return arrays, None, None
     if down.ndim != 4 or layer is None:
         kind = "a stack of layers" if down.ndim == 4 else f"one layer (wo {down.shape})"
         raise InvalidInput(f"layer must be given with a stack of layers and only then, got {layer!r} with {kind}")
-    if isinstance(layer, int) and not 0 <= layer < down.shape[0]:
-        raise InvalidInput(f"layer must be in [0, {down.shape[0]}), got {layer}; pass the index of a stacked layer")
-    index = jnp.asarray(layer)
-    if index.size != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise InvalidInput(f"layer must be one integer, got {index.dtype}{list(index.shape)}; pass an int32 scalar")
-    index = index.astype(jnp.int32).reshape(1)
+    # NumPy keeps every bit of an index, JAX may cut it to 32.
+    given = np.asarray(layer) if isinstance(layer, (int, np.generic, np.ndarray)) else jnp.asarray(layer)
+    if given.size != 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise InvalidInput(f"layer must be one integer, got {given.dtype}{list(given.shape)}; pass an int32 scalar")
+    given, num_layers = given.reshape(()), down.shape[0]
+    is_traced = isinstance(given, Tracer)
+    if not is_traced and not 0 <= int(given) < num_layers:
+        raise InvalidInput(f"layer must be in [0, {num_layers}), got {int(given)}; pass the index of a stacked layer")
+    index = jnp.asarray(given, jnp.int32).reshape(1)
     in_place = all(array.dtype == _used_dtype(name, array, dtype) for name, array in arrays.items())
     cut = {
         name: jax.lax.dynamic_index_in_dim(array, index[0], keepdims=False)
         for name, array in arrays.items()
         if not in_place or is_gate(name)
     }
-    return arrays | cut, index if in_place else None
+    if in_place:
+        return arrays | cut, index, None
+    # Cutting clamps the index: without this another layer would answer.
+    return arrays | cut, None, (given >= 0) & (given < num_layers) if is_traced else None
 
 
 def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
+from moe_core import dtypes
+from moe_core.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
 from moe_core.layers import (
     HUGGING_FACE,
@@ -26,13 +29,14 @@ from moe_torch.layers.auxiliary import router_losses
 from moe_torch.layers.capacity import CapacityLimit
 from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
-from moe_torch.options import encode, require_instance
+from moe_torch.options import TORCH_DTYPES, encode, require_instance
 
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR = operators.MOE[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
 #: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
+_DTYPES = tuple(TORCH_DTYPES[name] for name in dtypes.MATMUL_DTYPES)
 _MASK, _WEIGHT = _OPERATOR.names.index("token_mask"), _OPERATOR.names.index("experts.gate_up")
 
 
@@ -41,12 +45,33 @@ def _place(part: str, name: str) -> tuple[int, str, str]:
     return _OPERATOR.names.index(f"{_PREFIXES[part]}.{name}"), part, name
 
 
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it starts at an address that kernels do not take, as slices may.
+
+    Compiled programs, transforms and fake tensors have no address to ask for.
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or peek_interpreter_stack() is not None:
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def _require_dtype(dtype: torch.dtype | None) -> None:
+    """Raise InvalidInput unless the operators take parameters of this dtype (None: torch's default)."""
+    used = torch.get_default_dtype() if dtype is None else dtype
+    if used not in _DTYPES:
+        raise InvalidInput(
+            f"dtype must be {', '.join(map(str, _DTYPES))}, got {used}"
+            f"{', the default dtype of torch' if dtype is None else ''}; pass dtype=torch.float32"
+        )
+
+
 class MoE(torch.nn.Module):
     """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
 
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
     (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
-    the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`).
+    the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`);
+    bfloat16, float16 or float32.
     Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
     `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
 
@@ -98,7 +123,7 @@ class MoE(torch.nn.Module):
         """A layer with copies of these weights: every dtype and the experts' storage as they are (the router's weight
         becomes `[E, D]`)."""
         require_instance("weights", weights, LayerWeights)
-        layer = cls.from_spec(weights.layer_spec(), device="meta")
+        layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
         for name, tensor in owned_tensors(convert_weights(weights, layer.storage), device):
             part, _, field = name.partition(".")
             group = getattr(layer, part)
@@ -106,6 +131,7 @@ class MoE(torch.nn.Module):
         return layer
 
     def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        _require_dtype(dtype)
         self.spec, self.storage = spec, spec.storage(HUGGING_FACE)
         parameters = spec.parameters(HUGGING_FACE)
         for part, group in _PARTS.items():
@@ -169,7 +195,7 @@ class MoE(torch.nn.Module):
             # Rows may lie apart (a slice of wider rows), but neither be strided inside nor overlap.
             apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model
             x = x if apart else x.contiguous()
-        return x if x.dim() == 2 else x.view(-1, d_model)
+        return _aligned(x if x.dim() == 2 else x.view(-1, d_model))
 
     @staticmethod
     def _mask(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
@@ -180,7 +206,7 @@ class MoE(torch.nn.Module):
                 f"token_mask must be bool {tuple(x.shape[:-1])}, one for each token of x, got {token_mask.dtype} "
                 f"{tuple(token_mask.shape)}; compare it with 0 and give it that shape"
             )
-        return token_mask.reshape(-1).contiguous()
+        return _aligned(token_mask.reshape(-1).contiguous())
 
     def _arrays(self) -> list[Any]:
         """The operator's arguments, options excepted: the layer's arrays, and None for what is absent or not its own.
