@@ -20,6 +20,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
 WEIGHT_LAYOUTS = ("in_out", "out_in")
 INT32_LIMIT = 2**31
+_NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None))
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -51,7 +52,8 @@ def require_kind(name: str, value: object, kind: type, optional: bool = False) -
 def finite_float(name: str, value: object) -> float:
     """`value` as a float, -0.0 as 0.0; raises InvalidInput unless it is a finite number."""
     number: Any = value
-    if isinstance(number, bool) or not hasattr(number, "__float__") or not -math.inf < number < math.inf:
+    # Kinds that are refused, not those that are taken: a compiler's symbolic number is none of Python's.
+    if isinstance(number, _NO_NUMBERS) or not -math.inf < number < math.inf:
         raise InvalidInput(f"{name} must be finite, got {value!r}; pass a finite number")
     return float(number) + 0.0
 
