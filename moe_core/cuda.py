@@ -51,7 +51,6 @@ class Driver:
         self._lock = threading.Lock()
         self.lib.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
         self.launch = self.lib.cuLaunchKernelEx
-        self._current = ctypes.c_void_p
 
     def check(self, code: int, what: str) -> None:
         if code:
