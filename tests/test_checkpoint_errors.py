@@ -118,10 +118,10 @@ def test_wrong_settings(tmp_path, family, changes, error, message):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantised_config(tmp_path, nested):
-    config = config_of("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    config = config_of("gpt_oss", quantization_config={"quant_method": "gptq"})
     if nested:
         config = {"model_type": "picture", "text_config": config}
-    with pytest.raises(Unsupported, match=r"quant_method 'mxfp4'.*dequantise to bfloat16 first"):
+    with pytest.raises(Unsupported, match=r"quant_method 'gptq'.*dequantise to bfloat16 first"):
         open_checkpoint(write(tmp_path, config, {}))
 
 

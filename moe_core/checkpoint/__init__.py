@@ -7,12 +7,15 @@ Reading gives one MoE layer at a time, as NumPy arrays and the spec that compute
     moe_torch.ops.moe(x, layer.experts, layer.router, layer.spec, shared=layer.shared)  # after moving the arrays
 
 Families: mixtral, qwen3_moe, gpt_oss, deepseek_v3, in bfloat16, float16 or float32, one file or shards, per-expert or
-fused storage. `save_checkpoint` writes the same (see `moe_core.checkpoint.write`) from `moe_core.layers.LayerWeights`,
-which the layers of both frameworks export, whatever their storage; `from_maxtext` and `to_maxtext` are the way between
+fused storage; quantised as gpt-oss is (mxfp4), as DeepSeek is (fp8 in blocks) or by compressed-tensors: their layers
+hold `QuantizedTensor`s, and `MoELayer.dequantized` makes plain ones. `convert_checkpoint` quantises experts.
+`save_checkpoint` writes what is read (see `moe_core.checkpoint.write`) from `moe_core.layers.LayerWeights`, which the
+layers of both frameworks export, whatever their storage; `from_maxtext` and `to_maxtext` are the way between
 `LayerWeights` and the parameters of a MaxText block. Hugging Face files need the package safetensors
 (`pip install 'moebius[checkpoint]'`); nothing here needs torch or jax.
 """
 
+from moe_core.checkpoint.convert import ConversionProgress, ConversionReport, LayerError, convert_checkpoint
 from moe_core.checkpoint.hidden_states import load_hidden_states
 from moe_core.checkpoint.layer import Checkpoint, MoELayer, open_checkpoint
 from moe_core.checkpoint.maxtext import from_maxtext, to_maxtext
@@ -21,9 +24,13 @@ from moe_core.checkpoint.write import WriteProgress, layer_tensors, other_tensor
 
 __all__ = [
     "Checkpoint",
+    "ConversionProgress",
+    "ConversionReport",
+    "LayerError",
     "MoELayer",
     "ReadProgress",
     "WriteProgress",
+    "convert_checkpoint",
     "from_maxtext",
     "layer_tensors",
     "load_hidden_states",

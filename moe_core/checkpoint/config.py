@@ -14,10 +14,12 @@ from moe_core.errors import InvalidInput, Unsupported
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of a text model. model_type: the family name they declare."""
+    """The settings of a text model. model_type: the family name they declare; quantization: `quantization_config`,
+    which multimodal models may give outside of the text model's settings, or None."""
 
     model_type: str
     settings: Mapping[str, Any]
+    quantization: Any = None
 
     def find(self, *keys: str) -> Any:
         """The value of the first of `keys` that is present (a setting has several names across releases)."""
@@ -90,8 +92,7 @@ def read_config(directory: Path, known: Collection[str]) -> ModelConfig:
     """Read `directory`/config.json and pick the text model's settings.
 
     known: the readable model types. Multimodal checkpoints nest the text model under `text_config`.
-    Raises InvalidInput for a missing or malformed directory or file, Unsupported for an unknown model_type and for
-    quantised checkpoints.
+    Raises InvalidInput for a missing or malformed directory or file, Unsupported for an unknown model_type.
     """
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
@@ -115,10 +116,4 @@ def read_config(directory: Path, known: Collection[str]) -> ModelConfig:
             f"model_type in {path} must be one of {', '.join(sorted(known))}, got "
             f"{' with text_config '.join(map(repr, model_types))}; no other family can be read"
         )
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        raise Unsupported(
-            f"{path} has a quantization_config (quant_method {method!r}); quantised checkpoints cannot be read: "
-            "dequantise to bfloat16 first, and drop quantization_config if the tensors already are"
-        )
-    return ModelConfig(str(model_types[-1]), settings)
+    return ModelConfig(str(model_types[-1]), settings, quantisation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +12,21 @@ from typing import Any
 from moe_core import dtypes
 from moe_core.checkpoint.config import read_config
 from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
+from moe_core.checkpoint.packing import Packing
+from moe_core.checkpoint.quantization import read_quantization
+from moe_core.checkpoint.quantized import (
+    ARRAYS,
+    assemble,
+    is_quantized,
+    plain_array,
+    quantized_architecture,
+    quantized_stacks,
+    refuse_unread,
+)
 from moe_core.checkpoint.storage import Part, ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.formats import QuantizedTensor, Scheme
+from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays
 from moe_core.specs import MoESpec
 
 #: What stands before `layers.<n>.`: the causal model, the bare model, and the nestings of multimodal models.
@@ -30,6 +43,10 @@ class MoELayer:
     `out_in`) or `[E, D, 2F]`, `[E, F, D]` with `interleaved` (gpt_oss: `in_out`): the fused storage of the family.
     Per-expert storage is stacked into the same form, so that both storages give one plan and equal bits. The router
     weight is `[E, D]` (`out_in`). spec keeps fp32 logits; to reproduce models that round them, replace logits_dtype.
+
+    Of a quantised checkpoint weights are `QuantizedTensor`s, bit by bit as stored, and all `out_in` (gpt_oss too, still
+    interleaved); gate and up are apart (`separate`) where one group of the format would hold rows of both. scheme: the
+    formats config.json names, None for a plain layer. No op takes such a layer yet: see `dequantized`.
     """
 
     layer: int
@@ -41,18 +58,37 @@ class MoELayer:
     d_model: int
     d_ff: int
     num_experts: int
+    scheme: Scheme | None = None
 
     @property
     def dtype(self) -> str:
-        """Canonical dtype of the experts' weights."""
-        return dtypes.canonical(self.experts.gate_up.dtype)
+        """Canonical dtype of the experts' weights; of quantised ones, that of the router's weight."""
+        quantized = isinstance(self.experts.gate_up, QuantizedTensor)
+        return dtypes.canonical((self.router.weight if quantized else self.experts.gate_up).dtype)
+
+    def dequantized(self, dtype: str = "bfloat16") -> MoELayer:
+        """The layer with plain weights in `dtype`: each is code x scale in fp32, cast once.
+
+        The router and fp32 biases are kept, other plain weights and biases are cast; a plain layer is only cast.
+        """
+
+        def bundle(weights: Any) -> Any:
+            plain = {
+                name: array if name.endswith("_bias") and array.dtype.name == "float32" else plain_array(array, dtype)
+                for name, array in named_arrays(weights)
+            }
+            return dataclasses.replace(weights, **plain)
+
+        shared = None if self.shared is None else bundle(self.shared)
+        return dataclasses.replace(self, experts=bundle(self.experts), shared=shared, scheme=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A checkpoint directory: what config.json says, and where the tensors are.
 
-    config: the text model's settings as config.json gives them. moe_layers: the layers `layer` can read.
+    config: the text model's settings as config.json gives them. moe_layers: the layers `layer` can read. packing: how
+    quantised weights are stored, None for a plain checkpoint.
     """
 
     path: Path
@@ -60,6 +96,12 @@ class Checkpoint:
     config: Mapping[str, Any] = field(repr=False)
     architecture: Architecture = field(repr=False)
     index: TensorIndex = field(repr=False)
+    packing: Packing | None = field(default=None, repr=False)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The formats of a quantised checkpoint, None for a plain one."""
+        return None if self.packing is None else self.packing.scheme
 
     @property
     def num_layers(self) -> int:
@@ -72,18 +114,23 @@ class Checkpoint:
     def layer(self, layer: int, progress: Callable[[ReadProgress], object] | None = None) -> MoELayer:
         """Read one MoE layer (its tensors and no others); progress is called as bytes arrive.
 
-        Everything is checked against config.json before the first weight is read. Raises InvalidInput for a layer out
-        of range or without experts, for missing tensors and for shapes or dtypes that disagree; Unsupported for
-        quantised tensors.
+        Quantised weights are read as they are, with no plain copy: see `MoELayer`. Everything is checked against
+        config.json before the first weight is read. Raises InvalidInput for a layer out of range or without experts,
+        for missing tensors and for shapes or dtypes that disagree; Unsupported for quantised tensors that config.json
+        does not describe.
         """
         self._require_moe_layer(layer)
         block = self.block(layer)
         with StackReader(self.index) as reader:
-            _refuse_quantised(self.index, block, reader)
-            stacks = layer_stacks(self.architecture, block, _is_fused(self.architecture, self.index, block))
+            if self.packing is None:
+                _refuse_quantised(self.index, block, reader)
+            architecture, stacks = self._layout(block)
             stored = reader.check(stacks)
             _require_one_dtype(stored)
-            arrays = reader.read(stacks, stored, progress)
+            arrays: dict[str, Any] = reader.read(stacks, stored, progress)
+        is_packed = "experts.gate_up" not in arrays
+        if self.packing is not None:
+            arrays = assemble(arrays, self.packing)
 
         def bundle(kind: type, prefix: str) -> Any:
             return kind(**{name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)})
@@ -91,14 +138,33 @@ class Checkpoint:
         return MoELayer(
             layer=layer,
             family=self.family,
-            spec=self.architecture.spec,
+            spec=architecture.spec,
             experts=bundle(ExpertWeights, "experts."),
             router=bundle(RouterWeights, "router."),
             shared=bundle(SharedExpert, "shared.") if self.architecture.shared_d_ff else None,
             d_model=self.architecture.d_model,
             d_ff=self.architecture.d_ff,
             num_experts=self.architecture.num_experts,
+            scheme=self.scheme if is_packed else None,
         )
+
+    def stacks(self, layer: int) -> dict[str, Stack]:
+        """The arrays of a layer by field name, and the tensors of the files each is put together from."""
+        return self._layout(self.block(layer))[1]
+
+    def _layout(self, block: str) -> tuple[Architecture, dict[str, Stack]]:
+        """What to read of a layer, and the architecture with the layouts it then has."""
+        packing, architecture = self.packing, self.architecture
+        fused = _is_fused(architecture, self.index, block, packing)
+        stacks = layer_stacks(architecture, block, fused)
+        if packing is None:
+            return architecture, stacks
+        if is_quantized(stacks["experts.gate_up"].parts[0].tensor, packing, self.index):
+            architecture = quantized_architecture(architecture, stacks, packing, self.index)
+            separate = architecture.spec.activation.gate_layout == "separate"
+            stacks = quantized_stacks(layer_stacks(architecture, block, fused), packing, self.index, separate)
+        refuse_unread(self.index, block, stacks)
+        return architecture, stacks
 
     def _require_moe_layer(self, layer: int) -> None:
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
@@ -131,12 +197,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a Hugging Face checkpoint directory (config.json and safetensors); reads no weights.
 
     Raises InvalidInput for a missing directory, config.json or tensor index and for settings that are missing or
-    disagree, Unsupported for an unknown model_type, a quantised checkpoint, or where safetensors is not installed.
+    disagree, Unsupported for an unknown model_type, a quantization_config that cannot be read, or where safetensors is
+    not installed.
     """
     directory = Path(path)
     config = read_config(directory, FAMILY_NAMES)
     architecture = architecture_of(config)
-    return Checkpoint(directory, config.model_type, config.settings, architecture, find_tensors(directory))
+    packing = read_quantization(config.quantization, config.model_type)
+    return Checkpoint(directory, config.model_type, config.settings, architecture, find_tensors(directory), packing)
 
 
 def layer_stacks(architecture: Architecture, block: str, fused: bool) -> dict[str, Stack]:
@@ -160,13 +228,17 @@ def layer_stacks(architecture: Architecture, block: str, fused: bool) -> dict[st
     return stacks
 
 
-def _is_fused(architecture: Architecture, index: TensorIndex, block: str) -> bool:
+def _is_fused(architecture: Architecture, index: TensorIndex, block: str, packing: Packing | None) -> bool:
     """Whether the files hold fused storage, or else per-expert storage; InvalidInput if they hold neither."""
     naming, fused = architecture.naming, f"{block}experts.gate_up_proj"
-    if naming.per_expert is None or fused in index.files:
+
+    def holds(weight: str) -> bool:
+        return weight in index.files or (packing is not None and is_quantized(weight, packing, index))
+
+    if naming.per_expert is None or holds(fused):
         return True
     first = f"{block}experts.0.{naming.per_expert[0]}.weight"
-    if first not in index.files:
+    if not holds(first):
         raise InvalidInput(
             f"{index.directory} must hold {fused} or {first}, got {index.summary()} without "
             "either; download the checkpoint again or correct its config.json"
@@ -222,19 +294,21 @@ def _halves(
 
 
 def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
-    """Raise Unsupported if the layer's tensors come with packed blocks or scales."""
+    """Raise Unsupported if the layer's tensors come with packed blocks or scales that config.json says nothing of."""
     for name in index.files:
         if name.startswith(block) and name.endswith(_QUANTISED):
             raise Unsupported(
-                f"{name} in {index.files[name]} ({reader.stored_dtype(name)}) belongs to a quantised layer, which "
-                "cannot be read; dequantise the checkpoint to bfloat16 first"
+                f"{name} in {index.files[name]} ({reader.stored_dtype(name)}) belongs to a quantised layer, for which "
+                "config.json has no quantization_config; dequantise the checkpoint to bfloat16 first"
             )
 
 
 def _require_one_dtype(stored: Mapping[str, str]) -> None:
     """Experts and shared experts multiply one x, so their weights have one dtype; biases may be fp32."""
-    weights = {name: dtype for name, dtype in stored.items() if not name.startswith("router.")}
-    wanted = weights["experts.gate_up"]
+    weights = {
+        name: dtype for name, dtype in stored.items() if not name.startswith("router.") and not name.endswith(ARRAYS)
+    }
+    wanted = weights.get("experts.gate_up", stored["router.weight"])
     for name, dtype in weights.items():
         if dtype != wanted and not (name.endswith("_bias") and dtype == "float32"):
             raise InvalidInput(

@@ -17,10 +17,11 @@ import numpy as np
 
 from moe_core import dtypes
 from moe_core.checkpoint.config import read_json
+from moe_core.checkpoint.raw import RAW_DTYPES, RawTensor
 from moe_core.errors import InvalidInput, Unsupported
 
-#: dtype names of safetensors headers -> canonical names.
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+#: dtype names of safetensors headers -> canonical names, of what is read as it is.
+FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 #: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
 _PIECE_BYTES = 64 * 2**20
 
@@ -35,20 +36,30 @@ class ReadProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the files and the place it fills in an array: `array[place]`; () = all of it."""
+    """One tensor of the files and the place it fills in an array: `array[place]`; () = all of it.
+
+    shape: that of the tensor. decode: makes what fits the place of the tensor, or of a range of a stack's first axis;
+    None = nothing to do.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     place: tuple[int | slice, ...] = ()
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
 class Stack:
-    """An array put together from parts. dtype: what to cast to; None = as stored (all parts alike)."""
+    """An array put together from parts.
+
+    dtype: what to cast to; None = as stored (all parts alike, floating). accepts: the dtypes parts may have, as headers
+    spell them.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     dtype: str | None = None
+    accepts: tuple[str, ...] = tuple(FLOATING)
 
     @classmethod
     def whole(cls, tensor: str, shape: tuple[int, ...], dtype: str | None = None) -> Stack:
@@ -97,6 +108,19 @@ def open_file(path: Path) -> Iterator[Any]:
         yield file
 
 
+def lazy_tensor(file: Any, path: Path, name: str) -> Any:
+    """A tensor of an open file: `get_shape()`, `get_dtype()` from the header, data when indexed with a slice."""
+    tensor = file.get_slice(name)
+    # safetensors cannot give NumPy these, because NumPy itself has no such dtypes.
+    return RawTensor(path, name) if tensor.get_dtype() in RAW_DTYPES else tensor
+
+
+def read_tensor(file: Any, path: Path, name: str) -> np.ndarray:
+    """All of a tensor of an open file; any rank."""
+    tensor = lazy_tensor(file, path, name)
+    return tensor[:] if isinstance(tensor, RawTensor) else file.get_tensor(name)
+
+
 def find_tensors(directory: Path) -> TensorIndex:
     """Index model.safetensors, or the shards that model.safetensors.index.json lists (opened only when read)."""
     single = directory / "model.safetensors"
@@ -142,7 +166,7 @@ class StackReader:
         file, names = self._files[path]
         if name not in names:
             raise InvalidInput(f"{path} must hold the tensor {name}, got a file without it; download it again")
-        return file.get_slice(name)
+        return lazy_tensor(file, path, name)
 
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor as its header spells it (`BF16`, `F8_E4M3`)."""
@@ -157,19 +181,25 @@ class StackReader:
         for part in stack.parts:
             tensor = self._tensor(part.tensor)
             where = f"{part.tensor} in {self._index.path_of(part.tensor).name}"
-            if tensor.get_dtype() not in _DTYPES:
+            if tensor.get_dtype() not in stack.accepts:
+                if stack.accepts == tuple(FLOATING):
+                    raise Unsupported(
+                        f"{where} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; quantised and wider "
+                        "tensors cannot be read: dequantise or cast to bfloat16 first"
+                    )
                 raise Unsupported(
-                    f"{where} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; quantised and wider "
-                    "tensors cannot be read: dequantise or cast to bfloat16 first"
+                    f"{where} must be {' or '.join(stack.accepts)} by the quantization_config, got "
+                    f"{tensor.get_dtype()}; use the config.json that belongs to the weights"
                 )
             if tuple(tensor.get_shape()) != part.shape:
                 raise InvalidInput(
                     f"{where} must be {list(part.shape)} by config.json, got {list(tensor.get_shape())}; "
                     "use the config.json that belongs to the weights"
                 )
-            found.setdefault(_DTYPES[tensor.get_dtype()], part.tensor)
+            found.setdefault(tensor.get_dtype(), part.tensor)
         if stack.dtype is not None:
             return stack.dtype
+        found = {FLOATING[dtype]: name for dtype, name in found.items()}
         if len(found) > 1:
             listed = " and ".join(f"{dtype} ({tensor})" for dtype, tensor in found.items())
             raise InvalidInput(f"tensors stacked together must have one dtype, got {listed}; cast them alike")
@@ -193,7 +223,12 @@ class StackReader:
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
                 for piece in _pieces(target):
-                    target[piece] = source[piece]
+                    if part.decode is None:
+                        target[piece] = source[piece]
+                    else:
+                        # A matrix is one piece, whose rows the tensor may pack; words may be filled up at the end.
+                        decoded = part.decode(source[piece if target.ndim > 2 else slice(None)])
+                        target[piece] = decoded[tuple(slice(size) for size in target[piece].shape)]
                     done += target[piece].nbytes
                     if progress is not None:
                         progress(ReadProgress(part.tensor, done, total))

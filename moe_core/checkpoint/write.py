@@ -25,7 +25,7 @@ import numpy as np
 from moe_core.checkpoint.config import ModelConfig, read_json
 from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
 from moe_core.checkpoint.layer import Checkpoint, layer_stacks, open_checkpoint
-from moe_core.checkpoint.storage import Stack, open_file
+from moe_core.checkpoint.storage import Stack, open_file, read_tensor
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import WHOLE, Place, placements
 from moe_core.layers.spec import MoELayerSpec, Storage
@@ -38,7 +38,7 @@ DEFAULT_SHARD_BYTES = 2**30
 #: What transformers wants to find in a safetensors file.
 _METADATA = {"format": "pt"}
 #: Settings of a layer that its tensors do not depend on.
-_FREE = ("capacity_factor", "logits_dtype", "allow_tf32")
+_FREE = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning")
 
 
 class WriteProgress(NamedTuple):
@@ -73,7 +73,7 @@ def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
         with open_file(checkpoint.index.directory / file) as tensors:
             for name in names:
                 if checkpoint.index.files[name] == file:
-                    yield name, tensors.get_tensor(name)
+                    yield name, read_tensor(tensors, checkpoint.index.directory / file, name)
 
 
 def save_checkpoint(
@@ -103,7 +103,7 @@ def save_checkpoint(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidInput(f"path must be a new or empty directory, got {directory}, which has content; name another")
     directory.mkdir(parents=True, exist_ok=True)
-    shards = _Shards(directory, shard_bytes, progress)
+    shards = Shards(directory, shard_bytes, progress)
     try:
         seen: set[int] = set()
         for layer, weights in layers:
@@ -247,7 +247,7 @@ class _Source:
         return array
 
 
-class _Shards:
+class Shards:
     """Collects tensors and writes a file whenever enough came together."""
 
     def __init__(self, directory: Path, shard_bytes: int, progress: Callable[[WriteProgress], object] | None) -> None:
@@ -312,6 +312,10 @@ class _Shards:
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         self._files.append(name)
         (self._directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def adopt(self, name: str) -> None:
+        """Count another file of the directory among those to remove when something goes wrong."""
+        self._files.append(name)
 
     def discard(self) -> None:
         """Remove every file written so far."""

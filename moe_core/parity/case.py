@@ -52,7 +52,7 @@ class Case:
     @property
     def logits_spec(self) -> LogitsSpec:
         """The router product's options within `spec`."""
-        return LogitsSpec(self.spec.router_weight_layout, self.spec.logits_dtype, self.spec.allow_tf32)
+        return self.spec.logits_spec()
 
     @property
     def d_model(self) -> int:

@@ -16,6 +16,8 @@ from moe_core.errors import InvalidInput
 from moe_core.operands import map_arrays
 from moe_core.parity.case import Case
 
+#: What quantised weights are dequantised to where no dtype is asked for: no op takes them as they are.
+DEQUANTIZED_DTYPE = "bfloat16"
 #: Tokens drawn where neither a number nor a file is given: enough to visit many experts, few for an interpreter.
 DEFAULT_TOKENS = 16
 
@@ -26,7 +28,7 @@ class CheckpointInput:
 
     layer: None = the first MoE layer. hidden_states: a .npy or .safetensors file `[T, d_model]`; None = standard normal
     draws from `seed`. num_tokens: how many tokens to draw, or to keep of the file. dtype: casts the input and the
-    weights; None = as stored.
+    weights; None = as stored, quantised weights dequantised to bfloat16.
     """
 
     directory: str | os.PathLike[str]
@@ -46,12 +48,17 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
             raise InvalidInput(f"{source.directory} must have layers with experts, got none; choose another checkpoint")
         number = checkpoint.moe_layers[0]
     layer = checkpoint.layer(number, progress)
+    storage = ""
+    if layer.scheme is not None:
+        dtype = source.dtype or DEQUANTIZED_DTYPE
+        storage = f"; weights stored in {layer.scheme.weights.name}, dequantised to {dtype} on load"
+        layer = layer.dequantized(dtype)
     if source.dtype is not None:
         layer = _cast_weights(layer, source.dtype)
     x, origin = _hidden_states(source, layer.d_model)
     return Case(
         name=f"{layer.family} layer {number}",
-        description=f"{source.directory}; hidden states {origin}",
+        description=f"{source.directory}{storage}; hidden states {origin}",
         x=x.astype(dtypes.numpy_dtype(layer.dtype), copy=False),
         experts=layer.experts,
         routing=layer.router,

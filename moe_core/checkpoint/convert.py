@@ -1,0 +1,235 @@
+"""Quantises the experts of a plain checkpoint, tensor by tensor, and says how much each layer lost.
+
+    report = convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-int4", format_named("int4_g128"))
+    print(report)                                     # relative Frobenius error of every layer
+    open_checkpoint("Qwen3-30B-A3B-int4").layer(0)    # QuantizedTensors
+
+Routed experts are quantised; routers, shared experts, biases and everything else are copied bit by bit. The stored
+layouts are the published ones (`moe_core.checkpoint.packing`): gpt-oss's own for mxfp4 of gpt_oss, DeepSeek's for
+fp8_block, compressed-tensors for the others. Experts of fused storage are written one by one where the family has such
+names. Of gpt_oss in other formats than mxfp4 there is no published layout: those only this library reads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.checkpoint.config import read_json
+from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
+from moe_core.checkpoint.packing import Packing, packing_for
+from moe_core.checkpoint.quantized import module_of
+from moe_core.checkpoint.storage import FLOATING, lazy_tensor, open_file, read_tensor
+from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.reference.quantize import ErrorSum, dequantize, quantize
+from moe_core.specs import require_at_least, require_kind
+
+#: Files beside the weights that belong to a model: tokenizers, templates, generation settings.
+_SIDE_FILES = (".json", ".txt", ".jinja", ".model")
+_OWN_FILES = ("config.json", "model.safetensors.index.json")
+
+
+class ConversionProgress(NamedTuple):
+    """A tensor has been converted or copied. tensors: how many so far, of tensors_total."""
+
+    tensor: str
+    tensors: int
+    tensors_total: int
+
+
+class LayerError(NamedTuple):
+    """Relative Frobenius errors of one layer's weights over all of its experts."""
+
+    layer: int
+    gate_up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did. bytes_before and bytes_after: of the experts' weights, scales included."""
+
+    format: Format
+    layers: tuple[LayerError, ...]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        smaller = self.bytes_before / max(self.bytes_after, 1)
+        head = (
+            f"{self.format.name}: experts {self.bytes_before / 2**20:.1f} MiB -> {self.bytes_after / 2**20:.1f} MiB "
+            f"({smaller:.2f} times smaller)"
+        )
+        rows = [f"{'layer':>7}{'gate_up':>12}{'down':>12}   relative Frobenius error"]
+        rows += [f"{error.layer:>7}{error.gate_up:>12.3e}{error.down:>12.3e}" for error in self.layers]
+        return "\n".join([head, *rows])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it."""
+        return {
+            "format": self.format.name,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "layers": [error._asdict() for error in self.layers],
+        }
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    format: Format,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[ConversionProgress], object] | None = None,
+) -> ConversionReport:
+    """Write `source`, a plain checkpoint directory, to `destination` with its experts quantised in `format`.
+
+    destination: a new or empty directory. One tensor (of fused storage: one expert's part, and the packed result) is in
+    memory beside the current shard. If anything is wrong, no file is left behind. Raises what `open_checkpoint` raises;
+    InvalidInput for a source that is quantised already, a destination with content, and sizes that the format's
+    padding rule refuses; Unsupported for formats of activations.
+    """
+    require_kind("format", format, Format)
+    require_at_least("shard_bytes", shard_bytes, 1)
+    checkpoint = open_checkpoint(source)
+    if checkpoint.packing is not None:
+        raise InvalidInput(
+            f"source must be a plain checkpoint, got {checkpoint.path} in {checkpoint.packing.format.name}; convert "
+            "the original"
+        )
+    packing = packing_for(format, checkpoint.family == "gpt_oss")
+    architecture = checkpoint.architecture
+    for shape in ((architecture.d_ff, architecture.d_model), (architecture.d_model, architecture.d_ff)):
+        quantized_shapes(QuantizedSpec(format), shape)
+    directory = Path(destination)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidInput(f"destination must be a new or empty directory, got {directory}, which has content")
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = Shards(directory, shard_bytes, None)
+    conversion = _Conversion(checkpoint, packing, progress)
+    try:
+        shards.extend(conversion.tensors())
+        shards.finish(conversion.settings())
+        for file in checkpoint.path.iterdir():
+            if file.suffix in _SIDE_FILES and file.name not in _OWN_FILES and file.is_file():
+                shards.adopt(file.name)
+                shutil.copyfile(file, directory / file.name)
+    except BaseException:
+        shards.discard()
+        raise
+    return conversion.report()
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor of the source that holds weights of experts. divided: gate and up are its halves."""
+
+    layer: int
+    field: str
+    divided: bool
+
+
+class _Conversion:
+    """The tensors of a converted checkpoint, and what is learnt while they are made."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, packing: Packing, progress: Callable[[ConversionProgress], object] | None
+    ) -> None:
+        self._checkpoint, self._packing, self._progress = checkpoint, packing, progress
+        self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in ("gate_up", "down")}
+        self._weights: dict[str, _Weight] = {}
+        self._kept: list[str] = []
+        self._before = self._after = 0
+        for layer in checkpoint.moe_layers:
+            stacks = checkpoint.stacks(layer)
+            for field in ("gate_up", "down"):
+                for part in stacks[f"experts.{field}"].parts:
+                    fused = module_of(part.tensor)[1]
+                    self._weights[part.tensor] = _Weight(layer, field, fused and field == "gate_up")
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) of every tensor, in the order of the source's files."""
+        index = self._checkpoint.index
+        missing = [name for name in self._weights if name not in index.files]
+        if missing:
+            index.path_of(missing[0])
+        done = 0
+        for file in sorted(set(index.files.values())):
+            path = index.directory / file
+            with open_file(path) as opened:
+                for name in (name for name, holder in index.files.items() if holder == file):
+                    if name in self._weights:
+                        yield from self._quantized(name, lazy_tensor(opened, path, name))
+                    else:
+                        array = read_tensor(opened, path, name)
+                        if array.ndim == 2 and name.endswith(".weight"):
+                            self._kept.append(name.removesuffix(".weight"))
+                        yield name, array
+                    done += 1
+                    if self._progress is not None:
+                        self._progress(ConversionProgress(name, done, len(index.files)))
+
+    def _quantized(self, name: str, tensor: Any) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors that take the place of one that holds weights."""
+        if tensor.get_dtype() not in FLOATING:
+            raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; cast it first")
+        weight, naming = self._weights[name], self._checkpoint.architecture.naming
+        module, fused = module_of(name)
+        if not fused:
+            yield from self._packed(module, self._matrix(weight, tensor[:]), fused=False)
+            return
+        matrices = (tensor[expert : expert + 1][0] for expert in range(tensor.get_shape()[0]))
+        if naming.per_expert is None:
+            quantized = [self._matrix(weight, matrix.T) for matrix in matrices]
+            yield from self._packed(module, _stacked(quantized), fused=True)
+            return
+        gate, up, down = naming.per_expert
+        experts = module.rpartition(".")[0]
+        for expert, matrix in enumerate(matrices):
+            parts = {down: matrix}
+            if weight.divided:
+                half = len(matrix) // 2
+                parts = {gate: matrix[:half], up: matrix[half:]}
+            for part, rows in parts.items():
+                yield from self._packed(f"{experts}.{expert}.{part}", self._matrix(weight, rows), fused=False)
+
+    def _matrix(self, weight: _Weight, matrix: np.ndarray) -> QuantizedTensor:
+        """A matrix `[N, D]` quantised and its error counted."""
+        quantized = quantize(matrix, self._packing.format)
+        self._errors[weight.layer, weight.field].add(matrix, dequantize(quantized))
+        self._before += matrix.nbytes
+        self._after += quantized.nbytes
+        return quantized
+
+    def _packed(self, module: str, quantized: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
+        return self._packing.tensors(module, quantized, fused)
+
+    def settings(self) -> dict[str, Any]:
+        """config.json of the converted checkpoint; to be asked for when every tensor has been made."""
+        settings = read_json(self._checkpoint.path / "config.json")
+        ignored = "ignore" if self._packing.method == "compressed-tensors" else "modules_to_not_convert"
+        return settings | {"quantization_config": {**self._packing.settings, ignored: self._kept}}
+
+    def report(self) -> ConversionReport:
+        layers = tuple(
+            LayerError(layer, *(self._errors[layer, field].relative_frobenius for field in ("gate_up", "down")))
+            for layer in self._checkpoint.moe_layers
+        )
+        return ConversionReport(self._packing.format, layers, self._before, self._after)
+
+
+def _stacked(tensors: list[QuantizedTensor]) -> QuantizedTensor:
+    """Tensors of one shape as a stack."""
+
+    def stack(name: str) -> np.ndarray | None:
+        return None if getattr(tensors[0], name) is None else np.stack([getattr(tensor, name) for tensor in tensors])
+
+    return QuantizedTensor(tensors[0].spec, stack("values"), stack("scales"), stack("zero_points"))

@@ -1,0 +1,61 @@
+"""The command `moebius-convert`: exit status 0 when the checkpoint was written, 2 when it could not be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_core.checkpoint.convert import ConversionProgress, convert_checkpoint
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import format_named, format_names
+
+CONVERTED, COULD_NOT_CONVERT = 0, 2
+
+_DESCRIPTION = """\
+Quantise the routed experts of a Hugging Face checkpoint (bfloat16, float16 or float32) and report the relative
+Frobenius error of every layer. Everything else is copied as it is.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("moebius-convert", description=_DESCRIPTION)
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint directory")
+    parser.add_argument("destination", metavar="DESTINATION", help="a new or empty directory")
+    parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {', '.join(format_names())}")
+    parser.add_argument("--shard-mib", type=int, default=1024, metavar="N", help="size of a file; default %(default)s")
+    parser.add_argument("--json", metavar="PATH", help="also write the report as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, convert, print the report; returns the exit status (argparse exits with 2 by itself)."""
+    options = _parser().parse_args(arguments)
+    try:
+        report = convert_checkpoint(
+            options.source,
+            options.destination,
+            format_named(options.format),
+            shard_bytes=options.shard_mib * 2**20,
+            progress=_print_progress,
+        )
+        if options.json is not None:
+            Path(options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+    except (InvalidInput, Unsupported, OSError) as problem:
+        print(f"moebius-convert: could not convert: {problem}", file=sys.stderr)
+        return COULD_NOT_CONVERT
+    print(report)
+    return CONVERTED
+
+
+def _print_progress(progress: ConversionProgress) -> None:
+    """How far it is, on one line of stderr."""
+    end = "\n" if progress.tensors == progress.tensors_total else "\r"
+    share = progress.tensors / progress.tensors_total
+    print(f"moebius-convert: {share:4.0%} of {progress.tensors_total} tensors", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

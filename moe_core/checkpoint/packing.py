@@ -1,0 +1,262 @@
+"""How published checkpoints store one quantised matrix: tensor names, dtypes, shapes, and the way to our arrays and back.
+
+Everything here is a permutation of bits: no number changes. Our arrays are `QuantizedTensor`'s, `out_in`: rows N are
+outputs, columns D inputs, as in every file.
+
+| method | values | scales | zero points |
+|---|---|---|---|
+| mxfp4 (gpt-oss) | `_blocks` uint8 `[N, D/32, 16]` | `_scales` uint8 `[N, D/32]` | |
+| fp8 (DeepSeek) | `.weight` e4m3 `[N, D]` | `.weight_scale_inv` `[ceil(N/128), ceil(D/128)]` | |
+| compressed-tensors pack-quantized | `.weight_packed` int32 `[N, D*bits/32]` | `.weight_scale` `[N, G]` | `.weight_zero_point` int32 `[N*bits/32, G]` |
+| int-quantized, float-quantized | `.weight` int8, e4m3 `[N, D]` | `.weight_scale` | |
+| mxfp4-pack-quantized, mxfp8-quantized | `.weight_packed` uint8 `[N, D/2]`, `.weight` e4m3 | `.weight_scale` uint8 `[N, D/32]` | |
+
+The words of pack-quantized hold their elements from the lowest bits up (element i of 4 bits in bits 4i), as unsigned
+codes: q + 8 or q + 128 for signed q, so that zero points keep their difference. Zero points are packed along N.
+"""  # noqa: E501 - a table row does not break
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_core.errors import Unsupported
+from moe_core.formats import (
+    FP8_GROUP,
+    INT8_TOKEN,
+    Format,
+    QuantizedSpec,
+    QuantizedTensor,
+    Scheme,
+    format_names,
+    quantized_shapes,
+)
+
+_SCALE_HEADERS = ("F32", "BF16", "F16")
+_E8M0_HEADERS = ("U8", "F8_E8M0")
+_ELEMENT_HEADERS = {"e4m3": ("F8_E4M3",), "int8": ("I8",), "e2m1": ("U8",)}
+_WORD_BITS, _WORD_BYTES = 32, 4
+_MX_BYTES = 16
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Component:
+    """One tensor of a quantised matrix. field: of QuantizedTensor. suffix: behind the module's name.
+
+    accepts: header dtypes. file_shape: of the tensor of a matrix (N, D). decode, encode: between the file's array and
+    ours, for any number of leading axes; None = the same. What decode gives may be larger by what fills the last word.
+    """
+
+    field: str
+    suffix: str
+    accepts: tuple[str, ...]
+    file_shape: Callable[[int, int], Shape]
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    encode: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint stores its quantised matrices. settings: what config.json says of it (`quantization_config`)."""
+
+    scheme: Scheme
+    components: tuple[Component, ...]
+    settings: Mapping[str, Any]
+    stores_shape: bool = False
+
+    @property
+    def format(self) -> Format:
+        return self.scheme.weights
+
+    @property
+    def method(self) -> str:
+        return self.settings["quant_method"]
+
+    def tensor_name(self, module: str, component: Component, fused: bool) -> str:
+        """The tensor of a module. fused: the module is a parameter of all experts, which has no `.weight` below it:
+        `experts.gate_up_proj`, `experts.gate_up_proj_scale_inv`, as transformers names them."""
+        return module + (component.suffix.removeprefix(".weight") if fused else component.suffix)
+
+    def tensors(self, module: str, tensor: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) of the tensors that store a matrix `[N, D]` or, fused, a stack `[E, N, D]`."""
+        for component in self.components:
+            array = getattr(tensor, component.field)
+            encoded = array if component.encode is None else component.encode(array)
+            yield self.tensor_name(module, component, fused), np.ascontiguousarray(encoded)
+        if self.stores_shape:
+            yield module + ("_shape" if fused else ".weight_shape"), np.array(tensor.shape, np.int64)
+
+
+def mxfp4_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
+    """gpt-oss: 16 bytes of two elements in an axis of their own."""
+
+    def values_shape(rows: int, columns: int) -> Shape:
+        return rows, columns // (2 * _MX_BYTES), _MX_BYTES
+
+    def join(blocks: np.ndarray) -> np.ndarray:
+        return blocks.reshape(*blocks.shape[:-2], -1)
+
+    def split(packed: np.ndarray) -> np.ndarray:
+        return packed.reshape(*packed.shape[:-1], -1, _MX_BYTES)
+
+    values = Component("values", "_blocks", ("U8",), values_shape, join, split)
+    return Packing(scheme, (values, _e8m0_scales(scheme.weights, "_scales")), settings)
+
+
+def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str = ".weight_scale") -> Packing:
+    """Values and scales as our arrays have them: fp8, int-quantized, float-quantized, mxfp4-pack, mxfp8."""
+    format = scheme.weights
+
+    def values_shape(rows: int, columns: int) -> Shape:
+        return quantized_shapes(QuantizedSpec(format), (rows, columns)).values
+
+    suffix = ".weight" if format.own_element.per_byte == 1 else ".weight_packed"
+    values = Component("values", suffix, _ELEMENT_HEADERS[format.element], values_shape)
+    if format.has_e8m0_scales:
+        scales = _e8m0_scales(format, scale_suffix)
+    elif format.group_rows is None:
+        # One scale per tensor: files have `[1]` for a matrix, `[E, 1]` for a stack.
+        scales = Component(
+            "scales",
+            scale_suffix,
+            _SCALE_HEADERS,
+            lambda rows, columns: (1,),
+            decode=lambda scale: scale[..., None],
+            encode=lambda scale: scale[..., 0],
+        )
+    else:
+        # e8m0 scales of DeepSeek's later files are numbers to us: they are cast while they are read.
+        scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _scales_shape(format))
+    return Packing(scheme, (values, scales), settings)
+
+
+def words_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
+    """compressed-tensors pack-quantized: codes in int32 words along D, zero points along N."""
+    format = scheme.weights
+    bits = format.bits_per_element
+
+    def words(size: int) -> int:
+        return -(-size * bits // _WORD_BITS)
+
+    def points_to_words(packed: np.ndarray) -> np.ndarray:
+        rows, groups = packed.shape[-2:]
+        whole = np.zeros((*packed.shape[:-2], -(-rows // _WORD_BYTES) * _WORD_BYTES, groups), np.uint8)
+        whole[..., :rows, :] = packed
+        bytes_of_words = whole.reshape(*packed.shape[:-2], -1, _WORD_BYTES, groups).swapaxes(-1, -2)
+        return np.ascontiguousarray(bytes_of_words).view("<i4")[..., 0]
+
+    def words_to_points(array: np.ndarray) -> np.ndarray:
+        as_bytes = np.ascontiguousarray(array)[..., None].view(np.uint8).swapaxes(-1, -2)
+        return as_bytes.reshape(*array.shape[:-2], -1, array.shape[-1])
+
+    def pad_to_words(packed: np.ndarray) -> np.ndarray:
+        missing = -packed.shape[-1] % _WORD_BYTES
+        whole = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+        return np.ascontiguousarray(whole).view("<i4")
+
+    values = Component(
+        "values",
+        ".weight_packed",
+        ("I32",),
+        lambda rows, columns: (rows, words(columns)),
+        decode=lambda array: np.ascontiguousarray(array).view(np.uint8),
+        encode=pad_to_words,
+    )
+    components = [values, Component("scales", ".weight_scale", _SCALE_HEADERS, _scales_shape(format))]
+    if format.zero_points:
+        components.append(
+            Component(
+                "zero_points",
+                ".weight_zero_point",
+                ("I32",),
+                lambda rows, columns: (words(rows), _scales_shape(format)(rows, columns)[1]),
+                decode=words_to_points,
+                encode=points_to_words,
+            )
+        )
+    return Packing(scheme, tuple(components), settings, stores_shape=True)
+
+
+def _scales_shape(format: Format) -> Callable[[int, int], Shape]:
+    return lambda rows, columns: quantized_shapes(QuantizedSpec(format), (rows, columns)).scales
+
+
+def _e8m0_scales(format: Format, suffix: str) -> Component:
+    # A byte is a byte: viewed, never converted.
+    return Component("scales", suffix, _E8M0_HEADERS, _scales_shape(format), lambda scale: scale.view(np.uint8))
+
+
+def packing_for(format: Format, interleaved: bool) -> Packing:
+    """The storage a converter writes a format in. interleaved: the family is gpt-oss, with its own form of mxfp4.
+
+    Raises Unsupported for formats no published layout stores as weights.
+    """
+    element = format.element
+    if element == "e2m1" and interleaved:
+        return mxfp4_packing(Scheme(f"{format.name}_w4a16", format), {"quant_method": "mxfp4"})
+    if element == "e2m1":
+        return plain_packing(
+            Scheme(f"{format.name}_w4a16", format), _compressed("mxfp4-pack-quantized", _arguments(format), None)
+        )
+    if element in ("uint4", "uint8"):
+        scheme = Scheme(f"{format.name}_w{format.bits_per_element}a16", format)
+        return words_packing(scheme, _compressed("pack-quantized", _arguments(format), None))
+    if element == "int8":
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        return plain_packing(
+            Scheme(f"{format.name}_w8a8", format, INT8_TOKEN),
+            _compressed("int-quantized", _arguments(format), activations),
+        )
+    if format.has_e8m0_scales:
+        arguments = _arguments(format)
+        return plain_packing(
+            Scheme(f"{format.name}_w8a8", format, format),
+            _compressed("mxfp8-quantized", arguments, arguments | {"dynamic": True}),
+        )
+    if format.group_rows == format.group_columns == FP8_GROUP.group_columns:
+        settings = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [format.group_rows, format.group_columns],
+        }
+        return plain_packing(Scheme(f"{format.name}_w8a8", format, FP8_GROUP), settings, ".weight_scale_inv")
+    if format.group_columns is None:
+        return plain_packing(
+            Scheme(f"{format.name}_w8a16", format), _compressed("float-quantized", _arguments(format), None)
+        )
+    raise Unsupported(
+        f"format must be one that checkpoints store weights in, got {format.name}, which is for activations; the "
+        f"formats are {', '.join(format_names())}"
+    )
+
+
+def _arguments(format: Format) -> dict[str, Any]:
+    """What compressed-tensors calls the arguments of a quantisation."""
+    strategy = "group"
+    if format.group_columns is None:
+        strategy = "tensor" if format.group_rows is None else "channel"
+    arguments: dict[str, Any] = {
+        "num_bits": format.bits_per_element,
+        "type": "int" if "int" in format.element else "float",
+        "symmetric": not format.zero_points,
+        "strategy": strategy,
+        "group_size": format.group_columns,
+        "dynamic": False,
+    }
+    return arguments | ({"scale_dtype": "torch.uint8"} if format.has_e8m0_scales else {})
+
+
+def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": kind}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }

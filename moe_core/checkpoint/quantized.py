@@ -1,0 +1,158 @@
+"""Reading quantised layers: which stacks their packed tensors are read into, and the bundles made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moe_core import dtypes
+from moe_core.checkpoint.families import Architecture
+from moe_core.checkpoint.packing import Component, Packing
+from moe_core.checkpoint.storage import Part, Stack, TensorIndex
+from moe_core.errors import Unsupported
+from moe_core.formats import Format, QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.reference.quantize import dequantize
+
+#: Endings of the stacks that are arrays of a quantised weight.
+ARRAYS = (".values", ".scales", ".zero_points")
+#: The fields of a layer that may be quantised.
+_WEIGHTS = ("experts.gate_up", "experts.down", "shared.gate_up", "shared.down")
+#: Endings of tensors that belong to some quantised storage, under any of its names.
+_COMPANIONS = ("_blocks", "_scales", "_scale", "_scale_inv", "_packed", "_zero_point", "_g_idx", "qweight", "qzeros")
+
+
+def module_of(tensor: str) -> tuple[str, bool]:
+    """(module, whether it is a fused parameter of all experts) of a weight's tensor name in a plain checkpoint."""
+    module = tensor.removesuffix(".weight")
+    return module, module == tensor
+
+
+def is_quantized(weight: str, packing: Packing, index: TensorIndex) -> bool:
+    """Whether the files hold the weight of that (plain) name quantised: under other names, or with companions."""
+    module, fused = module_of(weight)
+    names = [packing.tensor_name(module, component, fused) for component in packing.components]
+    return any(name in index.files for name in names if name != weight)
+
+
+def quantized_architecture(
+    architecture: Architecture, stacks: Mapping[str, Stack], packing: Packing, index: TensorIndex
+) -> Architecture:
+    """The architecture with the layouts its quantised weights are read in.
+
+    All are `out_in`. Gate and up are put together, as in a plain checkpoint, where no group of the format would hold
+    rows of both; else they stay apart: gate_layout `separate`.
+    """
+    spec = dataclasses.replace(architecture.spec, weight_layout="out_in")
+    halves = [
+        stack
+        for name, stack in stacks.items()
+        if name.endswith(".gate_up") and _is_divided(stack) and is_quantized(stack.parts[0].tensor, packing, index)
+    ]
+    if all(packing.format.splits_rows(stack.parts[0].shape[-2]) for stack in halves):
+        return dataclasses.replace(architecture, spec=spec)
+    if not _is_divided(stacks["experts.gate_up"]):
+        raise Unsupported(
+            f"the shared experts' width must be a multiple of {packing.format.group_rows} beside fused experts, got "
+            f"{halves[0].parts[0].shape[-2]}; dequantise the checkpoint to bfloat16 first"
+        )
+    activation = dataclasses.replace(spec.activation, gate_layout="separate")
+    return dataclasses.replace(architecture, spec=dataclasses.replace(spec, activation=activation))
+
+
+def quantized_stacks(
+    stacks: Mapping[str, Stack], packing: Packing, index: TensorIndex, separate: bool
+) -> dict[str, Stack]:
+    """The stacks of a layer, those of quantised weights replaced by one per array: `experts.down.values`.
+
+    separate: gate and up come in arrays of their own.
+    """
+    result: dict[str, Stack] = {}
+    for name, stack in stacks.items():
+        if name not in _WEIGHTS:
+            result[name] = stack
+            continue
+        for field, own in (_apart(name, stack) if separate and name.endswith("gate_up") else {name: stack}).items():
+            if is_quantized(own.parts[0].tensor, packing, index):
+                shapes = quantized_shapes(QuantizedSpec(packing.format), own.shape)
+                for component in packing.components:
+                    result[f"{field}.{component.field}"] = _component_stack(own, shapes, packing, component)
+            else:
+                result[field] = own
+    return result
+
+
+def _is_divided(stack: Stack) -> bool:
+    """Whether gate and up come from tensors of their own."""
+    return any(isinstance(place, slice) for place in stack.parts[0].place)
+
+
+def _apart(name: str, stack: Stack) -> dict[str, Stack]:
+    """gate and up of a divided stack as two."""
+    halves: dict[str, list[Part]] = {name: [], name.replace("gate_up", "up"): []}
+    for part in stack.parts:
+        *lead, rows = part.place
+        assert isinstance(rows, slice)
+        field = name if rows.start == 0 else name.replace("gate_up", "up")
+        halves[field].append(dataclasses.replace(part, place=tuple(lead)))
+    return {
+        field: dataclasses.replace(stack, shape=(*stack.shape[:-2], *parts[0].shape[-2:]), parts=tuple(parts))
+        for field, parts in halves.items()
+    }
+
+
+def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, component: Component) -> Stack:
+    """One array of a quantised weight; shapes: of the arrays of the whole weight."""
+    format = packing.format
+    dtype: str | None = format.own_element.dtype
+    if component.field == "scales":
+        dtype = format.scale_dtypes[0] if len(format.scale_dtypes) == 1 else None
+    parts = []
+    for part in stack.parts:
+        module, fused = module_of(part.tensor)
+        name = packing.tensor_name(module, component, fused)
+        shape = (*part.shape[:-2], *component.file_shape(part.shape[-2], part.shape[-1]))
+        place = tuple(_scaled(index, format, component.field) for index in part.place)
+        parts.append(Part(name, shape, place, component.decode))
+    return Stack(getattr(shapes, component.field), tuple(parts), dtype, component.accepts)
+
+
+def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
+    """Where rows of a weight sit in one of its arrays; the format splits there."""
+    if isinstance(place, int):
+        return place
+    per_row = {"values": 1, "scales": format.group_rows or 1, "zero_points": format.own_element.per_byte}[field]
+    return slice(place.start // per_row, place.stop // per_row)
+
+
+def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -> None:
+    """Raise Unsupported if the layer has quantised tensors that are not read: permutations, static scales, others."""
+    read = {part.tensor for stack in stacks.values() for part in stack.parts}
+    for name in index.files:
+        if name.startswith(block) and name.endswith(_COMPANIONS) and name not in read:
+            raise Unsupported(
+                f"{name} in {index.files[name]} belongs to a quantised tensor in a way that the quantization_config "
+                "does not describe, so it cannot be honoured; dequantise the checkpoint to bfloat16 first"
+            )
+
+
+def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, Any]:
+    """The arrays of a layer by field name, the arrays of a quantised weight as one QuantizedTensor."""
+    fields: dict[str, Any] = {}
+    for name, array in arrays.items():
+        field, _, component = name.rpartition(".")
+        if component == "values":
+            scales, points = arrays[f"{field}.scales"], arrays.get(f"{field}.zero_points")
+            fields[field] = QuantizedTensor(QuantizedSpec(packing.format), array, scales, points)
+        elif component not in ("scales", "zero_points"):
+            fields[name] = array
+    return fields
+
+
+def plain_array(array: Any, dtype: str) -> np.ndarray:
+    """A weight or bias in `dtype`, dequantised where it is quantised."""
+    if isinstance(array, QuantizedTensor):
+        return dequantize(array, dtype)
+    return array.astype(dtypes.numpy_dtype(dtype), copy=False)

@@ -1,0 +1,207 @@
+"""What a quantised format is: elements, groups that share a scale, and how scales are chosen.
+
+A matrix is seen as rows x columns: rows are output channels (weights) or tokens (activations), columns the axis a
+matrix product sums over. A scale, and a zero point where the format has them, belongs to a group of rows x columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core import dtypes
+from moe_core.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.specs import require_at_least, require_choice, require_flag, require_kind
+
+
+@dataclass(frozen=True)
+class Element:
+    """One stored number.
+
+    dtype: canonical dtype of the array that carries it; per_byte: how many share one element of that array (2: the
+    even index in the low nibble). largest: the magnitude that amax is scaled to. top_exponent: floor(log2(largest)),
+    for formats whose scales are powers of two by exponent. zero_point: the code that stands for 0 where a format
+    stores no zero points; max_code: the largest code of unsigned integers.
+    """
+
+    name: str
+    dtype: str
+    per_byte: int
+    largest: float
+    top_exponent: int | None = None
+    zero_point: int | None = None
+    max_code: int | None = None
+
+
+#: e2m1 and the 4-bit integers travel packed in uint8, because frameworks disagree about 4-bit dtypes.
+ELEMENTS = {
+    element.name: element
+    for element in (
+        Element("e4m3", "float8_e4m3fn", 1, 448.0, top_exponent=8),
+        Element("e2m1", "uint8", 2, 6.0, top_exponent=2),
+        Element("int8", "int8", 1, 127.0),
+        Element("uint8", "uint8", 1, 127.0, zero_point=128, max_code=255),
+        Element("uint4", "uint8", 2, 7.0, zero_point=8, max_code=15),
+    )
+}
+#: amax: max(amax, 1e-10) / largest. power_of_two: that, rounded up to a power of two; both stored as numbers.
+#: floor: 2^(floor(log2 amax) - top_exponent). ceil: the smallest power of two with amax / scale <= largest. Both e8m0.
+SCALE_RULES = ("amax", "power_of_two", "floor", "ceil")
+_E8M0_RULES = ("floor", "ceil")
+#: Scales of grouped integers come from checkpoints in any of these and are widened, exactly, when they are used.
+_INTEGER_SCALES = ("float32", "bfloat16", "float16")
+
+
+@plan_type
+@dataclass(frozen=True)
+class Format:
+    """How one tensor is quantised; frozen, hashable, part of plans.
+
+    name: unique among registered formats. element: a name of ELEMENTS. group_rows, group_columns: extent of the group
+    that shares a scale, None = the whole axis of the matrix. scale_rule: one of SCALE_RULES, what a quantiser does;
+    reading a tensor depends only on whether scales are e8m0 bytes (`floor`, `ceil`) or numbers. zero_points: the
+    tensor carries one per group (unsigned elements only).
+
+    Padding. Groups of e4m3 with numbers for scales may be cut short at the end of either axis: there are
+    ceil(size / group) of them, as DeepSeek's checkpoints have it, and the missing elements count as zeros. Every
+    other format needs columns that are a multiple of group_columns, and two elements in each byte.
+    """
+
+    name: str
+    element: str
+    group_rows: int | None
+    group_columns: int | None
+    scale_rule: str = "amax"
+    zero_points: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise InvalidInput(f"name must be an identifier, got {self.name!r}; for example fp8_block")
+        require_choice("element", self.element, tuple(ELEMENTS))
+        require_choice("scale_rule", self.scale_rule, SCALE_RULES)
+        require_flag("zero_points", self.zero_points)
+        for name in ("group_rows", "group_columns"):
+            if getattr(self, name) is not None:
+                require_at_least(name, getattr(self, name), 1)
+        own = self.own_element
+        if self.has_e8m0_scales and own.top_exponent is None:
+            raise InvalidInput(
+                f"scale_rule must be amax or power_of_two for {self.element}, got {self.scale_rule!r}; e8m0 scales go "
+                "with float elements"
+            )
+        if self.zero_points and own.max_code is None:
+            raise InvalidInput(
+                f"zero_points must be False for {self.element}, got True; only unsigned integers have them"
+            )
+        if own.per_byte > 1 and self.group_columns is not None and self.group_columns % own.per_byte:
+            raise InvalidInput(
+                f"group_columns must be a multiple of {own.per_byte} for {self.element}, got {self.group_columns}; a "
+                "byte cannot belong to two groups"
+            )
+
+    @property
+    def own_element(self) -> Element:
+        return ELEMENTS[self.element]
+
+    @property
+    def has_e8m0_scales(self) -> bool:
+        """Whether scales are uint8 exponents: 2^(b - 127), 255 = NaN."""
+        return self.scale_rule in _E8M0_RULES
+
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """Canonical dtypes scales may have; a quantiser writes the first."""
+        if self.has_e8m0_scales:
+            return ("uint8",)
+        return _INTEGER_SCALES if self.own_element.max_code is not None else ("float32",)
+
+    @property
+    def allows_partial_groups(self) -> bool:
+        """Whether the last group of an axis may be cut short."""
+        return self.element == "e4m3" and not self.has_e8m0_scales
+
+    @property
+    def bits_per_element(self) -> int:
+        """Bits of one element, scales not counted."""
+        return 8 * dtypes.itemsize(self.own_element.dtype) // self.own_element.per_byte
+
+    def splits_rows(self, rows: int) -> bool:
+        """Whether a tensor whose first `rows` rows are another tensor can be made by putting the two together.
+
+        False where a group, or a byte of packed zero points, would hold rows of both.
+        """
+        if self.group_rows is None or rows % self.group_rows:
+            return False
+        return not self.zero_points or rows % self.own_element.per_byte == 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@plan_type
+@dataclass(frozen=True)
+class Scheme:
+    """What a quantised layer computes with: the format of its weights, and of activations before each product.
+
+    activations: None = as they are (w4a16, w8a16). Their groups along the axis that is summed over are the weights' or
+    the whole axis.
+    """
+
+    name: str
+    weights: Format
+    activations: Format | None = None
+
+    def __post_init__(self) -> None:
+        require_kind("weights", self.weights, Format)
+        require_kind("activations", self.activations, Format, optional=True)
+        ours = self.activations
+        if ours is not None and ours.group_columns not in (None, self.weights.group_columns):
+            raise InvalidInput(
+                f"activations must have groups of {self.weights.group_columns} columns, like weights, or None, got "
+                f"{ours.group_columns}; scales of both sides are applied together"
+            )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_FORMATS: dict[str, Format] = {}
+_SCHEMES: dict[str, Scheme] = {}
+
+
+def register_format(format: Format) -> Format:
+    """Make a format known by its name; returns it. InvalidInput where another one has the name."""
+    require_kind("format", format, Format)
+    if _FORMATS.setdefault(format.name, format) != format:
+        raise InvalidInput(f"name must be unique among formats, got {format.name!r} again; choose another")
+    return format
+
+
+def register_scheme(scheme: Scheme) -> Scheme:
+    """Make a scheme known by its name; returns it. InvalidInput where another one has the name."""
+    require_kind("scheme", scheme, Scheme)
+    if _SCHEMES.setdefault(scheme.name, scheme) != scheme:
+        raise InvalidInput(f"name must be unique among schemes, got {scheme.name!r} again; choose another")
+    return scheme
+
+
+def format_names() -> tuple[str, ...]:
+    """Names of every registered format."""
+    return tuple(_FORMATS)
+
+
+def scheme_names() -> tuple[str, ...]:
+    """Names of every registered scheme."""
+    return tuple(_SCHEMES)
+
+
+def format_named(name: str) -> Format:
+    """The registered format of that name; InvalidInput for others."""
+    require_choice("format", name, format_names())
+    return _FORMATS[name]
+
+
+def scheme_named(name: str) -> Scheme:
+    """The registered scheme of that name; InvalidInput for others."""
+    require_choice("scheme", name, scheme_names())
+    return _SCHEMES[name]

@@ -1,0 +1,189 @@
+"""QuantizedTensor: values, scales, zero points and layout of one tensor, in any array type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moe_core.arrays import ArraySpec
+from moe_core.codec import plan_type
+from moe_core.dtypes import canonical, itemsize
+from moe_core.errors import InvalidInput
+from moe_core.formats.format import Format
+from moe_core.specs import WEIGHT_LAYOUTS, require_choice, require_kind
+
+
+@plan_type
+@dataclass(frozen=True)
+class QuantizedSpec:
+    """What the arrays of a quantised tensor mean: its format and its layout, both static.
+
+    layout: `out_in` = the last axis is the one a product sums over (weights `[E, N, D]`, and activations `[T, D]`);
+    `in_out` = the axis before it is (weights `[E, D, N]`). Packed bytes and groups run along that axis in both.
+    """
+
+    format: Format
+    layout: str = "out_in"
+
+    def __post_init__(self) -> None:
+        require_kind("format", self.format, Format)
+        require_choice("layout", self.layout, WEIGHT_LAYOUTS)
+
+
+class QuantizedShapes(NamedTuple):
+    """Shapes of the arrays of a quantised tensor; zero_points is None for formats without them."""
+
+    values: tuple[int, ...]
+    scales: tuple[int, ...]
+    zero_points: tuple[int, ...] | None
+
+
+def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShapes:
+    """Shapes of the arrays that hold a tensor of logical `shape` (`[..., N, D]` or, for `in_out`, `[..., D, N]`).
+
+    Worked example, mxfp4 `out_in` of (8, 5760, 2880): values (8, 5760, 1440), scales (8, 5760, 90). fp8_block of
+    (300, 200): scales (3, 2). int4_g128_zp of (6, 256): values (6, 128), scales (6, 2), zero points (3, 2).
+    Raises InvalidInput where the padding rule of the format (see `Format`) does not allow the shape.
+    """
+    format = spec.format
+    sizes = tuple(int(size) for size in shape)
+    if len(sizes) < 2:
+        raise InvalidInput(f"shape must have at least 2 axes, got {sizes}; quantised tensors are matrices or stacks")
+    rows, columns = sizes[-2:] if spec.layout == "out_in" else sizes[:-3:-1]
+    per_byte = format.own_element.per_byte
+    unit = per_byte if format.group_columns is None else format.group_columns
+    if not format.allows_partial_groups:
+        if columns % unit:
+            reason = f"groups of {unit}" if format.group_columns else f"{per_byte} elements to a byte"
+            raise InvalidInput(
+                f"the input axis must be a multiple of {unit} for {format.name} ({reason}), got {columns} in {sizes}; "
+                "pad it with zeros or choose another format"
+            )
+        if format.group_rows is not None and rows % format.group_rows:
+            raise InvalidInput(
+                f"the output axis must be a multiple of {format.group_rows} for {format.name}, got {rows} in {sizes}; "
+                "pad it with zeros or choose another format"
+            )
+
+    def laid_out(rows: int, columns: int) -> tuple[int, ...]:
+        return (*sizes[:-2], *((rows, columns) if spec.layout == "out_in" else (columns, rows)))
+
+    groups = _count(columns, format.group_columns)
+    return QuantizedShapes(
+        values=laid_out(rows, columns // per_byte),
+        scales=laid_out(_count(rows, format.group_rows), groups),
+        zero_points=laid_out(-(-rows // per_byte), groups) if format.zero_points else None,
+    )
+
+
+def _count(size: int, group: int | None) -> int:
+    """Groups along an axis; the whole axis is one group, of an empty axis too."""
+    return 1 if group is None else -(-size // group)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A tensor in a quantised format. Arrays are of any library (NumPy, torch, JAX), or `ArraySpec`s of them.
+
+    Of a logical tensor `[..., N, D]` (spec.layout `out_in`; `in_out` swaps the last two axes of every array):
+    values `[..., N, D / elements per byte]`; scales `[..., N groups, D groups]`, 1 for a whole axis; zero_points uint8
+    of unsigned elements, 4-bit ones packed in pairs along the output axis: `[..., ceil(N / 2), D groups]`, where the
+    last high nibble of an odd N is unused and 0. Examples: per tensor fp8 weights of E experts have scales `[E, 1, 1]`,
+    per token activations `[T, 1]`. dtypes: see `Format`.
+
+    The fields work with `moe_core.operands.named_arrays` and `map_arrays`. Raises InvalidInput where the arrays
+    disagree with the format. A transformation that fills the fields with something else than arrays of this tensor
+    (tangents, axis numbers) uses `unchecked`.
+    """
+
+    spec: QuantizedSpec
+    values: Any
+    scales: Any
+    zero_points: Any = None
+
+    def __post_init__(self) -> None:
+        require_kind("spec", self.spec, QuantizedSpec)
+        format = self.format
+        element = format.own_element
+        _require_dtype("values", self.values, (element.dtype,), format)
+        _require_dtype("scales", self.scales, format.scale_dtypes, format)
+        shapes = quantized_shapes(self.spec, self.shape)
+        _require_shape("scales", self.scales, shapes.scales, self)
+        if shapes.zero_points is None:
+            if self.zero_points is not None:
+                raise InvalidInput(f"zero_points must be None for {format.name}, got an array; choose a _zp format")
+            return
+        if self.zero_points is None:
+            raise InvalidInput(f"zero_points must be an array for {format.name}, got None; pass it")
+        _require_dtype("zero_points", self.zero_points, (element.dtype,), format)
+        _require_shape("zero_points", self.zero_points, shapes.zero_points, self)
+
+    @classmethod
+    def unchecked(cls, spec: QuantizedSpec, values: Any, scales: Any, zero_points: Any = None) -> QuantizedTensor:
+        """The same bundle around anything: what a pytree library rebuilds with its own leaves."""
+        tensor = object.__new__(cls)
+        for name, value in (("spec", spec), ("values", values), ("scales", scales), ("zero_points", zero_points)):
+            object.__setattr__(tensor, name, value)
+        return tensor
+
+    @property
+    def format(self) -> Format:
+        return self.spec.format
+
+    @property
+    def layout(self) -> str:
+        return self.spec.layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape: what `dequantize` gives."""
+        sizes = [int(size) for size in self.values.shape]
+        if len(sizes) < 2:
+            raise InvalidInput(
+                f"values must have at least 2 axes, got {tuple(sizes)}; pass a matrix or a stack of them"
+            )
+        sizes[-1 if self.layout == "out_in" else -2] *= self.format.own_element.per_byte
+        return tuple(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = [self.values, self.scales] + ([] if self.zero_points is None else [self.zero_points])
+        return sum(math.prod(array.shape) * itemsize(canonical(array.dtype)) for array in arrays)
+
+    def __str__(self) -> str:
+        return f"{self.format.name}{list(self.shape)} {self.layout}"
+
+
+def quantized_specs(spec: QuantizedSpec, shape: Sequence[int], scale_dtype: str | None = None) -> QuantizedTensor:
+    """A quantised tensor of logical `shape` made of `ArraySpec`s; scale_dtype: None = what quantisers write."""
+    shapes, format = quantized_shapes(spec, shape), spec.format
+    return QuantizedTensor(
+        spec,
+        ArraySpec(shapes.values, format.own_element.dtype),
+        ArraySpec(shapes.scales, scale_dtype or format.scale_dtypes[0]),
+        None if shapes.zero_points is None else ArraySpec(shapes.zero_points, format.own_element.dtype),
+    )
+
+
+def _require_dtype(name: str, array: Any, allowed: tuple[str, ...], format: Format) -> None:
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise InvalidInput(f"{name} must be an array, got {type(array).__name__}; pass the array or its ArraySpec")
+    try:
+        dtype = canonical(array.dtype)
+    except InvalidInput:
+        dtype = str(array.dtype)
+    if dtype not in allowed:
+        raise InvalidInput(
+            f"{name} of {format.name} must be {' or '.join(allowed)}, got {dtype}; pass the arrays of that format"
+        )
+
+
+def _require_shape(name: str, array: Any, wanted: tuple[int, ...], tensor: QuantizedTensor) -> None:
+    if tuple(array.shape) != wanted:
+        raise InvalidInput(
+            f"{name} of {tensor} must be {wanted}, got {tuple(array.shape)}; check the layout and the group sizes of "
+            "the format"
+        )
