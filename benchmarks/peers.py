@@ -1,18 +1,59 @@
-"""Peers timed in the same run: upstream triton_kernels, and one cuBLAS product of equal FLOPs as the bound."""
+"""Peers timed in the same run, each checked first, and the cuBLAS products of equal FLOPs as the bound."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import torch
 
+import moe_torch
+from benchmarks import plain
+from benchmarks.problem import Problem, checked_tokens, expected, relative_error
 from benchmarks.shapes import Shape
+from moe_core.specs import Activation
+
+#: Peers round more often than we do (bf16 between every two operations).
+TOLERANCE = 2e-2
+INSTALL_TRITON_KERNELS = (
+    "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
+    "distribution named triton-kernels on the package index is an unrelated project"
+)
+#: Upstream fuses this one activation, whatever the shape's: the work is equal.
+_UPSTREAM_ACTIVATION = Activation("swiglu_oai", gate_layout="interleaved")
 
 
-def upstream_forward(
-    shape: Shape, x: torch.Tensor, weights: dict[str, torch.Tensor | None], logits: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+class ParityIsRed(Exception):
+    """A peer's result is not the layer's."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """build(problem) -> a function without arguments (torch: timed by graph replay) or of (x, logits, experts) (JAX:
+    timed on the device). tokens: numbers of tokens it is timed at, None = all. activation: None = the shape's.
+    required: a record lacks something without it.
+    """
+
+    name: str
+    build: Callable[[Problem], Callable[..., Any]]
+    framework: str = "torch"
+    required: bool = True
+    tokens: tuple[int, ...] | None = None
+    activation: Activation | None = None
+
+    def why_left_out(self, num_tokens: int) -> str | None:
+        """Why it is not timed at a number of tokens unless everything is, or None."""
+        if self.tokens is None or num_tokens in self.tokens:
+            return None
+        return f"timed at {', '.join(map(str, self.tokens))} tokens only"
+
+
+def upstream_forward(problem: Problem) -> Callable[[], torch.Tensor]:
     """Upstream triton_kernels' forward from logits, with its fused swiglu whatever the activation (equal work).
 
     Raises ImportError where it is not on PYTHONPATH: a recorded run needs it.
@@ -21,16 +62,16 @@ def upstream_forward(
     from triton_kernels.routing import routing  # pyright: ignore[reportMissingImports]
     from triton_kernels.swiglu import swiglu_fn  # pyright: ignore[reportMissingImports]
 
-    fused = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
-    gate_up, down = weights["gate_up"], weights["down"]
-    gate_up_bias, down_bias = weights["gate_up_bias"], weights["down_bias"]
+    arguments = (_UPSTREAM_ACTIVATION.alpha, _UPSTREAM_ACTIVATION.limit)
+    fused = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), arguments, 2)
+    experts, top_k = problem.experts, problem.shape.top_k
 
     def forward() -> torch.Tensor:
-        data, gather, scatter = routing(logits, shape.top_k, sm_first=False)
+        data, gather, scatter = routing(problem.logits, top_k, sm_first=False)
         hidden: Any = matmul_ogs(
-            x,
-            gate_up,
-            gate_up_bias,
+            problem.x,
+            experts.gate_up,
+            experts.gate_up_bias,
             data,
             gather_indx=gather,
             precision_config=PrecisionConfig(),
@@ -38,8 +79,8 @@ def upstream_forward(
         )
         return matmul_ogs(
             hidden,
-            down,
-            down_bias,
+            experts.down,
+            experts.down_bias,
             data,
             scatter_indx=scatter,
             precision_config=PrecisionConfig(),
@@ -49,10 +90,91 @@ def upstream_forward(
     return forward
 
 
-def dense_forward(shape: Shape, tokens: int) -> Callable[[], torch.Tensor]:
+def grouped_mm_forward(problem: Problem) -> Callable[[], torch.Tensor]:
+    """torch's own grouped product, eager."""
+    experts = plain.in_one_dtype(problem.experts)
+    return lambda: plain.torch_forward(problem.x, problem.logits, experts, problem.shape)
+
+
+def compiled_forward(problem: Problem) -> Callable[[], torch.Tensor]:
+    """The same through torch.compile."""
+    experts = plain.in_one_dtype(problem.experts)
+    plain.mark_tokens(problem.x, problem.logits)
+    return lambda: plain.compiled()(problem.x, problem.logits, experts, problem.shape)
+
+
+def ragged_dot_forward(problem: Problem) -> Callable[..., Any]:
+    """JAX's own ragged product."""
+    return functools.partial(plain.jax_forward, jax.lax.ragged_dot, problem.shape)
+
+
+def tokamax_forward(problem: Problem) -> Callable[..., Any]:
+    """tokamax's ragged product by its own kernels: its third implementation is jax.lax.ragged_dot once more."""
+    ragged_dot = importlib.import_module("tokamax").ragged_dot
+
+    def product(rows: Any, weights: Any, group_sizes: Any) -> Any:
+        return ragged_dot(rows, weights, group_sizes, implementation=("mosaic", "triton"))
+
+    return functools.partial(plain.jax_forward, product, problem.shape)
+
+
+#: Compiling for one token means compiling once more: its program is not the others'.
+_COMPILED_TOKENS = (16, 64, 256, 1024, 4096, 16384)
+#: jax.lax.ragged_dot multiplies every row by every expert.
+_RAGGED_TOKENS = (64, 1024, 4096)
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("triton_kernels", upstream_forward, activation=_UPSTREAM_ACTIVATION),
+        Peer("grouped_mm", grouped_mm_forward),
+        Peer("grouped_mm_compiled", compiled_forward, tokens=_COMPILED_TOKENS),
+        Peer("ragged_dot", ragged_dot_forward, "jax", tokens=_RAGGED_TOKENS),
+        Peer("tokamax", tokamax_forward, "jax", required=False, tokens=_RAGGED_TOKENS),
+    )
+}
+
+
+def why_not_importable(peer: Peer) -> str | None:
+    """What is missing for a peer that is a package of its own, and how to get it; None where nothing is."""
+    if peer.name not in ("triton_kernels", "tokamax") or importlib.util.find_spec(peer.name) is not None:
+        return None
+    fix = INSTALL_TRITON_KERNELS if peer.name == "triton_kernels" else "pip install tokamax"
+    return f"{peer.name} cannot be imported; {fix}"
+
+
+def time_peer(peer: Peer, problem: Problem, timer: Any, seconds: float) -> tuple[Callable[..., Any], dict[str, float]]:
+    """(what was timed, {"us", "error"}) of one peer; raises ParityIsRed before anything is timed.
+
+    seconds: repeats stop after about this long.
+    """
+    forward = peer.build(problem)
+    if peer.framework == "torch":
+        error = check_peer(peer, problem, forward())
+        return forward, {"us": timer.time(forward, seconds=seconds), "error": error}
+    x, logits, experts = problem.jax_arrays
+    output = moe_torch.from_dlpack(jax.block_until_ready(jax.jit(forward)(x, logits, experts)))
+    error = check_peer(peer, problem, output)
+    del output
+
+    def step(x: Any, logits: Any, experts: Any) -> Any:
+        return x + forward(x, logits, experts) * 1e-6
+
+    return forward, {"us": timer.device_time_of_jax_chain(step, x, (logits, experts), 1, seconds).us, "error": error}
+
+
+def check_peer(peer: Peer, problem: Problem, output: torch.Tensor) -> float:
+    """The error of a peer's output; raises ParityIsRed where it is too large."""
+    tokens = checked_tokens(problem.tokens).to(problem.x.device)
+    error = relative_error(output[tokens], expected(problem, tokens, peer.activation))
+    if not error < TOLERANCE:
+        raise ParityIsRed(f"parity of {peer.name} is red: error {error:.3g}, at most {TOLERANCE:g} is allowed")
+    return error
+
+
+def dense_forward(shape: Shape, tokens: int, device: Any = "cuda") -> Callable[[], torch.Tensor]:
     """Two cuBLAS products over T * K rows: the FLOPs of the layer without its routing."""
     rows = tokens * shape.top_k
-    random = {"dtype": torch.bfloat16, "device": "cuda"}
+    random = {"dtype": torch.bfloat16, "device": device}
     x = torch.randn(rows, shape.d_model, **random)
     first = torch.randn(shape.d_model, 2 * shape.d_ff, **random)
     hidden, second = torch.randn(rows, shape.d_ff, **random), torch.randn(shape.d_ff, shape.d_model, **random)

@@ -13,7 +13,7 @@ from typing import Any
 from moe_core import __version__
 from moe_core.cuda import cuda_available, driver
 
-_PACKAGES = ("torch", "jax", "jaxlib", "jax-tvm-ffi", "apache-tvm-ffi", "triton", "numpy", "transformers")
+_PACKAGES = ("torch", "jax", "jaxlib", "jax-tvm-ffi", "apache-tvm-ffi", "triton", "numpy", "transformers", "tokamax")
 
 
 def provenance(module: str) -> dict[str, Any]:

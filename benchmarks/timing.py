@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -15,6 +16,24 @@ from torch.profiler import ProfilerActivity, profile
 from moe_jax.ffi import callback_count
 
 _FLUSH_BYTES = 512 * 1024 * 1024
+_STREAMED_BYTES = 2 * 1024 * 1024 * 1024
+#: A median needs this many repeats, however long they take.
+_FEWEST_REPEATS = 5
+
+
+class KernelSpan(NamedTuple):
+    """One kernel as CUPTI saw it, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+class ChainTime(NamedTuple):
+    """Device microseconds of one call of a chain, and calls into Python per chain."""
+
+    us: float
+    callbacks: int
 
 
 class GraphTimer:
@@ -35,11 +54,15 @@ class GraphTimer:
             function()
         return graph
 
-    def time(self, function: Callable[[], Any], repeats: int = 30) -> float:
-        """Median microseconds of one call: graph replay between events, after an L2 flush."""
+    def time(self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0) -> float:
+        """Median microseconds of one call: graph replay between events, after an L2 flush.
+
+        After `seconds` no repeat starts, once there are enough for a median.
+        """
         graph = self.capture(function)
-        times = []
-        for _ in range(repeats):
+        times: list[float] = []
+        stop = time.monotonic() + seconds
+        while len(times) < repeats and (len(times) < _FEWEST_REPEATS or time.monotonic() < stop):
             self._flush.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -54,46 +77,66 @@ class GraphTimer:
         graph = self.capture(lambda: [function() for _ in range(length)])
         return device_time(graph.replay, repeats) / length
 
+    def device_time_of_jax_chain(
+        self, function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, seconds: float = 1.0
+    ) -> ChainTime:
+        """One of `length` dependent calls in one jitted program; median of 5 programs, of fewer after `seconds`.
 
-def device_time(function: Callable[[], Any], repeats: int) -> float:
-    """Median microseconds from the first kernel's start to the last one's end, as CUPTI saw them.
+        `function(x, *arguments)` gives the next x; x is donated, so that every run finds its arrays at the addresses of
+        the one before and XLA replays its CUDA graph without Python. The other arrays are arguments because those a
+        program closes over are copied into it as constants.
+        """
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def chain(value: Any, *others: Any) -> Any:
+            for _ in range(length):
+                value = function(value, *others)
+            return value
+
+        state = [jax.block_until_ready(x.copy())]
+
+        def run() -> None:
+            state[0] = jax.block_until_ready(chain(state[0], *arguments))
+
+        run()
+        start = time.monotonic()
+        run()
+        affordable = int(seconds / (time.monotonic() - start))
+        for _ in range(min(2, affordable)):
+            run()
+        repeats = max(1, min(5, affordable))
+        before = callback_count()
+        span = device_time(run, repeats)
+        return ChainTime(span / length, (callback_count() - before) // repeats)
+
+    def kernels(self, function: Callable[[], Any], repeats: int = 5) -> list[list[KernelSpan]]:
+        """The kernels of each of some replays of one call, in the order they started, after an L2 flush."""
+        graph = self.capture(function)
+        return [kernel_spans(graph.replay, self._flush.zero_) for _ in range(repeats)]
+
+    def streaming_bytes_per_us(self) -> float:
+        """What a plain sum over 2 GiB reaches: the memory bandwidth of this device in this hour."""
+        values = torch.randn(_STREAMED_BYTES // 4, device="cuda")
+        return _STREAMED_BYTES / self.time(lambda: values.sum())
+
+
+def kernel_spans(function: Callable[[], Any], before: Callable[[], Any] | None = None) -> list[KernelSpan]:
+    """What CUPTI saw on the device while the function ran, by start; `before` runs unseen.
 
     Kernels of every library in the process are seen, so that torch and JAX are measured alike; the host's share is not.
     """
-    spans = []
-    for _ in range(repeats):
+    if before is not None:
+        before()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        function()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            function()
-            torch.cuda.synchronize()
-        ranges = [event.time_range for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-        spans.append(max(span.end for span in ranges) - min(span.start for span in ranges))
-    return statistics.median(spans)
+    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    spans = [KernelSpan(event.name, event.time_range.start, event.time_range.end) for event in events]
+    return sorted(spans, key=lambda span: span.start)
 
 
-def device_time_of_jax_chain(
-    function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, repeats: int = 5
-) -> tuple[float, int]:
-    """(device microseconds of one of `length` dependent calls in one jitted program, Python callbacks per program).
-
-    `function(x, *arguments)` gives the next x; x is donated, so that every run finds its arrays at the addresses of the
-    one before and XLA replays its CUDA graph without Python. The other arrays are arguments because those a program
-    closes over are copied into it as constants.
-    """
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def chain(value: Any, *others: Any) -> Any:
-        for _ in range(length):
-            value = function(value, *others)
-        return value
-
-    state = [jax.block_until_ready(x.copy())]
-
-    def run() -> None:
-        state[0] = jax.block_until_ready(chain(state[0], *arguments))
-
-    for _ in range(4):
-        run()
-    before = callback_count()
-    span = device_time(run, repeats)
-    return span / length, (callback_count() - before) // repeats
+def device_time(function: Callable[[], Any], repeats: int) -> float:
+    """Median microseconds from the first kernel's start to the last one's end."""
+    spans = [kernel_spans(function) for _ in range(repeats)]
+    return statistics.median(max(span.end for span in found) - found[0].start for found in spans)

@@ -23,7 +23,7 @@ import sys
 import venv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-EXTRAS = "torch,jax,flax,checkpoint,test"
+EXTRAS = "torch,jax,flax,checkpoint,test,bench"
 #: One torch for all CPU runs, so that two of them differ only in what is being tested.
 CPU_TORCH = "torch==2.13.0"
 

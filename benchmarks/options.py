@@ -1,0 +1,95 @@
+"""The command line of benchmarks.forward."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.draws import ROUTINGS, SEED
+from benchmarks.peers import PEERS, Peer, why_not_importable
+from benchmarks.shapes import SHAPES, TOKENS, Shape
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run. partial: a record may lack required peers. everywhere: peers that are timed at few numbers of tokens
+    are timed at all. cell_seconds: the time of one cell, on average within its shape."""
+
+    shapes: tuple[Shape, ...]
+    tokens: tuple[int, ...]
+    routings: tuple[str, ...]
+    peers: tuple[Peer, ...]
+    output: Path | None
+    seed: int
+    cell_seconds: float
+    everywhere: bool
+    breakdown: bool
+    large: bool
+    partial: bool
+
+
+def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
+    """Options from the command line; exits with a message that names the fix where they make no sense."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}; `none` for none")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens (default: %(default)s)")
+    parser.add_argument("--routing", default="balanced", help=f"of {', '.join(ROUTINGS)} (default: %(default)s)")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; `none` for none")
+    parser.add_argument("--everywhere", action="store_true", help="time costly peers at every number of tokens")
+    parser.add_argument("--cell-seconds", type=float, default=6.0, help="time per cell (default: %(default)s)")
+    parser.add_argument("--breakdown", action="store_true", help="device time by kernel, ours and triton_kernels'")
+    parser.add_argument("--large", action="store_true", help="check one forward over 2**31 elements, too")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    parser.add_argument("--partial", action="store_true", help="let a record lack required peers, and say so in it")
+    found = parser.parse_args(arguments)
+
+    def chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+        names = () if text == "none" else tuple(text.split(","))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            parser.error(f"{option} must be of {', '.join(known)}, got {', '.join(unknown)}")
+        return names
+
+    tokens = found.tokens.split(",")
+    if not all(text.isdecimal() and int(text) > 0 for text in tokens):
+        parser.error(f"--tokens must be positive numbers with commas between them, got {found.tokens!r}")
+    if not found.cell_seconds > 0:
+        parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
+    options = Options(
+        shapes=tuple(SHAPES[name] for name in chosen("--shapes", found.shapes, list(SHAPES))),
+        tokens=tuple(map(int, tokens)),
+        routings=chosen("--routing", found.routing, ROUTINGS),
+        peers=tuple(PEERS[name] for name in chosen("--peers", found.peers, list(PEERS))),
+        output=found.output,
+        seed=found.seed,
+        cell_seconds=found.cell_seconds,
+        everywhere=found.everywhere,
+        breakdown=found.breakdown,
+        large=found.large,
+        partial=found.partial,
+    )
+    if not (options.shapes and options.routings) and not options.large:
+        parser.error("there is nothing to run; name --shapes and --routing, or give --large")
+    if options.output is not None and not options.partial:
+        lacking = what_a_record_lacks(options)
+        if lacking:
+            parser.error(f"a record must have every required peer: {lacking}; or give --partial")
+    return options
+
+
+def what_a_record_lacks(options: Options) -> str:
+    """Required peers that were not asked for or cannot be imported, and how to get them; "" where there are none."""
+    if not options.shapes:
+        return ""
+    chosen = {peer.name for peer in options.peers}
+    lacking = []
+    for peer in PEERS.values():
+        if not peer.required:
+            continue
+        reason = why_not_importable(peer) if peer.name in chosen else f"add {peer.name} to --peers"
+        if reason is not None:
+            lacking.append(reason)
+    return "; ".join(lacking)

@@ -1,0 +1,161 @@
+"""Plots of records of benchmarks.forward: time, and fraction of the bound, against the number of tokens.
+
+    python -m benchmarks.plot benchmarks/results/forward-h200.json --output docs/figures/
+
+One file per routing and quantity (`time-balanced.svg`, `fraction-balanced.svg`), a panel per shape. Records may hold
+different cells; a cell that two of them hold is refused, since figures compare within one run only. Equal records give
+equal files. Needs matplotlib (extra `bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.record import SCHEMA
+
+Row = dict[str, Any]
+
+
+class Series(NamedTuple):
+    """One line: the field it shows, its label and how it is drawn."""
+
+    field: str
+    label: str
+    style: str
+
+
+SERIES = (
+    Series("torch_us", "moebius, torch", "C0o-"),
+    Series("jax_device_us", "moebius, JAX (device time)", "C9.-"),
+    Series("triton_kernels_us", "triton_kernels", "C1s-"),
+    Series("grouped_mm_us", "torch grouped_mm", "C2^-"),
+    Series("grouped_mm_compiled_us", "torch grouped_mm, compiled", "C3v-"),
+    Series("ragged_dot_us", "jax.lax.ragged_dot (device time)", "C4D-"),
+    Series("tokamax_us", "tokamax (device time)", "C5P-"),
+)
+BOUND = Series("bound_us", "bound: weight streaming or cuBLAS", "k--")
+_PANEL_INCHES = (4.2, 3.2)
+#: Room for the legend and the source below the panels.
+_FOOT_INCHES = 0.9
+QUANTITIES = {"time": "microseconds", "fraction": "fraction of the bound"}
+
+
+def read_records(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The records of some files; raises ValueError for another schema and for a cell that two of them hold."""
+    records, cells = [], {}
+    for path in paths:
+        record = json.loads(path.read_text())
+        if record.get("schema") != SCHEMA:
+            raise ValueError(
+                f"{path} must be a record of schema {SCHEMA}, got {record.get('schema')}; run benchmarks.forward again"
+            )
+        for row in record["rows"]:
+            cell = (row["shape"], row["routing"], row["tokens"])
+            if cell in cells:
+                raise ValueError(f"{cell} must be in one record, it is in {cells[cell]} and {path}; leave one out")
+            cells[cell] = path
+        records.append(record)
+    return records
+
+
+def points(rows: Sequence[Row], series: Series, quantity: str) -> tuple[list[int], list[float]]:
+    """(numbers of tokens, values) of one line, in the order of tokens; rows without the figure have no point."""
+    found = sorted((row["tokens"], row) for row in rows if series.field in row)
+    values = [row[series.field] if quantity == "time" else row["bound_us"] / row[series.field] for _, row in found]
+    return [tokens for tokens, _ in found], values
+
+
+def source_line(records: Sequence[dict[str, Any]]) -> str:
+    """Where the figures come from: device, versions, commit and date of every record."""
+    parts = []
+    for record in records:
+        origin = record["provenance"]
+        versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("torch", "jax", "triton"))
+        partial = ", partial" if record["partial"] else ""
+        parts.append(f"{origin['device']}, {versions}, commit {origin['commit'][:10]}, {origin['date']}{partial}")
+    return "; ".join(parts)
+
+
+def draw(rows: Sequence[Row], quantity: str, title: str, source: str) -> Any:
+    """A figure with a panel per shape, in the order the shapes come in."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    columns = min(3, len(shapes))
+    lines = -(-len(shapes) // columns)
+    height = _PANEL_INCHES[1] * lines + _FOOT_INCHES
+    figure, panels = pyplot.subplots(lines, columns, figsize=(_PANEL_INCHES[0] * columns, height), squeeze=False)
+    handles: dict[str, Any] = {}
+    for panel, shape in zip(panels.flat, shapes, strict=False):
+        mine = [row for row in rows if row["shape"] == shape]
+        for series in (*SERIES, BOUND) if quantity == "time" else SERIES:
+            tokens, values = points(mine, series, quantity)
+            if tokens:
+                (handles[series.label],) = panel.plot(tokens, values, series.style, markersize=4, linewidth=1.2)
+        counts = sorted({row["tokens"] for row in mine})
+        panel.set(title=shape, xlabel="tokens", ylabel=QUANTITIES[quantity], xscale="log")
+        panel.set_xticks(counts, [str(count) for count in counts], minor=False, fontsize=7)
+        panel.set_xticks([], minor=True)
+        panel.grid(True, alpha=0.3)
+        if quantity == "time":
+            panel.set_yscale("log")
+        else:
+            panel.set_ylim(0, max(1.05, panel.get_ylim()[1]))
+            panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    for panel in list(panels.flat)[len(shapes) :]:
+        panel.set_visible(False)
+    figure.suptitle(title)
+    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.2 / height), "fontsize": 8}
+    figure.legend(list(handles.values()), list(handles), ncols=min(4, len(handles)), **place)
+    figure.tight_layout(rect=(0, _FOOT_INCHES / height, 1, 1))
+    pyplot.close(figure)
+    return figure
+
+
+def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
+    """Write every figure of some records into a folder; returns the files."""
+    import matplotlib
+
+    records = read_records(paths)
+    rows = [row for record in records for row in record["rows"]]
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    # No date and no random names inside: equal records give equal files.
+    with matplotlib.rc_context({"svg.hashsalt": "moebius", "svg.fonttype": "none"}):
+        for routing in dict.fromkeys(row["routing"] for row in rows):
+            mine = [row for row in rows if row["routing"] == routing]
+            for quantity in QUANTITIES:
+                title = f"MoE forward in bf16, from logits, {routing} routing: {QUANTITIES[quantity]}"
+                path = output / f"{quantity}-{routing}.{kind}"
+                metadata = {"Date": None} if kind == "svg" else None
+                draw(mine, quantity, title, source_line(records)).savefig(path, metadata=metadata, dpi=150)
+                written.append(path)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plot; 2 with a message where the records cannot be plotted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg")
+    options = parser.parse_args(arguments)
+    try:
+        written = plot(options.records, options.output, options.format)
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join(map(str, written)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What is benchmarked: one layer's arrays on a device, and its forward as plain fp32 arithmetic to check against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import moe_jax
+import moe_torch
+from benchmarks.draws import SEED, draw_logits
+from benchmarks.shapes import Shape
+from moe_core.arrays import ArraySpec
+from moe_core.moe import plan_moe
+from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
+from moe_core.plan import LaunchPlan
+from moe_core.specs import Activation, MoESpec
+from moe_core.target import Target
+
+#: Tokens of a problem that are compared with the fp32 arithmetic.
+CHECKED_TOKENS = 48
+#: What a plan's scratch may take beside its rows of activations and of results.
+_SCRATCH_ALLOWANCE = 2 * 10**6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's arrays on a device, seen by both frameworks without a copy. routing: the name of the draw."""
+
+    shape: Shape
+    routing: str
+    x: torch.Tensor
+    logits: torch.Tensor
+    experts: ExpertWeights
+
+    @property
+    def tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def spec(self) -> MoESpec:
+        return MoESpec(self.shape.activation, self.shape.router)
+
+    @property
+    def jax_arrays(self) -> tuple[Any, Any, ExpertWeights]:
+        """x, logits and experts as JAX arrays."""
+        x, logits = moe_jax.from_dlpack(self.x), moe_jax.from_dlpack(self.logits)
+        return x, logits, map_arrays(self.experts, moe_jax.from_dlpack)
+
+    def torch_forward(self) -> Any:
+        """Ours, from logits."""
+        return moe_torch.moe(self.x, self.experts, RouterLogits(self.logits), self.spec)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """What torch_forward runs on a target."""
+        logits = RouterLogits(_spec_of(self.logits))
+        return plan_moe(_spec_of(self.x), map_arrays(self.experts, _spec_of), logits, self.spec, target)
+
+    def allowed_scratch(self) -> int:
+        """Bytes a plan's scratch may take: T * K rows of F activations and of D results, and 2 MB."""
+        shape = self.shape
+        return self.tokens * shape.top_k * (shape.d_ff + shape.d_model) * self.x.itemsize + _SCRATCH_ALLOWANCE
+
+
+def _spec_of(array: torch.Tensor) -> ArraySpec:
+    return ArraySpec(tuple(array.shape), str(array.dtype).removeprefix("torch."))
+
+
+def draw_problem(shape: Shape, routing: str, num_tokens: int, experts: ExpertWeights, seed: int = SEED) -> Problem:
+    """Random tokens routed by a named draw, on the device of the experts."""
+    device = experts.gate_up.device
+    generator = torch.Generator(device).manual_seed(seed + num_tokens)
+    x = torch.randn(num_tokens, shape.d_model, generator=generator, device=device, dtype=torch.bfloat16)
+    logits = torch.from_numpy(draw_logits(routing, num_tokens, shape.num_experts, seed)).to(device)
+    return Problem(shape, routing, x, logits, experts)
+
+
+def draw_weights(shape: Shape, generator: torch.Generator) -> ExpertWeights:
+    """Random bf16 experts on the generator's device, whose activations keep an rms of about 1."""
+
+    def matrix(inside: int, outside: int) -> torch.Tensor:
+        size = (shape.num_experts, inside, outside)
+        values = torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
+        return values.mul_(inside**-0.5)
+
+    def bias(width: int) -> torch.Tensor | None:
+        if not shape.biased:
+            return None
+        return 0.1 * torch.randn(shape.num_experts, width, generator=generator, device=generator.device)
+
+    return ExpertWeights(
+        matrix(shape.d_model, 2 * shape.d_ff),
+        matrix(shape.d_ff, shape.d_model),
+        gate_up_bias=bias(2 * shape.d_ff),
+        down_bias=bias(shape.d_model),
+    )
+
+
+def activate(wide: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`[R, F]` from gate and up `[R, 2F]` by torch's own operations, in the dtype of `wide`."""
+    gate, up = (wide[:, ::2], wide[:, 1::2]) if activation.gate_layout == "interleaved" else wide.chunk(2, dim=1)
+    if activation.name == "silu":
+        return torch.nn.functional.silu(gate) * up
+    limit = activation.limit
+    gate, up = gate.clamp(max=limit), up.clamp(None if limit is None else -limit, limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+
+
+def checked_tokens(num_tokens: int) -> torch.Tensor:
+    """The tokens that are compared: CHECKED_TOKENS of them, the first and the last included."""
+    return torch.linspace(0, num_tokens - 1, min(num_tokens, CHECKED_TOKENS)).round().long()
+
+
+def expected(problem: Problem, tokens: torch.Tensor | slice, activation: Activation | None = None) -> torch.Tensor:
+    """The forward of some tokens in fp32, an expert at a time, by torch's own operations; fp32 `[tokens, D]`.
+
+    activation: None = the shape's own. The activations are rounded to the dtype of x, as every implementation does.
+    """
+    experts, top_k = problem.experts, problem.shape.top_k
+    x, logits = problem.x[tokens], problem.logits[tokens]
+    values, ids = logits.topk(top_k, dim=1)
+    weights = values.softmax(dim=1)
+    result = torch.zeros(x.shape, device=x.device)
+    for expert in ids.unique().tolist():
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        wide = x[token].float() @ experts.gate_up[expert].float()
+        if experts.gate_up_bias is not None:
+            wide += experts.gate_up_bias[expert]
+        hidden = activate(wide, activation or problem.shape.activation).to(x.dtype)
+        out = hidden.float() @ experts.down[expert].float()
+        if experts.down_bias is not None:
+            out += experts.down_bias[expert]
+        result.index_add_(0, token, weights[token, choice, None] * out)
+    return result
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The Frobenius norm of the difference over that of `wanted`; not a number where either is not one."""
+    return float((found.float() - wanted).norm() / wanted.norm())

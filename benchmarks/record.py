@@ -1,0 +1,75 @@
+"""Records: what a run leaves behind, and its table. The schema is described in benchmarks/README.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+#: Raised when the meaning of a field changes.
+SCHEMA = 2
+#: The fastest streaming seen on an H200 (its datasheet says 4.8 TB/s).
+STREAMING_BYTES_PER_US = 4.5e6
+#: How far above vLLM's experts and our routing a forward may lie.
+_VLLM_FACTOR = 1.25
+_FIGURES = Path(__file__).parent / "vllm_h200.json"
+#: Field -> heading of the table, in order.
+COLUMNS = {
+    "shape": "shape", "routing": "routing", "tokens": "tokens", "active_experts": "active", "torch_us": "torch",
+    "routing_us": "of it routing", "torch_device_us": "torch device", "jax_device_us": "jax device",
+    "jax_over_torch": "jax / torch", "jax_callbacks": "callbacks", "triton_kernels_us": "triton_kernels",
+    "grouped_mm_us": "grouped_mm", "grouped_mm_compiled_us": "compiled", "ragged_dot_us": "ragged_dot",
+    "tokamax_us": "tokamax", "bound_streaming_us": "stream bound", "dense_us": "dense bound",
+    "bound_fraction": "of the bound", "over_best_peer": "/ best peer", "vllm_us": "vllm", "over_allowed": "over 1.25x",
+    "scratch_over_allowed": "scratch / allowed",
+}  # fmt: skip
+#: Peers measured as torch_us is: from logits, by graph replay.
+GRAPH_TIMED = ("triton_kernels", "grouped_mm", "grouped_mm_compiled")
+
+
+def read_vllm_figures() -> dict[str, Any]:
+    """Recorded figures of vLLM by shape and number of tokens."""
+    return json.loads(_FIGURES.read_text())["microseconds"]
+
+
+def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
+    """What follows from the figures of one row.
+
+    bound_us is the larger of the two bounds and bound_fraction its share of our time; over_best_peer our time over the
+    best peer's that was measured alike; over_allowed our time over 1.25 * (vLLM's experts alone + our routing), where
+    vLLM's were recorded, which they are for balanced routing.
+    """
+    row["bound_us"] = max(row["bound_streaming_us"], row["dense_us"])
+    row["bound_fraction"] = row["bound_us"] / row["torch_us"]
+    row["jax_over_torch"] = row["jax_device_us"] / row["torch_device_us"]
+    row["scratch_over_allowed"] = row["scratch_bytes"] / row["scratch_allowed_bytes"]
+    peers = [row[f"{name}_us"] for name in GRAPH_TIMED if f"{name}_us" in row]
+    if peers:
+        row["over_best_peer"] = row["torch_us"] / min(peers)
+    recorded = vllm_figures.get(row["shape"], {}).get(str(row["tokens"]))
+    if recorded is not None and row["routing"] == "balanced":
+        row["vllm_us"], row["vllm_active_experts"] = recorded["us"], recorded["active"]
+        row["over_allowed"] = row["torch_us"] / (_VLLM_FACTOR * (recorded["us"] + row["routing_us"]))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table; a column that no row has is left out, what has no figure is a dash."""
+    shown = {name: heading for name, heading in COLUMNS.items() if any(name in row for row in rows)}
+    lines = ["| " + " | ".join(shown.values()) + " |", "|" + " --- |" * len(shown)]
+    lines += ["| " + " | ".join(_cell(row.get(name, "-")) for name in shown) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def reasons(rows: list[dict[str, Any]]) -> str:
+    """Why peers have no figure, one line per peer and reason."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for peer, reason in row["not_timed"].items():
+            places.setdefault((peer, reason), []).append(f"{row['shape']} {row['routing']} {row['tokens']}")
+    return "\n".join(f"{peer}: {reason} ({', '.join(cells)})" for (peer, reason), cells in places.items())
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"

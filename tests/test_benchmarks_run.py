@@ -1,0 +1,354 @@
+"""The forward benchmark from its command line to its record, on a CPU and with a timer that only calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+import moe_jax
+from benchmarks import forward, options, peers, plain
+from benchmarks.breakdown import breakdown_table, summarize
+from benchmarks.large import LARGE_SHAPE, LARGE_TOKENS, elements, run_large
+from benchmarks.options import parse
+from benchmarks.peers import PEERS, ParityIsRed, Peer, check_peer, dense_forward, time_peer, why_not_importable
+from benchmarks.problem import (
+    Problem,
+    activate,
+    checked_tokens,
+    draw_problem,
+    draw_weights,
+    expected,
+    relative_error,
+)
+from benchmarks.shapes import Shape
+from benchmarks.timing import ChainTime, KernelSpan
+from moe_core.reference.activation import activation as reference_activation
+from moe_core.specs import Activation
+from moe_core.target import Target
+
+README = pathlib.Path(forward.__file__).parent / "README.md"
+TINY = {
+    "qwen3": Shape("qwen3", 16, 24, 4, 2, Activation("silu"), False),
+    "gptoss20b": Shape("gptoss20b", 16, 24, 4, 2, Activation("swiglu_oai", gate_layout="interleaved"), True),
+}
+on_shapes = pytest.mark.parametrize("shape", TINY.values(), ids=list(TINY))
+EXTERNAL = ("triton_kernels", "tokamax")
+
+
+class CallingTimer:
+    """Calls what it is to time once; every figure is 100 us."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def time(self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0) -> float:
+        self.calls += 1
+        function()
+        return 100.0
+
+    def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
+        return self.time(function)
+
+    def device_time_of_jax_chain(
+        self, function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, seconds: float = 1.0
+    ) -> ChainTime:
+        return ChainTime(self.time(lambda: jax.block_until_ready(function(x, *arguments))), 0)
+
+    def kernels(self, function: Callable[[], Any], repeats: int = 5) -> list[list[KernelSpan]]:
+        self.time(function)
+        return [[KernelSpan("route", 0, 2), KernelSpan("product", 3, 7), KernelSpan("product", 7, 10)]]
+
+    def streaming_bytes_per_us(self) -> float:
+        return 4.4e6
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiny shapes; JAX arrays by copy, since it refuses a CPU address that is not aligned to 64 bytes; no compiler."""
+    monkeypatch.setattr(options, "SHAPES", TINY)
+    monkeypatch.setattr(moe_jax, "from_dlpack", lambda array: jax.dlpack.from_dlpack(array, copy=True))
+    traced = functools.cache(lambda: torch.compile(plain.torch_forward, fullgraph=True, backend="eager"))
+    monkeypatch.setattr(plain, "compiled", traced)
+    # Whether these happen to be installed must not change what is tested.
+    real = peers.importlib.util.find_spec
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in EXTERNAL else real(name))
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def problem_of(shape: Shape, tokens: int = 12) -> Problem:
+    weights = draw_weights(shape, torch.Generator("cpu").manual_seed(0))
+    return draw_problem(shape, "balanced", tokens, weights)
+
+
+def fault(problem: Problem) -> Callable[[], Any]:
+    """A peer whose second token is wrong."""
+
+    def run() -> Any:
+        output = plain.torch_forward(problem.x, problem.logits, plain.in_one_dtype(problem.experts), problem.shape)
+        output[1] *= 2
+        return output
+
+    return run
+
+
+# The fp32 arithmetic everything is checked against.
+
+
+@on_shapes
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_activations_are_the_reference(shape: Shape, layout: str) -> None:
+    activation = dataclasses.replace(shape.activation, gate_layout=layout)
+    wide = 8 * torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    wanted = reference_activation(wide.numpy(), activation=activation, out_dtype="float32")
+    torch.testing.assert_close(activate(wide, activation), torch.from_numpy(wanted))
+    found = plain.jax_activate(jax.numpy.asarray(wide.numpy()), activation)
+    torch.testing.assert_close(torch.from_dlpack(found), torch.from_numpy(wanted))
+
+
+@on_shapes
+def test_the_arithmetic_agrees_with_ours_and_shows_a_fault(shape: Shape) -> None:
+    problem = problem_of(shape)
+    with torch.no_grad():
+        output = problem.torch_forward().output
+    wanted = expected(problem, slice(None))
+    assert relative_error(output, wanted) < forward.TOLERANCE
+    assert torch.equal(expected(problem, torch.tensor([3, 7])), wanted[[3, 7]])
+    output[1] *= 1.5
+    assert relative_error(output, wanted) > forward.TOLERANCE
+    output[1] = float("nan")
+    assert not relative_error(output, wanted) < forward.TOLERANCE
+
+
+def test_checked_tokens_reach_both_ends() -> None:
+    assert checked_tokens(5).tolist() == [0, 1, 2, 3, 4]
+    spread = checked_tokens(4096).tolist()
+    assert len(set(spread)) == 48 and (spread[0], spread[-1]) == (0, 4095)
+
+
+def test_scratch_is_that_of_the_plan() -> None:
+    problem = problem_of(TINY["qwen3"])
+    assert problem.plan(Target("cuda", 90, 132)).scratch_bytes > 0
+    assert problem.allowed_scratch() == 12 * 2 * (24 + 16) * 2 + 2_000_000
+
+
+# Peers.
+
+
+@on_shapes
+@pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_compiled", "ragged_dot"])
+def test_peers_agree(shape: Shape, name: str) -> None:
+    with torch.no_grad():
+        _, figures = time_peer(PEERS[name], problem_of(shape), CallingTimer(), 1.0)
+    assert figures["us"] == 100.0 and 0 < figures["error"] < peers.TOLERANCE
+
+
+def test_a_red_peer_is_not_timed() -> None:
+    timer = CallingTimer()
+    with pytest.raises(ParityIsRed, match=r"parity of wrong is red: error 0\.\d+, at most 0\.02"):
+        time_peer(Peer("wrong", fault), problem_of(TINY["qwen3"]), timer, 1.0)
+    assert timer.calls == 0
+
+
+def test_a_peer_may_have_an_activation_of_its_own() -> None:
+    problem = problem_of(TINY["qwen3"])
+    fused = PEERS["triton_kernels"].activation
+    peer = Peer("fused", fault, activation=fused)
+    output = expected(problem, slice(None), fused)
+    assert check_peer(peer, problem, output) == 0
+    with pytest.raises(ParityIsRed):
+        check_peer(dataclasses.replace(peer, activation=None), problem, output)
+
+
+def test_what_cannot_be_imported_is_said() -> None:
+    assert "PYTHONPATH" in (why_not_importable(PEERS["triton_kernels"]) or "")
+    assert why_not_importable(PEERS["tokamax"]) == "tokamax cannot be imported; pip install tokamax"
+    assert why_not_importable(PEERS["grouped_mm"]) is None
+
+
+def test_the_dense_bound_has_the_flops_of_the_layer() -> None:
+    shape = TINY["qwen3"]
+    with torch.profiler.profile(with_flops=True) as profiler:
+        dense_forward(shape, 12, "cpu")()
+    assert sum(event.flops for event in profiler.key_averages()) == shape.flops(12)
+
+
+# The command line.
+
+
+def test_options() -> None:
+    found = parse(["--shapes", "qwen3", "--tokens", "1,64", "--routing", "zipf,balanced", "--peers", "grouped_mm"], "")
+    assert found.shapes == (TINY["qwen3"],) and found.tokens == (1, 64) and found.routings == ("zipf", "balanced")
+    assert [peer.name for peer in found.peers] == ["grouped_mm"] and found.output is None
+    defaults = parse([], "")
+    assert defaults.shapes == tuple(TINY.values()) and defaults.peers == tuple(PEERS.values())
+    assert defaults.tokens == (1, 16, 64, 256, 1024, 4096, 16384) and defaults.routings == ("balanced",)
+    assert not (defaults.breakdown or defaults.large or defaults.partial or defaults.everywhere)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "llama"], "--shapes must be of qwen3, gptoss20b, got llama"),
+        (["--routing", "even"], "--routing must be of balanced, zipf, single_hot, got even"),
+        (["--peers", "vllm"], "--peers must be of triton_kernels"),
+        (["--tokens", "1,x"], "--tokens must be positive numbers with commas between them, got '1,x'"),
+        (["--tokens", "0"], "--tokens must be positive"),
+        (["--cell-seconds", "0"], "--cell-seconds must be positive, got 0.0"),
+        (["--shapes", "none"], "there is nothing to run"),
+        (["--output", "x.json"], "every required peer: triton_kernels cannot be imported; put python/triton_kernels"),
+        (["--output", "x.json", "--peers", "none"], "add grouped_mm_compiled to --peers; add ragged_dot to --peers"),
+    ],
+)
+def test_refused_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(arguments, "")
+    assert refused.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_record_of_the_large_case_alone_needs_no_peer() -> None:
+    assert parse(["--shapes", "none", "--large", "--output", "x.json"], "").large
+
+
+# Whole runs.
+
+
+def run(tmp_path: pathlib.Path, *arguments: str, timer: Any = None) -> dict[str, Any]:
+    """The record as it stands in the file."""
+    output = tmp_path / "records" / "record.json"
+    chosen = parse(["--output", str(output), "--partial", "--cell-seconds", "200", *arguments], "")
+    returned = forward.run(chosen, timer or CallingTimer(), "cpu")
+    assert json.loads(output.read_text()) == json.loads(json.dumps(returned))
+    return returned
+
+
+def test_a_run(tmp_path: pathlib.Path) -> None:
+    record = run(tmp_path, "--shapes", "qwen3,gptoss20b", "--tokens", "64", "--routing", "single_hot", "--breakdown")
+    assert [row["shape"] for row in record["rows"]] == ["qwen3", "gptoss20b"] and record["partial"]
+    for row in record["rows"]:
+        assert row["bitwise_torch_jax"] and row["error_fp32_loop"] < forward.TOLERANCE
+        assert row["busiest_expert_tokens"] == 64 and row["active_experts"] == 4
+        assert set(row["peer_errors"]) == {"grouped_mm", "grouped_mm_compiled", "ragged_dot"}
+        assert set(row["not_timed"]) == set(EXTERNAL) and not row["red_peers"]
+        assert row["torch_us"] == row["grouped_mm_us"] == row["ragged_dot_us"] == 100.0
+        assert [kernel["kernel"] for kernel in row["breakdown"]["ours"]["kernels"]] == ["route", "product", "product"]
+    text = README.read_text()
+    fields = {*record, *(name for row in record["rows"] for name in row)}
+    assert not [name for name in fields if f"`{name}`" not in text], "fields that the page does not describe"
+    shown = forward.show(record)
+    assert "| gptoss20b | single_hot | 64 | 4 | 100 |" in shown and "between kernels" in shown
+    assert "tokamax: tokamax cannot be imported" in shown
+
+
+def test_peers_that_are_left_out_say_why(tmp_path: pathlib.Path) -> None:
+    arguments = ("--shapes", "qwen3", "--tokens", "1", "--peers", "grouped_mm,ragged_dot")
+    row = run(tmp_path, *arguments)["rows"][0]
+    assert row["not_timed"] == {"ragged_dot": "timed at 64, 1024, 4096 tokens only"} and "grouped_mm_us" in row
+    row = run(tmp_path, *arguments, "--everywhere")["rows"][0]
+    assert not row["not_timed"] and "ragged_dot_us" in row
+    row = run(tmp_path, *arguments, "--cell-seconds", "1e-6")["rows"][0]
+    assert row["not_timed"]["grouped_mm"] == "the time of the cell was spent" and row["torch_us"] == 100.0
+
+
+def test_peers_that_fail_say_why_and_a_red_one_fails_the_run(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(problem: Problem) -> Callable[[], Any]:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\na long story")
+
+    known = {"broken": Peer("broken", broken), "wrong": Peer("wrong", fault)}
+    monkeypatch.setattr(options, "PEERS", known)
+    monkeypatch.setattr(forward, "GraphTimer", CallingTimer)
+    monkeypatch.setattr(
+        forward, "run", functools.partial(lambda run, chosen, timer, _: run(chosen, timer, "cpu"), forward.run)
+    )
+    output = tmp_path / "record.json"
+    arguments = ["--shapes", "qwen3", "--tokens", "16", "--output", str(output)]
+    assert forward.main(arguments) == 1
+    row = json.loads(output.read_text())["rows"][0]
+    assert row["not_timed"]["broken"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert row["not_timed"]["wrong"].startswith("parity of wrong is red") and row["red_peers"] == ["wrong"]
+    assert "wrong_us" not in row
+    printed = capsys.readouterr()
+    assert "parity is red for wrong: not timed there" in printed.err and "| qwen3 | balanced | 16 |" in printed.out
+    del known["wrong"]
+    assert forward.main(arguments) == 0
+
+
+@pytest.mark.parametrize("what", ["bits", "values"])
+def test_red_parity_refuses_the_timing(what: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = CallingTimer()
+    if what == "bits":
+        real = moe_jax.moe
+
+        def one_bit_off(*given: Any) -> Any:
+            found = real(*given)
+            return found._replace(output=found.output * (1 + 2**-7))
+
+        monkeypatch.setattr(moe_jax, "moe", one_bit_off)
+    else:
+        monkeypatch.setattr(forward, "expected", lambda *given: 1.5 * expected(*given))
+    with pytest.raises(SystemExit, match=r"parity is red for qwen3: .*nothing was timed"):
+        run(tmp_path, "--shapes", "qwen3", "--tokens", "16", timer=timer)
+    assert timer.calls == 0 and not list(tmp_path.rglob("*.json"))
+
+
+# The case over 2**31 elements.
+
+
+def test_the_large_case_is_large() -> None:
+    assert min(elements(LARGE_SHAPE, LARGE_TOKENS).values()) > 2**31
+    assert LARGE_TOKENS * LARGE_SHAPE.top_k < 2**31
+    weights = draw_weights(LARGE_SHAPE, torch.Generator("cpu").manual_seed(0))
+    x = torch.empty(LARGE_TOKENS, LARGE_SHAPE.d_model, dtype=torch.bfloat16, device="meta")
+    logits = torch.empty(LARGE_TOKENS, LARGE_SHAPE.num_experts, device="meta")
+    plan = Problem(LARGE_SHAPE, "balanced", x, logits, weights).plan(Target("cuda", 90, 132))
+    assert plan.spec("output").shape == (LARGE_TOKENS, LARGE_SHAPE.d_model) and plan.scratch_bytes > 2**32
+
+
+def test_the_large_case_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.large._CHUNK", 40)
+    with torch.no_grad():
+        found = run_large("cpu", TINY["qwen3"], 100)
+        assert found["bitwise_torch_jax"] and 0 < found["worst_chunk_error_fp32"] < 1e-2
+        assert found["elements"] == {"x": 1600, "activations": 4800, "slots": 3200}
+        json.dumps(found)
+        monkeypatch.setattr("benchmarks.large.TOLERANCE", 1e-9)
+        with pytest.raises(SystemExit, match="parity is red for"):
+            run_large("cpu", TINY["qwen3"], 100)
+
+
+# Breakdowns.
+
+
+def test_a_breakdown_keeps_launches_of_one_kernel_apart() -> None:
+    replays = [
+        [KernelSpan("route", 0, 2), KernelSpan("product", 3, 7), KernelSpan("product", 7, 10)],
+        [KernelSpan("route", 0, 2), KernelSpan("product", 4, 9), KernelSpan("product", 9, 10)],
+        [KernelSpan("route", 1, 2), KernelSpan("product", 4, 10), KernelSpan("product", 10, 13)],
+    ]
+    found = summarize(replays)
+    assert found == {
+        "span_us": 10,
+        "busy_us": 9,
+        "kernels": [{"kernel": "route", "us": 2}, {"kernel": "product", "us": 5}, {"kernel": "product", "us": 3}],
+    }
+    row = {"shape": "qwen3", "routing": "zipf", "tokens": 64, "breakdown": {"ours": found, "triton_kernels": found}}
+    lines = breakdown_table(row).splitlines()
+    assert lines[0] == "| qwen3, zipf, 64 tokens | kernel | us | share |"
+    assert lines[2:6] == [
+        "| ours | route | 2.0 | 20% |",
+        "| ours | product | 5.0 | 50% |",
+        "| ours | product | 3.0 | 30% |",
+        "| ours | between kernels | 1.0 | 10% |",
+    ]
+    assert len(lines) == 10 and lines[6].startswith("| triton_kernels | route |")
