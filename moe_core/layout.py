@@ -7,21 +7,26 @@ import functools
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
-from moe_core.specs import LayoutSpec, require_at_least
+from moe_core.specs import INT32_LIMIT, LayoutSpec, require_at_least
 from moe_core.target import Target
 
 #: Experts that one program can hold a row of; far above any model.
 MAX_EXPERTS = 4096
 #: Elements of a tile that one program works on at once; the interpreter's cost does not depend on it.
 BLOCK_ELEMENTS = {"cuda": 4096, "interpreter": 65536}
-#: Up to this many slots one launch makes the layout (its programs all count every slot), above it three.
-SLOTS_AT_ONCE = {"cuda": 8192, "interpreter": 256}
-#: Slots per program. Ranking within a block compares every pair, so that a block's cost grows with its square.
+#: Up to this many slots one launch makes the layout (its programs all count every slot), above it two.
+SLOTS_AT_ONCE = {"cuda": 4096, "interpreter": 256}
+#: Slots per program where one launch makes the layout. Ranking within a block compares every pair.
 _BLOCK_SLOTS = {"cuda": 128, "interpreter": 64}
 #: Slots that one step of counting takes: the first number where it holds them all, else the last.
 _CHUNK_SLOTS = {"cuda": (256, 1024), "interpreter": (64, 128)}
-#: Blocks of slots that one step of the scan takes. The interpreter's sizes are small so that its tests take every loop.
-_SCAN_BLOCKS = {"cuda": 512, "interpreter": 4}
+#: Slots that one step of placing a block takes, one per thread: the compiler would load fewer again for each layout it
+#: wants them in. The interpreter's sizes are small so that its tests take every loop.
+_PLACED_SLOTS = {"cuda": 256, "interpreter": 64}
+#: Blocks whose counts a placing program adds up at once, at most, and counts (128 per thread).
+_SUMMED_BLOCKS, _SUMMED_COUNTS = {"cuda": 128, "interpreter": 4}, 32768
+#: Blocks of slots that the interpreter counts apart; a GPU gets one per multiprocessor, since every program reads all.
+_INTERPRETER_BLOCKS = 6
 #: Schedules a layout kernel writes itself; further ones are launches of their own.
 _FUSED_SCHEDULES = 2
 
@@ -50,13 +55,15 @@ def _expert_warps(experts: int, least: int) -> int:
     return min(16, max(least, experts // 128))
 
 
-def _schedule_rows(experts: int, target: Target) -> int:
-    """Schedule rows per step: each is compared with every expert."""
-    return max(1, BLOCK_ELEMENTS[target.kind] // experts)
-
-
 def _schedule_spec(layout: LayoutSpec, block_m: int) -> ArraySpec:
-    return ArraySpec((layout.max_blocks(block_m), 2), "int32")
+    blocks = layout.max_blocks(block_m)
+    # Sizes that lie may claim this many blocks; kernels add them up in 32 bits.
+    if layout.num_experts * blocks >= INT32_LIMIT:
+        raise Unsupported(
+            f"a schedule must have fewer than 2**31 blocks times experts, got {blocks} x {layout.num_experts}; "
+            "split the batch"
+        )
+    return ArraySpec((blocks, 2), "int32")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,16 +75,17 @@ def plan_layout(
     expert_map: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
     block_ms: tuple[int, ...] = (),
+    tile_counters: bool = False,
 ) -> LaunchPlan:
     """Group the slots of ids int32 `[T, K]` by expert, stably: an expert's rows are in slot order.
 
     expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
     masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global) act as -1 and are counted in invalid_ids.
-    block_ms: heights of the schedules to make.
+    block_ms: heights of the schedules to make. tile_counters: clear those of the hopper family's products too.
 
     Inputs: ids, [expert_map], [token_mask]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row
-    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then `schedule_{block_m}` `[max_blocks, 2]` per block_m.
-    Raises InvalidInput, Unsupported.
+    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then `schedule_{block_m}` `[max_blocks, 2]` per block_m,
+    [tile_counters `[2]`, zeros]. Raises InvalidInput, Unsupported.
     """
     require_spec("ids", ids, (layout.num_tokens, layout.top_k), "int32")
     if expert_map is not None:
@@ -103,35 +111,41 @@ def plan_layout(
     }
     outputs = [builder.output(name, ArraySpec((size,), "int32")) for name, size in sizes.items()]
     outputs += [builder.output(f"schedule_{block_m}", _schedule_spec(layout, block_m)) for block_m in block_ms]
+    assert target.compiled or not tile_counters, "only kernels count tiles"
+    if tile_counters:
+        builder.output("tile_counters", ArraySpec((2,), "int32"))
     if not target.compiled:
         builder.reference("routing:layout", present, {"layout": layout, "block_ms": block_ms}, outputs)
         return builder.build()
     require_experts(layout.num_experts)
-    _LayoutPlanner(builder, layout, expert_map, token_mask, block_ms).launch()
+    num_global = layout.num_experts if expert_map is None else expert_map.size
+    read = {name: optional(name, array) for name, array in arrays.items()}
+    LayoutLauncher(builder, layout, block_ms, num_global, read, tile_counters=tile_counters).launch()
     return builder.build()
 
 
-class _LayoutPlanner:
-    """Chooses between one launch and three, and adds them."""
+def most_blocks(target: Target) -> int:
+    """Into how many blocks tokens or slots are split that are counted apart: each is read by every placing program."""
+    return _INTERPRETER_BLOCKS if target.kind == "interpreter" else target.num_sms
+
+
+class LayoutLauncher:
+    """Chooses and adds the launches of a layout; read: the pointers ids, expert_map and token_mask, or None each."""
 
     def __init__(
         self,
         builder: PlanBuilder,
         layout: LayoutSpec,
-        expert_map: ArraySpec | None,
-        token_mask: ArraySpec | None,
         block_ms: tuple[int, ...],
+        num_global: int,
+        read: dict[str, Pointer | Constant],
+        *,
+        tile_counters: bool = False,
     ) -> None:
-        self.builder, self.layout, self.block_ms = builder, layout, block_ms
+        self.tile_counters = Pointer("tile_counters") if tile_counters else Constant(None)
+        self.builder, self.layout, self.block_ms, self.read = builder, layout, block_ms, read
         self.target = builder.target
         self.experts = padded(layout.num_experts, 32)
-        self.max_rows = Constant(layout.max_rows)
-        num_global = layout.num_experts if expert_map is None else expert_map.size
-        self.read = {
-            "ids": Pointer("ids"),
-            "expert_map": optional("expert_map", expert_map),
-            "token_mask": optional("token_mask", token_mask),
-        }
         self.sizes = {
             "NUM_GLOBAL": Constant(num_global),
             "NUM_EXPERTS": Constant(layout.num_experts),
@@ -139,58 +153,62 @@ class _LayoutPlanner:
         }
 
     def launch(self) -> None:
-        few = self.layout.num_slots <= SLOTS_AT_ONCE[self.target.kind]
-        self.builder.note(
-            f"{self.layout.num_slots} slots: "
-            + ("one launch, every program counts all slots" if few else "counted by block, scanned, placed")
-        )
-        if few:
+        """From ids: one launch for few slots, two for many."""
+        slots = self.layout.num_slots
+        if slots <= SLOTS_AT_ONCE[self.target.kind]:
+            self.builder.note(f"{slots} slots: one launch, every program counts all slots")
             self._at_once()
         else:
-            self._by_blocks()
+            step = _PLACED_SLOTS[self.target.kind]
+            block_slots = -(-slots // (most_blocks(self.target) * step)) * step
+            self.builder.note(f"{slots} slots: counted in blocks of {block_slots}, then placed")
+            self._count_blocks(block_slots)
+            self.place_blocks(block_slots, Pointer("block_invalid"))
+        self.further_schedules()
+
+    def further_schedules(self) -> None:
+        """The schedules that the layout's own kernels do not write."""
         for block_m in self.block_ms[_FUSED_SCHEDULES:]:
             _launch_schedule(self.builder, self.layout, block_m, f"schedule_{block_m}")
 
-    def _programs(self, block_slots: int) -> int:
+    def _programs(self, blocks: int) -> int:
         """Programs of a placing kernel: one per block of slots, and enough to share out the rows left by padding."""
-        padding = self.layout.num_experts if self.layout.alignment > 1 or self.layout.max_rows is not None else 1
-        shared = 1 if self.target.kind == "interpreter" else min(padding, self.target.num_sms)
-        return max(-(-self.layout.num_slots // block_slots), shared)
+        if self.target.kind == "interpreter":
+            return max(blocks, 1)
+        return max(blocks, min(-(-self.layout.capacity // BLOCK_ELEMENTS["cuda"]), self.target.num_sms), 1)
 
-    def _schedules(self) -> tuple[dict[str, Pointer | Constant], dict[str, Scalar], dict[str, Constant]]:
-        """The fused schedules: their pointers, lengths and heights."""
+    def schedules(self) -> tuple[dict[str, Pointer | Constant], dict[str, Scalar]]:
+        """The fused schedules' and the tile counters' pointers, and the schedules' lengths."""
         pointers: dict[str, Pointer | Constant] = {}
         lengths: dict[str, Scalar] = {}
-        heights: dict[str, Constant] = {}
         for number in range(_FUSED_SCHEDULES):
             block_m = self.block_ms[number] if number < len(self.block_ms) else None
             pointers[f"schedule_{number}"] = Constant(None) if block_m is None else Pointer(f"schedule_{block_m}")
             lengths[f"max_blocks_{number}"] = Scalar(0 if block_m is None else self.layout.max_blocks(block_m))
-            heights[f"BLOCK_M_{number}"] = Constant(block_m or 1)
-        return pointers, lengths, heights
+        pointers["tile_counters"] = self.tile_counters
+        return pointers, lengths
 
-    def _tail(self, block_slots: int, block_sizes: dict[str, Constant]) -> dict[str, Constant]:
-        """The constants that end the arguments of both placing kernels."""
-        return {
-            "ALIGNMENT": Constant(self.layout.alignment),
-            "MAX_ROWS": self.max_rows,
-            **self._schedules()[2],
-            "BLOCK_S": Constant(block_slots),
-            **block_sizes,
-            "EXPERTS": Constant(self.experts),
-            "BLOCK_ROWS": Constant(_schedule_rows(self.experts, self.target)),
-            "BLOCK_FILL": Constant(1024),
+    def tail(self, block_sizes: dict[str, int], num_warps: int) -> dict[str, Constant]:
+        """The constants that end the arguments of every kernel that calls `write_groups`, in a kernel of some warps."""
+        heights = {f"BLOCK_M_{n}": self.block_ms[n] if n < len(self.block_ms) else 1 for n in range(_FUSED_SCHEDULES)}
+        last = {
+            "EXPERTS": self.experts,
+            "BLOCK_PAD": max(1, min(BLOCK_ELEMENTS[self.target.kind], 512 * num_warps) // self.experts),
+            "BLOCK_FILL": 128 * num_warps,
         }
+        first = {"ALIGNMENT": self.layout.alignment, "MAX_ROWS": self.layout.max_rows}
+        return {name: Constant(value) for name, value in (first | heights | block_sizes | last).items()}
 
     def _at_once(self) -> None:
         layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.kind]
         chunks = _CHUNK_SLOTS[self.target.kind]
         chunk = chunks[0] if layout.num_slots <= chunks[0] else chunks[-1]
-        pointers, lengths, _ = self._schedules()
+        pointers, lengths = self.schedules()
         outputs = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids")
+        num_warps = _expert_warps(self.experts, 4)
         self.builder.launch(
             "layout:layout_at_once",
-            (self._programs(block_slots),),
+            (self._programs(-(-layout.num_slots // block_slots)),),
             {
                 **self.read,
                 **{name: Pointer(name) for name in outputs},
@@ -199,81 +217,78 @@ class _LayoutPlanner:
                 "capacity": Scalar(layout.capacity),
                 **lengths,
                 **self.sizes,
-                **self._tail(block_slots, {"CHUNK": Constant(chunk)}),
+                **self.tail({"BLOCK_S": block_slots, "CHUNK": chunk}, num_warps),
             },
-            num_warps=_expert_warps(self.experts, 4),
+            num_warps=num_warps,
         )
 
-    def _by_blocks(self) -> None:
-        builder, layout, block_slots = self.builder, self.layout, _BLOCK_SLOTS[self.target.kind]
-        blocks = -(-layout.num_slots // block_slots)
-        counts = ArraySpec((blocks, layout.num_experts), "int32")
-        builder.scratch("block_counts", counts)
-        builder.scratch("block_offsets", counts)
-        builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
-        builder.launch(
+    def block_counts(self, block_slots: int) -> int:
+        """Declare the scratch with the slots of every expert in each block; the number of blocks."""
+        blocks = -(-self.layout.num_slots // block_slots)
+        self.builder.scratch("block_counts", ArraySpec((blocks, self.layout.num_experts), "int32"))
+        return blocks
+
+    def _count_blocks(self, block_slots: int) -> None:
+        blocks = self.block_counts(block_slots)
+        self.builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
+        self.builder.launch(
             "layout:count_blocks",
             (blocks,),
             {
                 **self.read,
                 "block_counts": Pointer("block_counts"),
                 "block_invalid": Pointer("block_invalid"),
-                "num_slots": Scalar(layout.num_slots),
+                "num_slots": Scalar(self.layout.num_slots),
+                "block_slots": Scalar(block_slots),
                 **self.sizes,
-                "BLOCK_S": Constant(block_slots),
+                "CHUNK": Constant(_CHUNK_SLOTS[self.target.kind][-1]),
                 "EXPERTS": Constant(self.experts),
             },
             num_warps=_expert_warps(self.experts, 4),
         )
-        block_e = 8 if self.target.kind == "cuda" else self.experts
-        builder.launch(
-            "layout:scan_blocks",
-            (-(-layout.num_experts // block_e),),
-            {
-                **{name: Pointer(name) for name in ("block_counts", "block_invalid", "block_offsets")},
-                "group_sizes": Pointer("group_sizes"),
-                "invalid_ids": Pointer("invalid_ids"),
-                "num_blocks": Scalar(blocks),
-                "NUM_EXPERTS": Constant(layout.num_experts),
-                "MAX_ROWS": self.max_rows,
-                "BLOCK_B": Constant(_SCAN_BLOCKS[self.target.kind]),
-                "BLOCK_E": Constant(block_e),
-            },
-            num_warps=8,
-        )
-        pointers, lengths, _ = self._schedules()
-        arrays = ("block_offsets", "group_sizes", "group_start", "slot_of_row", "row_of_slot")
-        builder.launch(
+
+    def place_blocks(self, block_slots: int, block_invalid: Pointer | Constant) -> None:
+        """Place the slots by the counts of their blocks, in scratch `block_counts`."""
+        layout, kind = self.layout, self.target.kind
+        blocks = -(-layout.num_slots // block_slots)
+        pointers, lengths = self.schedules()
+        summed = min(_SUMMED_BLOCKS[kind], _SUMMED_COUNTS // self.experts)
+        outputs = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids")
+        self.builder.launch(
             "layout:place_blocks",
-            (self._programs(block_slots),),
+            (self._programs(blocks),),
             {
                 **self.read,
-                **{name: Pointer(name) for name in arrays},
+                "block_counts": Pointer("block_counts"),
+                "block_invalid": block_invalid,
+                **{name: Pointer(name) for name in outputs},
                 **pointers,
                 "num_slots": Scalar(layout.num_slots),
+                "block_slots": Scalar(block_slots),
+                "num_blocks": Scalar(blocks),
                 "capacity": Scalar(layout.capacity),
                 **lengths,
                 **self.sizes,
-                **self._tail(block_slots, {}),
+                **self.tail({"BLOCK_S": _PLACED_SLOTS[kind], "BLOCK_B": summed}, 8),
             },
-            num_warps=_expert_warps(self.experts, 4),
+            num_warps=8,
         )
 
 
 def _launch_schedule(builder: PlanBuilder, layout: LayoutSpec, block_m: int, output: str) -> None:
-    experts = padded(layout.num_experts, 32)
-    rows, length = _schedule_rows(experts, builder.target), layout.max_blocks(block_m)
+    experts, length = padded(layout.num_experts, 32), layout.max_blocks(block_m)
+    programs = -(-length // 1024)
     builder.launch(
         "schedule:schedule",
-        (-(-length // rows),),
+        (programs if builder.target.kind == "interpreter" else min(programs, builder.target.num_sms),),
         {
             "group_sizes": Pointer("group_sizes"),
             "schedule": Pointer(output),
             "max_blocks": Scalar(length),
             "NUM_EXPERTS": Constant(layout.num_experts),
             "BLOCK_M": Constant(block_m),
-            "BLOCK_ROWS": Constant(rows),
             "EXPERTS": Constant(experts),
+            "BLOCK_FILL": Constant(1024),
         },
         num_warps=_expert_warps(experts, 4),
     )

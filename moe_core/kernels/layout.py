@@ -1,13 +1,25 @@
 """Ragged layouts: a stable counting sort of slots by expert, without atomics and without the host.
 
 Every array of the layout is a sum over counts of slots per expert. Few slots: one kernel whose programs all count every
-slot (`layout_at_once`). Many: `count_blocks`, `scan_blocks`, `place_blocks`, each program counting one block of slots.
+slot (`layout_at_once`). Many: one kernel counts the slots of each block (`count_blocks`, or `topk.route` while it
+routes them), then every program of `place_blocks` adds up all blocks' counts and places the slots of its own.
 """
 
 import triton
 import triton.language as tl
 
-from moe_core.kernels.schedule import write_schedule
+from moe_core.kernels.schedule import fill, write_schedule
+
+
+@triton.jit
+def to_local(ids, expert_map, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """(local expert of each id or -1, whether the id is outside [-1, NUM_GLOBAL))."""
+    known = (ids >= 0) & (ids < NUM_GLOBAL)
+    invalid = (ids < -1) | (ids >= NUM_GLOBAL)
+    if expert_map is not None:
+        ids = tl.load(expert_map + ids, mask=known, other=-1)
+        known = (ids >= 0) & (ids < NUM_EXPERTS)
+    return tl.where(known, ids, -1), invalid
 
 
 @triton.jit
@@ -21,36 +33,39 @@ def local_experts(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """(local expert of each slot or -1, whether its id is outside [-1, NUM_GLOBAL)); none past num_slots."""
+    """`to_local` of the ids of slots; -1 past num_slots and for masked tokens."""
     inside = slots < num_slots
     found = tl.load(ids + slots, mask=inside, other=-1)
     if token_mask is not None:
         kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
         found = tl.where(kept != 0, found, -1)
-    known = (found >= 0) & (found < NUM_GLOBAL)
-    invalid = (found < -1) | (found >= NUM_GLOBAL)
-    if expert_map is not None:
-        found = tl.load(expert_map + found, mask=known, other=-1)
-        known = (found >= 0) & (found < NUM_EXPERTS)
-    return tl.where(known, found, -1), invalid
+    return to_local(found, expert_map, NUM_GLOBAL, NUM_EXPERTS)
 
 
 @triton.jit
-def rank_in_block(experts, BLOCK: tl.constexpr):
-    """How many earlier slots of the block have the same expert: [4, 2, 4, 4] -> [0, 0, 1, 2]."""
+def rank_slots(local, before):
+    """(rank of each slot among those of its expert, before with these slots added).
+
+    local: local experts of consecutive slots, -1 = none (its rank means nothing); before `[EXPERTS]`: the slots of each
+    expert ahead of these. Blocks of 128 take turns, because ranking within a block compares every pair.
+
+    Example, local [4, 2, 4, 4], before 0 but for before[4] = 5: ranks [5, 0, 6, 7].
+    """
+    SLOTS: tl.constexpr = local.shape[0]
+    BLOCK: tl.constexpr = SLOTS if SLOTS < 128 else 128
+    slots = tl.arange(0, SLOTS)
     position = tl.arange(0, BLOCK)
     earlier = position[:, None] < position[None, :]
-    # Threads lie along the last axis, so that summing along the first one needs no exchange between lanes.
-    return tl.sum((earlier & (experts[:, None] == experts[None, :])).to(tl.int32), axis=0)
-
-
-@triton.jit
-def fill_rows(slot_of_row, first, last, step, BLOCK: tl.constexpr):
-    """slot_of_row = -1 for the rows of [first, last) in pieces of BLOCK, every `step` rows."""
-    empty = tl.full((BLOCK,), -1, tl.int32)
-    for start in range(first, last, step):
-        rows = start + tl.arange(0, BLOCK)
-        tl.store(slot_of_row + rows, empty, mask=rows < last)
+    ranks = tl.zeros((SLOTS,), dtype=tl.int32)
+    # Blocks are read and written by gathers, which leave the compiler free to spread the pairs over all threads.
+    for block in range(SLOTS // BLOCK):
+        experts = tl.gather(local, block * BLOCK + position, 0)
+        # Threads lie along the last axis, so that summing along the first one needs no exchange between lanes.
+        rank = tl.sum((earlier & (experts[:, None] == experts[None, :])).to(tl.int32), axis=0)
+        rank += tl.gather(before, tl.where(experts >= 0, experts, 0), 0)
+        ranks = tl.where(slots // BLOCK == block, tl.gather(rank, slots % BLOCK, 0), ranks)
+        before += tl.histogram(experts, before.shape[0], mask=experts >= 0)
+    return ranks, before
 
 
 @triton.jit
@@ -73,6 +88,7 @@ def write_groups(
     slot_of_row,
     schedule_0,
     schedule_1,
+    tile_counters,
     capacity,
     max_blocks_0,
     max_blocks_1,
@@ -81,46 +97,53 @@ def write_groups(
     MAX_ROWS: tl.constexpr,
     BLOCK_M_0: tl.constexpr,
     BLOCK_M_1: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
     """Everything that follows from the group sizes `[EXPERTS]`, shared out over the programs; returns the starts.
 
     group_start = [0] + cumsum(rows owned); rows that no slot fills (behind a group, behind the last one) get -1 in
-    slot_of_row; schedules as in `write_schedule`.
+    slot_of_row; schedules as in `write_schedule`; the two tile counters start at 0.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, sizes.shape[0])
     owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
-    ends = tl.cumsum(owned, axis=0)
-    starts = ends - owned
+    starts = tl.cumsum(owned, axis=0) - owned
     total = tl.sum(owned, axis=0)
     if program == 0:
         tl.store(group_start + experts, starts, mask=experts < NUM_EXPERTS)
         tl.store(group_start + NUM_EXPERTS, total)
+        if tile_counters is not None:
+            tl.store(tile_counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     # In int64: the first row of a program past the end may not fit into int32.
     step = num_programs.to(tl.int64) * BLOCK_FILL
-    fill_rows(slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, capacity, step, BLOCK_FILL)
+    fill(slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, capacity, step, BLOCK_FILL)
     if ALIGNMENT > 1 or MAX_ROWS is not None:
-        for expert in range(program, NUM_EXPERTS, num_programs):
-            first = tl.sum(tl.where(experts == expert, starts + sizes, 0), axis=0)
-            last = tl.sum(tl.where(experts == expert, ends, 0), axis=0)
-            fill_rows(slot_of_row, first, last, BLOCK_FILL, BLOCK_FILL)
+        # The next BLOCK_PAD rows of every group at a time, as far as the longest padding reaches.
+        padding = owned - sizes
+        step = num_programs.to(tl.int64) * BLOCK_PAD
+        for first in range(program.to(tl.int64) * BLOCK_PAD, tl.max(padding, axis=0), step):
+            offsets = first + tl.arange(0, BLOCK_PAD)[None, :]
+            rows = (starts + sizes)[:, None] + offsets
+            tl.store(slot_of_row + rows, tl.full(rows.shape, -1, tl.int32), mask=offsets < padding[:, None])
     if schedule_0 is not None:
-        write_schedule(sizes, schedule_0, max_blocks_0, program, num_programs, BLOCK_M_0, BLOCK_ROWS)
+        write_schedule(sizes, schedule_0, max_blocks_0, program, num_programs, BLOCK_M_0, BLOCK_FILL)
     if schedule_1 is not None:
-        write_schedule(sizes, schedule_1, max_blocks_1, program, num_programs, BLOCK_M_1, BLOCK_ROWS)
+        write_schedule(sizes, schedule_1, max_blocks_1, program, num_programs, BLOCK_M_1, BLOCK_FILL)
     return starts
 
 
 @triton.jit
-def place_slots(slots, local, rank, starts, slot_of_row, row_of_slot, num_slots, MAX_ROWS: tl.constexpr):
-    """Write both directions of slot <-> row = start of the expert + rank; a rank past MAX_ROWS is dropped (row -1)."""
+def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS: tl.constexpr):
+    """Write both directions of slot <-> row = start of the expert + rank; a rank past MAX_ROWS is dropped (row -1).
+
+    Slots that are not inside have no local expert.
+    """
     placed = local >= 0
     row = tl.gather(starts, tl.where(placed, local, 0), 0) + rank
     if MAX_ROWS is not None:
         placed = placed & (rank < MAX_ROWS)
-    tl.store(row_of_slot + slots, tl.where(placed, row, -1), mask=slots < num_slots)
+    tl.store(row_of_slot + slots, tl.where(placed, row, -1), mask=inside)
     tl.store(slot_of_row + row, slots.to(tl.int32), mask=placed)
 
 
@@ -136,6 +159,7 @@ def layout_at_once(
     invalid_ids,
     schedule_0,
     schedule_1,
+    tile_counters,
     num_slots,
     capacity,
     max_blocks_0,
@@ -150,7 +174,7 @@ def layout_at_once(
     BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
     """The whole layout in one launch; each program counts all slots and places a block of BLOCK_S of them.
@@ -180,13 +204,13 @@ def layout_at_once(
         tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
     starts = write_groups(
-        sizes, group_start, slot_of_row, schedule_0, schedule_1, capacity, max_blocks_0, max_blocks_1,
-        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_ROWS, BLOCK_FILL,
+        sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
+        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     slots = block + tl.arange(0, BLOCK_S)
     local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
-    rank = tl.gather(before, tl.where(local >= 0, local, 0), 0) + rank_in_block(local, BLOCK_S)
-    place_slots(slots, local, rank, starts, slot_of_row, row_of_slot, num_slots, MAX_ROWS)
+    rank, _ = rank_slots(local, before)
+    place_slots(slots, slots < num_slots, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
 
 
 @triton.jit
@@ -197,57 +221,46 @@ def count_blocks(
     block_counts,
     block_invalid,
     num_slots,
+    block_slots,
     NUM_GLOBAL: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """block_counts[b, e] = slots of block b with expert e; block_invalid[b] = its invalid ids."""
-    block = tl.program_id(0)
-    slots = block.to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
-    local, invalid = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
-    counts = tl.histogram(local, EXPERTS, mask=local >= 0)
+    """block_counts[b, e] = slots of block b (block_slots of them) with expert e; block_invalid[b] = its invalid ids."""
+    block = tl.program_id(0).to(tl.int64)
+    last = tl.minimum((block + 1) * block_slots, num_slots)
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
+    wrong = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(block * block_slots, last, CHUNK):
+        slots = first + tl.arange(0, CHUNK)
+        local, invalid = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+        wrong += invalid.to(tl.int32)
+        counts += tl.histogram(local, EXPERTS, mask=local >= 0)
     experts = tl.arange(0, EXPERTS)
-    tl.store(block_counts + block.to(tl.int64) * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
-    tl.store(block_invalid + block, tl.sum(invalid.to(tl.int32), axis=0))
+    tl.store(block_counts + block * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
+    tl.store(block_invalid + block, tl.sum(wrong, axis=0))
 
 
 @triton.jit
-def scan_blocks(
-    block_counts,
-    block_invalid,
-    block_offsets,
-    group_sizes,
-    invalid_ids,
-    num_blocks,
-    NUM_EXPERTS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+def sum_blocks(
+    block_counts, block, num_blocks, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """block_offsets[b, e] = sum of block_counts[:b, e]; group_sizes[e] = sum of all, at most MAX_ROWS; invalid_ids.
+    """int32 `[EXPERTS]` twice: the counts of all blocks added up, and those of the blocks ahead of this one.
 
-    Example, counts of one expert [2, 0, 3]: offsets [0, 2, 2], size 5.
+    Example, counts of one expert [2, 0, 3], block 2: 5 and 2.
     """
-    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    carry = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    experts = tl.arange(0, EXPERTS)[None, :]
+    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
-        blocks = first + tl.arange(0, BLOCK_B)
-        cells = blocks.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
-        mask = (blocks < num_blocks)[:, None] & (experts < NUM_EXPERTS)[None, :]
-        counts = tl.load(block_counts + cells, mask=mask, other=0)
-        tl.store(block_offsets + cells, carry[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
-        carry += tl.sum(counts, axis=0)
-    if MAX_ROWS is not None:
-        carry = tl.minimum(carry, MAX_ROWS)
-    tl.store(group_sizes + experts, carry, mask=experts < NUM_EXPERTS)
-    if tl.program_id(0) == 0:
-        wrong = tl.zeros((BLOCK_B,), dtype=tl.int32)
-        for first in range(0, num_blocks, BLOCK_B):
-            blocks = first + tl.arange(0, BLOCK_B)
-            wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
-        tl.store(invalid_ids, tl.sum(wrong, axis=0))
+        blocks = first + tl.arange(0, BLOCK_B)[:, None]
+        mask = (blocks < num_blocks) & (experts < NUM_EXPERTS)
+        counts = tl.load(block_counts + blocks.to(tl.int64) * NUM_EXPERTS + experts, mask=mask, other=0)
+        found += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(blocks < block, counts, 0), axis=0)
+    return found, before
 
 
 @triton.jit
@@ -255,14 +268,19 @@ def place_blocks(
     ids,
     expert_map,
     token_mask,
-    block_offsets,
+    block_counts,
+    block_invalid,
     group_sizes,
     group_start,
     slot_of_row,
     row_of_slot,
+    invalid_ids,
     schedule_0,
     schedule_1,
+    tile_counters,
     num_slots,
+    block_slots,
+    num_blocks,
     capacity,
     max_blocks_0,
     max_blocks_1,
@@ -274,20 +292,41 @@ def place_blocks(
     BLOCK_M_0: tl.constexpr,
     BLOCK_M_1: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
-    """row of slot = start[e] + block_offsets[block of the slot, e] + rank of the slot within its block."""
+    """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
+
+    block_invalid None: ids that `topk.route` made, all of them valid.
+    """
     block = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS)
-    sizes = tl.load(group_sizes + experts, mask=experts < NUM_EXPERTS, other=0)
-    slots = block.to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
-    local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
-    before = tl.load(block_offsets + block.to(tl.int64) * NUM_EXPERTS + local, mask=local >= 0, other=0)
+    found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
+    start = block.to(tl.int64) * block_slots
+    last = tl.minimum(start + block_slots, num_slots)
+    slots = start + tl.arange(0, BLOCK_S)
+    local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+    sizes = found
+    if MAX_ROWS is not None:
+        sizes = tl.minimum(found, MAX_ROWS)
+    if block == 0:
+        experts = tl.arange(0, EXPERTS)
+        tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
+        wrong = tl.zeros((BLOCK_FILL,), dtype=tl.int32)
+        if block_invalid is not None:
+            for first in range(0, num_blocks, BLOCK_FILL):
+                blocks = first + tl.arange(0, BLOCK_FILL)
+                wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
+        tl.store(invalid_ids, tl.sum(wrong, axis=0))
     starts = write_groups(
-        sizes, group_start, slot_of_row, schedule_0, schedule_1, capacity, max_blocks_0, max_blocks_1,
-        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_ROWS, BLOCK_FILL,
+        sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
+        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
-    rank = before + rank_in_block(local, BLOCK_S)
-    place_slots(slots, local, rank, starts, slot_of_row, row_of_slot, num_slots, MAX_ROWS)
+    for first in range(start, last, BLOCK_S):
+        slots = first + tl.arange(0, BLOCK_S)
+        # The next ids are on their way while these are ranked.
+        ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+        rank, before = rank_slots(local, before)
+        place_slots(slots, slots < last, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
+        local = ahead

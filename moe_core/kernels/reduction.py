@@ -33,11 +33,19 @@ def reduce(
     mask = inside[:, None] & (columns < WIDTH)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     if UNROLL:
+        # Every row is asked for before the first sum waits for one, and every row's number before that.
+        sources = ()
         for k in tl.static_range(TOP_K):
-            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, num_rows, WIDTH, BY_ROW)
+            sources += (_source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW),)
+        rows = ()
+        for k in tl.static_range(TOP_K):
+            rows += (_row(y, sources[k], columns, mask, WIDTH),)
+        for k in tl.static_range(TOP_K):
+            total += rows[k].to(tl.float32)
     else:
         for k in range(TOP_K):
-            total += _slot(y, row_of_slot, tokens * TOP_K + k, inside, columns, mask, num_rows, WIDTH, BY_ROW)
+            source = _source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW)
+            total += _row(y, source, columns, mask, WIDTH).to(tl.float32)
     if shared is not None:
         extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
         extra = extra.to(tl.float32)
@@ -48,12 +56,19 @@ def reduce(
 
 
 @triton.jit
-def _slot(y, row_of_slot, slots, inside, columns, mask, num_rows, WIDTH: tl.constexpr, BY_ROW: tl.constexpr):
-    """The fp32 contribution of one slot per token; zeros, unread, where the slot has no row."""
-    rows = tl.load(row_of_slot + slots, mask=inside, other=-1)
-    source = rows.to(tl.int64) if BY_ROW else slots
-    present = mask & ((rows >= 0) & (source < num_rows))[:, None]
-    return tl.load(y + source[:, None] * WIDTH + columns[None, :], mask=present, other=0.0).to(tl.float32)
+def _source(row_of_slot, slots, inside, num_rows, BY_ROW: tl.constexpr):
+    """The row of y, int64, of one slot per token; -1 where the slot has none."""
+    row = tl.load(row_of_slot + slots, mask=inside, other=-1)
+    source = row.to(tl.int64) if BY_ROW else slots
+    return tl.where((row >= 0) & (source < num_rows), source, -1)
+
+
+@triton.jit
+def _row(y, source, columns, mask, WIDTH: tl.constexpr):
+    """Columns of one row of y per token; zeros, unread, where there is no row. Nobody reads them again."""
+    present = mask & (source >= 0)[:, None]
+    pointers = y + source[:, None] * WIDTH + columns[None, :]
+    return tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
