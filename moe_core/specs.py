@@ -12,6 +12,8 @@ from typing import Any
 from moe_core import dtypes
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
+from moe_core.tile_table import TileTable
+from moe_core.tuning import TileConfig
 
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 ORDERS = ("softmax_then_topk", "topk_then_softmax")
@@ -58,21 +60,79 @@ def finite_float(name: str, value: object) -> float:
     return float(number) + 0.0
 
 
+def _require_tunable(table: object, batch_invariant: object) -> None:
+    """Check the two options of every kind of tuning."""
+    require_kind("table", table, TileTable, optional=True)
+    require_flag("batch_invariant", batch_invariant)
+    if batch_invariant and table is not None:
+        raise InvalidInput(
+            "table must be None with batch_invariant, which takes one configuration for every number of rows, got a "
+            "TileTable; leave it out, or give the configurations themselves"
+        )
+
+
+@plan_type
+@dataclass(frozen=True)
+class MatmulTuning:
+    """How the tile configuration of one grouped matmul is chosen.
+
+    config: this one, None = chosen. table: looked up before the one that is shipped, and that before the heuristics.
+    batch_invariant: choose without looking at the number of rows, so that a row's result does not depend on the others.
+    """
+
+    config: TileConfig | None = None
+    table: TileTable | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        require_kind("config", self.config, TileConfig, optional=True)
+        _require_tunable(self.table, self.batch_invariant)
+
+
+@plan_type
+@dataclass(frozen=True)
+class Tuning:
+    """How the tile configurations of a whole forward are chosen.
+
+    matmul_1, matmul_2: those of the experts' products, None = chosen. table: looked up before the one that is shipped.
+    batch_invariant: one summation order for every number of tokens, so that a token's result is the same, bit by bit,
+    alone, in any batch and in chunks of it; it costs speed (docs/tuning.md).
+    """
+
+    matmul_1: TileConfig | None = None
+    matmul_2: TileConfig | None = None
+    table: TileTable | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        require_kind("matmul_1", self.matmul_1, TileConfig, optional=True)
+        require_kind("matmul_2", self.matmul_2, TileConfig, optional=True)
+        _require_tunable(self.table, self.batch_invariant)
+
+    def of_product(self, number: int | None = None) -> MatmulTuning:
+        """That of the experts' product 1 or 2; None: of the shared expert's products."""
+        config = {1: self.matmul_1, 2: self.matmul_2, None: None}[number]
+        return MatmulTuning(config, self.table, self.batch_invariant)
+
+
 @plan_type
 @dataclass(frozen=True)
 class LogitsSpec:
     """Options of the router product `x [T, D] @ weight -> logits fp32 [T, E]`.
 
     weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits (which stay fp32 arrays).
+    batch_invariant: one summation order for every T.
     """
 
     weight_layout: str = "in_out"
     logits_dtype: str = "float32"
     allow_tf32: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_flag("allow_tf32", self.allow_tf32)
+        require_flag("batch_invariant", self.batch_invariant)
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
 
@@ -263,7 +323,7 @@ class MatmulSpec:
     gather: which row of x feeds a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
     scatter: where a layout row is written: `row` (layout order) or `slot`.
     activation: fused after the bias, or None. out_dtype: None = the dtype of x.
-    allow_tf32: fp32 inputs may use TF32 (else IEEE fp32).
+    allow_tf32: fp32 inputs may use TF32 (else IEEE fp32). tuning: how tiles are chosen, None = by the defaults.
     """
 
     weight_layout: str
@@ -272,9 +332,11 @@ class MatmulSpec:
     activation: Activation | None = None
     out_dtype: str | None = None
     allow_tf32: bool = False
+    tuning: MatmulTuning | None = None
 
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_kind("tuning", self.tuning, MatmulTuning, optional=True)
         require_choice("gather", self.gather, ("row", "token", "slot"))
         require_choice("scatter", self.scatter, ("row", "slot"))
         require_kind("activation", self.activation, Activation, optional=True)
@@ -293,7 +355,7 @@ class MoESpec:
     router_weight_layout of the router matrix (`in_out` `[D, E]` or `out_in` `[E, D]`).
     apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2;
     K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
-    checkpoints whose router does.
+    checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults.
     """
 
     activation: Activation
@@ -304,8 +366,10 @@ class MoESpec:
     logits_dtype: str = "float32"
     out_dtype: str | None = None
     allow_tf32: bool = False
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
+        require_kind("tuning", self.tuning, Tuning, optional=True)
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
         require_kind("activation", self.activation, Activation)
@@ -321,3 +385,16 @@ class MoESpec:
             raise InvalidInput(
                 f"top_k must be 1 with apply_router_weight_on_input, got {self.router.top_k}; weight the output instead"
             )
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether every sum has one order for every number of tokens."""
+        return self.tuning is not None and self.tuning.batch_invariant
+
+    def logits_spec(self) -> LogitsSpec:
+        """The router product's options."""
+        return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant)
+
+    def matmul_tuning(self, number: int | None = None) -> MatmulTuning | None:
+        """That of the experts' product 1 or 2, or (None) of the shared expert's products."""
+        return None if self.tuning is None else self.tuning.of_product(number)

@@ -1,8 +1,13 @@
-"""Tile configurations of the grouped matmul: which one a problem gets, and why another is illegal."""
+"""Tile configurations of the grouped matmul: arithmetic heuristics, and why a configuration is illegal.
+
+Pure functions of sizes, dtype and architecture; nothing is timed here and nothing is remembered. `moe_core.tile_choice`
+adds what a caller may ask for and what was measured.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from moe_core import dtypes
@@ -16,13 +21,22 @@ _SHARED_BYTES |= dict.fromkeys((120, 121), 99 * 1024)
 _SHARED_BYTES_DEFAULT = 227 * 1024
 #: Smallest tile side the tensor cores take.
 _SMALLEST_SIDE = 16
+FAMILIES = ("portable", "hopper")
+#: What the hopper family's kernel is written for: rows, accumulator columns, reduction elements of a stage, stages.
+HOPPER_BLOCK_M, HOPPER_WIDTH, HOPPER_BLOCK_K, HOPPER_STAGES = 128, 256, 64, 4
+#: Mean rows per expert from which the hopper family wins (measured; with fewer, weights stream faster without it).
+_HOPPER_ROWS = 48
 
 
 @plan_type
 @dataclass(frozen=True)
 class TileConfig:
     """One configuration: tile sides in elements (block_n counts output columns), warps, pipeline stages, and how many
-    row blocks share a column tile before the next (group_m)."""
+    row blocks share a column tile before the next (group_m).
+
+    family: `portable` runs everywhere; `hopper` is warp-specialised with TMA for sm_90: block_m 128, block_k 64,
+    block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer.
+    """
 
     block_m: int
     block_n: int
@@ -30,12 +44,15 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 3
     group_m: int = 8
+    family: str = "portable"
 
 
+@plan_type
 @dataclass(frozen=True)
 class MatmulProblem:
     """What decides a configuration: static sizes, never values. rows: layout rows; groups: experts; n: output columns;
-    buffers: weight tiles per step (2 for fused gate and up)."""
+    buffers: weight tiles per step (2 for fused gate and up); weight_layout: `in_out` or `out_in`. not_hopper: why the
+    `hopper` family cannot run it, empty if it can."""
 
     rows: int
     groups: int
@@ -43,11 +60,23 @@ class MatmulProblem:
     n: int
     dtype: str
     buffers: int = 1
+    weight_layout: str = "in_out"
+    not_hopper: str = "the product was described without its operands"
 
     @property
     def rows_per_group(self) -> float:
         """Mean rows of a group that has any, were all groups used."""
         return self.rows / max(1, min(self.groups, self.rows))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are read, were the rows spread over as many groups as they can be."""
+        return min(self.groups, self.rows) * self.d * self.n * self.buffers * dtypes.itemsize(self.dtype)
+
+    def waves(self, config: TileConfig, num_sms: int) -> float:
+        """Output tiles per multiprocessor, were the rows spread evenly."""
+        per_group = -(-math.ceil(self.rows_per_group) // config.block_m) * -(-self.n // config.block_n)
+        return min(self.groups, self.rows) * per_group / max(1, num_sms)
 
 
 def shared_limit(arch: int) -> int:
@@ -61,6 +90,10 @@ def _is_power_of_two(value: int) -> bool:
 
 def why_illegal(config: TileConfig, problem: MatmulProblem, target: Target) -> str | None:
     """The reason a configuration cannot run the problem on the target, or None."""
+    if config.family == "hopper":
+        return _why_not_hopper(config, problem, target)
+    if config.family != "portable":
+        return f"family must be one of {', '.join(FAMILIES)}, got {config.family!r}"
     for name in ("block_m", "block_n", "block_k"):
         side = getattr(config, name)
         if not _is_power_of_two(side) or side < _SMALLEST_SIDE:
@@ -86,6 +119,27 @@ def why_illegal(config: TileConfig, problem: MatmulProblem, target: Target) -> s
     return None
 
 
+def hopper_config(problem: MatmulProblem, num_stages: int = HOPPER_STAGES, group_m: int = 8) -> TileConfig:
+    """The hopper family's configuration of a problem."""
+    block_n = HOPPER_WIDTH // problem.buffers
+    return TileConfig(HOPPER_BLOCK_M, block_n, HOPPER_BLOCK_K, 4, num_stages, group_m, "hopper")
+
+
+def _why_not_hopper(config: TileConfig, problem: MatmulProblem, target: Target) -> str | None:
+    if target.kind != "cuda" or target.arch != 90:
+        return f"the hopper family needs sm_90, its wgmma and TMA instructions, got {target}"
+    if problem.not_hopper:
+        return f"the hopper family cannot run this product: {problem.not_hopper}"
+    only = hopper_config(problem, config.num_stages, config.group_m)
+    if config != only:
+        return f"the hopper family's tiles are {only}, got {config}"
+    if not 2 <= config.num_stages <= HOPPER_STAGES:
+        return f"num_stages must be 2 to {HOPPER_STAGES} (shared memory), got {config.num_stages}"
+    if config.group_m < 1:
+        return f"group_m must be at least 1, got {config.group_m}"
+    return None
+
+
 def choose_config(problem: MatmulProblem, target: Target) -> TileConfig:
     """The configuration of a problem on a target: a pure function of sizes, dtype and architecture."""
     if target.kind != "cuda":
@@ -94,6 +148,10 @@ def choose_config(problem: MatmulProblem, target: Target) -> TileConfig:
         block_m = 16 if problem.rows_per_group <= 16 else 32
         return _shrink(_fit(TileConfig(block_m, 64, 32, 4, 2), problem), problem, target)
     rows, gated = problem.rows_per_group, problem.buffers == 2
+    if rows >= _HOPPER_ROWS and target.arch == 90 and not problem.not_hopper:
+        # Blocks that read the same weights drift apart over a long reduction; a shorter queue keeps them together.
+        together = problem.d >= 4096 and rows <= 2 * HOPPER_BLOCK_M
+        return hopper_config(problem, HOPPER_STAGES - 1 if together else HOPPER_STAGES, 4)
     if rows <= 10:
         # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
         tiles = min(problem.groups, problem.rows) * -(-problem.n // 128)
@@ -104,6 +162,21 @@ def choose_config(problem: MatmulProblem, target: Target) -> TileConfig:
         config = TileConfig(64, 64, 64, 4, 4) if gated else TileConfig(64, 128, 64, 4, 3)
     else:
         config = TileConfig(128, 128, 32, 8, 5, 4) if gated else TileConfig(128, 256, 64, 8, 3, 4)
+    return _shrink(_fit(config, problem), problem, target)
+
+
+def batch_invariant_config(problem: MatmulProblem, target: Target) -> TileConfig:
+    """The configuration that every number of rows gets under `batch_invariant`: rows are not looked at.
+
+    16-bit tiles are 64 rows high, the lowest that Hopper's wgmma takes: few rows waste arithmetic, not weight bytes,
+    and many rows keep the fast instruction.
+    """
+    if target.kind != "cuda":
+        return _fit(TileConfig(32, 64, 64, 4, 1), problem)
+    if problem.dtype == "float32":
+        config = TileConfig(32, 64, 32, 4, 2)
+    else:
+        config = TileConfig(64, 64, 64, 4, 4) if problem.buffers == 2 else TileConfig(64, 128, 64, 4, 3)
     return _shrink(_fit(config, problem), problem, target)
 
 
@@ -121,13 +194,10 @@ def _shrink(config: TileConfig, problem: MatmulProblem, target: Target) -> TileC
 
 def _fit(config: TileConfig, problem: MatmulProblem) -> TileConfig:
     """Shrink tile sides that exceed the problem."""
-    return TileConfig(
-        config.block_m,
-        min(config.block_n, _round_up_to_power_of_two(problem.n)),
-        min(config.block_k, _round_up_to_power_of_two(problem.d)),
-        config.num_warps,
-        config.num_stages,
-        config.group_m,
+    return dataclasses.replace(
+        config,
+        block_n=min(config.block_n, _round_up_to_power_of_two(problem.n)),
+        block_k=min(config.block_k, _round_up_to_power_of_two(problem.d)),
     )
 
 
@@ -135,9 +205,11 @@ def _round_up_to_power_of_two(value: int) -> int:
     return max(_SMALLEST_SIDE, 1 << (max(value, 1) - 1).bit_length())
 
 
-def require_legal(config: TileConfig, problem: MatmulProblem, target: Target) -> TileConfig:
-    """Return the configuration, or raise InvalidInput with the reason it is illegal."""
+def require_legal(
+    config: TileConfig, problem: MatmulProblem, target: Target, name: str = "config", fix: str = "choose another"
+) -> TileConfig:
+    """Return the configuration, or raise InvalidInput with the reason it is illegal. name: where it comes from."""
     reason = why_illegal(config, problem, target)
     if reason is not None:
-        raise InvalidInput(f"config must be legal on {target}, got {config}: {reason}; choose another")
+        raise InvalidInput(f"{name} must be legal on {target}, got {config}: {reason}; {fix}")
     return config

@@ -26,6 +26,7 @@ PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "flax": ("flax", "0.12.7", None),
     "safetensors": ("safetensors", "0.5", None),
     "transformers": ("transformers", "5.17", None),
+    "matplotlib": ("matplotlib", "3.9", None),
 }
 #: The architecture whose tile configurations were chosen by measurement.
 TUNED_ARCH = 90

@@ -19,6 +19,7 @@ from moe_core.specs import (
     Activation,
     MoESpec,
     RouterSpec,
+    Tuning,
     require_at_least,
     require_choice,
     require_flag,
@@ -140,8 +141,8 @@ class MoELayerSpec:
 
     router: its top_k may be left out; a given one must be top_k. shared_experts: None = none. router_bias: logits have
     a bias `[E]`. correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from
-    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32: see MoESpec. capacity_factor: None =
-    dropless, else an expert keeps the first `capacity(T)` slots routed to it, in slot order; later ones contribute
+    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning: see MoESpec. capacity_factor: None
+    = dropless, else an expert keeps the first `capacity(T)` slots routed to it, in slot order; later ones contribute
     nothing.
     """
 
@@ -158,6 +159,7 @@ class MoELayerSpec:
     logits_dtype: str = "float32"
     capacity_factor: float | None = None
     allow_tf32: bool = False
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -165,6 +167,7 @@ class MoELayerSpec:
         require_kind("router", self.router, RouterSpec)
         require_kind("experts", self.experts, ExpertsSpec)
         require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
+        require_kind("tuning", self.tuning, Tuning, optional=True)
         for name in ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32"):
             require_flag(name, getattr(self, name))
         if self.router.top_k not in (None, self.top_k):
@@ -182,6 +185,11 @@ class MoELayerSpec:
                     f"got {factor!r}; None drops no token"
                 )
             object.__setattr__(self, "capacity_factor", float(factor))
+            if self.tuning is not None and self.tuning.batch_invariant:
+                raise InvalidInput(
+                    f"capacity_factor must be None with batch_invariant, got {factor}: whether an expert is full "
+                    "depends on the other tokens; leave one of the two out"
+                )
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         self.moe_spec(HUGGING_FACE)
 
@@ -219,6 +227,7 @@ class MoELayerSpec:
             apply_router_weight_on_input=self.apply_router_weight_on_input,
             logits_dtype=self.logits_dtype,
             allow_tf32=self.allow_tf32,
+            tuning=self.tuning,
         )
 
     def capacity_ratio(self) -> tuple[int, int] | None:

@@ -114,6 +114,7 @@ class LayerWeights:
             apply_router_weight_on_input=spec.apply_router_weight_on_input,
             logits_dtype=spec.logits_dtype,
             allow_tf32=spec.allow_tf32,
+            tuning=spec.tuning,
         )
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_core import dtypes
@@ -21,10 +23,16 @@ def _pick_layer(array: np.ndarray | None, layer: np.ndarray | None) -> np.ndarra
     return array[index]
 
 
-def _product(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, weight_layout: str) -> np.ndarray:
-    """fp32 `[R, N]` = x `[R, D]` . weight (+ bias `[N]`)."""
-    matrix = to_float32(weight)
-    result = to_float32(x) @ (matrix if weight_layout == "in_out" else matrix.T)
+def product(x: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool) -> np.ndarray:
+    """fp32 `[R, N]` = x `[R, D]` . weight. batch_invariant: row by row, because the order of BLAS depends on R."""
+    matrix, rows = to_float32(weight), to_float32(x)
+    matrix = matrix if weight_layout == "in_out" else matrix.T
+    return np.matmul(rows[:, None, :], matrix)[:, 0, :] if batch_invariant else rows @ matrix
+
+
+def _with_bias(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, spec: MatmulSpec) -> np.ndarray:
+    invariant = spec.tuning is not None and spec.tuning.batch_invariant
+    result = product(x, weight, spec.weight_layout, invariant)
     return result if bias is None else result + to_float32(bias)
 
 
@@ -38,12 +46,12 @@ def _epilogue(
     weight, up, bias, up_bias = weights
     assert weight is not None
     with np.errstate(all="ignore"):
-        result = _product(x, weight, bias, spec.weight_layout)
+        result = _with_bias(x, weight, bias, spec)
         if spec.activation is not None:
             if up is None:
                 gate_values, up_values = split(result, spec.activation)
             else:
-                gate_values, up_values = result, _product(x, up, up_bias, spec.weight_layout)
+                gate_values, up_values = result, _with_bias(x, up, up_bias, spec)
             result = apply(gate_values, up_values, spec.activation)
         return result if row_weight is None else result * row_weight[:, None]
 
@@ -89,3 +97,35 @@ def matmul_ogs(
         values = _epilogue(x[source], own, None if row_weight is None else row_weight[slots], spec)
         y[rows if spec.scatter == "row" else slots] = round_to(values, out_dtype)
     return y
+
+
+def matmul_ogs_keeping(
+    x: np.ndarray,
+    weight: np.ndarray,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+    up: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    up_bias: np.ndarray | None = None,
+    layer: np.ndarray | None = None,
+    *,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    outputs: tuple[str, ...],
+) -> tuple[np.ndarray, ...]:
+    """What outputs names of y, as `matmul_ogs` has it, and pre: what the activation is applied to, cast to the dtype of
+    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up."""
+    assert spec.activation is not None
+    wide = dataclasses.replace(spec, activation=None, out_dtype="float32")
+    groups = (group_sizes, group_start, slot_of_row)
+    pre = matmul_ogs(x, weight, *groups, bias=bias, layer=layer, layout=layout, spec=wide)
+    if up is not None:
+        second = matmul_ogs(x, up, *groups, bias=up_bias, layer=layer, layout=layout, spec=wide)
+    gate_values, up_values = split(pre, spec.activation) if up is None else (pre, second)
+    with np.errstate(all="ignore"):
+        y = apply(gate_values, up_values, spec.activation)
+    out_dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
+    whole = pre if up is None else np.concatenate([pre, second], axis=1)
+    found = {"y": round_to(y, out_dtype), "pre": round_to(whole, x.dtype)}
+    return tuple(found[name] for name in outputs)

@@ -23,8 +23,7 @@ def _routing_stages(
     if isinstance(routing, TopK):
         return {"ids": routing.ids, "weights": routing.weights}
     if isinstance(routing, RouterWeights):
-        options = LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
-        logits = router(x, routing.weight, routing.bias, spec=options)
+        logits = router(x, routing.weight, routing.bias, spec=spec.logits_spec())
     else:
         logits = routing.logits
     if spec.router is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.reference.activation import sigmoid
+from moe_core.reference.matmul import product
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, LogitsSpec, RouterSpec
 
@@ -15,9 +16,8 @@ _MASKED_KEY = np.uint32(0xFFFFFFFF)
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
     """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype."""
-    matrix = to_float32(weight)
     with np.errstate(all="ignore"):
-        logits = to_float32(x) @ (matrix if spec.weight_layout == "in_out" else matrix.T)
+        logits = product(x, weight, spec.weight_layout, spec.batch_invariant)
         if bias is not None:
             logits = logits + to_float32(bias)
     return to_float32(round_to(logits, spec.logits_dtype))

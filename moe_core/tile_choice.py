@@ -1,0 +1,54 @@
+"""Which tile configuration a product gets: the caller's, one for every batch, a measured one, or the heuristics'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.specs import MatmulTuning
+from moe_core.target import Target
+from moe_core.tile_table import shipped_table
+from moe_core.tuning import MatmulProblem, TileConfig, batch_invariant_config, choose_config, require_legal
+
+_DEFAULTS = MatmulTuning()
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """A configuration, and where it comes from, for `explain`."""
+
+    config: TileConfig
+    source: str
+
+
+def choose_tile(
+    problem: MatmulProblem, target: Target, tuning: MatmulTuning | None = None, name: str = "tuning.config"
+) -> TileChoice:
+    """The first of: tuning.config; under batch_invariant the one that ignores rows; the entry of tuning.table; the
+    entry of the shipped table; the heuristics'. Nothing is timed.
+
+    name: the override's, for messages. Raises InvalidInput with the reason where an override or an entry is illegal on
+    the target.
+    """
+    tuning = tuning or _DEFAULTS
+    if tuning.config is not None:
+        return TileChoice(require_legal(tuning.config, problem, target, name), "given for this call")
+    if tuning.batch_invariant:
+        config = require_legal(batch_invariant_config(problem, target), problem, target)
+        return TileChoice(config, "batch invariant: the same for every number of rows")
+    if target.kind == "cuda":
+        tables = (("tuning.table", tuning.table), ("the shipped table", shipped_table(target.arch)))
+        for origin, table in tables:
+            config = None if table is None else table.find(problem, target.arch)
+            if config is not None:
+                require_legal(config, problem, target, f"the entry of {origin}", "measure again with moebius-tune")
+                return TileChoice(config, f"measured: {origin}")
+    config = require_legal(choose_config(problem, target), problem, target)
+    return TileChoice(config, f"heuristics: {_arithmetic(problem, config, target)}")
+
+
+def _arithmetic(problem: MatmulProblem, config: TileConfig, target: Target) -> str:
+    """What the heuristics go by."""
+    rows = f"{problem.rows_per_group:.1f} rows per expert"
+    if target.kind != "cuda":
+        return rows
+    return f"{rows}, {problem.waves(config, target.num_sms):.1f} waves, {problem.weight_bytes / 1e6:.1f} MB of weights"
