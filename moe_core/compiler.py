@@ -8,11 +8,16 @@ from typing import Any
 
 from moe_core import dtypes
 from moe_core.errors import Unsupported
-from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.target import Target
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
 _POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
+#: Where a TMA copy puts its box: rows in panels of 128 bytes, swizzled over 8 rows.
+_SWIZZLED = (
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, "
+    "cga_layout=[])"
+)
 
 
 def load_kernel(name: str) -> Any:
@@ -35,6 +40,9 @@ def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str,
     for name, value in launch.arguments:
         if isinstance(value, Pointer):
             kind = "*" + dtypes.triton_name(plan.spec(value.buffer).dtype)
+        elif isinstance(value, TensorMap):
+            box = ",".join(str(size) for size in value.box)
+            kind = f"tensordesc<{dtypes.triton_name(plan.spec(value.buffer).dtype)}[{box}],{_SWIZZLED}>"
         elif isinstance(value, Constant):
             kind = "constexpr"
         else:
@@ -78,7 +86,12 @@ def _compile(
     if [name for name, _ in signature] != expected:
         raise RuntimeError(f"{kernel} takes {expected}, the plan gives {signature}")
     attributes = {(index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")}
-    source = ASTSource(function, dict(signature), dict(constants), attributes)
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource(function, dict(signature), dict(constants), attributes)
+    else:
+        source = ASTSource(function, dict(signature), dict(constants), attributes)
     # Floating-point fusion is stated because Triton's default for it changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -38,6 +38,12 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+#: Bytes of a `CUtensorMap` of cuda.h, and what its address must be a multiple of.
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
+_TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9}
+_SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
+
+
 class Driver:
     """libcuda, initialised. `lib` is the ctypes library; `check(code, what)` raises on an error code."""
 
@@ -49,7 +55,7 @@ class Driver:
         self.check(self.lib.cuInit(0), "cuInit")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
-        self.lib.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        # Without argtypes, whose conversions take half the time of a call: every argument must be a ctypes object.
         self.launch = self.lib.cuLaunchKernelEx
 
     def check(self, code: int, what: str) -> None:
@@ -105,6 +111,23 @@ class Driver:
             yield
         finally:
             self.check(self.lib.cuCtxPopCurrent_v2(ctypes.byref(current)), "cuCtxPopCurrent")
+
+    def encode_tensor_map(
+        self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
+    ) -> None:
+        """Write the `CUtensorMap` of a 16-bit matrix to the address `into` (TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES).
+
+        shape: (rows, columns); pitch: elements between rows; panel: (rows, columns) of one copy, 128 bytes wide.
+        Elements outside the matrix are read as zeros and not written.
+        """
+        sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
+        pitches = (ctypes.c_uint64 * 1)(2 * pitch)
+        box, steps = (ctypes.c_uint32 * 2)(panel[1], panel[0]), (ctypes.c_uint32 * 2)(1, 1)
+        code = self.lib.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(into), _TENSOR_MAP_TYPES[dtype], 2, ctypes.c_void_p(address), sizes, pitches, box, steps,
+            0, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, 0,
+        )  # fmt: skip
+        self.check(code, f"describing a matrix {shape} with {pitch} elements per row for TMA")
 
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
         """Load a cubin on a device and return the function, allowed its dynamic shared memory."""

@@ -9,6 +9,7 @@ and with one version of Triton, on one device, equal results.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import hashlib
 import json
@@ -67,10 +68,28 @@ class Scalar:
 
 @plan_type
 @dataclass(frozen=True)
+class TensorMap:
+    """A kernel argument: the TMA descriptor of a buffer seen as a matrix of 16-bit elements, its rows contiguous.
+
+    shape: (rows, columns); pitch: elements from one row to the next; box: (rows, columns) that one copy moves, the
+    columns in panels of 128 bytes, as the tensor cores read them. Neither shape nor pitch is compiled in.
+    """
+
+    buffer: str
+    shape: tuple[int, int]
+    pitch: int
+    box: tuple[int, int]
+
+
+@plan_type
+@dataclass(frozen=True)
 class Constant:
     """A kernel argument compiled in (`tl.constexpr`); None stands for an absent pointer."""
 
     value: int | float | bool | str | None
+
+
+Argument = Pointer | Scalar | TensorMap | Constant
 
 
 @plan_type
@@ -80,7 +99,7 @@ class KernelLaunch:
 
     kernel: str
     grid: tuple[int, int, int]
-    arguments: tuple[tuple[str, Pointer | Scalar | Constant], ...]
+    arguments: tuple[tuple[str, Argument], ...]
     num_warps: int = 4
     num_stages: int = 3
 
@@ -213,11 +232,15 @@ class PlanBuilder:
     def spec(self, name: str) -> ArraySpec:
         return self._specs[name]
 
+    def has(self, name: str) -> bool:
+        """Whether a buffer of this name was declared."""
+        return name in self._specs
+
     def launch(
         self,
         kernel: str,
         grid: tuple[int, ...],
-        arguments: Mapping[str, Pointer | Scalar | Constant],
+        arguments: Mapping[str, Argument],
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
@@ -228,7 +251,7 @@ class PlanBuilder:
                 f"{kernel} would need a grid of {(x, y, z)}, at or beyond {_GRID_LIMITS}; split the arrays"
             )
         for value in arguments.values():
-            assert not isinstance(value, Pointer) or value.buffer in self._specs, f"unknown buffer {value}"
+            assert not isinstance(value, Pointer | TensorMap) or value.buffer in self._specs, f"unknown buffer {value}"
         if x and y and z:
             self._steps.append(KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages))
 
@@ -250,7 +273,7 @@ class PlanBuilder:
                 assert buffer not in plan.inputs, f"{prefix}: input {buffer.name} is not bound"
                 bound = self.scratch(f"{prefix}.{buffer.name}", buffer.spec)
             else:
-                assert self._specs[bound] == buffer.spec, (prefix, buffer, self._specs[bound])
+                assert _same_memory(self._specs[bound], buffer.spec), (prefix, buffer, self._specs[bound])
             names[buffer.name] = bound
         unknown = set(bindings) - set(names)
         assert not unknown, f"{prefix}: {unknown} are no buffers of {plan.name}"
@@ -278,12 +301,22 @@ class PlanBuilder:
         )
 
 
+def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
+    """Whether both are the same array, or dense ones of the same numbers in another shape."""
+    dense = array.is_contiguous and other.is_contiguous
+    return array == other or (dense and (array.size, array.dtype) == (other.size, other.dtype))
+
+
 def _rename(step: KernelLaunch | ReferenceCall, names: Mapping[str, str]) -> KernelLaunch | ReferenceCall:
     if isinstance(step, ReferenceCall):
         inputs = tuple((keyword, names[buffer]) for keyword, buffer in step.inputs)
         return ReferenceCall(step.function, inputs, step.constants, tuple(names[name] for name in step.outputs))
     arguments = tuple(
-        (name, Pointer(names[value.buffer]) if isinstance(value, Pointer) else value) for name, value in step.arguments
+        (
+            name,
+            dataclasses.replace(value, buffer=names[value.buffer]) if isinstance(value, Pointer | TensorMap) else value,
+        )
+        for name, value in step.arguments
     )
     return KernelLaunch(step.kernel, step.grid, arguments, step.num_warps, step.num_stages)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import operator
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +21,9 @@ from moe_core.arrays import ALIGNMENT, TensorView, host_array
 from moe_core.compiler import compile_launch, load_kernel
 from moe_core.cuda import LaunchConfig, cuda_target, driver
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap
 from moe_core.target import Target, cpu_target
+from moe_core.tensor_map import HostTensorMap
 
 _SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _WARP = 32
@@ -56,13 +59,9 @@ class Prepared:
         }
 
     def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
-        merged = 0
-        for pointer in pointers:
-            merged |= pointer
-        if merged % ALIGNMENT:
+        if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
             self._refuse_misaligned(pointers)
-        arena = pointers[self._count] if self._scratch_bytes else 0
-        self._run([*pointers[: self._count], *[arena + offset for offset in self._offsets]], stream)
+        self._run(pointers, stream)
 
     def _refuse_misaligned(self, pointers: Sequence[int]) -> None:
         for name, pointer in zip([*self._names, "scratch"], pointers, strict=False):
@@ -72,24 +71,43 @@ class Prepared:
                     "copy it into a fresh array"
                 )
 
-    def _run(self, addresses: list[int], stream: int) -> None:
+    def _scratch_addresses(self, arena: int) -> list[int]:
+        """The address of every scratch buffer in an arena."""
+        return [arena + offset for offset in self._offsets]
+
+    def _run(self, pointers: Sequence[int], stream: int) -> None:
         raise NotImplementedError
 
 
 class _ParameterBlocks:
-    """One thread's launch data: an address array and, per step, a launch config and a parameter list."""
+    """One thread's launch data: an address array and, per step, the arguments of its driver call.
 
-    def __init__(self, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]) -> None:
+    addresses: of inputs, outputs and scratch buffers, where the parameter lists point. Arena and stream stay written
+    from call to call, since torch's allocator and a model mostly bring the same ones again.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]
+    ) -> None:
         self.addresses = (ctypes.c_uint64 * len(index))()
         self.current = ctypes.c_void_p()
-        self.launches = []
+        self.current_reference = ctypes.byref(self.current)
+        self.arena: int | None = None
+        self.stream: int | None = None
+        self.configs: list[LaunchConfig] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.maps: list[HostTensorMap] = []
         self._keep: list[Any] = []
         base = ctypes.addressof(self.addresses)
-        for step, (function, shared) in zip(steps, kernels, strict=True):
+        for step, (function, shared, num_warps) in zip(steps, kernels, strict=True):
             entries: list[int] = []
             for _, value in step.arguments:
                 if isinstance(value, Pointer):
                     entries.append(base + _POINTER_BYTES * index[value.buffer])
+                elif isinstance(value, TensorMap):
+                    tensor_map = HostTensorMap(value, plan.spec(value.buffer).dtype, index[value.buffer])
+                    self.maps.append(tensor_map)
+                    entries += tensor_map.entries
                 elif not isinstance(value, Constant):
                     holder = _SCALARS[value.dtype](value.value)
                     self._keep.append(holder)
@@ -98,9 +116,17 @@ class _ParameterBlocks:
             null = ctypes.c_void_p()
             entries += [ctypes.addressof(null)] * 2
             parameters = (ctypes.c_void_p * len(entries))(*entries)
-            config = LaunchConfig(*step.grid, _WARP * step.num_warps, 1, 1, shared, None, None, 0)
-            self._keep += [null, parameters, config]
-            self.launches.append((config, ctypes.addressof(config), function, ctypes.addressof(parameters)))
+            config = LaunchConfig(*step.grid, _WARP * num_warps, 1, 1, shared, None, None, 0)
+            self._keep += [null, parameters]
+            self.configs.append(config)
+            self.launches.append((ctypes.byref(config), function, ctypes.byref(parameters), None))
+
+    def use_stream(self, stream: int) -> None:
+        """Launch on this stream from now on; interrupted half way, the next call writes it again."""
+        self.stream = None
+        for config in self.configs:
+            config.stream = stream
+        self.stream = stream
 
 
 class _CudaPrepared(Prepared):
@@ -119,29 +145,45 @@ class _CudaPrepared(Prepared):
         self._steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
         self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
         self._local = threading.local()
+        # Packing in one call is faster than assigning to a ctypes array, which converts item by item.
+        self._pack = struct.Struct(f"{self._count}Q").pack_into
+        self._pack_scratch = struct.Struct(f"{len(self._offsets)}Q").pack_into
 
-    def _run(self, addresses: list[int], stream: int) -> None:
-        blocks = getattr(self._local, "blocks", None)
-        if blocks is None:
-            blocks = self._local.blocks = _ParameterBlocks(self._steps, self._kernels, self._index)
-        current = blocks.current
-        code = self._driver.lib.cuCtxGetCurrent(ctypes.byref(current))
+    def _run(self, pointers: Sequence[int], stream: int) -> None:
+        try:
+            blocks = self._local.blocks
+        except AttributeError:
+            blocks = self._local.blocks = _ParameterBlocks(self.plan, self._steps, self._kernels, self._index)
+        code = self._driver.lib.cuCtxGetCurrent(blocks.current_reference)
         if code:
             self._driver.check(code, "cuCtxGetCurrent")
-        if current.value != self._context:
+        if blocks.current.value != self._context:
             with self._driver.activate(self.device_index):
-                self._launch(blocks, addresses, stream)
+                self._launch(blocks, pointers, stream)
         else:
-            self._launch(blocks, addresses, stream)
+            self._launch(blocks, pointers, stream)
 
-    def _launch(self, blocks: _ParameterBlocks, addresses: list[int], stream: int) -> None:
-        blocks.addresses[:] = addresses
+    def _launch(self, blocks: _ParameterBlocks, pointers: Sequence[int], stream: int) -> None:
+        if self._scratch_bytes:
+            *pointers, arena = pointers
+            if arena != blocks.arena:
+                # Forgotten first: interrupted half way, the next call writes the addresses again.
+                blocks.arena = None
+                self._pack_scratch(blocks.addresses, _POINTER_BYTES * self._count, *self._scratch_addresses(arena))
+                blocks.arena = arena
+        self._pack(blocks.addresses, 0, *pointers)
+        for tensor_map in blocks.maps:
+            address = blocks.addresses[tensor_map.index]
+            if address != tensor_map.address:
+                tensor_map.point_at(address)
+        if stream != blocks.stream:
+            blocks.use_stream(stream)
         launch = self._driver.launch
-        for number, (config, config_address, function, parameters) in enumerate(blocks.launches):
-            config.stream = stream
-            code = launch(config_address, function, parameters, None)
+        for arguments in blocks.launches:
+            code = launch(*arguments)
             if code:
-                self._driver.check(code, f"launching {self._steps[number].kernel}")
+                step = self._steps[blocks.launches.index(arguments)]
+                self._driver.check(code, f"launching {step.kernel}")
 
 
 @functools.cache
@@ -149,7 +191,8 @@ def _load_cached(key: Any, device_index: int) -> Any:
     compiled = key.compiled
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
-    return function, metadata.shared
+    # Specialised kernels run more warps than they were asked for.
+    return function, metadata.shared, metadata.num_warps
 
 
 class _ByIdentity:
@@ -166,7 +209,7 @@ class _ByIdentity:
 
 
 def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes) of a compiled kernel on a device, loaded once."""
+    """(function, shared bytes, warps) of a compiled kernel on a device, loaded once."""
     return _load_cached(_ByIdentity(compiled), device_index)
 
 
@@ -215,7 +258,9 @@ class _HostPrepared(Prepared):
 
         return call
 
-    def _run(self, addresses: list[int], stream: int) -> None:
+    def _run(self, pointers: Sequence[int], stream: int) -> None:
+        arena = pointers[self._count] if self._scratch_bytes else 0
+        addresses = [*pointers[: self._count], *self._scratch_addresses(arena)]
         for call in self._calls:
             call(addresses)
 

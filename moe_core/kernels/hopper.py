@@ -1,0 +1,261 @@
+"""Ragged grouped matmul for Hopper, its warps specialised: one producer feeds two consumers. Written in Gluon.
+
+A block works on tiles of 128 rows x 256 accumulator columns until none is left. It takes each from a counter, so that a
+multiprocessor with cheap tiles or near memory takes more of them; which block computes a tile does not change it.
+
+producer (4 warps): take a tile, announce it; for each 64 of the reduction: wait for a free stage, load weights by TMA
+    and rows by TMA (in layout order) or cp.async (gathered)
+consumer 0, 1 (4 warps each): 64 rows each; for each stage: one wgmma 64 x 256 x 64; then bias, activation, row weight,
+    cast, and a TMA store (or a masked one where fewer than 64 rows exist), while the other consumer multiplies
+
+A gated tile holds 128 gate and 128 up columns, both halves of a pair in the registers of one thread.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_core.kernels.activation import activate, activate_gated
+from moe_core.kernels.hopper_producer import producer
+from moe_core.kernels.hopper_ring import (
+    DEPTH,
+    FACTS,
+    PIECE,
+    PRODUCER_WARPS,
+    RING,
+    ROWS,
+    WIDE,
+    advance,
+    barrier,
+    before,
+    read_fact,
+    tma_store,
+)
+
+
+@gluon.jit
+def multiply(
+    accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, GATHER: gl.constexpr,
+    IN_OUT: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """One stage; the one before it is free when this one's product has begun and its own is done."""
+    mbarrier.wait(full.index(stage), phase)
+    if GATHER != "row":
+        # Rows came through the generic proxy (cp.async), the product reads through the asynchronous one.
+        fence_async_shared()
+    weights = w_tiles.index(stage)
+    if not IN_OUT:
+        weights = weights.permute([1, 0])
+    accumulator = warpgroup_mma(a_tiles.index(2 * stage + WHICH), weights, accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
+    if not FIRST:
+        barrier()
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+    stage, phase = advance(stage, phase, STAGES)
+    return accumulator, stage, phase
+
+
+@gluon.jit
+def halves(accumulator, INTERLEAVED: gl.constexpr):
+    """(even, odd) columns, or (first, last) halves: each pair is in one thread already."""
+    if INTERLEAVED:
+        first, last = gl.split(gl.reshape(accumulator, [ROWS, PIECE, 2]))
+    else:
+        first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
+    return first, last
+
+
+@gluon.jit
+def store_piece(
+    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column,
+    FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr,
+):  # fmt: skip
+    """Write 64 x 128 results: as they lie by TMA, which clips columns, where all rows exist, else row by row."""
+    tma.store_wait(0)
+    barrier()
+    buffer.store(result.to(y.dtype.element_ty))
+    whole = False
+    if TRUSTED and SCATTER == "row":
+        whole = rows >= FIRST + ROWS
+    if whole:
+        fence_async_shared()
+        barrier()
+        tma_store(y_map, [start + FIRST, column], buffer)
+    else:
+        barrier()
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+        values = buffer.load(layout)
+        within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        exists = within < rows
+        target = start.to(gl.int64) + within
+        if SCATTER == "slot" or not TRUSTED:
+            slots = gl.load(slot_of_row + target, mask=exists, other=-1)
+            exists = exists & (slots >= 0) & (slots < num_slots)
+            if SCATTER == "slot":
+                target = slots.to(gl.int64)
+        columns = column + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+        gl.store(y + target[:, None] * N + columns[None, :], values, mask=exists[:, None] & (columns < N)[None, :])
+
+
+@gluon.jit
+def weigh(result, weight, layer_exists, STACKED: gl.constexpr):
+    """Row weights, and NaN for a layer outside the stack."""
+    if weight is not None:
+        result *= weight
+    if STACKED:
+        result = gl.where(layer_exists, result, float("nan"))
+    return result
+
+
+@gluon.jit
+def finish(
+    accumulator, bias_row, scale, layer_exists, buffer, y, y_map, slot_of_row, start, rows, num_slots, tile,
+    FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation, row weight, cast, store."""
+    if bias_row is not None:
+        accumulator += bias_row.load(gl.SliceLayout(0, accumulator.type.layout))[None, :]
+    first, last = halves(accumulator, GATE_LAYOUT == "interleaved")
+    weight = None
+    if scale is not None:
+        weight = gl.convert_layout(scale, gl.SliceLayout(1, first.type.layout))[:, None]
+    if GATE_LAYOUT is not None:
+        result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
+        result = weigh(result, weight, layer_exists, STACKED)
+        column = tile * PIECE
+        store_piece(result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, SCATTER, TRUSTED)
+    else:
+        column = tile * WIDE
+        for part in gl.static_range(2):
+            result = first if part == 0 else last
+            if ACTIVATION is not None:
+                result = activate(result, ACTIVATION)
+            result = weigh(result, weight, layer_exists, STACKED)
+            store_piece(
+                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, SCATTER, TRUSTED
+            )
+            column += PIECE
+
+
+@gluon.jit
+def consumer(
+    WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
+    y, y_map, row_weight, layer, slot_of_row, num_slots,
+    D: gl.constexpr, N: gl.constexpr, NUM_LAYERS: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    BIASED: gl.constexpr, IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = WHICH * ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
+    layer_exists = True
+    if layer is not None:
+        wanted = gl.load(layer)
+        layer_exists = (wanted >= 0) & (wanted < NUM_LAYERS)
+    while expert >= 0:
+        mbarrier.wait(ring_full.index(place), ring_phase)
+        expert, start = read_fact(ring, place, 0), read_fact(ring, place, 1)
+        rows, tile = read_fact(ring, place, 2), read_fact(ring, place, 3)
+        if rows > FIRST:
+            if row_weight is not None:
+                # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
+                slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
+            accumulator = gl.zeros([ROWS, WIDE], gl.float32, layout)
+            accumulator, stage, phase = multiply(
+                accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, True
+            )
+            scale = None
+            if row_weight is not None:
+                scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
+            for _ in range(DEPTH, D, DEPTH):
+                accumulator, stage, phase = multiply(
+                    accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, False
+                )
+            accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
+            barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+            bias_row = bias_tiles.index(place) if BIASED else None
+            finish(
+                accumulator, bias_row, scale, layer_exists, out_tiles.index(WHICH), y, y_map, slot_of_row, start, rows,
+                num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED, layer is not None,
+            )  # fmt: skip
+        elif expert >= 0:
+            # No rows for this consumer: it only hands the stages back.
+            for _ in range(0, D, DEPTH):
+                mbarrier.wait(full.index(stage), phase)
+                barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage, phase = advance(stage, phase, STAGES)
+        barrier()
+        mbarrier.arrive(ring_empty.index(place), count=1)
+        place, ring_phase = advance(place, ring_phase, RING)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def matmul_ogs(
+    x, x_map, weight_map, up_map, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule,
+    counters, y, y_map, num_blocks, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
+
+    schedule: row blocks of 128. counters[COUNTER]: tiles taken, 0 when the kernel starts.
+    *_map: TMA descriptors of x (only if rows are not gathered), the weights as one matrix, and y. TRUSTED: the layout
+    is our own, all of whose rows have slots. N: output columns; WEIGHT_N: columns of one weight buffer.
+    """
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = weight_map.dtype
+    a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], swizzled)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES, DEPTH, WIDE] if IN_OUT else [STAGES, WIDE, DEPTH], swizzled)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], swizzled)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
+    ring = gl.allocate_shared_memory(gl.int32, [RING * FACTS, 1], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    ring_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    # A full stage: the announced bytes, and where rows are gathered every thread of the producer.
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1 if GATHER == "row" else 1 + 32 * PRODUCER_WARPS)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(RING):
+        mbarrier.init(ring_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=2)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
+                row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
+                ALPHA, LIMIT, bias is not None, IN_OUT, TRUSTED, STAGES,
+            )),
+            (consumer, (
+                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
+                row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
+                ALPHA, LIMIT, bias is not None, IN_OUT, TRUSTED, STAGES,
+            )),
+            (producer, (
+                x, x_map, weight_map, up_map, bias, up_bias, layer, group_sizes, group_start, slot_of_row, schedule,
+                counters, a_tiles, w_tiles, bias_tiles, ring, full, empty, ring_full, ring_empty, num_blocks, num_rows,
+                num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE,
+                TOP_K, GATHER, GATE_LAYOUT, IN_OUT, COUNTER, STAGES, GROUP_M,
+            )),
+        ],
+        [4, PRODUCER_WARPS],
+        [208, 88],
+    )  # fmt: skip

@@ -1,0 +1,198 @@
+"""The Hopper matmul's producer: takes tiles, announces them, and loads weights and rows ahead of the consumers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from moe_core.kernels.hopper_ring import DEPTH, PIECE, RING, ROWS, WIDE, advance, announce, row_load, tma_load
+from moe_core.kernels.matmul_ogs import tile_of_program
+
+
+@gluon.jit
+def bias_tile(
+    bias, up_bias, layer_index, expert, tile, N: gl.constexpr, WEIGHT_N: gl.constexpr,
+    BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """fp32 biases of a tile's accumulator columns; zeros outside the matrix."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    columns = gl.arange(0, WIDE, layout)
+    split_tile: gl.constexpr = (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate")
+    if split_tile:
+        within = tile * PIECE + columns % PIECE
+        inside = within < N
+        second = columns >= PIECE
+    else:
+        within = tile * WIDE + columns
+        inside = within < WEIGHT_N
+    base = bias + layer_index * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+    if GATE_LAYOUT == "halves":
+        values = gl.load(base + within + gl.where(second, N, 0), mask=inside, other=0.0).to(gl.float32)
+    elif GATE_LAYOUT == "separate":
+        values = gl.load(base + within, mask=inside & (columns < PIECE), other=0.0).to(gl.float32)
+        if up_bias is not None:
+            base = up_bias + layer_index * UP_BIAS_LAYER_STRIDE + expert.to(gl.int64) * N
+            values += gl.load(base + within, mask=inside & second, other=0.0).to(gl.float32)
+    else:
+        values = gl.load(base + within, mask=inside, other=0.0).to(gl.float32)
+    return values
+
+
+@gluon.jit
+def load_weights(
+    weight_map, up_map, w_tiles, full, stage, group, tile, k, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr,
+):  # fmt: skip
+    """Start loading one stage of weights. group: the matrix, counted over layers and experts."""
+    if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+        second_map = weight_map if GATE_LAYOUT == "halves" else up_map
+        column = tile * PIECE
+        second = column + (N if GATE_LAYOUT == "halves" else 0)
+        if IN_OUT:
+            gate, up = w_tiles.index(stage).slice(0, PIECE, dim=1), w_tiles.index(stage).slice(PIECE, PIECE, dim=1)
+            tma_load(weight_map, [group * D + k, column], full, gate)
+            tma_load(second_map, [group * D + k, second], full, up)
+        else:
+            gate, up = w_tiles.index(stage).slice(0, PIECE, dim=0), w_tiles.index(stage).slice(PIECE, PIECE, dim=0)
+            tma_load(weight_map, [group * WEIGHT_N + column, k], full, gate)
+            tma_load(second_map, [group * WEIGHT_N + second, k], full, up)
+    elif IN_OUT:
+        tma_load(weight_map, [group * D + k, tile * WIDE], full, w_tiles.index(stage))
+    else:
+        tma_load(weight_map, [group * WEIGHT_N + tile * WIDE, k], full, w_tiles.index(stage))
+
+
+@gluon.jit
+def gathered_rows(slot_of_row, start, rows, num_slots, FIRST: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr):
+    """Rows of x of a consumer; a row that does not exist repeats the last one that does.
+
+    The arrays of a layout may come from anywhere: no value in them may lead outside x.
+    """
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
+    within = gl.maximum(gl.minimum(FIRST + gl.arange(0, ROWS, layout), rows - 1), 0)
+    if GATHER == "row":
+        return within
+    slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=rows > 0, other=0)
+    slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
+    return slots // TOP_K if GATHER == "token" else slots
+
+
+@gluon.jit
+def take_tile(
+    bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows,
+    num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    COUNTER: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """(expert, first row, rows, column tile, both consumers' rows of x, biases); expert -1: idle, -2: none is left."""
+    TILES_N: gl.constexpr = (N + PIECE - 1) // PIECE if GATE_LAYOUT is not None else (N + WIDE - 1) // WIDE
+    number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
+    left = number < num_blocks * TILES_N
+    # An expert's blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert, so
+    # that blocks which start together read the same weights while those are in the L2 cache.
+    row = gl.where(left, number, 0) // TILES_N
+    expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
+    expert_row = row - gl.load(schedule + 2 * row.to(gl.int64))
+    known = gl.maximum(expert, 0)
+    start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
+    size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
+    blocks = gl.maximum((size + 2 * ROWS - 1) // (2 * ROWS), 1)
+    block, tile = tile_of_program(number - expert_row * TILES_N, blocks, TILES_N, GROUP_M)
+    first = block * (2 * ROWS)
+    rows = size - first
+    rows = gl.where(left & (expert >= 0), rows, 0)
+    start += first
+    upper = gathered_rows(slot_of_row, start, rows, num_slots, 0, TOP_K, GATHER)
+    lower = gathered_rows(slot_of_row, start, rows, num_slots, ROWS, TOP_K, GATHER)
+    biases = 0
+    if bias is not None:
+        biases = bias_tile(
+            bias, up_bias, layer_index.to(gl.int64), known, tile, N, WEIGHT_N, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE,
+            GATE_LAYOUT,
+        )  # fmt: skip
+    return gl.where(left, gl.where(rows > 0, expert, -1), -2), start, rows, tile, upper, lower, biases
+
+
+@gluon.jit
+def load_steps(
+    x, x_map, weight_map, up_map, a_tiles, w_tiles, full, empty, stage, phase, group, start, rows, tile, upper, lower,
+    FROM: gl.constexpr, TO: gl.constexpr, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
+    X_STRIDE: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the part FROM .. TO of a tile's reduction as stages become free."""
+    BYTES: gl.constexpr = DEPTH * 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    columns = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
+    upper_rows = x + upper.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
+    lower_rows = x + lower.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
+    # Rows that do not exist are zeros: they cost no reads, and products with zeros cost less energy.
+    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    for k in range(FROM, TO, DEPTH):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        ready = full.index(stage)
+        if GATHER != "row":
+            mbarrier.expect(ready, WIDE * BYTES)
+            load_weights(weight_map, up_map, w_tiles, ready, stage, group, tile, k, D, N, WEIGHT_N, GATE_LAYOUT, IN_OUT)
+            row_load(a_tiles.index(2 * stage), upper_rows + k, mask=within < rows)
+            if rows > ROWS:
+                row_load(a_tiles.index(2 * stage + 1), lower_rows + k, mask=ROWS + within < rows)
+            async_copy.mbarrier_arrive(ready, increment_count=False)
+        elif rows > ROWS:
+            mbarrier.expect(ready, (WIDE + 2 * ROWS) * BYTES)
+            load_weights(weight_map, up_map, w_tiles, ready, stage, group, tile, k, D, N, WEIGHT_N, GATE_LAYOUT, IN_OUT)
+            tma_load(x_map, [start, k], ready, a_tiles.index(2 * stage))
+            tma_load(x_map, [start + ROWS, k], ready, a_tiles.index(2 * stage + 1))
+        else:
+            mbarrier.expect(ready, (WIDE + ROWS) * BYTES)
+            load_weights(weight_map, up_map, w_tiles, ready, stage, group, tile, k, D, N, WEIGHT_N, GATE_LAYOUT, IN_OUT)
+            tma_load(x_map, [start, k], ready, a_tiles.index(2 * stage))
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def producer(
+    x, x_map, weight_map, up_map, bias, up_bias, layer, group_sizes, group_start, slot_of_row, schedule,
+    counters, a_tiles, w_tiles, bias_tiles, ring, full, empty, ring_full, ring_empty, num_blocks, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr,
+    GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr, COUNTER: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    # The next tile is asked for, through a chain of dependent reads, while the first stages of this one are under way.
+    LEAD: gl.constexpr = STAGES * DEPTH if STAGES * DEPTH < D else D
+    layer_index = gl.to_tensor(0)
+    if layer is not None:
+        wanted = gl.load(layer)
+        layer_index = gl.where((wanted >= 0) & (wanted < NUM_LAYERS), wanted, 0)
+    stage, phase, place, ring_phase = 0, 0, 0, 0
+    expert, start, rows, tile, upper, lower, biases = take_tile(
+        bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows,
+        num_slots, N, WEIGHT_N, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, COUNTER, GROUP_M,
+    )  # fmt: skip
+    while expert > -2:
+        group = layer_index * NUM_EXPERTS + expert
+        if expert >= 0:
+            mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
+            if bias is not None:
+                bias_tiles.index(place).store(biases)
+            announce(ring, ring_full, place, expert, start, rows, tile)
+            place, ring_phase = advance(place, ring_phase, RING)
+            stage, phase = load_steps(
+                x, x_map, weight_map, up_map, a_tiles, w_tiles, full, empty, stage, phase, group, start, rows, tile,
+                upper, lower, 0, LEAD, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES,
+            )  # fmt: skip
+        next_expert, next_start, next_rows, next_tile, next_upper, next_lower, next_biases = take_tile(
+            bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows,
+            num_slots, N, WEIGHT_N, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, COUNTER,
+            GROUP_M,
+        )  # fmt: skip
+        if expert >= 0:
+            stage, phase = load_steps(
+                x, x_map, weight_map, up_map, a_tiles, w_tiles, full, empty, stage, phase, group, start, rows, tile,
+                upper, lower, LEAD, D, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES,
+            )  # fmt: skip
+        expert, start, rows, tile = next_expert, next_start, next_rows, next_tile
+        upper, lower, biases = next_upper, next_lower, next_biases
+    mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
+    announce(ring, ring_full, place, -1, 0, 0, 0)

@@ -1,0 +1,126 @@
+"""Planning of the grouped matmul's warp-specialised kernel for Hopper (`kernels.hopper`)."""
+
+from __future__ import annotations
+
+from moe_core.activation import row_stride
+from moe_core.arrays import ArraySpec
+from moe_core.errors import Unsupported
+from moe_core.operands import MatmulOperands
+from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar, TensorMap
+from moe_core.specs import INT32_LIMIT, LayoutSpec, MatmulSpec
+from moe_core.tuning import HOPPER_BLOCK_K, HOPPER_WIDTH, TileConfig
+
+#: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
+_VECTOR = 8
+_CONSUMER_ROWS, _PIECE = 64, 128
+
+
+def why_not_hopper(x: ArraySpec, n: int, layout: LayoutSpec | None, spec: MatmulSpec) -> str:
+    """The reason the kernel cannot run a product, empty if it can. x: `[rows, d]`; n: output columns."""
+    activation = spec.activation
+    if layout is None:
+        return "it is dense, and only ragged layouts have the kernel's schedule"
+    if x.dtype not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 and float16, got {x.dtype}"
+    if (spec.out_dtype or x.dtype) != x.dtype:
+        return f"it writes what it reads, {x.dtype}, got out_dtype {spec.out_dtype}"
+    if x.shape[1] % HOPPER_BLOCK_K:
+        return f"its steps take {HOPPER_BLOCK_K} of the reduction, which must divide d, got {x.shape[1]}"
+    if n % _VECTOR:
+        return f"rows of weights and y must be multiples of 16 bytes, got {n} columns"
+    if row_stride("x", x) % _VECTOR:
+        return f"rows of x must start at multiples of 16 bytes, got {row_stride('x', x)} elements between them"
+    if activation is not None and activation.name == "gelu":
+        return "gelu's erf does not fit into its registers"
+    return ""
+
+
+def launch_hopper(
+    builder: PlanBuilder,
+    operands: MatmulOperands,
+    layout: LayoutSpec,
+    spec: MatmulSpec,
+    config: TileConfig,
+    *,
+    trusted: bool,
+    counter: int,
+) -> None:
+    """Add the launch. Buffers by the names of `plan_matmul_ogs`, and `tile_counters`, whose `counter` must be 0 then.
+
+    trusted: the layout is one of ours, without padding inside a group, so that whole tiles may be stored.
+    """
+    x, weight = builder.spec("x"), builder.spec("weight")
+    y = builder.spec("y")
+    in_out, activation = spec.weight_layout == "in_out", spec.activation
+    d, n, weight_n = x.shape[1], y.shape[1], weight.shape[-1 if in_out else -2]
+    matrices = weight.size // (d * weight_n)
+    if matrices * max(d, weight_n) >= INT32_LIMIT:
+        raise Unsupported(
+            f"weight must have fewer than 2**31 rows over all layers and experts for the hopper family, got "
+            f"{matrices} matrices of {d} x {weight_n}; give a portable configuration"
+        )
+    num_blocks = layout.max_blocks(config.block_m)
+    tiles = num_blocks * -(-n // config.block_n)
+    two_tiles = activation is not None and activation.gate_layout in ("halves", "separate")
+    columns = HOPPER_WIDTH // 2 if two_tiles else HOPPER_WIDTH
+
+    def weight_map(name: str) -> TensorMap:
+        if in_out:
+            return TensorMap(name, (matrices * d, weight_n), weight_n, (HOPPER_BLOCK_K, columns))
+        return TensorMap(name, (matrices * weight_n, d), d, (columns, HOPPER_BLOCK_K))
+
+    def optional(name: str, given: object) -> Pointer | Constant:
+        return Pointer(name) if given is not None else Constant(None)
+
+    stride = row_stride("x", x)
+    x_map = TensorMap("x", (x.shape[0], d), stride, (_CONSUMER_ROWS, HOPPER_BLOCK_K))
+    arguments: dict[str, Argument] = {
+        "x": Pointer("x"),
+        "x_map": x_map if spec.gather == "row" else Constant(None),
+        "weight_map": weight_map("weight"),
+        "up_map": weight_map("up") if operands.up is not None else Constant(None),
+        "bias": optional("bias", operands.bias),
+        "up_bias": optional("up_bias", operands.up_bias),
+        "row_weight": optional("row_weight", operands.row_weight),
+        "layer": optional("layer", operands.layer),
+        **{name: Pointer(name) for name in ("group_sizes", "group_start", "slot_of_row", "schedule")},
+        "counters": Pointer("tile_counters"),
+        "y": Pointer("y"),
+        "y_map": TensorMap("y", (y.shape[0], n), n, (_CONSUMER_ROWS, _PIECE)),
+        "num_blocks": Scalar(num_blocks),
+        "num_rows": Scalar(layout.capacity),
+        "num_slots": Scalar(layout.num_slots),
+        "D": Constant(d),
+        "N": Constant(n),
+        "WEIGHT_N": Constant(weight_n),
+        "NUM_EXPERTS": Constant(layout.num_experts),
+        "NUM_LAYERS": Constant(weight.shape[0] if operands.layer is not None else 1),
+        "X_STRIDE": Constant(stride),
+        "BIAS_LAYER_STRIDE": Constant(_layer_stride(operands.bias, operands)),
+        "UP_BIAS_LAYER_STRIDE": Constant(_layer_stride(operands.up_bias, operands)),
+        "TOP_K": Constant(layout.top_k),
+        "GATHER": Constant(spec.gather),
+        "SCATTER": Constant(spec.scatter),
+        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None else None),
+        "ACTIVATION": Constant(activation.name if activation is not None else None),
+        "ALPHA": Constant(activation.alpha if activation is not None else None),
+        "LIMIT": Constant(activation.limit if activation is not None else None),
+        "IN_OUT": Constant(in_out),
+        "TRUSTED": Constant(trusted),
+        "COUNTER": Constant(counter),
+        "STAGES": Constant(config.num_stages),
+        "GROUP_M": Constant(config.group_m),
+    }
+    grid = min(tiles, builder.target.num_sms)
+    builder.launch("hopper:matmul_ogs", (grid,), arguments, config.num_warps, 1)
+    builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, wgmma 64 x 256 x 16; no split")
+
+
+def zero_counters(builder: PlanBuilder) -> None:
+    """Add the buffer `tile_counters` (int32 `[2]`, one per product) and the launch that clears it."""
+    builder.scratch("tile_counters", ArraySpec((2,), "int32"))
+    builder.launch("schedule:zero", (1,), {"counters": Pointer("tile_counters"), "COUNT": Constant(2)}, 1, 1)
+
+
+def _layer_stride(bias: ArraySpec | None, operands: MatmulOperands) -> int:
+    return bias.stride[0] if bias is not None and operands.layer is not None else 0

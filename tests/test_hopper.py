@@ -1,0 +1,242 @@
+"""The warp-specialised kernel of the `hopper` family: what it refuses everywhere, what it computes on an sm_90 GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core import InvalidInput
+from moe_core.arrays import ArraySpec
+from moe_core.matmul_ogs import matmul_problem, plan_matmul_ogs
+from moe_core.moe import plan_moe
+from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits
+from moe_core.parity.tolerance import assert_close, matmul_tolerance
+from moe_core.plan import KernelLaunch, Pointer, TensorMap
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
+from moe_core.target import Target
+from moe_core.tuning import TileConfig, hopper_config, why_illegal
+from tests.backward_faults import OpFault, plant
+from tests.harness import engine_target
+from tests.hopper_faults import FAULTS, RESULT_DIFFERS
+from tests.routing_cases import KINDS
+from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul
+
+ROOT = Path(__file__).parents[1]
+NO_FAULT = OpFault("", "")
+SM_90 = Target("cuda", 90, 132)
+FIRST, SECOND = (TileConfig(128, width, 64, 4, 4, 8, "hopper") for width in (128, 256))
+
+ACTIVATIONS = (
+    None,
+    Activation("silu"),
+    Activation("gelu_tanh", gate_layout="separate"),
+    Activation("relu2", gated=False),
+    Activation("swiglu_oai", gate_layout="interleaved"),
+)
+
+
+@functools.cache
+def needs_sm_90() -> None:
+    target = engine_target()
+    if target.kind != "cuda" or target.arch != 90:
+        pytest.skip(f"the hopper family needs sm_90, this machine has {target}")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    spec = MatmulSpec(
+        draw(st.sampled_from(["in_out", "out_in"])),
+        draw(st.sampled_from(["row", "token", "slot"])),
+        draw(st.sampled_from(["row", "slot"])),
+        draw(st.sampled_from(ACTIVATIONS)),
+    )
+    return Case(
+        num_tokens=draw(st.sampled_from([0, 1, 3, 70, 200, 700])),
+        top_k=draw(st.sampled_from([1, 2, 3])),
+        num_experts=draw(st.sampled_from([1, 3, 8])),
+        d=draw(st.sampled_from([64, 192, 448])),
+        n=draw(st.sampled_from([8, 72, 128, 264, 320])),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        spec=spec,
+        ids=draw(st.sampled_from(KINDS)),
+        alignment=draw(st.sampled_from([1, 8])),
+        bias=draw(st.sampled_from([None, "float32", "same"])),
+        row_weight=draw(st.booleans()),
+        stacked=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+def config_of(case: Case) -> TileConfig:
+    gated = case.spec.activation is not None and case.spec.activation.gated
+    return FIRST if gated else SECOND
+
+
+@pytest.mark.gpu
+@given(cases())
+def test_matches_the_reference(case: Case) -> None:
+    needs_sm_90()
+    operands, layout, arrays = build(case)
+    actual = run_matmul(operands, layout, arrays, case.spec, config=config_of(case))
+    expected = expected_matmul(operands, layout, arrays, case.spec)
+    tolerance = matmul_tolerance(case.dtype, case.dtype, case.d, activation=case.spec.activation)
+    assert_close(actual, expected, tolerance, label="y")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [127, 128, 129, 1500])
+def test_two_runs_and_any_number_of_tiles_are_bitwise_equal(rows: int) -> None:
+    """Which block computes a tile changes from run to run; a row's result also does not depend on the others."""
+    needs_sm_90()
+    spec = MatmulSpec("in_out", "row", "row")
+    operands, layout, arrays = build(Case(rows, 1, 4, 512, 640, "bfloat16", spec, "uniform"))
+    runs = [run_matmul(operands, layout, arrays, spec, config=SECOND) for _ in range(3)]
+    assert np.array_equal(runs[0].view(np.uint16), runs[1].view(np.uint16))
+    assert np.array_equal(runs[0].view(np.uint16), runs[2].view(np.uint16))
+
+
+@pytest.mark.gpu
+def test_layouts_that_lie_stay_inside_their_buffers() -> None:
+    """Sizes, starts and slots outside the arrays: the harness's guard zones must stay untouched."""
+    needs_sm_90()
+    spec = MatmulSpec("in_out", "token", "slot")
+    operands, layout, arrays = build(Case(300, 2, 4, 128, 264, "bfloat16", spec, "uniform"))
+    for name, values in (("group_sizes", 10**6), ("group_start", -(10**6)), ("slot_of_row", 10**7)):
+        wrong = dict(arrays)
+        wrong[name] = np.full_like(arrays[name], values)
+        run_matmul(operands, layout, wrong, spec, config=SECOND)
+
+
+@pytest.mark.gpu
+def test_a_layer_outside_the_stack_gives_nan() -> None:
+    needs_sm_90()
+    spec = MatmulSpec("in_out", "row", "row")
+    operands, layout, arrays = build(Case(40, 1, 2, 64, 128, "bfloat16", spec, "uniform", stacked=True))
+    operands = dataclasses.replace(operands, layer=np.array([7], np.int32))
+    assert np.isnan(run_matmul(operands, layout, arrays, spec, config=SECOND).astype(np.float32)).all()
+
+
+def plan(tokens: int = 512, dtype: str = "bfloat16", d: int = 256, f: int = 128, layers: int | None = None):
+    experts = ExpertWeights(ArraySpec((8, d, 2 * f), dtype), ArraySpec((8, f, d), dtype))
+    spec = MoESpec(Activation("silu"), RouterSpec(2), tuning=Tuning(FIRST, SECOND))
+    return plan_moe(
+        ArraySpec((tokens, d), dtype), experts, RouterLogits(ArraySpec((tokens, 8), "float32")), spec, SM_90
+    )
+
+
+def test_a_forward_counts_tiles_and_reduces_by_row() -> None:
+    steps = [step for step in plan().steps if isinstance(step, KernelLaunch)]
+    kernels = [step.kernel for step in steps]
+    assert kernels.count("hopper:matmul_ogs") == 2
+    assert kernels[1] == "layout:place_blocks" and dict(steps[1].arguments)["tile_counters"] == Pointer("tile_counters")
+    assert len(steps) == 5, "clearing the counters takes no launch of its own"
+    counters = [dict(step.arguments)["COUNTER"].value for step in steps if step.kernel == "hopper:matmul_ogs"]
+    assert counters == [0, 1]
+    assert dict(steps[-1].arguments)["BY_ROW"].value is True
+
+
+def test_a_changing_number_of_tokens_compiles_nothing() -> None:
+    def compiled(tokens: int):
+        return [
+            (step.kernel, [(name, value) for name, value in step.arguments if type(value).__name__ == "Constant"])
+            for step in plan(tokens).steps
+            if isinstance(step, KernelLaunch) and step.kernel == "hopper:matmul_ogs"
+        ]
+
+    assert compiled(300) == compiled(5000)
+
+
+def test_no_tokens_launch_no_product() -> None:
+    assert not [step for step in plan(0).steps if getattr(step, "kernel", "") == "hopper:matmul_ogs"]
+
+
+def test_weights_are_one_matrix_for_tma() -> None:
+    maps = [
+        value
+        for step in plan().steps
+        if isinstance(step, KernelLaunch)
+        for _, value in step.arguments
+        if isinstance(value, TensorMap)
+    ]
+    assert TensorMap("experts.gate_up", (8 * 256, 256), 256, (64, 128)) in maps
+    assert TensorMap("experts.down", (8 * 128, 256), 256, (64, 256)) in maps
+
+
+REFUSALS = {
+    "another chip": (Target("cuda", 100, 148), {}, "sm_90"),
+    "dtype": (SM_90, {"dtype": "float32"}, "float32"),
+    "d": (SM_90, {"d": 72}, "must divide d, got 72"),
+    "n": (SM_90, {"n": 12}, "12 columns"),
+    "out_dtype": (SM_90, {"out_dtype": "float32"}, "out_dtype float32"),
+    "stride": (SM_90, {"stride": 132}, "132 elements"),
+    "gelu": (SM_90, {"activation": Activation("gelu", gated=False)}, "erf"),
+    "dense": (SM_90, {"dense": True}, "dense"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_say_why(name: str) -> None:
+    target, change, reason = REFUSALS[name]
+    d, n, dtype = change.get("d", 128), change.get("n", 64), change.get("dtype", "bfloat16")
+    layout = None if "dense" in change else LayoutSpec(40, 1, 4)
+    spec = MatmulSpec("in_out", activation=change.get("activation"), out_dtype=change.get("out_dtype"))
+    x = ArraySpec((40, d), dtype, (change.get("stride", d), 1))
+    weight = ArraySpec((d, n) if layout is None else (4, d, n), dtype)
+    problem = matmul_problem(x, n, layout, spec)
+    assert reason in (why_illegal(hopper_config(problem), problem, target) or "")
+    with pytest.raises(InvalidInput, match=r"config must be legal"):
+        plan_matmul_ogs(MatmulOperands(x, weight), layout, spec, target, config=hopper_config(problem))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"block_m": 64}, "tiles are"), ({"num_stages": 5}, "num_stages"), ({"group_m": 0}, "group_m")],
+)
+def test_other_tiles_are_refused(change: dict[str, int], reason: str) -> None:
+    layout, spec = LayoutSpec(40, 1, 4), MatmulSpec("in_out")
+    problem = matmul_problem(ArraySpec((40, 128), "bfloat16"), 256, layout, spec)
+    assert reason in (why_illegal(dataclasses.replace(SECOND, **change), problem, SM_90) or "")
+    assert why_illegal(SECOND, problem, SM_90) is None
+
+
+def run_on_faulty_copies(action: str, folder: Path) -> dict[Path, OpFault]:
+    """Copies of the kernels, the first one unchanged, after `tests.hopper_faults` has run on them."""
+    folders = {folder / "unchanged": NO_FAULT}
+    plant("", NO_FAULT, folder / "unchanged")
+    for kernel_file, faults in FAULTS.items():
+        for number, fault in enumerate(faults):
+            folders[folder / f"{kernel_file}-{number}"] = fault
+            plant(kernel_file, fault, folder / f"{kernel_file}-{number}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.hopper_faults", action, *map(str, folders)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    return folders
+
+
+@pytest.mark.timeout(600)
+def test_faulty_copies_compile_to_other_instructions(tmp_path: Path) -> None:
+    """What the next test finds on a GPU is there to be found."""
+    folders = run_on_faulty_copies("compile", tmp_path)
+    for folder in folders:
+        assert (folder / "status").read_text() == "0", (folder / "log").read_text()
+    found = {(folder / "instructions").read_text() for folder in folders}
+    assert len(found) == len(folders)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_faults_are_found(tmp_path: Path) -> None:
+    """The unchanged copy is the control: what fails the others is the fault, not the copying."""
+    needs_sm_90()
+    for folder, fault in run_on_faulty_copies("run", tmp_path).items():
+        wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
+        assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"

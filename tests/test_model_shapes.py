@@ -1,0 +1,56 @@
+"""What whole forwards of real models cost before anything runs: launches and scratch."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_core.arrays import ArraySpec
+from moe_core.moe import plan_moe
+from moe_core.operands import ExpertWeights, RouterLogits
+from moe_core.plan import KernelLaunch, LaunchPlan
+from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.target import Target
+
+#: d_model, d_ff, experts, top_k.
+SHAPES = {
+    "gptoss120b": (2880, 2880, 128, 4),
+    "gptoss20b": (2880, 2880, 32, 4),
+    "qwen3": (2048, 768, 128, 8),
+    "mixtral": (4096, 14336, 8, 2),
+    "dsv3": (7168, 2048, 256, 8),
+}
+ALLOWANCE = 2 * 10**6
+
+
+def forward(name: str, tokens: int) -> LaunchPlan:
+    d, f, experts, top_k = SHAPES[name]
+    weights = ExpertWeights(
+        ArraySpec((experts, d, 2 * f), "bfloat16"),
+        ArraySpec((experts, f, d), "bfloat16"),
+        gate_up_bias=ArraySpec((experts, 2 * f), "float32"),
+        down_bias=ArraySpec((experts, d), "float32"),
+    )
+    spec = MoESpec(Activation("silu"), RouterSpec(top_k))
+    logits = RouterLogits(ArraySpec((tokens, experts), "float32"))
+    return plan_moe(ArraySpec((tokens, d), "bfloat16"), weights, logits, spec, Target("cuda", 90, 132))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024, 4096, 16384])
+def test_scratch_is_activations_results_and_two_megabytes(name: str, tokens: int) -> None:
+    d, f, _, top_k = SHAPES[name]
+    assert forward(name, tokens).scratch_bytes <= tokens * top_k * (f + d) * 2 + ALLOWANCE
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 4), (16, 4), (64, 4), (256, 5), (16384, 5)])
+def test_launches_of_a_forward_from_logits(name: str, tokens: int, launches: int) -> None:
+    steps = forward(name, tokens).steps
+    assert len(steps) == launches and all(isinstance(step, KernelLaunch) for step in steps)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_many_rows_per_expert_take_the_hopper_family(name: str) -> None:
+    kernels = [step.kernel for step in forward(name, 16384).steps if isinstance(step, KernelLaunch)]
+    assert kernels.count("hopper:matmul_ogs") == 2
+    assert not [step for step in forward(name, 1).steps if getattr(step, "kernel", "").startswith("hopper")]
