@@ -21,12 +21,15 @@ from moe_core.operands import (
 )
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.reduction import plan_reduce, plan_scale_rows
-from moe_core.routing import plan_layout, plan_router, plan_routing
+from moe_core.routing import plan_layout, plan_route_and_layout, plan_router
 from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 from moe_core.target import Target
-from moe_core.tuning import TileConfig, choose_config
+from moe_core.tile_choice import choose_tile
+from moe_core.tuning import TileConfig
 
 Routing = RouterWeights | RouterLogits | TopK
+#: Before the names of outputs that only a backward reads.
+KEPT = "kept."
 
 
 @functools.lru_cache(maxsize=4096)
@@ -40,14 +43,37 @@ def plan_moe(
     token_mask: ArraySpec | None = None,
     expert_map: ArraySpec | None = None,
     shared: SharedExpert | None = None,
+    keep: bool = False,
 ) -> LaunchPlan:
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 
     Bundles hold ArraySpecs. Inputs: x, `experts.*`, `routing.*`, [token_mask bool `[T]`], [expert_map int32
     `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
     weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
+
+    keep: also what `moe_core.moe_backward.plan_moe_backward` reads: kept.pre_activation `[T * K, 2F]` (ungated F), in
+    layout order and the dtype of x, gate_layout `separate` as gate columns, then up; rows of no slot hold anything;
+    kept.group_start `[E + 1]`, kept.slot_of_row and kept.row_of_slot `[T * K]`; of a shared expert
+    kept.shared_pre_activation `[T, 2S]` and kept.shared_gate fp32 `[T, 1]`. The output is still computed from the fp32
+    accumulator of matmul 1; only tile families that can store it are chosen for that product.
     """
-    return _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared).plan()
+    return _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, keep).plan()
+
+
+#: The layout's arrays that reductions and products read, beside group_sizes.
+LAYOUT_ARRAYS = ("group_start", "slot_of_row", "row_of_slot")
+
+
+def layout_specs(layout: LayoutSpec) -> dict[str, ArraySpec]:
+    """LAYOUT_ARRAYS."""
+    sizes = (layout.num_experts + 1, layout.capacity, layout.num_slots)
+    return {name: ArraySpec((size,), "int32") for name, size in zip(LAYOUT_ARRAYS, sizes, strict=True)}
+
+
+def kept_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
+    """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
+    width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
+    return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)
 
 
 class _MoEPlanner:
@@ -55,11 +81,16 @@ class _MoEPlanner:
 
     def __init__(self, *request: Any) -> None:
         self.x, self.experts, self.routing, self.spec, self.target = request[:5]
-        self.token_mask, self.expert_map, self.shared = request[5:]
+        self.token_mask, self.expert_map, self.shared, self.keep = request[5:]
         require_spec("x", self.x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
         self.tokens, self.d_model = self.x.shape
         self.out_dtype = self.spec.out_dtype or self.x.dtype
         self.builder = PlanBuilder("moe", target=self.target)
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """Those of matmul 1."""
+        return ("y", "pre") if self.keep else ("y",)
 
     def plan(self) -> LaunchPlan:
         builder = self.builder
@@ -80,9 +111,22 @@ class _MoEPlanner:
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
         ids, weights = self._route(num_local)
         layout = LayoutSpec(self.tokens, builder.spec(ids).shape[1], num_local)
-        slots = self._experts(ids, weights, layout)
-        self._reduce(slots, layout)
+        self._declare_kept(layout)
+        slots, order = self._experts(ids, weights, layout)
+        self._reduce(slots, order, layout)
         return builder.build()
+
+    def _declare_kept(self, layout: LayoutSpec) -> None:
+        """The layout's arrays and what else a backward reads: outputs with keep, else scratch."""
+        declare, prefix = (self.builder.output, KEPT) if self.keep else (self.builder.scratch, "")
+        if self.keep:
+            declare(f"{KEPT}pre_activation", kept_pre_activation(self.experts, self.x, self.spec, layout.capacity))
+        self.names = {name: declare(prefix + name, spec) for name, spec in layout_specs(layout).items()}
+        shared = self.shared
+        if self.keep and shared is not None:
+            declare(f"{KEPT}shared_pre_activation", kept_pre_activation(shared, self.x, self.spec, self.tokens))
+        if shared is not None and shared.gate is not None:
+            self.names["shared_gate"] = declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
 
     def _matrix(self, inside: int | str, outside: int | str) -> tuple[int | str, int | str]:
         """The last two axes of a weight from `inside` to `outside` features."""
@@ -144,7 +188,7 @@ class _MoEPlanner:
         return {"token_mask": "token_mask"} if self.token_mask is not None else {}
 
     def _route(self, num_local: int) -> tuple[str, str]:
-        """Names of the buffers with ids and weights."""
+        """Names of the buffers with ids and weights, which `_layout` fills in where they are not given."""
         builder, routing, spec = self.builder, self.routing, self.spec
         if isinstance(routing, TopK):
             if spec.router is not None:
@@ -160,8 +204,7 @@ class _MoEPlanner:
         ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
         weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
         if isinstance(routing, RouterWeights):
-            logits_spec = LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
-            plan = plan_router(self.x, routing.weight, routing.bias, logits_spec, self.target)
+            plan = plan_router(self.x, routing.weight, routing.bias, spec.logits_spec(), self.target)
             logits = builder.output("logits", plan.spec("logits"))
             bindings = {"x": "x", "weight": "routing.weight", "logits": logits}
             if routing.bias is not None:
@@ -169,8 +212,7 @@ class _MoEPlanner:
             builder.call(plan, "router", bindings)
             logits_array = plan.spec("logits")
         else:
-            logits, logits_array = "routing.logits", routing.logits
-            require_spec("routing.logits", logits_array, (self.tokens, "num_experts"), "float32")
+            logits_array = require_spec("routing.logits", routing.logits, (self.tokens, "num_experts"), "float32")
         num_global = logits_array.shape[1]
         if self.expert_map is None and num_global != num_local:
             raise InvalidInput(
@@ -179,12 +221,6 @@ class _MoEPlanner:
             )
         if self.expert_map is not None:
             require_spec("expert_map", self.expert_map, (num_global,), "int32")
-        bias = routing.correction_bias
-        plan = plan_routing(logits_array, spec.router, self.target, correction_bias=bias, token_mask=self.token_mask)
-        bindings = {"logits": logits, "ids": ids, "weights": weights} | self._mask()
-        if bias is not None:
-            bindings["correction_bias"] = "routing.correction_bias"
-        builder.call(plan, "routing", bindings)
         return ids, weights
 
     def _check_input_weighting(self, top_k: int) -> None:
@@ -193,8 +229,8 @@ class _MoEPlanner:
                 f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
             )
 
-    def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> str:
-        """Layout and both matmuls; the name of the buffer with the weighted slots."""
+    def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> tuple[str, str]:
+        """Layout and both matmuls; the name of the buffer with the weighted slots, and its order: `slot` or `row`."""
         builder, spec, target, experts = self.builder, self.spec, self.target, self.experts
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         hidden_spec = ArraySpec((layout.capacity, width), self.x.dtype)
@@ -206,16 +242,24 @@ class _MoEPlanner:
         second = MatmulOperands(
             hidden_spec, experts.down, bias=experts.down_bias, row_weight=row_weight, layer=experts.layer
         )
-        matmul_1 = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32)
-        matmul_2 = MatmulSpec(spec.weight_layout, "row", "slot", None, None, spec.allow_tf32)
-        configs: list[TileConfig | None] = [None, None]
-        if target.compiled:
-            configs = [
-                choose_config(matmul_problem(self.x, width, layout, matmul_1), target),
-                choose_config(matmul_problem(hidden_spec, self.d_model, layout, matmul_2), target),
-            ]
+        tuning_1, tuning_2 = spec.matmul_tuning(1), spec.matmul_tuning(2)
+        matmul_1 = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32, tuning_1)
+        matmul_2 = MatmulSpec(spec.weight_layout, "row", "slot", None, None, spec.allow_tf32, tuning_2)
+        problems = (
+            (matmul_problem(self.x, width, layout, matmul_1, self._outputs), tuning_1),
+            (matmul_problem(hidden_spec, self.d_model, layout, matmul_2), tuning_2),
+        )
+        choices = [
+            choose_tile(problem, target, tuning, f"tuning.matmul_{number}")
+            for number, (problem, tuning) in enumerate(problems, 1)
+        ]
+        configs = [choice.config if target.compiled else None for choice in choices]
+        if configs[1] is not None and configs[1].family == "hopper":
+            # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
+            matmul_2 = dataclasses.replace(matmul_2, scatter="row")
+        counted = any(config is not None and config.family == "hopper" for config in configs)
         block_ms = tuple(dict.fromkeys(config.block_m for config in configs if config is not None))
-        self._layout(ids, layout, block_ms)
+        self._layout(ids, layout, block_ms, counted)
 
         x = "x"
         if on_input:
@@ -226,64 +270,73 @@ class _MoEPlanner:
         hidden = builder.scratch("hidden", hidden_spec)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "y": hidden}
-        self._matmul("matmul 1", first, layout, matmul_1, configs[0], names)
+        names["pre"] = f"{KEPT}pre_activation"
+        self._matmul(0, first, layout, matmul_1, configs[0], names)
         slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype))
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "row_weight": weights}
-        self._matmul("matmul 2", second, layout, matmul_2, configs[1], names | {"layer": "experts.layer", "y": slots})
-        return slots
+        self._matmul(1, second, layout, matmul_2, configs[1], names | {"layer": "experts.layer", "y": slots})
+        return slots, matmul_2.scatter
 
-    def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...]) -> None:
-        builder = self.builder
-        plan = plan_layout(
-            builder.spec(ids),
-            layout,
-            self.target,
-            expert_map=self.expert_map,
-            token_mask=self.token_mask if isinstance(self.routing, TopK) else None,
-            block_ms=block_ms,
-        )
-        bindings = {"ids": ids, "group_sizes": "tokens_per_expert", "invalid_ids": "invalid_ids"}
-        for name in ("group_start", "slot_of_row", "row_of_slot", *(f"schedule_{block_m}" for block_m in block_ms)):
+    def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counted: bool) -> None:
+        """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
+        builder, routing = self.builder, self.routing
+        options = {"token_mask": self.token_mask, "expert_map": self.expert_map, "block_ms": block_ms}
+        options["tile_counters"] = counted
+        bindings = {"ids": ids, "group_sizes": "tokens_per_expert", "invalid_ids": "invalid_ids"} | self._mask()
+        if isinstance(routing, TopK):
+            plan = plan_layout(builder.spec(ids), layout, self.target, **options)
+        else:
+            logits, bias = "logits" if isinstance(routing, RouterWeights) else "routing.logits", routing.correction_bias
+            array, router = builder.spec(logits), self.spec.router
+            plan = plan_route_and_layout(array, router, layout, self.target, correction_bias=bias, **options)
+            bindings |= {"logits": logits, "weights": "weights"}
+            if bias is not None:
+                bindings["correction_bias"] = "routing.correction_bias"
+        bindings |= {name: self.names[name] for name in LAYOUT_ARRAYS}
+        made = tuple(f"schedule_{block_m}" for block_m in block_ms)
+        for name in (*made, *(("tile_counters",) if counted else ())):
             bindings[name] = builder.scratch(name, plan.spec(name))
         if self.expert_map is not None:
             bindings["expert_map"] = "expert_map"
-        if isinstance(self.routing, TopK):
-            bindings |= self._mask()
-        builder.call(plan, "layout", bindings)
+        builder.call(plan, "layout" if isinstance(routing, TopK) else "routing", bindings)
 
     def _matmul(
         self,
-        prefix: str,
+        stage: int,
         operands: MatmulOperands,
         layout: LayoutSpec,
         spec: MatmulSpec,
         config: TileConfig | None,
         names: dict[str, str],
     ) -> None:
-        """Inline one matmul; `names` may bind more than the operands present."""
-        plan = plan_matmul_ogs(
-            operands, layout, spec, self.target, config=config, with_schedule=config is not None, fill_absent=False
-        )
-        present = {name for name, _ in named_arrays(operands)} | {"y"}
+        """Inline one matmul; `names` may bind more than the operands present. config: what its plan chooses, whose
+        schedule exists already; None where there are no tiles."""
+        outputs = self._outputs if stage == 0 else ("y",)
+        plan = plan_matmul_ogs(operands, layout, spec, self.target, stage=stage, outputs=outputs)
+        present = {name for name, _ in named_arrays(operands)} | set(outputs)
         bindings = {name: buffer for name, buffer in names.items() if name in present}
-        bindings |= {"group_sizes": "tokens_per_expert", "group_start": "group_start", "slot_of_row": "slot_of_row"}
+        bindings |= {name: self.names[name] for name in ("group_start", "slot_of_row")}
+        bindings["group_sizes"] = "tokens_per_expert"
         if config is not None:
             bindings["schedule"] = f"schedule_{config.block_m}"
-        self.builder.call(plan, prefix, bindings)
+            if config.family == "hopper":
+                bindings["tile_counters"] = "tile_counters"
+        self.builder.call(plan, f"matmul {stage + 1}", bindings)
 
-    def _reduce(self, slots: str, layout: LayoutSpec) -> None:
+    def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
         builder = self.builder
         shared_output, shared_gate = self._shared()
         plan = plan_reduce(
             builder.spec(slots),
-            builder.spec("row_of_slot"),
+            builder.spec(self.names["row_of_slot"]),
             layout.top_k,
             self.target,
+            order=order,
             shared=builder.spec(shared_output) if shared_output else None,
             shared_gate=builder.spec(shared_gate) if shared_gate else None,
             out_dtype=self.out_dtype,
         )
-        bindings = {"y": slots, "row_of_slot": "row_of_slot", "out": "output"}
+        bindings = {"y": slots, "row_of_slot": self.names["row_of_slot"], "out": "output"}
         if shared_output:
             bindings["shared"] = shared_output
         if shared_gate:
@@ -297,13 +350,15 @@ class _MoEPlanner:
             return None, None
         layer = self.experts.layer if self._shared_is_stacked() else None
         first = MatmulOperands(self.x, shared.gate_up, shared.up, layer=layer)
-        dense = MatmulSpec(spec.weight_layout, activation=spec.activation, allow_tf32=spec.allow_tf32)
-        plan = plan_matmul_ogs(first, None, dense, self.target)
+        options: dict[str, Any] = {"allow_tf32": spec.allow_tf32, "tuning": spec.matmul_tuning()}
+        dense = MatmulSpec(spec.weight_layout, activation=spec.activation, **options)
+        plan = plan_matmul_ogs(first, None, dense, self.target, outputs=self._outputs)
         hidden = builder.scratch("shared_hidden", plan.spec("y"))
         names = {"x": "x", "weight": "shared.gate_up", "up": "shared.up", "layer": "experts.layer", "y": hidden}
-        present = {name for name, _ in named_arrays(first)} | {"y"}
+        names["pre"] = f"{KEPT}shared_pre_activation"
+        present = {name for name, _ in named_arrays(first)} | set(self._outputs)
         builder.call(plan, "shared matmul 1", {name: names[name] for name in names if name in present})
-        dense = MatmulSpec(spec.weight_layout, out_dtype="float32", allow_tf32=spec.allow_tf32)
+        dense = MatmulSpec(spec.weight_layout, out_dtype="float32", **options)
         second = MatmulOperands(builder.spec(hidden), shared.down, layer=layer)
         plan = plan_matmul_ogs(second, None, dense, self.target)
         output = builder.scratch("shared_output", plan.spec("y"))
@@ -312,8 +367,8 @@ class _MoEPlanner:
         builder.call(plan, "shared matmul 2", {name: names[name] for name in names if name in present})
         if shared.gate is None:
             return output, None
-        logits_spec = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32)
+        logits_spec = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
         plan = plan_router(self.x, shared.gate, None, logits_spec, self.target)
-        gate = builder.scratch("shared_gate", plan.spec("logits"))
+        gate = self.names["shared_gate"]
         builder.call(plan, "shared gate", {"x": "x", "weight": "shared.gate", "logits": gate})
         return output, gate

@@ -103,6 +103,68 @@ class SharedExpert:
     gate: Any = None
 
 
+@dataclass(frozen=True)
+class MoEOperands:
+    """Everything one MoE reads: the arguments of `moe_core.moe.plan_moe`, without its options.
+
+    x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`.
+    """
+
+    x: Any
+    experts: ExpertWeights
+    routing: Any
+    token_mask: Any = None
+    expert_map: Any = None
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """What flows back into one MoE. output `[T, D]`: bf16, fp16 or fp32; None = nothing for the rest.
+
+    weights fp32 `[T, K]` and logits fp32 `[T, E]`: gradients of these outputs of the forward, added to those that come
+    through the experts. load_balance and z: fp32 `[1]`, of the losses of `moe_core.reference.auxiliary.router_losses`.
+    """
+
+    output: Any
+    weights: Any = None
+    logits: Any = None
+    load_balance: Any = None
+    z: Any = None
+
+
+@dataclass(frozen=True)
+class RoutingGradients:
+    """What flows back into the logits of one routing; None = nothing, and at least one is given.
+
+    weights fp32 `[T, K]`: of the routing's weights. logits fp32 `[T, E]`: added as they are. load_balance and z: fp32
+    `[1]`, of the router losses; load_balance needs tokens_per_expert int32 `[E]`, the slots every expert got from the
+    unmasked tokens.
+    """
+
+    weights: Any = None
+    logits: Any = None
+    load_balance: Any = None
+    z: Any = None
+    tokens_per_expert: Any = None
+
+
+@dataclass(frozen=True)
+class ExpertActivationOperands:
+    """What the backward between the two matmuls reads; R rows, in layout order or by slot.
+
+    d_hidden `[R, F]`: the gradient of matmul 2's result pulled back through its weight, before the row weight; bf16,
+    fp16 or fp32. pre `[R, 2F]` (ungated `[R, F]`): the stored pre-activation. row_weight fp32 `[T * K]` or `[T, K]` and
+    bias_product fp32 `[T * K]` by slot. row_of_slot int32 `[T * K]`, -1 = no row (None: every row is a slot's).
+    """
+
+    d_hidden: Any
+    pre: Any
+    row_of_slot: Any = None
+    row_weight: Any = None
+    bias_product: Any = None
+
+
 class Routing(NamedTuple):
     """ids int32 `[T, K]`, weights fp32 `[T, K]`."""
 

@@ -176,7 +176,7 @@ def sizes_of(
 
 def logits_spec(spec: MoESpec) -> LogitsSpec:
     """How a whole MoE forward computes its logits."""
-    return LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
+    return spec.logits_spec()
 
 
 class Playback:

@@ -4,6 +4,8 @@ from moe_core import __version__
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import export_plans
 from moe_core.target import Target
+from moe_jax.compile_ahead import warmup
+from moe_jax.composed import KEPT_NAMES
 from moe_jax.exchange import from_dlpack
 from moe_jax.ops import (
     Activation,
@@ -12,6 +14,7 @@ from moe_jax.ops import (
     LogitsSpec,
     MatmulOperands,
     MatmulSpec,
+    MatmulTuning,
     MoEOutput,
     MoESpec,
     RaggedLayout,
@@ -20,7 +23,10 @@ from moe_jax.ops import (
     RouterWeights,
     Routing,
     SharedExpert,
+    TileConfig,
+    TileTable,
     TopK,
+    Tuning,
     activation,
     explain_moe,
     make_layout,
@@ -36,6 +42,7 @@ from moe_jax.ops import (
 from moe_jax.platforms import cpu_engine, export_target, load_plans
 
 __all__ = [
+    "KEPT_NAMES",
     "Activation",
     "ExpertWeights",
     "InvalidInput",
@@ -43,6 +50,7 @@ __all__ = [
     "LogitsSpec",
     "MatmulOperands",
     "MatmulSpec",
+    "MatmulTuning",
     "MoEOutput",
     "MoESpec",
     "RaggedLayout",
@@ -52,7 +60,10 @@ __all__ = [
     "Routing",
     "SharedExpert",
     "Target",
+    "TileConfig",
+    "TileTable",
     "TopK",
+    "Tuning",
     "Unsupported",
     "__version__",
     "activation",
@@ -71,4 +82,5 @@ __all__ = [
     "router",
     "scale_rows",
     "unpack_bitmatrix",
+    "warmup",
 ]

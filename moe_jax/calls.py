@@ -84,18 +84,34 @@ class OpCall:
 
     def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
         """Plan, then call: the plan's outputs, in order."""
+        return execute(self._request(planner, arguments, keywords), *self.placed().values())
+
+    def placed(self) -> dict[str, Any]:
+        """The arrays by plan input name. Raises InvalidInput, Unsupported where they are on several devices."""
         _check_placement(self._op, self._arrays)
-        return _execute(self._request(planner, arguments, keywords), *self._arrays.values())
+        return dict(self._arrays)
+
+    def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
+        """The plan `run` would use where the arrays are; for shapes, on the default device."""
+        request = self._request(planner, arguments, keywords)
+        return request.plan(dict(request.targets)[platforms.platform_of(self._arrays.values())])
 
     def explain(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> str:
-        """The plan `run` would use where the arrays are, as text; for shapes, on the default device."""
-        request = self._request(planner, arguments, keywords)
-        return request.plan(dict(request.targets)[platforms.platform_of(self._arrays.values())]).explain()
+        """`plan` as text."""
+        return self.plan(planner, *arguments, **keywords).explain()
 
     def _request(
         self, planner: Callable[..., LaunchPlan], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Request:
         return Request(self._op, planner, arguments, tuple(keywords.items()), tuple(self._arrays), platforms.targets())
+
+
+def require_type(name: str, value: object, *kinds: type) -> None:
+    """Raise InvalidInput unless value is one of the kinds, which moe_jax exports."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+        raise InvalidInput(f"{name} must be {wanted}, got {got}; build it with moe_jax.{kinds[0].__name__}(...)")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,7 +158,7 @@ def _list(devices: Any) -> str:
     return ", ".join(sorted(str(device) for device in devices))
 
 
-def _stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for."""
     by_name = dict(zip(request.names, arrays, strict=True))
     branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}
@@ -161,17 +177,23 @@ def _stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, 
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return _stage(request, arrays)
+def undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """`stage`, of which no derivative exists."""
+    return stage(request, arrays)
 
 
-@_undifferentiable.defjvp
+@undifferentiable.defjvp
 def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
+    if request.op.startswith("moe"):
+        raise Unsupported(
+            "moe has no second derivative: its gradient is no function of the first one's arguments that could be "
+            "differentiated again; apply jax.lax.stop_gradient to the gradients, or differentiate once"
+        )
     raise Unsupported(
-        f"{request.op} has no derivative: it computes the forward pass only; apply jax.lax.stop_gradient to its array "
-        "arguments where no gradient is wanted"
+        f"{request.op} has no derivative: of the ops, moe alone has one; call that, or apply jax.lax.stop_gradient to "
+        "the array arguments where no gradient is wanted"
     )
 
 
 # Inlined into an outer trace, so that programs hold nothing but the custom call.
-_execute = jax.jit(_undifferentiable, static_argnums=0, inline=True)
+execute = jax.jit(undifferentiable, static_argnums=0, inline=True)

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer for Flax Linen. Names, shapes and what is cast: see `moe_jax.layers`. Forward only.
+"""The Mixture-of-Experts layer for Flax Linen. Names, shapes and what is cast: see `moe_jax.layers`.
 
     layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2)
     variables = layer.init(jax.random.key(0), x)    # x [..., 512]
@@ -30,13 +30,14 @@ Several devices: call the layer inside `jax.shard_map`, as examples/jax_data_par
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moe_core.errors import Unsupported
+from moe_core.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import (
     DEFAULT_KERNEL_INIT,
@@ -49,6 +50,7 @@ from moe_jax.layers import (
     MoELayerSpec,
     RouterSpec,
     SharedExpertsSpec,
+    Tuning,
     layer_spec_from_config,
     update_correction_bias,
 )
@@ -72,6 +74,7 @@ __all__ = [
     "MoELayerSpec",
     "RouterSpec",
     "SharedExpertsSpec",
+    "Tuning",
     "layer_spec_from_config",
     "update_correction_bias",
 ]
@@ -83,7 +86,7 @@ _Places = tuple[tuple[tuple[str, ...], Leaf], ...]
 
 
 class MoE(nn.Module):
-    """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring. Forward only.
+    """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
     Fields: those of `MoELayerSpec`, by the same names; dtype: computed in and returned, None = the promotion of x and
     the parameters; param_dtype: parameters are made in; kernel_init: draws one matrix `[inputs, outputs]` at a time;
@@ -108,6 +111,7 @@ class MoE(nn.Module):
     logits_dtype: str = "float32"
     capacity_factor: float | None = None
     allow_tf32: bool = False
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.
@@ -158,6 +162,19 @@ class MoE(nn.Module):
         biases may be wider). x is taken to have the layer's dtype, or that of the experts where it is None.
         """
         return layers.explain(
+            self.spec,
+            tokens,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            num_layers=self.num_layers,
+            parameters=None if variables is None else self._parameters(variables),
+        )
+
+    @nn.nowrap
+    def warmup(self, tokens: Sequence[int], variables: Any = None) -> WarmupReport:
+        """Compile and load the kernels of forwards of so many tokens ahead of the first; see `moe_jax.layers.warmup`.
+        variables: as for `explain`."""
+        return layers.warmup(
             self.spec,
             tokens,
             dtype=self.dtype,

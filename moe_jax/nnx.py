@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer for Flax NNX. Names, shapes and what is cast: see `moe_jax.layers`. Forward only.
+"""The Mixture-of-Experts layer for Flax NNX. Names, shapes and what is cast: see `moe_jax.layers`.
 
     layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
     y = layer(x)                                    # x [..., 512]
@@ -25,7 +25,7 @@ layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import (
     DEFAULT_KERNEL_INIT,
@@ -45,6 +46,7 @@ from moe_jax.layers import (
     MoELayerSpec,
     RouterSpec,
     SharedExpertsSpec,
+    Tuning,
     layer_spec_from_config,
     update_correction_bias,
 )
@@ -69,6 +71,7 @@ __all__ = [
     "MoELayerSpec",
     "RouterSpec",
     "SharedExpertsSpec",
+    "Tuning",
     "layer_spec_from_config",
     "update_correction_bias",
 ]
@@ -100,7 +103,7 @@ class ParameterGroup(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring. Forward only.
+    """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
     d_model, d_ff, num_experts, top_k, router, experts, shared_experts, and by keyword the other fields of
     `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...). dtype: computed in and returned, None = the
@@ -206,6 +209,12 @@ class MoE(nnx.Module):
         """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
         scratch, summation order. x is taken to have the layer's dtype, or that of the experts where it is None."""
         return layers.explain(
+            self.spec, tokens, dtype=self.dtype, num_layers=self.num_layers, parameters=self.parameters()
+        )
+
+    def warmup(self, tokens: Sequence[int]) -> WarmupReport:
+        """Compile and load, ahead of the first call, the kernels for so many tokens; see `moe_jax.layers.warmup`."""
+        return layers.warmup(
             self.spec, tokens, dtype=self.dtype, num_layers=self.num_layers, parameters=self.parameters()
         )
 

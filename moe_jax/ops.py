@@ -8,7 +8,8 @@ there, and kernels are compiled there, for every local CUDA device. A program ho
   device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported; under `jit` with automatic
   mesh axes it cannot be seen.
 - vmap runs one call per element, in order.
-- Derivatives: none; differentiating an op raises Unsupported.
+- Derivatives: `moe` has gradients (reverse mode; `jax.jvp` raises JAX's TypeError, a second derivative Unsupported).
+  The stage ops have none: differentiating one raises Unsupported.
 - Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
 
 Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert. Slot `s = t * K + k`.
@@ -47,9 +48,12 @@ from moe_core.routing import (
     plan_routing,
     plan_unpack_bitmatrix,
 )
-from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
+from moe_core.tile_table import TileTable
+from moe_core.tuning import TileConfig
 from moe_jax import pytrees as pytrees
-from moe_jax.calls import OpCall
+from moe_jax.calls import OpCall, require_type
+from moe_jax.composed import moe_call, run_moe
 from moe_jax.trace import watched
 
 __all__ = [
@@ -59,6 +63,7 @@ __all__ = [
     "LogitsSpec",
     "MatmulOperands",
     "MatmulSpec",
+    "MatmulTuning",
     "MoEOutput",
     "MoESpec",
     "RaggedLayout",
@@ -67,7 +72,10 @@ __all__ = [
     "RouterWeights",
     "Routing",
     "SharedExpert",
+    "TileConfig",
+    "TileTable",
     "TopK",
+    "Tuning",
     "activation",
     "explain_moe",
     "make_layout",
@@ -93,7 +101,7 @@ def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSp
     Raises InvalidInput for other shapes or dtypes.
     """
     call = OpCall("router")
-    _require_type("spec", spec, LogitsSpec)
+    require_type("spec", spec, LogitsSpec)
     (logits,) = call.run(
         plan_router, call.array("x", x), call.array("weight", weight), call.optional("bias", bias), spec
     )
@@ -113,7 +121,7 @@ def route(
     -1 and weights 0. Raises InvalidInput for K > E and for groups that do not fit E.
     """
     call = OpCall("route")
-    _require_type("spec", spec, RouterSpec)
+    require_type("spec", spec, RouterSpec)
     ids, weights = call.run(
         plan_routing,
         call.array("logits", logits),
@@ -195,11 +203,11 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     `[T * K, N]` (slot), in `spec.out_dtype`; rows without an expert are zeros. Raises InvalidInput, Unsupported.
     """
     call = OpCall("matmul_ogs")
-    _require_type("operands", operands, MatmulOperands)
-    _require_type("spec", spec, MatmulSpec)
+    require_type("operands", operands, MatmulOperands)
+    require_type("spec", spec, MatmulSpec)
     shapes = call.bundle("operands", operands)
     if layout is not None:
-        _require_type("layout", layout, RaggedLayout)
+        require_type("layout", layout, RaggedLayout)
         # Which of them a plan reads depends on its target.
         for name in (*LAYOUT_INPUTS, "row_of_slot"):
             _require_layout_array(name, call.array(name, getattr(layout, name)), layout.spec)
@@ -213,7 +221,7 @@ def activation(x: Array, activation: Activation, *, up: Array | None = None, out
     x: `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate beside up `[R, F]` for gate_layout `separate`).
     """
     call = OpCall("activation")
-    _require_type("activation", activation, Activation)
+    require_type("activation", activation, Activation)
     (y,) = call.run(
         plan_activation,
         call.array("x", x),
@@ -239,7 +247,7 @@ def reduce(
     shared `[T, D]` is added in fp32, times sigmoid(shared_gate fp32 `[T, 1]`) if given.
     """
     call = OpCall("reduce")
-    _require_type("layout", layout, RaggedLayout)
+    require_type("layout", layout, RaggedLayout)
     rows = call.array("y", y)
     slots = call.array("row_of_slot", layout.row_of_slot)
     _require_layout_array("row_of_slot", slots, layout.spec)
@@ -265,7 +273,18 @@ def scale_rows(x: Array, weights: Array) -> jax.Array:
     return y
 
 
-@watched(router)
+def _moe(
+    x: Any, experts: Any, routing: Any, spec: Any, *, checked: bool = False, replayed: Any = None, **options: Any
+) -> MoEOutput:
+    """`moe`; replayed: None, or the Routing of a trace, which takes the place of the call's own."""
+    result = run_moe(x, experts, routing, spec, replayed=replayed, **options)
+    if checked:
+        expert_map = options.get("expert_map")
+        _require_valid("moe", result.invalid_ids, result.tokens_per_expert.shape[0], expert_map)
+    return result
+
+
+@watched(_moe)
 def moe(
     x: Array,
     experts: ExpertWeights,
@@ -277,24 +296,20 @@ def moe(
     shared: SharedExpert | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """One whole Mixture-of-Experts forward on x `[T, D]`, as one custom call.
+    """One whole Mixture-of-Experts on x `[T, D]`: one custom call, and one more for its gradients.
 
     routing: from x (RouterWeights), from logits (RouterLogits) or decided (TopK; ids and weights come back as given).
     token_mask: bool `[T]`, False = the token has no expert. expert_map: int32 `[E_global]`, global id -> local or -1.
     shared: a dense expert for every token. Result: see MoEOutput; its logits are None for TopK.
     checked: raise InvalidInput where ids lie outside [-1, E), which waits for the result and so works eagerly only
     (Unsupported while tracing). Raises InvalidInput, Unsupported.
+
+    Gradients (reverse mode, once): of x, every weight and bias, the logits or weights given; not of correction_bias.
+    They flow in through output, weights and logits; ids and counts have none. Arrays that are not differentiated cost
+    nothing: no weight gradient is computed for a frozen weight. docs/training.md has the equations.
     """
-    call, arguments, keywords = _moe_call(x, experts, routing, spec, token_mask, expert_map, shared)
-    output, tokens_per_expert, invalid_ids, *routed = call.run(plan_moe, *arguments, **keywords)
-    if isinstance(routing, TopK):
-        routed = [routing.ids, routing.weights, None]
-    elif isinstance(routing, RouterLogits):
-        routed = [*routed, routing.logits]
-    ids, weights, logits = routed
-    if checked:
-        _require_valid("moe", invalid_ids, tokens_per_expert.shape[0], expert_map)
-    return MoEOutput(output, ids, weights, logits, tokens_per_expert, invalid_ids)
+    options = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
+    return _moe(x, experts, routing, spec, **options)
 
 
 def explain_moe(
@@ -312,39 +327,8 @@ def explain_moe(
     Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it
     explains that target's plan.
     """
-    call, arguments, keywords = _moe_call(x, experts, routing, spec, token_mask, expert_map, shared)
+    call, arguments, keywords = moe_call(x, experts, routing, spec, token_mask, expert_map, shared)
     return call.explain(plan_moe, *arguments, **keywords)
-
-
-def _moe_call(
-    x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any, expert_map: Any, shared: Any
-) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    _require_type("experts", experts, ExpertWeights)
-    _require_type("routing", routing, RouterWeights, RouterLogits, TopK)
-    _require_type("spec", spec, MoESpec)
-    call = OpCall("moe")
-    arguments = (
-        call.array("x", x),
-        call.bundle("experts", experts, "experts."),
-        call.bundle("routing", routing, "routing."),
-        spec,
-    )
-    keywords: dict[str, Any] = {
-        "token_mask": call.optional("token_mask", token_mask),
-        "expert_map": call.optional("expert_map", expert_map),
-        "shared": None,
-    }
-    if shared is not None:
-        _require_type("shared", shared, SharedExpert)
-        keywords["shared"] = call.bundle("shared", shared, "shared.")
-    return call, arguments, keywords
-
-
-def _require_type(name: str, value: object, *kinds: type) -> None:
-    if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
-        raise InvalidInput(f"{name} must be {wanted}, got {got}; build it with moe_jax.{kinds[0].__name__}(...)")
 
 
 def _require_layout_array(name: str, array: ArraySpec, layout: LayoutSpec) -> None:

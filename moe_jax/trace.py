@@ -18,7 +18,8 @@ outside: apply them there. A scan over layers then stacks what its body captures
     RoutingTrace.from_scan(stacks).save("routing.safetensors")
 
 A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
-trace's, and its token mask still holds.
+trace's, and its token mask still holds. It can be trained: the gradient of the weights flows into the router (or into
+the logits or weights given) as if that had chosen the trace's ids.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from moe_core.errors import InvalidInput
-from moe_core.operands import MoEOutput, RouterLogits, RouterWeights, TopK
-from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logits_spec, sizes_of
+from moe_core.operands import MoEOutput, Routing
+from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
 
 __all__ = ["LayerRouting", "RoutingTrace", "capture", "replay"]
 
@@ -94,18 +95,16 @@ def replay(function: Callable[..., Any]) -> Callable[..., Any]:
     return replayed
 
 
-def watched(router: Callable[..., jax.Array]) -> Callable[[Callable[..., MoEOutput]], Callable[..., MoEOutput]]:
-    """Decorates the op `moe`, so that the functions above see its calls. router: the op of that name."""
+def watched(replayable: Callable[..., MoEOutput]) -> Callable[[Callable[..., MoEOutput]], Callable[..., MoEOutput]]:
+    """Decorates the op `moe`, so that the functions above see its calls.
+
+    replayable: the same with one more keyword, `replayed`: a Routing in the place of the call's own.
+    """
 
     def decorate(moe: Callable[..., MoEOutput]) -> Callable[..., MoEOutput]:
         @functools.wraps(moe)
         def watched_moe(x: Any, experts: Any, routing: Any, spec: Any, **options: Any) -> MoEOutput:
-            watch = _current.get()
-            if watch is None:
-                return moe(x, experts, routing, spec, **options)
-            watch.require_same_level()
-            with _watched(watch.outer):
-                return watch.visit(_Call(watched_moe, router, x, experts, routing, spec, options))
+            return _Call(moe, replayable, x, experts, routing, spec, options).run()
 
         return watched_moe
 
@@ -114,10 +113,10 @@ def watched(router: Callable[..., jax.Array]) -> Callable[[Callable[..., MoEOutp
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of the op `moe`."""
+    """One call of the op `moe`. function: the op, or its replayable form."""
 
-    moe: Callable[..., MoEOutput]
-    router: Callable[..., jax.Array]
+    function: Callable[..., MoEOutput]
+    replayable: Callable[..., MoEOutput]
     x: Any
     experts: Any
     routing: Any
@@ -130,18 +129,18 @@ class _Call:
         return sizes_of(self.experts, self.routing, self.spec, self.options.get("expert_map"))
 
     def run(self) -> MoEOutput:
-        return self.moe(self.x, self.experts, self.routing, self.spec, **self.options)
+        """What the call returns; the innermost watch sees it first, and those around it what that makes of it."""
+        watch = _current.get()
+        if watch is None:
+            return self.function(self.x, self.experts, self.routing, self.spec, **self.options)
+        watch.require_same_level()
+        with _watched(watch.outer):
+            return watch.visit(self)
 
     def run_with(self, ids: jax.Array, weights: jax.Array) -> MoEOutput:
         """What the call returns with these ids and weights as its routing."""
-        spec = dataclasses.replace(self.spec, router=None)
-        result = self.moe(self.x, self.experts, TopK(ids, weights), spec, **self.options)
-        if isinstance(self.routing, RouterLogits):
-            return result._replace(logits=self.routing.logits)
-        if isinstance(self.routing, RouterWeights):
-            logits = self.router(self.x, self.routing.weight, bias=self.routing.bias, spec=logits_spec(spec))
-            return result._replace(logits=logits)
-        return result
+        options = self.options | {"replayed": Routing(ids, weights)}
+        return dataclasses.replace(self, function=self.replayable, options=options).run()
 
 
 class _Watch:

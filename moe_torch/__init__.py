@@ -3,7 +3,10 @@
 from moe_core import __version__
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.target import cpu_engine
+from moe_torch.compile_ahead import warmup
 from moe_torch.exchange import from_dlpack
+from moe_torch.gradients import define_gradients
+from moe_torch.launcher import MoELauncher, prepare_moe
 from moe_torch.layers import (
     HUGGING_FACE,
     MAXTEXT,
@@ -23,6 +26,7 @@ from moe_torch.ops import (
     LogitsSpec,
     MatmulOperands,
     MatmulSpec,
+    MatmulTuning,
     MoEOutput,
     MoESpec,
     RaggedLayout,
@@ -31,7 +35,10 @@ from moe_torch.ops import (
     RouterWeights,
     Routing,
     SharedExpert,
+    TileConfig,
+    TileTable,
     TopK,
+    Tuning,
     activation,
     explain_moe,
     make_layout,
@@ -46,6 +53,7 @@ from moe_torch.ops import (
 )
 from moe_torch.options import register_pytrees
 
+define_gradients()
 register_pytrees()
 
 __all__ = [
@@ -60,8 +68,10 @@ __all__ = [
     "LogitsSpec",
     "MatmulOperands",
     "MatmulSpec",
+    "MatmulTuning",
     "MoE",
     "MoEAux",
+    "MoELauncher",
     "MoELayerSpec",
     "MoEOutput",
     "MoESpec",
@@ -73,7 +83,10 @@ __all__ = [
     "SharedExpert",
     "SharedExpertsSpec",
     "Storage",
+    "TileConfig",
+    "TileTable",
     "TopK",
+    "Tuning",
     "Unsupported",
     "__version__",
     "activation",
@@ -85,9 +98,11 @@ __all__ = [
     "matmul_ogs",
     "moe",
     "pack_bitmatrix",
+    "prepare_moe",
     "reduce",
     "route",
     "router",
     "scale_rows",
     "unpack_bitmatrix",
+    "warmup",
 ]

@@ -2,19 +2,21 @@
 
 Way of a call: public function -> operator (schema of tensors and one option string) -> plan, cached by the tensors'
 metadata -> outputs and scratch from torch's allocator -> launch on the current stream. Metadata seen before is not
-checked again. Gradients are not defined for any operator, so each refuses tensors that ask for one.
+checked again. Plain eager calls (`moe_torch.eager`) leave the dispatcher out, everything else passes it. An operator's
+autograd layer refuses tensors that ask for a gradient unless one was defined (`Operator.define_gradient`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
 
 from moe_core.arrays import ALIGNMENT, ArraySpec
@@ -22,6 +24,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import LaunchPlan
 from moe_core.runtime import Prepared, prepare, target_of
 from moe_core.target import Target, cpu_target
+from moe_torch import eager
 from moe_torch.options import DTYPE_NAMES, TORCH_DTYPES, decode
 
 #: The namespace of every operator; kept for the life of the process, as its registrations are.
@@ -29,28 +32,42 @@ LIBRARY = torch.library.Library("moebius", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 #: Plans one operator remembers; the oldest is forgotten first.
 _CACHE_LIMIT = 4096
+#: Last in the keys of plans whose first output alone is wanted.
+_FIRST = "first"
 
 #: shapes(*tensors, *options) -> (shape, dtype) of every output; sizes may be symbolic.
 Shapes = Callable[..., Sequence[tuple[tuple[Any, ...], torch.dtype]]]
 
 
-class _Entry(NamedTuple):
+#: Shape, strides and dtype of memory to allocate.
+Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
+    return shape, torch.empty(shape, device="meta").stride(), dtype
+
+
+class Ready(NamedTuple):
     """A prepared plan: which arguments it reads, what to allocate, and where."""
 
     prepared: Prepared
     selection: tuple[int, ...]
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    scratch_bytes: int
+    outputs: tuple[Dense, ...]
+    scratch: Dense | None
     device: torch.device
 
-
-def _raw_stream_getter() -> Callable[[int], int]:
-    """`device index -> address of the current stream`; torch's unwrapped getter where the build has one."""
-    getter = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return getter or (lambda index: torch.cuda.current_stream(index).cuda_stream)
-
-
-_raw_stream = _raw_stream_getter()
+    def run(self, pointers: list[int]) -> list[torch.Tensor]:
+        """The outputs of a run on the current stream. pointers: of the inputs; the others are added."""
+        empty = eager.allocator(self.device)
+        outputs = [empty(*output) for output in self.outputs]
+        pointers += [tensor.data_ptr() for tensor in outputs]
+        if self.scratch:
+            # Freed when this returns: torch reuses it in stream order, behind the launches that read it.
+            scratch = empty(*self.scratch)
+            pointers.append(scratch.data_ptr())
+        index = self.device.index
+        self.prepared(pointers, 0 if index is None else eager.current_stream(index))
+        return outputs
 
 
 def array_spec(name: str, tensor: Any) -> ArraySpec:
@@ -96,11 +113,8 @@ def target_of_device(device: torch.device) -> Target:
     return target_of((device.type, device.index or 0))
 
 
-def _refuse_gradient(name: str) -> NoReturn:
-    raise Unsupported(
-        f"{name} requires a gradient, and the operators of moe_torch define none; call them under torch.no_grad() or "
-        f"pass {name}.detach()"
-    )
+#: Whether a functional transform is active on this thread.
+_transforming = torch._C._are_functorch_transforms_active
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
@@ -121,37 +135,44 @@ class Operator:
     ) -> None:
         LIBRARY.define(schema, tags=_TAGS)
         self.name = schema.partition("(")[0]
-        packet, _, overload = self.name.partition(".")
-        self.overload = getattr(getattr(torch.ops.moebius, packet), overload or "default")
+        self._packet, _, overload = self.name.partition(".")
+        self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
         arguments = [argument.name for argument in self.overload._schema.arguments]
         assert arguments[-1] == "options", schema
         self.count = len(arguments) - 1
         self.names = tuple(_shown(name, bundles) for name in arguments[:-1])
-        self._single = len(self.overload._schema.returns) == 1
+        self._pack = _packing(self.overload._schema.returns)
         self._plan, self._shapes = plan, shapes
-        self._cache: dict[Any, _Entry] = {}
+        self._differentiable: Collection[str] = ()
+        self._gradient: Callable[..., Any] | None = None
+        self._cache: dict[Any, Ready] = {}
         self._lock = threading.Lock()
         LIBRARY.impl(self.name, self._run_on_cpu, "CPU")
         LIBRARY.impl(self.name, self._run_on_cuda, "CUDA")
-        LIBRARY.impl(self.name, self._refuse_gradients, "Autograd")
+        LIBRARY.impl(self.name, self._run_autograd, "Autograd")
         LIBRARY.impl(self.name, self._refuse_backend, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the operator from eager code.
+        """Call the operator from eager code."""
+        key = eager.plain_key(arguments)
+        if key is None:
+            return self._dispatch(arguments)
+        return self._pack(self._run(key, arguments))
 
-        Gradients are refused here, so that the dispatcher can skip its autograd layer: half the time of a call. Under
-        functional transforms and forward-mode differentiation only that layer knows, so it is not skipped.
-        """
-        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            return self.overload(*arguments)
+    def first(self, *arguments: Any) -> torch.Tensor:
+        """The first of several outputs. In a plain call the others lie in the scratch memory: none is allocated."""
+        key = eager.plain_key(arguments)
+        if key is None:
+            return self._dispatch(arguments)[0]
+        return self._run((key, _FIRST), arguments)[0]
+
+    def _dispatch(self, arguments: tuple[Any, ...]) -> Any:
+        # Functional transforms know gradients that are defined in Python only if they meet them above the dispatcher.
+        if self._gradient is not None and _transforming() and self._asks_for_gradient(arguments):
+            return self._gradient(*arguments)
         try:
-            if torch.is_grad_enabled():
-                for name, tensor in zip(self.names, arguments, strict=False):
-                    if tensor is not None and tensor.requires_grad:
-                        _refuse_gradient(name)
-            with _AutoDispatchBelowAutograd():
-                return self.overload(*arguments)
+            return self.overload(*arguments)
         except (AttributeError, RuntimeError):
             # The dispatcher's own complaint about a foreign array names neither our argument nor the fix.
             for name, tensor in zip(self.names, arguments, strict=False):
@@ -176,59 +197,61 @@ class Operator:
         return plan
 
     def _run_on_cpu(self, *arguments: Any) -> Any:
-        return self._run(arguments, cpu_target(), 0)
+        return self._run_below(arguments, cpu_target())
 
     def _run_on_cuda(self, *arguments: Any) -> Any:
-        return self._run(arguments, None, None)
+        return self._run_below(arguments, None)
 
-    def _run(self, arguments: tuple[Any, ...], target: Target | None, stream: int | None) -> Any:
-        count = self.count
-        key = (
-            target,
-            arguments[count],
-            *[
-                None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                for tensor in arguments[:count]
-            ],
-        )
-        entry = self._cache.get(key) or self._prepare(key, arguments)
-        prepared, selection, specs, scratch_bytes, device = entry
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
-        pointers = [arguments[index].data_ptr() for index in selection]
-        pointers += [tensor.data_ptr() for tensor in outputs]
-        if scratch_bytes:
-            # Freed when this returns: torch reuses it in stream order, behind the launches that read it.
-            scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-            pointers.append(scratch.data_ptr())
+    def _run_below(self, arguments: tuple[Any, ...], target: Target | None) -> Any:
+        """The kernel of the dispatcher."""
+        return self._pack(self._run(eager.key_of(arguments, target), arguments))
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        ready = self._cache.get(key) or self._remember(key, arguments)
         try:
-            prepared(pointers, _raw_stream(device.index) if stream is None else stream)
+            return ready.run([arguments[index].data_ptr() for index in ready.selection])
         except InvalidInput:
-            self._require_alignment(arguments)
+            self.require_alignment(arguments)
             raise
-        return outputs[0] if self._single else tuple(outputs)
 
-    def _prepare(self, key: Any, arguments: tuple[Any, ...]) -> _Entry:
-        *tensors, options = arguments
-        device = require_one_device(self._present(tensors))
-        plan = self.plan(tensors, options, target_of_device(device))
-        index = {name: position for position, name in enumerate(self.names)}
-        entry = _Entry(
-            prepare(plan, device.index or 0),
-            tuple(index[buffer.name] for buffer in plan.inputs),
-            tuple((buffer.spec.shape, TORCH_DTYPES[buffer.spec.dtype]) for buffer in plan.outputs),
-            plan.scratch_bytes,
-            device,
-        )
+    def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
+        ready = self.ready_first(arguments) if key[-1] is _FIRST else self.ready(arguments)
         with self._lock:
             while len(self._cache) >= _CACHE_LIMIT:
                 del self._cache[next(iter(self._cache))]
-            self._cache[key] = entry
-        return entry
+            self._cache[key] = ready
+        return ready
+
+    def ready(self, arguments: tuple[Any, ...]) -> Ready:
+        """The plan for a call's arguments, compiled and loaded."""
+        return self._made_ready(*self._planned(arguments))
+
+    def ready_first(self, arguments: tuple[Any, ...]) -> Ready:
+        """`ready` for the first of several outputs: the others are scratch buffers."""
+        plan, device = self._planned(arguments)
+        scratch = plan.scratch + plan.outputs[1:]
+        return self._made_ready(dataclasses.replace(plan, outputs=plan.outputs[:1], scratch=scratch), device)
+
+    def _planned(self, arguments: tuple[Any, ...]) -> tuple[LaunchPlan, torch.device]:
+        *tensors, options = arguments
+        device = require_one_device(self._present(tensors))
+        return self.plan(tensors, options, target_of_device(device)), device
+
+    def _made_ready(self, plan: LaunchPlan, device: torch.device) -> Ready:
+        index = {name: position for position, name in enumerate(self.names)}
+        return Ready(
+            prepare(plan, device.index or 0),
+            tuple(index[buffer.name] for buffer in plan.inputs),
+            tuple(_dense(buffer.spec.shape, TORCH_DTYPES[buffer.spec.dtype]) for buffer in plan.outputs),
+            _dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None,
+            device,
+        )
 
     def _present(self, tensors: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
 
-    def _require_alignment(self, arguments: tuple[Any, ...]) -> None:
+    def require_alignment(self, arguments: tuple[Any, ...]) -> None:
+        """Raise InvalidInput that names the first argument at a misaligned address."""
         for name, tensor in self._present(arguments[:-1]):
             if tensor.data_ptr() % ALIGNMENT:
                 raise InvalidInput(
@@ -246,16 +269,51 @@ class Operator:
         with contextlib.suppress(_NoHintError):
             self.plan(tensors, options, Target("reference"))
         shapes = self._shapes(*tensors, *decode(options))
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        return outputs[0] if self._single else tuple(outputs)
+        return self._pack([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
 
-    def _refuse_gradients(self, *arguments: Any) -> Any:
-        """The autograd layer: refuse a tensor that asks for a gradient, else call the layer below."""
-        for name, tensor in self._present(arguments[:-1]):
-            if (torch.is_grad_enabled() and tensor.requires_grad) or _has_tangent(tensor):
-                _refuse_gradient(name)
+    def define_gradient(self, names: Collection[str], gradient: Callable[..., Any]) -> None:
+        """Let `gradient(*arguments)` answer calls in which a tensor of these names asks for a gradient.
+
+        Other tensors that ask for one count as constants.
+        """
+        self._differentiable, self._gradient = names, gradient
+
+    def _run_autograd(self, *arguments: Any) -> Any:
+        """The autograd layer: the gradient where a tensor asks for one, refused if none is defined; else the layer
+        below."""
+        if self._asks_for_gradient(arguments):
+            if _transforming():
+                raise Unsupported(
+                    f"{self._packet} has no gradient inside of torch.func.vmap or of a compiled transform; take the "
+                    "gradient of the whole batch, and compile without the transform"
+                )
+            assert self._gradient is not None
+            return self._gradient(*arguments)
         with _AutoDispatchBelowAutograd():
             return self.overload(*arguments)
+
+    def _asks_for_gradient(self, arguments: Sequence[Any]) -> bool:
+        """Whether a tensor with a gradient asks for it; raises Unsupported for one without, unless it is a constant."""
+        asked = False
+        for name, tensor in self._present(arguments[:-1]):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if _has_tangent(tensor):
+                raise Unsupported(
+                    f"{name} has a tangent, and moe_torch defines no forward-mode derivatives; use reverse mode "
+                    f"(backward, torch.func.grad or torch.func.vjp) or pass {name}.detach()"
+                )
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                if self._gradient is None:
+                    self._refuse_gradient(name)
+                asked = asked or name in self._differentiable
+        return asked
+
+    def _refuse_gradient(self, name: str) -> NoReturn:
+        raise Unsupported(
+            f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch only moe "
+            f"does; call moe, or call {self._packet} under torch.no_grad() or pass {name}.detach()"
+        )
 
     def _refuse_backend(self, *arguments: Any) -> NoReturn:
         """Every backend without a kernel of its own: sparse and quantised tensors, other devices; no tensor at all."""
@@ -267,6 +325,13 @@ class Operator:
         raise Unsupported(
             f"{self.name} takes ordinary CPU and CUDA tensors, got {type(arguments[0]).__name__}; convert it"
         )
+
+
+def _packing(returns: Sequence[Any]) -> Callable[[list[torch.Tensor]], Any]:
+    """From outputs to what a schema says a call returns: a tensor, several, or a list of them."""
+    if len(returns) > 1:
+        return tuple
+    return list if str(returns[0].type).startswith("List") else itemgetter(0)
 
 
 def _shown(name: str, bundles: tuple[str, ...]) -> str:
@@ -281,3 +346,10 @@ def call(operator: Operator, *arguments: Any) -> Any:
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)
     return operator(*arguments)
+
+
+def call_first(operator: Operator, *arguments: Any) -> torch.Tensor:
+    """`call` of an operator with several outputs for its first alone."""
+    if torch.compiler.is_compiling():
+        return operator.overload(*arguments)[0]
+    return operator.first(*arguments)

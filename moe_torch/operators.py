@@ -255,9 +255,12 @@ _REST = (
     "Tensor? shared_gate"
 )
 _NUM_EXPERT_ARRAYS = len(dataclasses.fields(ExpertWeights))
+#: The tensors of a moe operator in its schema, by kind of routing; the prefixes of their bundles.
+MOE_TENSORS = {kind: f"Tensor x, {_EXPERTS}, {routing}, {_REST}" for kind, routing in _ROUTINGS.items()}
+MOE_BUNDLES = ("experts", "routing", "shared")
 
 
-def _split(routing_type: type, arrays: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any]:
+def split_moe(routing_type: type, arrays: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any]:
     """(experts, routing, token_mask, expert_map, shared) of a moe operator's arrays after x."""
     end = _NUM_EXPERT_ARRAYS + len(dataclasses.fields(routing_type))
     token_mask, expert_map, *rest = arrays[end:]
@@ -268,13 +271,13 @@ def _split(routing_type: type, arrays: Sequence[Any]) -> tuple[Any, Any, Any, An
 
 def _plan_moe(routing_type: type, x: ArraySpec, *request: Any) -> LaunchPlan:
     *arrays, spec, target = request
-    experts, routing, token_mask, expert_map, shared = _split(routing_type, arrays)
+    experts, routing, token_mask, expert_map, shared = split_moe(routing_type, arrays)
     return plan_moe(x, experts, routing, spec, target, token_mask=token_mask, expert_map=expert_map, shared=shared)
 
 
-def _moe_shapes(routing_type: type, x: torch.Tensor, *request: Any) -> Outputs:
+def moe_shapes(routing_type: type, x: torch.Tensor, *request: Any) -> Outputs:
     *arrays, spec = request
-    experts, routing, *_ = _split(routing_type, arrays)
+    experts, routing, *_ = split_moe(routing_type, arrays)
     num_experts = experts.gate_up.shape[0 if experts.layer is None else 1]
     outputs: Outputs = [
         ((x.shape[0], x.shape[1]), _out_dtype(x, spec.out_dtype)),
@@ -292,10 +295,10 @@ def _moe_shapes(routing_type: type, x: torch.Tensor, *request: Any) -> Outputs:
 def _moe_operator(overload: str, routing_type: type, num_outputs: int) -> Operator:
     returns = ", ".join(["Tensor"] * num_outputs)
     return Operator(
-        f"moe.{overload}(Tensor x, {_EXPERTS}, {_ROUTINGS[routing_type]}, {_REST}, str options) -> ({returns})",
+        f"moe.{overload}({MOE_TENSORS[routing_type]}, str options) -> ({returns})",
         functools.partial(_plan_moe, routing_type),
-        functools.partial(_moe_shapes, routing_type),
-        bundles=("experts", "routing", "shared"),
+        functools.partial(moe_shapes, routing_type),
+        bundles=MOE_BUNDLES,
     )
 
 

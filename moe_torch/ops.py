@@ -1,21 +1,20 @@
-"""The ops of Moebius on torch tensors: functional, traceable, forward only.
+"""The ops of Moebius on torch tensors: functional, traceable; the composed one differentiable.
 
 Every function runs on the tensors' device and current stream and never synchronises, except with `checked=True`. On a
 CPU the NumPy reference runs, or the real kernels in Triton's interpreter under TRITON_INTERPRET=1. All of them work
 under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs (run once before capturing: kernels are
-compiled and loaded then), and a changing number of tokens recompiles nothing. None defines a gradient: a tensor that
-requires one is refused in grad mode.
+compiled and loaded then), and a changing number of tokens recompiles nothing. `moe` has a gradient
+(docs/training.md); to the others a tensor that requires one is refused in grad mode.
 
 Errors, for every function: InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides,
-device or alignment, or for options that contradict each other; Unsupported for a device without kernels or a required
-gradient.
+device or alignment, or for options that contradict each other; Unsupported for a device without kernels, and for a
+required gradient where there is none.
 
 Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating), N output width. Slot `s = t*K + k`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -32,7 +31,9 @@ from moe_core.operands import (
     SharedExpert,
     TopK,
 )
-from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
+from moe_core.tile_table import TileTable
+from moe_core.tuning import TileConfig
 from moe_torch import operators
 from moe_torch.dispatch import call, require_one_device, target_of_device
 from moe_torch.options import dtype_name, encode, layout_spec, require_instance
@@ -44,6 +45,7 @@ __all__ = [
     "LogitsSpec",
     "MatmulOperands",
     "MatmulSpec",
+    "MatmulTuning",
     "MoEOutput",
     "MoESpec",
     "RaggedLayout",
@@ -52,7 +54,10 @@ __all__ = [
     "RouterWeights",
     "Routing",
     "SharedExpert",
+    "TileConfig",
+    "TileTable",
     "TopK",
+    "Tuning",
     "activation",
     "explain_moe",
     "make_layout",
@@ -67,11 +72,46 @@ __all__ = [
 ]
 
 _DEFAULT_LOGITS = LogitsSpec()
-#: Field order is the order of the operators' arguments.
-_EXPERTS = tuple(field.name for field in dataclasses.fields(ExpertWeights))
-_SHARED = tuple(field.name for field in dataclasses.fields(SharedExpert))
-_OPERANDS = tuple(field.name for field in dataclasses.fields(MatmulOperands))
-_ROUTINGS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in operators.MOE}
+
+
+def _expert_arrays(experts: ExpertWeights) -> tuple[Any, ...]:
+    """The arrays of a bundle in the order of the operators' arguments, as those below."""
+    return (
+        experts.gate_up,
+        experts.down,
+        experts.up,
+        experts.gate_up_bias,
+        experts.up_bias,
+        experts.down_bias,
+        experts.layer,
+    )
+
+
+def routing_arrays(routing: RouterWeights | RouterLogits | TopK) -> tuple[Any, ...]:
+    if isinstance(routing, RouterWeights):
+        return routing.weight, routing.bias, routing.correction_bias
+    if isinstance(routing, RouterLogits):
+        return routing.logits, routing.correction_bias
+    return routing.ids, routing.weights
+
+
+def _shared_arrays(shared: SharedExpert | None) -> tuple[Any, ...]:
+    if shared is None:
+        return None, None, None, None
+    require_instance("shared", shared, SharedExpert)
+    return shared.gate_up, shared.down, shared.up, shared.gate
+
+
+def _operand_arrays(operands: MatmulOperands) -> tuple[Any, ...]:
+    return (
+        operands.x,
+        operands.weight,
+        operands.up,
+        operands.bias,
+        operands.up_bias,
+        operands.row_weight,
+        operands.layer,
+    )
 
 
 def router(
@@ -161,7 +201,7 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     """
     require_instance("operands", operands, MatmulOperands)
     require_instance("spec", spec, MatmulSpec)
-    arrays = [getattr(operands, name) for name in _OPERANDS]
+    arrays = _operand_arrays(operands)
     if layout is None:
         return call(operators.MATMUL_OGS, *arrays, None, None, None, None, encode(spec, None))
     require_instance("layout", layout, RaggedLayout)
@@ -230,9 +270,14 @@ def moe(
 
     Rounding: logits and weights fp32; both products accumulate in fp32 and are cast once to the dtype of x, after bias,
     activation and router weight; the sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
+
+    Gradients, of those tensors alone that require them: x, every weight and bias of experts, router and shared, or the
+    given logits or weights. Into them flow those of output, and of weights and logits where they are computed here. The
+    rest (ids, masks, correction_bias, layer) has none. The forward then keeps what docs/training.md lists. Second
+    derivatives and forward mode raise Unsupported.
     """
     _require_checkable(checked)
-    operator, arrays = _moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
+    operator, arrays = moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
     results = call(operator, *arrays, encode(spec))
     output, tokens_per_expert, invalid_ids = results[:3]
     if isinstance(routing, TopK):
@@ -257,25 +302,21 @@ def explain_moe(
     shared: SharedExpert | None = None,
 ) -> str:
     """What `moe` would run for these arguments: every buffer, kernel, decision and summation order. Runs nothing."""
-    operator, arrays = _moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
+    operator, arrays = moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
     present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
     target = target_of_device(require_one_device(present))
     return operator.plan(arrays, encode(spec), target).explain()
 
 
-def _moe_arguments(
+def moe_arguments(
     x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any, expert_map: Any, shared: Any
 ) -> tuple[Any, list[Any]]:
     """The moe operator for a kind of routing, and its tensors in order (None where absent)."""
     require_instance("experts", experts, ExpertWeights)
     require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
     require_instance("spec", spec, MoESpec)
-    if shared is not None:
-        require_instance("shared", shared, SharedExpert)
-    kind = type(routing)
-    arrays = [x, *[getattr(experts, name) for name in _EXPERTS], *[getattr(routing, name) for name in _ROUTINGS[kind]]]
-    arrays += [token_mask, expert_map, *[None if shared is None else getattr(shared, name) for name in _SHARED]]
-    return operators.MOE[kind], arrays
+    arrays = [x, *_expert_arrays(experts), *routing_arrays(routing), token_mask, expert_map, *_shared_arrays(shared)]
+    return operators.MOE[type(routing)], arrays
 
 
 def _require_checkable(checked: bool) -> None:

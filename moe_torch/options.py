@@ -43,11 +43,26 @@ def decode(text: str) -> tuple[Any, ...]:
     return codec.loads(text)
 
 
+#: id of a spec -> that spec, which keeps the id its own, and its text. Hashing a spec takes a microsecond, this none.
+_texts: dict[int, tuple[Any, str]] = {}
+_TEXTS_LIMIT = 256
+
+
 def encode(*values: Any) -> str:
     """Specs, integers, strings and None as one string; equal values give equal strings."""
     if torch.compiler.is_compiling():
         return _constant_text(_flatten(values))
-    return _dumps(*values)
+    if len(values) != 1:
+        return _dumps(*values)
+    known = _texts.get(id(values[0]))
+    if known is not None:
+        return known[1]
+    text = _dumps(*values)
+    # What `_dumps` takes is hashable, so it stays what it is for as long as it is kept.
+    if len(_texts) >= _TEXTS_LIMIT:
+        _texts.clear()
+    _texts[id(values[0])] = (values[0], text)
+    return text
 
 
 def _flatten(value: Any) -> Any:

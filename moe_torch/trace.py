@@ -14,6 +14,11 @@ the dispatcher and so is not seen; capturing one, or exporting a program, inside
 
 A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
 trace's, and its token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux.
+
+In training the router still learns: the gradient of the trace's weights goes on to what gave the layer's own. A router
+gets it for the trace's ids, at the live logits, as if the weights had been made of these; weights that the caller gave
+get it slot by slot, slot k of a token for slot k of the trace. The backward may run outside of the block. Do not
+checkpoint replayed layers: `torch.utils.checkpoint` runs them again, where a trace does not know them.
 """
 
 from __future__ import annotations
@@ -28,15 +33,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import ExpertWeights, RouterLogits, TopK
+from moe_core.operands import ExpertWeights, RouterWeights, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logits_spec, sizes_of
 from moe_torch import operators
 from moe_torch.options import decode, encode
+from moe_torch.training import TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
-_KINDS: dict[Any, type] = {operator.overload: kind for kind, operator in operators.MOE.items()}
-_TOP_K, _ROUTER = operators.MOE[TopK].overload, operators.ROUTER.overload
+_KINDS: dict[Any, type] = {
+    operator.overload: kind for forwards in (operators.MOE, TRAINING) for kind, operator in forwards.items()
+}
+#: Forward -> the one of its sort that takes ids and weights.
+_TOP_K: dict[Any, Any] = {
+    operator.overload: forwards[TopK].overload
+    for forwards in (operators.MOE, TRAINING)
+    for operator in forwards.values()
+}
+_ROUTER = operators.ROUTER.overload
 
 
 class Recording:
@@ -124,15 +138,19 @@ class _Call:
         """What the call returns with these ids and weights as its routing."""
         options = encode(dataclasses.replace(self._spec, router=None))
         given = {**self.arguments, "routing_ids": ids, "routing_weights": weights, "options": options}
-        results = _TOP_K(*[given[name] for name in _names(_TOP_K)])
+        forward = _TOP_K[self._overload]
+        results = forward(*[given[name] for name in _names(forward)])
         if self.kind is TopK:
             return results
-        # Results must be the caller's own: ids and weights may be layers that outlive the call.
-        results = (*results, ids.clone(), weights.clone())
-        if self.kind is RouterLogits:
-            return results
-        router = [self.arguments[name] for name in ("x", "routing_weight", "routing_bias")]
-        return (*results, _ROUTER(*router, encode(logits_spec(self._spec))))
+        # In training ids, weights and what is kept follow. Else results must be the caller's own: ids and weights may
+        # be layers that outlive the call.
+        routed, kept = tuple(results[:5]), tuple(results[5:])
+        if len(results) == 3:
+            routed = (*results, ids.clone(), weights.clone())
+        if self.kind is RouterWeights:
+            router = [self.arguments[name] for name in ("x", "routing_weight", "routing_bias")]
+            routed = (*routed, _ROUTER(*router, encode(logits_spec(self._spec))))
+        return [*routed, *kept] if kept else routed
 
 
 def _names(overload: Any) -> list[str]:

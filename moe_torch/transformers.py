@@ -11,8 +11,7 @@ A model made before: `model.set_experts_implementation("moebius")`. Works in `ge
 Rounding: products, biases, activation and router weights are computed in float32, and cast to the weights' dtype after
 each product; eager experts round in more places. Float32 models agree closely, others within their dtype.
 
-Forward only: in grad mode with weights that require a gradient Unsupported is raised; use `torch.no_grad()`, or
-`model.requires_grad_(False)`.
+Differentiable: training works, of the model's router too, which gets the gradient of the weights it gave.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def experts_forward(
     hidden_states `[T, D]`, cast to the weights' dtype where it has another, as autocast leaves it; top_k_index `[T, K]`
     integers, one outside [0, E) is no expert (transformers' mark of another process's experts); top_k_weights `[T, K]`.
     Raises InvalidInput for weights that start at no multiple of 16 bytes: see align_weights. Raises Unsupported for
-    experts that are quantised, normalised after the second product or activated in a way Moebius does not have, and for
-    a required gradient.
+    experts that are quantised, normalised after the second product or activated in a way Moebius does not have.
     """
     module: Any = experts
     if getattr(module, "has_post_expert_norm", False):

@@ -7,6 +7,7 @@ process); prints one JSON list of records. ARCH: `80`, `90`, `100`, or `gfx942` 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -16,14 +17,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shapes import SHAPES, TOKENS, Shape
-from moe_core import matmul_ogs, moe, reduction, routing, tuning
+from moe_core import matmul_ogs, moe, moe_backward, reduction, routing, tuning
 from moe_core.activation import plan_activation
 from moe_core.arrays import ArraySpec
 from moe_core.compiler import compile_launch, launch_signature, load_kernel
-from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert
+from moe_core.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    MoEOperands,
+    OutputGradients,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+)
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
-from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
+from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
+from tests import backward_plans
 
 #: Multiprocessors of an A100, an H200 and a B200.
 NUM_SMS = {80: 108, 90: 132, 100: 148}
@@ -61,7 +71,7 @@ MODELS = {
 @dataclass(frozen=True)
 class Record:
     """What one compiled launch uses. shared_bytes per block; stack_bytes per thread (spills); many_rows: a 16-bit
-    matmul tile of at least 64 rows."""
+    matmul tile of at least 64 rows; has_tma: it loads through tensor maps."""
 
     kernel: str
     label: str
@@ -73,6 +83,7 @@ class Record:
     stack_bytes: int
     many_rows: bool
     has_wgmma: bool
+    has_tma: bool
 
     def violations(self) -> list[str]:
         """Every limit the launch breaks."""
@@ -90,11 +101,15 @@ class Record:
             found.append(f"{self.stack_bytes} bytes of registers spilled per thread")
         if self.arch == "90" and self.many_rows and not self.has_wgmma:
             found.append("a many-row 16-bit matmul without wgmma")
+        if self.kernel.startswith("hopper:") and not self.has_tma:
+            found.append("a kernel of the hopper family without TMA")
         return found
 
 
-def _layer_plan(model: Model, tokens: int, target: Target, dtype: str = "bfloat16") -> LaunchPlan:
-    """The composed forward of a model's layer from x."""
+def _layer(
+    model: Model, tokens: int, dtype: str = "bfloat16", tuning: Tuning | None = None
+) -> tuple[MoEOperands, MoESpec]:
+    """The arrays of a model's layer from x."""
     shape, layout = model.shape, model.weight_layout
     d, f, e = shape.d_model, shape.d_ff, shape.num_experts
     activation = dataclasses.replace(shape.activation, gate_layout=model.gate_layout)
@@ -115,8 +130,16 @@ def _layer_plan(model: Model, tokens: int, target: Target, dtype: str = "bfloat1
     router = RouterWeights(matrix(d, e), ArraySpec((e,), dtype) if shape.biased else None, bias)
     ff = model.shared_ff
     shared = SharedExpert(matrix(d, 2 * ff), matrix(ff, d)) if ff else None
-    spec = MoESpec(activation, model.router, layout, layout)
-    return moe.plan_moe(ArraySpec((tokens, d), dtype), experts, router, spec, target, shared=shared)
+    spec = MoESpec(activation, model.router, layout, layout, tuning=tuning)
+    return MoEOperands(ArraySpec((tokens, d), dtype), experts, router, shared=shared), spec
+
+
+def _layer_plan(
+    model: Model, tokens: int, target: Target, dtype: str = "bfloat16", tuning: Tuning | None = None, keep: bool = False
+) -> LaunchPlan:
+    """The composed forward."""
+    layer, spec = _layer(model, tokens, dtype, tuning)
+    return moe.plan_moe(layer.x, layer.experts, layer.routing, spec, target, shared=layer.shared, keep=keep)
 
 
 def _layers(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
@@ -127,10 +150,35 @@ def _layers(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
     return plans
 
 
+def _training(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
+    """What a training step runs: the forward that keeps, and every gradient, with losses and without."""
+
+    def plans(target: Target) -> Iterator[LaunchPlan]:
+        for tokens, dtype in ((64, "bfloat16"), (4096, "bfloat16"), (16384, "bfloat16"), (4096, "float32")):
+            layer, spec = _layer(MODELS[name], tokens, dtype)
+            one = ArraySpec((1,), "float32")
+            yield _layer_plan(MODELS[name], tokens, target, dtype, keep=True)
+            for gradients in (OutputGradients(layer.x), OutputGradients(layer.x, load_balance=one, z=one)):
+                wanted = moe_backward.gradient_names(layer)
+                yield moe_backward.plan_moe_backward(gradients, layer, spec, target, wanted=wanted)
+            accumulated = tuple(name for name in wanted if name.startswith(("d_experts", "d_routing.weight")))
+            accumulated = tuple(name for name in accumulated if not name.endswith("bias"))
+            options = {"wanted": accumulated, "accumulate": accumulated, "recompute": True}
+            yield moe_backward.plan_moe_backward(OutputGradients(layer.x), layer, spec, target, **options)
+
+    return plans
+
+
 def _other_dtypes(target: Target) -> Iterator[LaunchPlan]:
     for name, dtype in (("qwen3", "float16"), ("gptoss120b", "float32")):
         for tokens in (16, 4096):
             yield _layer_plan(MODELS[name], tokens, target, dtype)
+
+
+def _batch_invariant(target: Target) -> Iterator[LaunchPlan]:
+    """One number of tokens: the kernels that add floats are the same for all."""
+    for model, dtype in itertools.product(MODELS.values(), ("bfloat16", "float32")):
+        yield _layer_plan(model, 64, target, dtype, Tuning(batch_invariant=True))
 
 
 def _routing(target: Target) -> Iterator[LaunchPlan]:
@@ -144,6 +192,9 @@ def _routing(target: Target) -> Iterator[LaunchPlan]:
     ):
         yield routing.plan_routing(logits, router, target, token_mask=mask, with_bitmatrix=True)
         yield routing.plan_routing(logits, router, target, correction_bias=bias)
+    for tokens, num_experts, top_k in itertools.product((1, 4, 16, 64, 1024, 2048, 16384), (128, 512), (8, 10)):
+        scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
+        yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))
     for tokens in (1, 64, 1024, 16384):
         ids, layout = ArraySpec((tokens, 8), "int32"), LayoutSpec(tokens, 8, 128)
         yield routing.plan_layout(ids, layout, target, block_ms=(16, 128))
@@ -192,6 +243,42 @@ def _matmul_variants(target: Target) -> Iterator[LaunchPlan]:
         yield matmul_ogs.plan_matmul_ogs(operands, layout, tf32, target)
 
 
+def _hopper(target: Target) -> Iterator[LaunchPlan]:
+    """The hopper family, sm_90 only: both products of layers, then single ops, whose layouts are not trusted."""
+    for name, dtype in (
+        ("qwen3", "bfloat16"),
+        ("gptoss120b", "bfloat16"),
+        ("mixtral", "bfloat16"),
+        ("qwen3", "float16"),
+    ):
+        for weight_layout in ("in_out", "out_in"):
+            model = dataclasses.replace(MODELS[name], weight_layout=weight_layout)
+            # Few rows per expert and many: Mixtral's long reductions take fewer stages for few.
+            for tokens in (512, 4096) if name == "mixtral" else (4096,):
+                yield _layer_plan(model, tokens, target, dtype)
+    layout, d, n, e = LayoutSpec(2048, 4, 16), 1024, 360, 16
+    layer, row_weight = ArraySpec((1,), "int32"), ArraySpec((layout.num_slots,), "float32")
+    for weight_layout, dtype in itertools.product(("in_out", "out_in"), ("bfloat16", "float16")):
+
+        def stack(width: int, dtype: str = dtype, in_out: bool = weight_layout == "in_out") -> ArraySpec:
+            return ArraySpec((3, e, *((d, width) if in_out else (width, d))), dtype)
+
+        x = ArraySpec((layout.num_tokens, d), dtype)
+        bias = ArraySpec((3, e, 2 * n), dtype)
+        operands = MatmulOperands(x, stack(2 * n), bias=bias, layer=layer)
+        spec = MatmulSpec(weight_layout, "token", "slot", Activation("gelu_tanh"))
+        yield matmul_ogs.plan_matmul_ogs(operands, layout, spec, target)
+        rows, one = ArraySpec((layout.num_slots, d), dtype), ArraySpec((3, e, n), dtype)
+        operands = MatmulOperands(
+            rows, stack(n), up=stack(n), bias=one, up_bias=one, row_weight=row_weight, layer=layer
+        )
+        spec = MatmulSpec(weight_layout, "slot", "row", Activation("silu", gate_layout="separate"))
+        yield matmul_ogs.plan_matmul_ogs(operands, layout, spec, target)
+        rows = ArraySpec((layout.capacity, d), dtype)
+        operands = MatmulOperands(rows, stack(n), row_weight=row_weight, layer=layer)
+        yield matmul_ogs.plan_matmul_ogs(operands, layout, MatmulSpec(weight_layout, "row", "slot"), target)
+
+
 def _from_logits(target: Target) -> Iterator[LaunchPlan]:
     """For compile-only architectures: one small and one large forward."""
     experts = ExpertWeights(ArraySpec((8, 256, 512), "bfloat16"), ArraySpec((8, 256, 256), "bfloat16"))
@@ -203,10 +290,14 @@ def _from_logits(target: Target) -> Iterator[LaunchPlan]:
 
 GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     **{name: _layers(name) for name in MODELS},
+    **{f"{name}_training": _training(name) for name in MODELS},
     "other_dtypes": _other_dtypes,
+    "batch_invariant": _batch_invariant,
     "routing": _routing,
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
+    "hopper": _hopper,
+    "backward_ops": backward_plans.plans,
     "from_logits": _from_logits,
 }
 
@@ -242,6 +333,8 @@ def _cuobjdump(cubin: bytes) -> str:
 
 
 def _is_many_rows(plan: LaunchPlan, launch: KernelLaunch) -> bool:
+    if launch.kernel.startswith("hopper:"):
+        return True
     arguments = dict(launch.arguments)
     block_m, x = arguments.get("BLOCK_M"), arguments.get("x")
     if not launch.kernel.startswith("matmul") or not isinstance(block_m, Constant) or not isinstance(x, Pointer):
@@ -271,6 +364,7 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
         stack_bytes=stack,
         many_rows=_is_many_rows(plan, launch),
         has_wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+        has_tma="cp.async.bulk.tensor" in compiled.asm["ptx"],
     )
 
 
@@ -285,7 +379,7 @@ def compile_for_amd(plan: LaunchPlan, launch: KernelLaunch) -> Record:
     options = {"num_warps": launch.num_warps, "num_stages": 2, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("hip", GFX942, 64), options=options)
     size = len(compiled.asm["hsaco"])
-    return Record(launch.kernel, _label(plan, launch), GFX942, size, launch.num_warps, 0, 0, 0, False, False)
+    return Record(launch.kernel, _label(plan, launch), GFX942, size, launch.num_warps, 0, 0, 0, False, False, False)
 
 
 def main(group: str, arch: str) -> list[Record]:

@@ -42,21 +42,29 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
     "topk": (
         Fault("bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "mixtral", "ids"),
         Fault("for _ in range(TOPK_GROUP):", "for _ in range(TOPK_GROUP - 1):", "deepseek_v3", "ids"),
-        Fault("scores + tl.load(correction_bias", "scores - tl.load(correction_bias", "deepseek_v3", "ids"),
+        Fault("scores + load_rows(biases", "scores - load_rows(biases", "deepseek_v3", "ids"),
         Fault("kept = tl.load(token_mask", "kept = 1 - tl.load(token_mask", "qwen2_moe", "ids"),
         Fault("if RENORMALIZE:", "if not RENORMALIZE:", "mixtral", "weights"),
         Fault("values *= SCALE", "values *= 1.0", "deepseek_v3", "weights"),
     ),
     "layout": (
         Fault("position[:, None] < position[None, :]", "position[:, None] > position[None, :]", "mixtral", "layout"),
+        Fault(
+            "tl.gather(before, tl.where(experts", "0 * tl.gather(before, tl.where(experts", "qwen3_moe", "layout", 96
+        ),
         Fault("group_start + experts, starts,", "group_start + experts, starts * 0,", "mixtral", "layout"),
         Fault("group_sizes + experts, sizes,", "group_sizes + experts, sizes // 2,", "mixtral", "layout"),
         Fault("tl.where(placed, row, -1)", "tl.where(placed, row, 0)", "qwen2_moe", "layout"),
-        Fault("group_sizes + experts, carry,", "group_sizes + experts, carry // 2,", "qwen3_moe", "layout", 96),
+        Fault("tl.where(blocks < block, counts, 0)", "tl.where(blocks < block, 0, 0)", "qwen3_moe", "layout", 96),
     ),
     "schedule": (
-        Fault("tl.where(busy, expert, -1)", "tl.where(busy, expert // 2, -1)", "mixtral", "matmul1"),
-        Fault("tl.where(busy, rows - start, -1)", "tl.where(busy, 0, -1)", "mixtral", "matmul1", 160),
+        Fault("row + 1, experts,", "row + 1, experts // 2,", "mixtral", "matmul1"),
+        Fault("tl.where(busy, block, -1)", "tl.where(busy, 0, -1)", "mixtral", "matmul1", 160),
+    ),
+    "route_and_layout": (
+        Fault("group_sizes + experts, sizes,", "group_sizes + experts, sizes // 2,", "mixtral", "moe (composed)"),
+        Fault("tl.store(weights + target, values,", "tl.store(weights + target, -values,", "mixtral", "moe (composed)"),
+        Fault("rank[None, :], all_ranks", "0 * rank[None, :], all_ranks", "mixtral", "moe (composed)"),
     ),
     "bitmatrix": (
         Fault("1 << (experts & 31)", "1 << (experts & 30)", "mixtral", "bitmatrix"),

@@ -18,8 +18,8 @@ import pytest
 from tests.compile_gate import GFX942, GROUPS, MODELS, Record, resource_usage
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-NVIDIA = [(group, arch) for group in GROUPS if group != "from_logits" for arch in ("80", "90", "100")]
-GOOD = Record("matmul_ogs:matmul_ogs", "label", "90", 4096, 8, 196608, 168, 0, True, True)
+NVIDIA = [(group, arch) for group in GROUPS if group not in ("from_logits", "hopper") for arch in ("80", "90", "100")]
+GOOD = Record("hopper:matmul_ogs", "label", "90", 4096, 8, 196608, 168, 0, True, True, True)
 
 
 def compiled(group: str, arch: str, cache: pathlib.Path) -> list[Record]:
@@ -50,6 +50,27 @@ def test_kernels_compile_within_limits(group: str, arch: str, tmp_path: pathlib.
 
 
 @pytest.mark.timeout(600)
+def test_the_hopper_family_compiles_within_limits(tmp_path: pathlib.Path) -> None:
+    records = compiled("hopper", "90", tmp_path)
+    assert_within_limits(records)
+    products = [record for record in records if record.kernel.endswith(":matmul_ogs")]
+    assert {record.kernel for record in products} == {"hopper:matmul_ogs"}, "a product took another family"
+    assert all(record.has_wgmma and record.has_tma for record in products)
+    for part in (
+        "IN_OUT=True",
+        "IN_OUT=False",
+        "TRUSTED=True",
+        "TRUSTED=False",
+        "STAGES=3",
+        "STAGES=4",
+        "NUM_LAYERS=3",
+    ):
+        assert any(part in record.label for record in products), part
+    for gate in ("halves", "interleaved", "separate", "None"):
+        assert any(f"GATE_LAYOUT={gate}" in record.label for record in products), gate
+
+
+@pytest.mark.timeout(600)
 def test_kernels_compile_for_amd(tmp_path: pathlib.Path) -> None:
     assert_within_limits(compiled("from_logits", GFX942, tmp_path))
 
@@ -68,6 +89,7 @@ def test_resource_usage_is_read() -> None:
         ({"registers": 255, "num_warps": 16}, "registers"),
         ({"stack_bytes": 8}, "spilled"),
         ({"has_wgmma": False}, "without wgmma"),
+        ({"has_tma": False}, "without TMA"),
     ],
 )
 def test_violations_are_seen(change: dict[str, object], violation: str) -> None:

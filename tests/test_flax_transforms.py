@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.operands import ExpertWeights, SharedExpert
-from moe_jax import InvalidInput, Unsupported, layers, linen, moe, nnx
+from moe_jax import InvalidInput, layers, linen, moe, nnx
 from tests.flax_support import draw_tokens, draw_weights, linen_layer, nnx_layer, preset, stored_for_flax
 from tests.jax_support import REAL_KERNELS, on_engines, running_on
 from tests.test_jax_transforms import program_text, weight_copies
@@ -248,30 +248,6 @@ def test_remat_of_both_flavours() -> None:
         np.testing.assert_array_equal(jax.jit(again)(layer, x), expected)
         fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(MoELayerSpec)}
         np.testing.assert_array_equal(jax.jit(nn.remat(linen.MoE)(**fields).apply)(variables, x), expected)
-
-
-def gradients() -> list[Any]:
-    def of_nnx(x: jax.Array, spec: MoELayerSpec) -> Any:
-        layer = nnx_layer(draw_weights(spec), spec)
-        return flax_nnx.grad(lambda layer: layer(x).sum())(layer)
-
-    def of_linen(x: jax.Array, spec: MoELayerSpec) -> Any:
-        layer, variables = linen_layer(draw_weights(spec), spec)
-        run: Callable[..., Any] = layer.apply
-        return jax.grad(lambda params: run({**variables, "params": params}, x).sum())(variables["params"])
-
-    def of_x(x: jax.Array, spec: MoELayerSpec) -> Any:
-        layer = nnx_layer(draw_weights(spec), spec)
-        return jax.grad(lambda x: layer(x).sum())(x)
-
-    return [pytest.param(one, id=one.__name__) for one in (of_nnx, of_linen, of_x)]
-
-
-@pytest.mark.parametrize("differentiate", gradients())
-def test_derivatives_are_refused(differentiate: Callable[[jax.Array, MoELayerSpec], Any]) -> None:
-    spec = preset("mixtral")
-    with running_on("reference"), pytest.raises(Unsupported, match=r"moe has no derivative.*stop_gradient"):
-        differentiate(jnp.asarray(draw_tokens(spec, "float32", 3)), spec)
 
 
 def cpu_mesh() -> Mesh:

@@ -117,11 +117,41 @@ def test_jax_front_end_without_torch_and_triton() -> None:
 
 #: Where every module of the core stands; a file may import only from its own layer and those below.
 LAYERS = {
-    "base": ("errors", "dtypes", "codec", "target", "arrays", "dlpack", "specs", "operands"),
+    "base": (
+        "errors",
+        "dtypes",
+        "codec",
+        "target",
+        "arrays",
+        "dlpack",
+        "tuning",
+        "tile_table",
+        "specs",
+        "operands",
+        "formats",
+    ),
     "leaves": ("kernels", "reference"),
-    "planning": ("plan", "tuning", "layout", "routing", "matmul_ogs", "activation", "reduction", "moe"),
-    "runtime": ("cuda", "compiler", "interpreter", "runtime"),
-    "tools": ("checkpoint", "doctor", "layers", "parity", "trace"),
+    "planning": (
+        "plan",
+        "tile_choice",
+        "layout",
+        "selection",
+        "routing",
+        "routing_backward",
+        "matmul_hopper",
+        "matmul_ogs",
+        "activation",
+        "activation_backward",
+        "reduction",
+        "weight_gradient",
+        "backward_rows",
+        "moe",
+        "shared_backward",
+        "backward_stages",
+        "moe_backward",
+    ),
+    "runtime": ("cuda", "tensor_map", "compiler", "interpreter", "runtime", "warmup"),
+    "tools": ("checkpoint", "doctor", "layers", "parity", "trace", "tune"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 FRONT_END_LEVEL = len(LAYERS)

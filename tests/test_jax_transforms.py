@@ -1,4 +1,4 @@
-"""JAX transformations of the ops: jit, scan, cond, checkpoint, vmap, donation; derivatives are refused."""
+"""JAX transformations of the ops: jit, scan, cond, checkpoint, vmap, donation; which derivatives are refused."""
 
 from __future__ import annotations
 
@@ -167,16 +167,37 @@ def derivatives() -> list[Any]:
 
 @pytest.mark.parametrize("derive", derivatives())
 @pytest.mark.parametrize("jitted", [False, True])
-def test_derivatives_are_refused(derive: Callable[..., Any], jitted: bool) -> None:
+def test_derivatives_of_stages_are_refused(derive: Callable[..., Any], jitted: bool) -> None:
+    with running_on("reference"):
+        layer = small_layer()
+        x, _, routing = to_jax(layer[:3])
+
+        def forward(x: jax.Array) -> jax.Array:
+            return moe_jax.router(x, routing.weight)
+
+        with pytest.raises(moe_jax.Unsupported, match=r"router has no derivative.*moe alone has one.*stop_gradient"):
+            derive(jax.jit(forward) if jitted else forward, x)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_second_derivatives_are_refused(jitted: bool) -> None:
     with running_on("reference"):
         layer = small_layer()
         x, experts, routing = to_jax(layer[:3])
 
-        def forward(x: jax.Array) -> jax.Array:
-            return moe_jax.moe(x, experts, routing, layer.spec).output
+        def slope(x: jax.Array) -> jax.Array:
+            return jax.grad(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output.sum())(x).sum()
 
-        with pytest.raises(moe_jax.Unsupported, match=r"moe has no derivative.*stop_gradient"):
-            derive(jax.jit(forward) if jitted else forward, x)
+        with pytest.raises(moe_jax.Unsupported, match=r"moe has no second derivative.*stop_gradient"):
+            jax.grad(jax.jit(slope) if jitted else slope)(x)
+
+
+def test_forward_mode_is_refused() -> None:
+    with running_on("reference"):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output, (x,), (x,))
 
 
 def test_derivatives_past_the_op_work() -> None:

@@ -229,18 +229,6 @@ def test_dtypes_no_operator_takes_are_refused(device: str) -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_gradients_are_refused_with_the_way_out() -> None:
-    layer, x = MoE(D, F, E, K), to_torch(draw_x((3,)))
-    with running_on("reference"):
-        with pytest.raises(Unsupported, match=r"experts.gate_up requires a gradient.*torch.no_grad\(\)"):
-            layer(x)
-        with torch.no_grad():
-            y = layer(x)
-        require_equal(layer.requires_grad_(False)(x), y, "no gradient asked for")
-        with pytest.raises(Unsupported, match="x requires a gradient"):
-            layer(x.requires_grad_())
-
-
 WORLD_SIZE, ODD_EXPERTS = 2, 5
 
 

@@ -238,13 +238,18 @@ def test_a_missing_transformers_is_explained() -> None:
     )
 
 
-def test_gradients_are_refused() -> None:
-    experts = build_experts("concatenated").requires_grad_(True)
+@pytest.mark.parametrize("kind", ["concatenated", "transposed_interleaved_bias", "ungated"])
+def test_gradients_are_those_of_eager_experts(kind: str) -> None:
+    """Into hidden states, the model's own router weights and every parameter."""
+    experts = build_experts(kind).requires_grad_(True)
+    hidden, ids, weights = routed("cpu")
+    leaves = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
     with running_on("reference"):
-        with pytest.raises(Unsupported, match="requires a gradient"):
-            experts(*routed("cpu"))
-        with torch.no_grad():
-            assert torch.isfinite(experts(*routed("cpu"))).all()
+        found = torch.autograd.grad(experts(hidden, ids, weights).square().sum(), leaves)
+    experts.config._experts_implementation = "eager"
+    wanted = torch.autograd.grad(experts(hidden, ids, weights).square().sum(), leaves)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=f"leaf {number} of {kind}")
 
 
 def test_a_compiled_function_follows_what_the_experts_are() -> None:

@@ -52,8 +52,15 @@ def load_weight(
 
 
 @triton.jit
+def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
+    """A tile of the pre-activation, cast once; rows have WIDTH columns."""
+    pointers = pre + rows[:, None] * WIDTH + columns[None, :]
+    tl.store(pointers, tile.to(pre.dtype.element_ty), mask=exists[:, None] & inside[None, :])
+
+
+@triton.jit
 def matmul_ogs(
-    x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
+    x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, pre,
     num_blocks, num_rows, num_slots,
     D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
     X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
@@ -67,6 +74,8 @@ def matmul_ogs(
 
     num_rows: rows of the layout; num_slots: slots, those of a token being TOP_K neighbours. A row whose slot is -1 is
     padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
+    GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
+    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
     """
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     # Rows of this block: where they start in the layout, which exist, which slot each is.
@@ -103,7 +112,7 @@ def matmul_ogs(
     weight_offset = layer_index * LAYER_STRIDE + tl.cast(expert, tl.int64) * EXPERT_STRIDE
     first = weight + weight_offset
     second = first
-    if GATE_LAYOUT == "separate":
+    if (GATE_LAYOUT == "separate") or (GATE_LAYOUT == "joined"):
         second = up + weight_offset
     elif GATE_LAYOUT == "halves":
         second = first + N * N_STRIDE
@@ -128,11 +137,19 @@ def matmul_ogs(
         if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
             up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
+    if GATE_LAYOUT == "joined":
+        for start in range(0, D, BLOCK_K):
+            mask = exists[:, None] if even_k else exists[:, None] & (start + k < D)[None, :]
+            x_tile = tl.load(x_pointers + D + start, mask=mask, other=0.0)
+            up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
+            accumulator = tl.dot(x_tile, up_tile, accumulator, input_precision=INPUT_PRECISION)
 
     bias_row = (layer_index * BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * WEIGHT_N
     if GATE_LAYOUT == "interleaved":
         if bias is not None:
             accumulator += tl.load(bias + bias_row + wide, mask=wide < 2 * N, other=0.0).to(tl.float32)[None, :]
+        if pre is not None:
+            store_pre(pre, accumulator, rows, wide, exists, wide < 2 * N, 2 * N)
         gate, second_half = tl.split(tl.reshape(accumulator, (BLOCK_M, BLOCK_N, 2)))
         result = activate_gated(gate, second_half, ACTIVATION, ALPHA, LIMIT)
     else:
@@ -142,26 +159,34 @@ def matmul_ogs(
             if bias is not None:
                 extra = tl.load(bias + bias_row + N + columns, mask=columns < N, other=0.0)
                 up_accumulator += extra.to(tl.float32)[None, :]
-            result = activate_gated(accumulator, up_accumulator, ACTIVATION, ALPHA, LIMIT)
         elif GATE_LAYOUT == "separate":
             if up_bias is not None:
                 up_row = (layer_index * UP_BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * N
                 extra = tl.load(up_bias + up_row + columns, mask=columns < N, other=0.0)
                 up_accumulator += extra.to(tl.float32)[None, :]
+        if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+            if pre is not None:
+                store_pre(pre, accumulator, rows, columns, exists, columns < N, 2 * N)
             result = activate_gated(accumulator, up_accumulator, ACTIVATION, ALPHA, LIMIT)
+            if pre is not None:
+                # Only now: both stores next to each other would not fit into the registers.
+                store_pre(pre + N, up_accumulator, rows, columns, exists, columns < N, 2 * N)
         elif ACTIVATION is not None:
+            if pre is not None:
+                store_pre(pre, accumulator, rows, columns, exists, columns < N, N)
             result = activate(accumulator, ACTIVATION)
         else:
             result = accumulator
-    if schedule is not None:
-        # Loaded again rather than kept in registers over the main loop, where every row counts as filled.
-        found = tl.load(slot_of_row + rows, mask=exists, other=-1)
-        exists = exists & (found >= 0) & (found < num_slots)
-        slots = slot_inside(found, num_slots)
-    if row_weight is not None:
-        result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
-    if layer is not None:
-        result = tl.where(layer_exists, result, float("nan"))
-    y_rows = slots if SCATTER == "slot" else rows
-    mask = exists[:, None] & (columns < N)[None, :]
-    tl.store(y + y_rows[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+    if y is not None:
+        if schedule is not None:
+            # Loaded again rather than kept in registers over the main loop, where every row counts as filled.
+            found = tl.load(slot_of_row + rows, mask=exists, other=-1)
+            exists = exists & (found >= 0) & (found < num_slots)
+            slots = slot_inside(found, num_slots)
+        if row_weight is not None:
+            result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
+        if layer is not None:
+            result = tl.where(layer_exists, result, float("nan"))
+        y_rows = slots if SCATTER == "slot" else rows
+        mask = exists[:, None] & (columns < N)[None, :]
+        tl.store(y + y_rows[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)

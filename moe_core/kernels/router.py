@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from moe_core.kernels.weight_gradient import multiply
+
 
 @triton.jit
 def router(
@@ -16,8 +18,7 @@ def router(
     X_STRIDE: tl.constexpr,
     WEIGHT_LAYOUT: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
-    WIDEN: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -27,7 +28,7 @@ def router(
     for each step of BLOCK_K along d:  accumulator += x tile . weight tile        (fp32)
     logits tile = round(accumulator + bias)                                       (LOGITS_DTYPE, stored as fp32)
 
-    WIDEN: the inputs differ in dtype and are multiplied as fp32. Rows past the last token repeat it instead of being
+    PRODUCT: see `multiply`. Rows past the last token repeat it instead of being
     masked, so that the loads of x stay unconditional; they are not stored.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -53,10 +54,7 @@ def router(
             b = tl.load(matrix)
         else:
             b = tl.load(matrix, mask=(depth < D - start)[:, None] & (columns < NUM_EXPERTS)[None, :], other=0.0)
-        if WIDEN:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+        accumulator = multiply(a, b, accumulator, PRODUCT)
         matrix += STEP
 
     if bias is not None:

@@ -13,13 +13,21 @@ What is cast to the compute dtype: x, the matrices of the experts and shared exp
 copy of the matrices is made in every call, so store them in the compute dtype (param_dtype) where memory counts. Gates
 and fp32 biases are used as they are, in fp32: one bit of difference in a logit can choose another expert.
 
-Forward only: differentiating a layer raises Unsupported. Flax is not needed here.
+Layers are differentiable (docs/training.md) by x and every parameter; with a capacity limit they are not, and
+differentiating one raises Unsupported. Flax is not needed here.
 Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
 """
 
 from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, layer_spec_from_config
-from moe_core.specs import Activation, RouterSpec
-from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, update_correction_bias
+from moe_core.specs import Activation, RouterSpec, Tuning
+from moe_jax.layers.functional import (
+    CHECKPOINT_NAMES,
+    explain,
+    forward,
+    router_losses,
+    update_correction_bias,
+    warmup,
+)
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
     STACK_AXIS,
@@ -46,6 +54,7 @@ __all__ = [
     "Parameters",
     "RouterSpec",
     "SharedExpertsSpec",
+    "Tuning",
     "explain",
     "export_weights",
     "forward",
@@ -56,4 +65,5 @@ __all__ = [
     "nested",
     "router_losses",
     "update_correction_bias",
+    "warmup",
 ]

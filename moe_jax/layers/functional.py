@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +18,20 @@ from jax.core import Tracer
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
+from moe_core.moe import plan_moe
+from moe_core.plan import LaunchPlan
 from moe_core.routing import plan_layout, plan_router, plan_routing
-from moe_core.specs import LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs import LayoutSpec, LogitsSpec, MoESpec, RouterSpec
+from moe_core.warmup import WarmupReport, token_counts
 from moe_jax import ops
 from moe_jax.calls import OpCall
+from moe_jax.compile_ahead import make_ready
+from moe_jax.composed import moe_call
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
-#: K; the products `mlpwi_0` and `mlpwi_1` never leave the composed op, so nothing carries their names.
+#: K; the products `mlpwi_0` and `mlpwi_1` are one array under `moe_jax.KEPT_NAMES`, in the order of the experts' rows.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 
@@ -54,15 +60,15 @@ def forward(
     layer: Array | int | None = None,
     return_aux: bool = False,
 ) -> Any:
-    """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux. Forward only.
+    """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
 
     dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it. token_mask:
     bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer: where
     parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the compute
     dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack is
     refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place on
-    a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises InvalidInput,
-    Unsupported.
+    a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages, which have no
+    gradient. Raises InvalidInput, Unsupported.
     """
     call = _prepare(parameters, x, spec, dtype, token_mask, layer)
     result, tokens_per_expert = _run(call, spec)
@@ -93,6 +99,43 @@ def explain(
     experts where it is None. Nothing is computed. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
+    plans = _plans_for(spec, shape, dtype, param_dtype, num_layers, parameters)
+    texts = [plan.explain() for plan in plans]
+    if spec.capacity_factor is not None:
+        limit = spec.capacity(math.prod(shape[:-1]))
+        texts.insert(-1, f"capacity limit: slots behind the first {limit} of an expert get the id -1")
+    return "\n\n".join(texts)
+
+
+def warmup(
+    spec: MoELayerSpec,
+    tokens: Sequence[int],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    num_layers: int | None = None,
+    parameters: Parameters | None = None,
+) -> WarmupReport:
+    """Compile and load, ahead of the first call, the kernels of `forward` for so many tokens; computes nothing.
+
+    tokens: the numbers that will come, or a few from small to large. The other arguments are those of `explain`.
+    Returns the kernels with the seconds each took; on a CPU there are none. Raises InvalidInput, Unsupported.
+    """
+    plans: list[LaunchPlan] = []
+    for count in token_counts(tokens):
+        plans += _plans_for(spec, (count, spec.d_model), dtype, param_dtype, num_layers, parameters)
+    return make_ready(plans)
+
+
+def _plans_for(
+    spec: MoELayerSpec,
+    shape: tuple[int, ...],
+    dtype: Any,
+    param_dtype: Any,
+    num_layers: int | None,
+    parameters: Parameters | None,
+) -> list[LaunchPlan]:
+    """The plans of one forward for x of a shape, in order."""
 
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
@@ -101,15 +144,15 @@ def explain(
 
     every = leaves(spec, num_layers)
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
-    texts: list[str] = []
+    plans: list[LaunchPlan] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
         call = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
-        texts.extend(_explanations(call, spec))
+        plans.extend(_plans(call, spec))
         return x
 
     jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype or arrays["wo"].dtype))
-    return "\n\n".join(texts)
+    return plans
 
 
 def router_losses(
@@ -121,7 +164,7 @@ def router_losses(
     """
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
-    # Masked logits may be anything: they must reach neither the sums nor, one day, their derivatives.
+    # Masked logits may be anything: they must reach neither the sums nor their derivatives.
     logits = jnp.where(kept[:, None], logits, 0)
     num_tokens = jnp.maximum(kept.sum(), 1).astype(jnp.float32)
     scores = _SCORES[spec.scoring](logits)
@@ -255,11 +298,17 @@ def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
     return result._replace(logits=logits), layout.group_sizes
 
 
-def _explanations(call: _Call, spec: MoELayerSpec) -> list[str]:
+def _plans(call: _Call, spec: MoELayerSpec) -> list[LaunchPlan]:
     """What `_run` runs, call by call."""
     moe_spec, router = spec.moe_spec(MAXTEXT), call.router
+
+    def whole(routing: RouterWeights | TopK, moe_spec: MoESpec, token_mask: Array | None) -> LaunchPlan:
+        experts, shared = call.experts, call.shared
+        op, arguments, keywords = moe_call(call.tokens, experts, routing, moe_spec, token_mask, None, shared)
+        return op.plan(plan_moe, *arguments, **keywords)
+
     if spec.capacity_factor is None:
-        return [ops.explain_moe(call.tokens, call.experts, router, moe_spec, **call.keywords())]
+        return [whole(router, moe_spec, call.token_mask)]
     num_tokens = call.tokens.shape[0]
     logits = jax.ShapeDtypeStruct((num_tokens, spec.num_experts), jnp.float32)
     ids = jax.ShapeDtypeStruct((num_tokens, spec.top_k), jnp.int32)
@@ -269,16 +318,15 @@ def _explanations(call: _Call, spec: MoELayerSpec) -> list[str]:
     stage = OpCall("router")
     arrays = (stage.array("x", call.tokens), stage.array("weight", router.weight), stage.optional("bias", router.bias))
     return [
-        stage.explain(plan_router, *arrays, _logits_spec(spec)),
-        route.explain(
+        stage.plan(plan_router, *arrays, _logits_spec(spec)),
+        route.plan(
             plan_routing,
             route.array("logits", logits),
             spec.router,
             correction_bias=route.optional("correction_bias", router.correction_bias),
         ),
-        layout.explain(plan_layout, layout.array("ids", ids), LayoutSpec(num_tokens, spec.top_k, spec.num_experts)),
-        f"capacity limit: slots behind the first {spec.capacity(num_tokens)} of an expert get the id -1",
-        ops.explain_moe(call.tokens, call.experts, chosen, moe_spec, shared=call.shared),
+        layout.plan(plan_layout, layout.array("ids", ids), LayoutSpec(num_tokens, spec.top_k, spec.num_experts)),
+        whole(chosen, moe_spec, None),
     ]
 
 

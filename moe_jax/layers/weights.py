@@ -14,7 +14,7 @@ from moe_core.layers import MAXTEXT, LayerWeights, MoELayerSpec, placements
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
 
 #: Settings of a layer that its weights do not depend on.
-_FREE = ("capacity_factor", "logits_dtype", "allow_tf32")
+_FREE = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning")
 
 
 def load_weights(

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_core.errors import Unsupported
 from moe_core.layers import MoELayerSpec
 from moe_core.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_core.plan import LaunchPlan
 from moe_core.specs import LogitsSpec, MoESpec
 from moe_core.target import Target
 from moe_torch import operators, ops
@@ -45,6 +47,11 @@ class CapacityLimit:
         weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
         x = arrays[0]
         assert x is not None and weight is not None
+        if torch.is_grad_enabled() and any(array is not None and array.requires_grad for array in arrays):
+            raise Unsupported(
+                "a layer with a capacity_factor has no gradient; train it without one, which drops nothing, or call it "
+                "under torch.no_grad()"
+            )
         logits = ops.router(x, weight, bias=bias, spec=self._logits)
         ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=arrays[_MASK])
         layout = ops.make_layout(ids, self._spec.num_experts)
@@ -60,7 +67,7 @@ class CapacityLimit:
         place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
         return torch.where(place < capacity, flat, -1).view(ids.shape)
 
-    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target) -> str:
+    def plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
         """The plans of a forward, in order."""
         weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
         x, spec = arrays[0], self._spec
@@ -69,14 +76,19 @@ class CapacityLimit:
         logits = x.new_empty(num_tokens, spec.num_experts, dtype=torch.float32)
         ids = x.new_empty(num_tokens, spec.top_k, dtype=torch.int32)
         weights = x.new_empty(num_tokens, spec.top_k, dtype=torch.float32)
-        plans = (
+        return (
             operators.ROUTER.plan([x, weight, bias], encode(self._logits), target),
             operators.ROUTE.plan([logits, correction_bias, None], encode(spec.router), target),
             operators.MAKE_LAYOUT.plan([ids, None, None], encode(spec.num_experts, 1, None), target),
             _OPERATOR.plan(_arguments(arrays, ids, weights), self._options, target),
         )
-        limit = f"capacity limit: slots behind the first {spec.capacity(num_tokens)} of an expert get id -1"
-        texts = [plan.explain() for plan in plans]
+
+    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target) -> str:
+        """The plans of a forward as text, in order."""
+        x = arrays[0]
+        assert x is not None
+        limit = f"capacity limit: slots behind the first {self._spec.capacity(x.shape[0])} of an expert get id -1"
+        texts = [plan.explain() for plan in self.plans(arrays, target)]
         return "\n\n".join([*texts[:-1], limit, texts[-1]])
 
 

@@ -23,8 +23,9 @@ from moe_core.layers import (
 )
 from moe_core.operands import RouterWeights
 from moe_core.specs import RouterSpec
+from moe_core.warmup import WarmupReport, token_counts, warmup
 from moe_torch import operators
-from moe_torch.dispatch import call, target_of_device
+from moe_torch.dispatch import call, call_first, target_of_device
 from moe_torch.layers.auxiliary import router_losses
 from moe_torch.layers.capacity import CapacityLimit
 from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
@@ -82,9 +83,8 @@ class MoE(torch.nn.Module):
     `shared_experts.gate_up` `[2S, D]`, `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. Shard them with
     `fully_shard` on the layer or a module around it: the submodules have no forward of their own.
 
-    Forward only: the operator defines no gradient, so a call in grad mode raises Unsupported while a parameter requires
-    one; use `torch.no_grad()` or `layer.requires_grad_(False)`. Raises InvalidInput for options that contradict each
-    other.
+    Differentiable by x and every parameter, auxiliary losses included, unless it has a capacity limit (docs/training.md
+    says what training keeps). Raises InvalidInput for options that contradict each other.
     """
 
     router: RouterParameters
@@ -161,13 +161,16 @@ class MoE(torch.nn.Module):
 
         x: the dtype of the parameters. token_mask bool `[...]`: tokens that are False visit no routed expert (their
         rows are zero, or what shared experts give) and are left out of every statistic. One operator runs unless the
-        layer has a capacity limit. Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported where a
-        gradient is asked for.
+        layer has a capacity limit. Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported where a layer
+        with a capacity limit is asked for a gradient.
         """
         arrays = self._arrays()
         arrays[0] = self._rows(x, arrays[_WEIGHT])
         if token_mask is not None:
             arrays[_MASK] = self._mask(x, token_mask)
+        if self._limit is None and not return_aux:
+            output = call_first(_OPERATOR, *arrays, self._options)
+            return output if x.dim() == 2 else output.view_as(x)
         if self._limit is None:
             output, counts, invalid, ids, chosen, logits = call(_OPERATOR, *arrays, self._options)
         else:
@@ -238,12 +241,32 @@ class MoE(torch.nn.Module):
                     f"got {tuple(tokens)}; pass x.shape"
                 )
             tokens = math.prod(tuple(tokens)[:-1])
-        arrays, down = self._arrays(), self.experts.down
-        arrays[0] = torch.empty(tokens, d_model, dtype=down.dtype, device="meta")
-        target = target_of_device(down.device)
+        arrays, target = self._arrays_for(tokens), target_of_device(self.experts.down.device)
         if self._limit is not None:
             return self._limit.explain(arrays, target)
         return _OPERATOR.plan(arrays, self._options, target).explain()
+
+    def warmup(self, tokens: Sequence[int]) -> WarmupReport:
+        """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
+
+        tokens: the numbers that will come, or a few from small to large. Returns the kernels, with the seconds each
+        took; on a CPU there are none. Raises InvalidInput, Unsupported.
+        """
+        device, plans = self.experts.down.device, []
+        target = target_of_device(device)
+        for count in token_counts(tokens):
+            arrays = self._arrays_for(count)
+            if self._limit is not None:
+                plans += self._limit.plans(arrays, target)
+            else:
+                plans.append(_OPERATOR.plan(arrays, self._options, target))
+        return warmup(plans, (device.index or 0,))
+
+    def _arrays_for(self, num_tokens: int) -> list[Any]:
+        """The operator's arguments for an x of so many tokens, which has no memory."""
+        arrays = self._arrays()
+        arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=self.experts.down.dtype, device="meta")
+        return arrays
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:

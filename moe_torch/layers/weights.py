@@ -17,7 +17,7 @@ from moe_core.layers import HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, p
 from moe_torch.options import DTYPE_NAMES, TORCH_DTYPES
 
 #: Choices of how a layer computes, which say nothing about its weights.
-_FREE_FIELDS = {"capacity_factor": None, "allow_tf32": False, "logits_dtype": "float32"}
+_FREE_FIELDS = {"capacity_factor": None, "allow_tf32": False, "logits_dtype": "float32", "tuning": None}
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,147 @@
+"""Planning of one whole MoE backward, composed of the stage plans."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core import dtypes
+from moe_core.arrays import ArraySpec, require_spec
+from moe_core.backward_stages import BackwardPlanner
+from moe_core.errors import InvalidInput
+from moe_core.moe import KEPT, plan_moe
+from moe_core.operands import MoEOperands, OutputGradients, TopK, named_arrays
+from moe_core.plan import LaunchPlan, PlanBuilder
+from moe_core.specs import MoESpec
+from moe_core.target import Target
+
+#: Arrays of the bundles that have no gradient.
+_CONSTANTS = ("experts.layer", "routing.ids", "routing.correction_bias")
+#: The matrices, whose gradients may be added to an array that is there already.
+_MATRICES = ("gate_up", "up", "down", "weight")
+#: Outputs of the forward that the backward does not read.
+_UNREAD = ("output", "invalid_ids")
+
+
+def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
+    """Every gradient there is: `d_x`, then `d_` and the name of every array of the bundles that is differentiated."""
+    arrays = (
+        *named_arrays(operands.experts, "experts."),
+        *named_arrays(operands.routing, "routing."),
+        *(named_arrays(operands.shared, "shared.") if operands.shared is not None else ()),
+    )
+    return ("d_x", *(f"d_{name}" for name, _ in arrays if name not in _CONSTANTS))
+
+
+def _array_of(name: str, operands: MoEOperands) -> ArraySpec:
+    """What `name`, one of gradient_names, is the gradient of."""
+    bundle, _, field = name.removeprefix("d_").partition(".")
+    found = getattr(operands, bundle)
+    return getattr(found, field) if field else found
+
+
+def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[int, ...]:
+    """That of `name`, one of gradient_names."""
+    array, stacked = _array_of(name, operands), operands.experts.layer is not None
+    if name.startswith("d_shared."):
+        stacked = stacked and name != "d_shared.gate" and array.rank == 3
+    elif not name.startswith("d_experts."):
+        stacked = False
+    return array.shape[1:] if one_layer and stacked else array.shape
+
+
+def _validate(
+    gradients: OutputGradients,
+    operands: MoEOperands,
+    wanted: tuple[str, ...],
+    accumulate: tuple[str, ...],
+    one_layer: bool,
+) -> None:
+    names = gradient_names(operands)
+    if not wanted or not set(wanted) <= set(names) or len(set(wanted)) != len(wanted):
+        raise InvalidInput(f"wanted must name at least one of {', '.join(names)}, each once, got {wanted}; correct it")
+    if one_layer and accumulate:
+        raise InvalidInput(f"accumulate must be () with one_layer, got {accumulate}; accumulate into the whole stack")
+    summable = {name for name in wanted if name.rpartition(".")[2] in _MATRICES}
+    if not set(accumulate) <= summable or len(set(accumulate)) != len(accumulate):
+        raise InvalidInput(
+            f"accumulate must name matrices among the gradients wanted ({', '.join(sorted(summable))}), each once, got "
+            f"{accumulate}; leave the others out"
+        )
+    tokens, d_model = operands.x.shape
+    require_spec("gradients.output", gradients.output, (tokens, d_model), dtypes.MATMUL_DTYPES)
+    extra = [name for name, _ in named_arrays(gradients) if name != "output"]
+    if isinstance(operands.routing, TopK):
+        if extra:
+            raise InvalidInput(
+                f"gradients.{extra[0]} must be None where ids and weights are given, which are no outputs then; got an "
+                "array, leave it out"
+            )
+        return
+    shapes = {
+        "weights": (tokens, "top_k"),
+        "logits": (tokens, "num_experts"),
+        "load_balance": (1,),
+        "z": (1,),
+    }
+    for name in extra:
+        require_spec(f"gradients.{name}", getattr(gradients, name), shapes[name], "float32")
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_moe_backward(
+    gradients: OutputGradients,
+    operands: MoEOperands,
+    spec: MoESpec,
+    target: Target,
+    *,
+    wanted: tuple[str, ...],
+    accumulate: tuple[str, ...] = (),
+    recompute: bool = False,
+    one_layer: bool = False,
+) -> LaunchPlan:
+    """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/training.md.
+
+    gradients, operands: bundles of ArraySpecs; gradients.output `[T, D]` in any matmul dtype, the others only where
+    the forward routes. wanted: of gradient_names, those to compute; nothing is done for the rest. accumulate: matrices
+    among them whose gradient is added, in fp32, to the fp32 array `into.<name>`; the output, fp32 too, may lie in the
+    same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
+    for all others. recompute: the layout and the pre-activation are computed again instead of read.
+
+    Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
+    [weights], [logits] and, unless recompute, `kept.*`, then `into.*`. Outputs: wanted, in that order, with the shape
+    and dtype of what each is the gradient of. Raises InvalidInput, Unsupported.
+    """
+    _validate(gradients, operands, wanted, accumulate, one_layer)
+    forward = plan_moe(
+        operands.x,
+        operands.experts,
+        operands.routing,
+        spec,
+        target,
+        token_mask=operands.token_mask,
+        expert_map=operands.expert_map,
+        shared=operands.shared,
+        keep=True,
+    )
+    inputs = dict(named_arrays(gradients, "gradients."))
+    inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
+    inputs |= {
+        buffer.name: buffer.spec
+        for buffer in forward.outputs
+        if buffer.name not in _UNREAD and not (recompute and buffer.name.startswith(KEPT))
+    }
+    for name in accumulate:
+        inputs[f"into.{name.removeprefix('d_')}"] = ArraySpec(_gradient_shape(name, operands, one_layer), "float32")
+    builder = PlanBuilder("moe_backward", target)
+    for name, array in inputs.items():
+        builder.input(name, array)
+    for name in wanted:
+        shape, dtype = _gradient_shape(name, operands, one_layer), _array_of(name, operands).dtype
+        builder.output(name, ArraySpec(shape, "float32" if name in accumulate else dtype))
+    if not target.compiled:
+        constants = {"spec": spec, "wanted": wanted, "accumulate": accumulate, "one_layer": one_layer}
+        builder.sums("products and sums: the order of NumPy, fp32")
+        builder.reference("backward_plan:moe_backward", {name: name for name in inputs}, constants, wanted)
+        return builder.build()
+    BackwardPlanner(builder, operands, gradients, spec).plan()
+    return builder.build()

@@ -1,0 +1,118 @@
+"""The gradient of the composed operator `moe`, and so of everything made of it.
+
+Way of a training step: `moebius::moe` meets a tensor that asks for a gradient -> its autograd layer, here ->
+`moebius::moe_training` -> later `moebius::moe_backward`, which computes the gradients asked for and nothing else.
+Compiled programs contain the last two. x, the weights and biases of experts, shared expert and router have gradients,
+and given logits or weights; into them flow those of the output and of the weights and logits returned. What is integer
+or bool has none, nor have correction_bias and layer. There are no second derivatives.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+
+from moe_core.errors import Unsupported
+from moe_core.operands import RouterLogits, RouterWeights, TopK
+from moe_torch.dispatch import call
+from moe_torch.operators import MOE
+from moe_torch.options import TORCH_DTYPES, decode, encode
+from moe_torch.training import BACKWARD, RESULTS, TRAINING, kept_names
+
+_CONSTANTS = {"experts.layer", "routing.ids", "routing.correction_bias", "token_mask", "expert_map"}
+#: The names of tensors that have gradients, and the places of the results into which gradients flow.
+_DIFFERENTIABLE = {kind: frozenset(operator.names) - _CONSTANTS for kind, operator in MOE.items()}
+_FLOWING = {TopK: (0,), RouterLogits: (0, 4), RouterWeights: (0, 4, 5)}
+_NUM_RETURNED = {kind: len(operator.overload._schema.returns) for kind, operator in MOE.items()}
+_NO_VMAP = "moe has no gradient inside of torch.func.vmap; take the gradient of the whole batch, or loop over it"
+
+
+class _MoE(torch.autograd.Function):
+    """`(kind of routing, tensors of moe, options) -> results of moe_training`."""
+
+    @staticmethod
+    def forward(kind: type, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(call(TRAINING[kind], *arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.kind, *tensors, ctx.options = inputs
+        flowing = [output[place] for place in _FLOWING[ctx.kind]]
+        ctx.mark_non_differentiable(*[one for one in output if not any(one is other for other in flowing)])
+        ctx.set_materialize_grads(False)
+        # Given ids and weights are among the results: see RESULTS.
+        names, twice = MOE[ctx.kind].names, RESULTS[ctx.kind]
+        saved = [None if name in twice else tensor for name, tensor in zip(names, tensors, strict=True)]
+        ctx.save_for_backward(*saved, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        kind, names, saved = ctx.kind, MOE[ctx.kind].names, ctx.saved_tensors
+        (spec,) = decode(ctx.options)
+        known = dict(zip(names, saved, strict=False))
+        kept = kept_names(known["shared.gate_up"], known["shared.gate"])
+        known |= dict(zip((*RESULTS[kind], *kept), saved[len(names) :], strict=True))
+        upstream = [gradients[place] for place in _FLOWING[kind]]
+        if upstream[0] is None:
+            dtype = known["x"].dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
+            upstream[0] = torch.zeros_like(known["x"], dtype=dtype, memory_format=torch.contiguous_format)
+        labels = ("gradients.output", "gradients.weights", "gradients.logits")
+        known |= {name: _dense(gradient) for name, gradient in zip(labels, upstream, strict=False)}
+        asked = [
+            name
+            for name, needed in zip(names, ctx.needs_input_grad[1:], strict=False)
+            if needed and name in _DIFFERENTIABLE[kind]
+        ]
+        options = encode(spec, tuple(f"d_{name}" for name in asked))
+        operator = BACKWARD[kind]
+        found = dict(zip(asked, call(operator, *[known.get(name) for name in operator.names], options), strict=True))
+        return (None, *[found.get(name) for name in names], None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+        raise Unsupported(_NO_VMAP)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Gradients come in any strides, those of a sum in none."""
+    return None if gradient is None else gradient.contiguous()
+
+
+class _MoEBackward(torch.autograd.Function):
+    """`moe_backward` where the gradients may be differentiated again, as with create_graph=True: that is refused."""
+
+    @staticmethod
+    def forward(kind: type, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(call(BACKWARD[kind], *arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise Unsupported(
+            "moe has a gradient, and no gradient of that one; leave second derivatives out, or detach() the gradients"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+        raise Unsupported(_NO_VMAP)
+
+
+def _gradient(kind: type, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return _MoE.apply(kind, *arguments)[: _NUM_RETURNED[kind]]
+
+
+def _second_gradient(kind: type, *arguments: Any) -> list[torch.Tensor]:
+    return list(_MoEBackward.apply(kind, *arguments))
+
+
+def define_gradients() -> None:
+    """Give `moe` its gradient."""
+    for kind, operator in MOE.items():
+        operator.define_gradient(_DIFFERENTIABLE[kind], functools.partial(_gradient, kind))
+        backward = BACKWARD[kind]
+        backward.define_gradient(frozenset(backward.names), functools.partial(_second_gradient, kind))

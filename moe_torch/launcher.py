@@ -1,0 +1,150 @@
+"""The composed operator bound to its weights: what a call checks is x."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs import MoESpec
+from moe_torch import eager
+from moe_torch.dispatch import Operator, Ready, array_spec, call_first, require_one_device, target_of_device
+from moe_torch.ops import moe_arguments, routing_arrays
+from moe_torch.options import encode, require_instance
+
+#: Plans one launcher remembers.
+_READY_LIMIT = 4096
+
+
+def prepare_moe(
+    experts: ExpertWeights,
+    routing: RouterWeights | type[RouterLogits] | type[TopK],
+    spec: MoESpec,
+    *,
+    expert_map: torch.Tensor | None = None,
+    shared: SharedExpert | None = None,
+) -> MoELauncher:
+    """Bind the composed operator to its weights: `prepare_moe(experts, routing, spec)(x)` is `moe(x, ...).output`.
+
+    For decoding loops, where the host's time per call counts: the weights are checked here, once. routing:
+    RouterWeights, or the class RouterLogits or TopK, of which each call then brings an object. The other arguments are
+    those of `moe`.
+    Raises InvalidInput for arguments of the wrong type, dtype or alignment or on several devices, Unsupported for
+    tensors that are no ordinary CPU or CUDA tensors; what does not fit x is found by the first call.
+    """
+    if isinstance(routing, RouterWeights):
+        kind, known = RouterWeights, routing
+    elif routing is RouterLogits or routing is TopK:
+        kind, known = routing, routing(None, None)
+    else:
+        raise InvalidInput(
+            f"routing must be a RouterWeights, or the class RouterLogits or TopK, got {_name(routing)}; bind the "
+            "router, or bring logits or ids with each call"
+        )
+    operator, arrays = moe_arguments(None, experts, known, spec, None, expert_map, shared)
+    return MoELauncher(operator, kind, arrays, encode(spec))
+
+
+def _name(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+class MoELauncher:
+    """`launcher(x)`: the output `[T, D]` of a whole MoE forward whose weights are bound. Made by `prepare_moe`.
+
+    Any number of tokens fits. A call launches the kernels of `moe` and gives its bits. Where a call of `moe` would be
+    more than its kernels (under `torch.compile`, functional transforms, modes, profilers and for gradients) it is one,
+    gradients included.
+
+    The values of the bound tensors may change in place; their shapes, strides and memory are those they were bound
+    with, and the memory stays allocated as long as the launcher. Giving them another (`parameter.data = ...`,
+    `module.to(...)`, sharding) is seen: the next call raises InvalidInput.
+    """
+
+    def __init__(self, operator: Operator, kind: type, arrays: Sequence[Any], options: str) -> None:
+        names = operator.names
+        named = [(name, array) for name, array in zip(names, arrays, strict=True) if array is not None]
+        for name, tensor in named:
+            array_spec(name, tensor)
+        # Refuses devices without kernels.
+        target_of_device(require_one_device(named))
+        for name, tensor in named:
+            if not eager.plain_tensor(tensor):
+                raise Unsupported(
+                    f"{name} must be an ordinary CPU or CUDA tensor to be bound, got {type(tensor).__name__}; "
+                    "call moe_torch.moe with it"
+                )
+        operator.require_alignment((*arrays, options))
+        self._operator, self._kind, self._arrays, self._options = operator, kind, tuple(arrays), options
+        self._names, self._bound = [name for name, _ in named], [tensor for _, tensor in named]
+        # Aliases keep memory, shapes and strides, even when the tensors get others.
+        self._kept = tuple(None if array is None else array.detach() for array in arrays)
+        self._addresses = [tensor.data_ptr() for tensor in self._bound]
+        given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
+        self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
+        self._ready: dict[Any, Ready] = {}
+
+    def __call__(
+        self, x: torch.Tensor, routing: RouterLogits | TopK | None = None, *, token_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """output `[T, D]` in the dtype of x, or in spec.out_dtype. routing: what each call brings, or None where
+        RouterWeights are bound.
+
+        Raises what `moe` raises, and InvalidInput where the memory of a bound tensor was replaced.
+        """
+        if self._kind is not RouterWeights:
+            require_instance("routing", routing, self._kind)
+            given = (x, *routing_arrays(routing), token_mask)  # pyright: ignore[reportArgumentType]
+        elif routing is None:
+            given = (x, token_mask)
+        else:
+            raise InvalidInput(
+                f"routing must be None where RouterWeights are bound, got {_name(routing)}; leave it out"
+            )
+        if torch.compiler.is_compiling():
+            return call_first(self._operator, *self._arguments(self._arrays, given))
+        key = eager.plain_key((*given, self._options))
+        if key is None or self._asks_for_gradient():
+            return call_first(self._operator, *self._arguments(self._arrays, given))
+        addresses = [tensor.data_ptr() for tensor in self._bound]
+        if addresses != self._addresses:
+            self._refuse_replaced(addresses)
+        ready = self._ready.get(key) or self._remember(key, given)
+        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        try:
+            return ready.run([addresses[index] for index in ready.selection])[0]
+        except InvalidInput:
+            self._operator.require_alignment(self._arguments(self._kept, given))
+            raise
+
+    def _arguments(self, bound: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+        """The operator's arguments."""
+        arrays = list(bound)
+        for place, array in zip(self._given, given, strict=True):
+            arrays[place] = array
+        return (*arrays, self._options)
+
+    def _asks_for_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)
+
+    def _refuse_replaced(self, addresses: Sequence[int]) -> NoReturn:
+        for name, address, bound in zip(self._names, addresses, self._addresses, strict=True):
+            if address != bound:
+                raise InvalidInput(
+                    f"{name} must keep the memory it was bound with, at {bound:#x}, got {address:#x}; "
+                    "call prepare_moe again"
+                )
+        raise AssertionError("no address differs")
+
+    def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
+        """The plan for what a call brings, reading addresses of the bound tensors first, then of those given."""
+        ready = self._operator.ready_first(self._arguments(self._kept, given))
+        places = [self._operator.names.index(name) for name in self._names] + list(self._given)
+        ready = ready._replace(selection=tuple(places.index(place) for place in ready.selection))
+        if len(self._ready) >= _READY_LIMIT:
+            self._ready.clear()
+        self._ready[key] = ready
+        return ready

@@ -1,0 +1,137 @@
+"""Faults planted in copies of the backward's kernels, and the process that runs their op tests on each copy.
+
+Run as a script: `python -m tests.backward_faults PLAN`. PLAN is JSON: a list of [folder with kernels, test file].
+pytest and NumPy are imported once; every entry then runs in a fork whose kernels come from its folder, and leaves
+pytest's exit status in `status` in its folder and its output in `log`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.planted_faults import KERNELS
+
+
+@dataclass(frozen=True)
+class OpFault:
+    """One line of a kernel changed: `old`, which must occur, becomes `new`; tests of the op must fail."""
+
+    old: str
+    new: str
+
+
+#: By kernel file; its tests are `tests/test_<file>.py`. None reads or writes outside of its arrays.
+FAULTS: dict[str, tuple[OpFault, ...]] = {
+    "activation_backward": (
+        OpFault("share * (1.0 + bounded * (1.0 - share))", "share * (1.0 + bounded * share)"),
+        OpFault("0.5 * twice + bounded * density", "0.5 * twice - bounded * density"),
+        OpFault("1.0 + 0.134145 * square", "1.0 + 0.044715 * square"),
+        OpFault("tl.where(gate > LIMIT, 0.0, d_gate)", "d_gate"),
+        OpFault("tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)", "tl.where(up > LIMIT, 0.0, d_up)"),
+        OpFault("tl.join(d_gate, d_up)", "tl.join(d_up, d_gate)"),
+        OpFault("bounded = clamp(x, 128.0)", "bounded = x"),
+        OpFault("products += z * hidden", "products += upstream * hidden"),
+        OpFault("total += tl.load(bias_product", "total -= tl.load(bias_product"),
+        OpFault("present = written & (found >= 0)", "present = written & (found >= 1)"),
+        OpFault("weight[:, None] * hidden", "hidden"),
+    ),
+    "backward_rows": (
+        OpFault("tl.load(group_start + 1 + group", "tl.load(group_start + group"),
+        OpFault("for first in range(0, NUM_EXPERTS, EXPERTS):", "for first in range(0, EXPERTS, EXPERTS):"),
+        OpFault("0), NUM_LAYERS - 1)", "0), 0)"),
+        OpFault("tokens = (slots // TOP_K)", "tokens = (slots * 0)"),
+        OpFault("sigmoid(value) * sigmoid(-value)", "sigmoid(value) * sigmoid(value)"),
+        OpFault("sigmoid(tl.load(gate", "(tl.load(gate"),
+        OpFault("a + tl.load(second", "a - tl.load(second"),
+        OpFault("value.to(y.dtype.element_ty)", "(1.001 * value).to(y.dtype.element_ty)"),
+        OpFault("total = weight[:, None] * gradient", "total = gradient"),
+        OpFault("total += tl.load(extra", "total -= tl.load(extra"),
+        OpFault("partial += gradient * tl.load(x", "partial = gradient * tl.load(x"),
+        OpFault("present = inside & (rows >= 0)", "present = inside & (rows >= 1)"),
+    ),
+    "weight_gradient": (
+        OpFault("tl.load(group_sizes + group)", "tl.load(group_sizes + group) - 1"),
+        OpFault("tl.load(layer) == tl.program_id(2)", "tl.load(layer) >= tl.program_id(2)"),
+        OpFault("(slots // TOP_K)", "(slots * 0)"),
+        OpFault("(tl.load(row_mask + rows, mask=exists, other=0) != 0)", "True"),
+        OpFault("source_rows(rows, slots, LEFT_GATHER", "source_rows(rows, rows, LEFT_GATHER"),
+        OpFault("* RIGHT_STRIDE + RIGHT_START", "* RIGHT_STRIDE"),
+        OpFault("other=0.0) + accumulator", "other=0.0) - accumulator"),
+        OpFault("start = group * part_rows", "start = group * (part_rows - 1)"),
+        OpFault("tile *= tl.load(row_weight", "tile += 0.0 * tl.load(row_weight"),
+        OpFault("partial += tile", "partial = tile"),
+        OpFault("rest = values - high.to(tl.float32)", "rest = values * 0.0"),
+        OpFault("for part in range(0, count):", "for part in range(1, count):"),
+        OpFault("tl.load(layer) == tl.program_id(1)", "tl.load(layer) >= tl.program_id(1)"),
+    ),
+    "routing_backward": (
+        OpFault("tl.where(total == 0.0, 0.0, tl.div_rn(values, total))", "tl.div_rn(values, total)"),
+        OpFault('return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")'),
+        OpFault("2.0 * softplus", "softplus"),
+        OpFault("mask=stored, other=0.0) * SCALE", "mask=stored, other=0.0)"),
+        OpFault("placed = centred(shares(values), gradient)", "placed = shares(values) * gradient"),
+        OpFault("probability * (result - tl.sum(values * gradient, axis=1)[:, None])", "probability * result"),
+        OpFault("count * TOP_K", "count"),
+        OpFault("(largest + tl.log(total))", "tl.log(total)"),
+        OpFault("tl.where(kept[:, None], result, 0.0)", "result + 1e-3"),
+        OpFault("count = tl.load(token_count)", "count = 1 + tl.load(token_count)"),
+    ),
+}
+
+
+def plant(kernel_file: str, fault: OpFault, folder: Path) -> None:
+    """Copy every kernel file into `folder`, one of them with the fault."""
+    folder.mkdir()
+    for path in KERNELS.glob("*.py"):
+        source = path.read_text()
+        if path.stem == kernel_file:
+            assert fault.old in source, f"{path.name} no longer holds {fault.old!r}: plant the fault elsewhere"
+            source = source.replace(fault.old, fault.new)
+        (folder / path.name).write_text(source)
+
+
+class _NoShrinking:
+    """That a drawn example fails is enough; making it smaller takes a hundred times as long."""
+
+    @staticmethod
+    def pytest_collection() -> None:
+        """After conftest.py chose its profile and before the tests, which take the one of that moment."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("faults", settings.get_profile("moebius"), phases=[Phase.generate])
+        settings.load_profile("faults")
+
+
+def _run(folder: Path, tests: str) -> int:
+    importlib.import_module("moe_core.kernels").__path__[:] = [str(folder)]
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", tests], plugins=[_NoShrinking()]))
+
+
+def _fork(folder: Path, tests: str) -> int:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = -1
+    try:
+        with (folder / "log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            status = _run(folder, tests)
+            sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    for place, file in json.loads(sys.argv[1]):
+        (Path(place) / "status").write_text(str(_fork(Path(place), file)))

@@ -1,0 +1,70 @@
+"""Plans of the backward's small ops that stand for what training uses: for the compile gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_core.activation_backward import plan_activation_backward, plan_expert_activation_backward
+from moe_core.arrays import ArraySpec
+from moe_core.operands import ExpertActivationOperands, RoutingGradients
+from moe_core.plan import LaunchPlan
+from moe_core.routing_backward import plan_routing_backward
+from moe_core.specs import ACTIVATIONS, Activation, RouterSpec
+from moe_core.target import Target
+
+TOKENS = 4096
+#: d_ff, K and activation of layers between which every gate layout and tile width appears.
+EXPERTS = (
+    (768, 8, Activation("silu")),
+    (2880, 4, Activation("swiglu_oai", True, "interleaved")),
+    (14336, 2, Activation("silu", True, "separate")),
+    (768, 2, Activation("gelu", True, "interleaved")),
+    (2048, 2, Activation("gelu_tanh", False)),
+)
+#: E and K.
+ROUTERS = ((128, 8), (384, 6), (4096, 8))
+
+
+def activation_plans(target: Target) -> Iterator[LaunchPlan]:
+    for name in ACTIVATIONS:
+        for layout in ("halves", "interleaved", "separate"):
+            separate = layout == "separate"
+            x, d_y = ArraySpec((256, 768 if separate else 1536), "bfloat16"), ArraySpec((256, 768), "bfloat16")
+            yield plan_activation_backward(d_y, x, Activation(name, True, layout), target, up=x if separate else None)
+        if name != "swiglu_oai":
+            wide = ArraySpec((256, 768), "float32")
+            yield plan_activation_backward(wide, wide, Activation(name, False), target)
+    for width, top_k, activation in EXPERTS:
+        slots = ArraySpec((TOKENS * top_k,), "int32")
+        weight, product = ArraySpec((TOKENS, top_k), "float32"), ArraySpec(slots.shape, "float32")
+        pre = ArraySpec((*slots.shape, activation.input_width(width)), "bfloat16")
+        for dtype in ("float32", "bfloat16"):
+            d_hidden = ArraySpec((*slots.shape, width), dtype)
+            operands = ExpertActivationOperands(d_hidden, pre, slots, weight, product)
+            yield plan_expert_activation_backward(operands, activation, target, slot_of_row=slots)
+        dense = ExpertActivationOperands(d_hidden, pre)
+        yield plan_expert_activation_backward(dense, activation, target, outputs=("d_pre", "weighted_hidden"))
+
+
+def routing_plans(target: Target) -> Iterator[LaunchPlan]:
+    for num_experts, top_k in ROUTERS:
+        logits, weights = ArraySpec((TOKENS, num_experts), "float32"), ArraySpec((TOKENS, top_k), "float32")
+        ids, mask = ArraySpec((TOKENS, top_k), "int32"), ArraySpec((TOKENS,), "bool")
+        one, counts = ArraySpec((1,), "float32"), ArraySpec((num_experts,), "int32")
+        everything = RoutingGradients(weights, logits, one, one, counts)
+        for router in (
+            RouterSpec(top_k),
+            RouterSpec(top_k, renormalize=True),
+            RouterSpec(top_k, order="topk_then_softmax"),
+            RouterSpec(top_k, "sigmoid", renormalize=True, scale=2.5),
+            RouterSpec(top_k, "sqrt_softplus"),
+        ):
+            yield plan_routing_backward(everything, logits, ids, router, target, token_mask=mask)
+            yield plan_routing_backward(RoutingGradients(weights), logits, ids, router, target)
+        losses = RoutingGradients(load_balance=one, z=one, tokens_per_expert=counts)
+        yield plan_routing_backward(losses, logits, None, RouterSpec(top_k, "sigmoid"), target)
+
+
+def plans(target: Target) -> Iterator[LaunchPlan]:
+    yield from activation_plans(target)
+    yield from routing_plans(target)

@@ -1,0 +1,212 @@
+"""What the tests of JAX gradients share: whole problems, the same in a plain loop, the plans of programs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import moe_jax
+from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, named_arrays
+from moe_core.plan import LaunchPlan, lookup
+from moe_core.specs import Activation, MoESpec, RouterSpec
+from tests.jax_support import draw
+
+T, K, E, D, F = 7, 2, 5, 24, 16
+
+
+class Problem(NamedTuple):
+    """The arguments of `moe` that hold arrays, as one pytree; x, experts, routing and shared are differentiated."""
+
+    x: Any
+    experts: ExpertWeights
+    routing: Any
+    shared: SharedExpert | None = None
+    token_mask: Any = None
+    expert_map: Any = None
+
+
+def run(problem: Problem, spec: MoESpec, front_end: Any = moe_jax) -> moe_jax.MoEOutput:
+    """The op."""
+    x, experts, routing, shared, token_mask, expert_map = problem
+    return front_end.moe(x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared)
+
+
+def make(spec: MoESpec, kind: type = RouterWeights, dtype: str = "float32", **options: Any) -> Problem:
+    """A drawn problem. options: bias, correction_bias, shared (bool or "gate"), mask, expert_map, seed."""
+    random = np.random.default_rng(options.get("seed", 0))
+    activation, out_in = spec.activation, spec.weight_layout == "out_in"
+
+    def matrix(*shape: int) -> np.ndarray:
+        array = draw(random, *shape, dtype=dtype)
+        return np.ascontiguousarray(array.swapaxes(-1, -2)) if out_in else array
+
+    def vector(*shape: int) -> np.ndarray | None:
+        return draw(random, *shape) * np.float32(0.3) if options.get("bias") else None
+
+    separate = activation.gate_layout == "separate"
+    width = F if separate or not activation.gated else 2 * F
+    experts = ExpertWeights(
+        matrix(E, D, width),
+        matrix(E, F, D),
+        matrix(E, D, F) if separate else None,
+        vector(E, width),
+        vector(E, F) if separate else None,
+        vector(E, D),
+    )
+    num_global = E + 2 if options.get("expert_map") else E
+    mask = np.arange(T) != 3 if options.get("mask") else None
+    expert_map = np.array([0, 1, -1, 2, 3, -1, 4], np.int32) if options.get("expert_map") else None
+    correction = draw(random, num_global) if options.get("correction_bias") else None
+    x = draw(random, 1, T, D, dtype=dtype)[0]
+    if kind is RouterWeights:
+        gate = draw(random, D, num_global)
+        gate = np.ascontiguousarray(gate.T) if spec.router_weight_layout == "out_in" else gate
+        routing: Any = RouterWeights(gate, vector(num_global), correction)
+    elif kind is RouterLogits:
+        routing = RouterLogits(draw(random, 1, T, num_global)[0], correction)
+    else:
+        ids = random.integers(-1, num_global, (T, K)).astype(np.int32)
+        routing = TopK(ids, random.random((T, K), np.float32))
+    shared = None
+    if options.get("shared"):
+        gated = options["shared"] == "gate"
+        shared = SharedExpert(
+            matrix(D, width), matrix(F, D), matrix(D, F) if separate else None, matrix(D, 1) if gated else None
+        )
+    return Problem(x, experts, routing, shared, mask, expert_map)
+
+
+def _activated(pre: jax.Array, up: jax.Array | None, activation: Activation) -> jax.Array:
+    width = pre.shape[-1] // 2
+    gate = pre
+    if activation.gate_layout == "halves":
+        gate, up = pre[:width], pre[width:]
+    elif activation.gate_layout == "interleaved":
+        gate, up = pre[0::2], pre[1::2]
+    if activation.name == "swiglu_oai":
+        assert up is not None and activation.limit is not None
+        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
+    acts = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "relu2": _relu2}
+    value = acts[activation.name](gate)
+    return value if up is None else value * up
+
+
+def _relu2(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _expert(x: jax.Array, bundle: Any, expert: int | None, spec: MoESpec) -> jax.Array:
+    """One row through one expert; None: the shared one."""
+
+    def of(name: str) -> Any:
+        array = getattr(bundle, name, None)
+        return array if array is None or expert is None else array[expert]
+
+    def product(x: jax.Array, matrix: str, bias: str) -> jax.Array | None:
+        weight, offset = of(matrix), of(bias)
+        if weight is None:
+            return None
+        result = x @ (weight.T if spec.weight_layout == "out_in" else weight)
+        return result if offset is None else result + offset
+
+    pre = product(x, "gate_up", "gate_up_bias")
+    assert pre is not None
+    result = product(_activated(pre, product(x, "up", "up_bias"), spec.activation), "down", "down_bias")
+    assert result is not None
+    return result
+
+
+def _weights(logits: jax.Array, ids: list[int], router: RouterSpec) -> jax.Array:
+    """The weights of one token's experts."""
+    chosen = jnp.array(ids)
+    if router.order == "topk_then_softmax":
+        return router.scale * jax.nn.softmax(logits[chosen])
+    scores = {
+        "softmax": jax.nn.softmax,
+        "sigmoid": jax.nn.sigmoid,
+        "sqrt_softplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+    }[router.scoring](logits)[chosen]
+    return router.scale * (scores / scores.sum() if router.renormalize else scores)
+
+
+def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(output, weights, logits) in a loop over tokens and slots, for the ids that the op chose."""
+    x, experts, routing, shared, *maps = problem
+    mask, expert_map = (None if one is None else np.asarray(one) for one in maps)
+    logits = None
+    if isinstance(routing, RouterLogits):
+        logits = routing.logits
+    elif isinstance(routing, RouterWeights):
+        logits = x @ (routing.weight.T if spec.router_weight_layout == "out_in" else routing.weight)
+        logits = logits if routing.bias is None else logits + routing.bias
+        if mask is not None:  # What flows into the logits of a masked token goes no further.
+            logits = jnp.where(mask[:, None], logits, jax.lax.stop_gradient(logits))
+    rows, every = [], []
+    for token in range(x.shape[0]):
+        chosen = [int(expert) for expert in ids[token]]
+        is_masked = mask is not None and not mask[token]
+        if isinstance(routing, TopK):
+            weights = routing.weights[token]
+        elif is_masked:
+            weights = jnp.zeros(len(chosen))
+        else:
+            assert spec.router is not None and logits is not None
+            weights = _weights(logits[token], chosen, spec.router)
+        every.append(weights)
+        row = jnp.zeros(x.shape[1])
+        for slot, expert in enumerate(chosen):
+            local = expert if expert < 0 or expert_map is None else int(expert_map[expert])
+            if local < 0 or is_masked:
+                continue
+            if spec.apply_router_weight_on_input:
+                row = row + _expert(x[token] * weights[slot], experts, local, spec)
+            else:
+                row = row + weights[slot] * _expert(x[token], experts, local, spec)
+        if shared is not None:
+            more = _expert(x[token], shared, None, spec)
+            if shared.gate is not None:
+                gate = shared.gate.T if spec.weight_layout == "out_in" else shared.gate
+                more = more * jax.nn.sigmoid(x[token] @ gate)
+            row = row + more
+        rows.append(row)
+    return jnp.stack(rows), None if isinstance(routing, TopK) else jnp.stack(every), logits
+
+
+def is_float(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def split(problem: Problem) -> tuple[dict[str, Any], Any]:
+    """The floating arrays that have gradients, by name, and a function that puts others in their place."""
+    names = {"x": problem.x}
+    for prefix, bundle in (("experts.", problem.experts), ("routing.", problem.routing), ("shared.", problem.shared)):
+        if bundle is not None:
+            names |= dict(named_arrays(bundle, prefix))
+    names = {name: array for name, array in names.items() if is_float(array) and "correction" not in name}
+
+    def put(arrays: dict[str, Any]) -> Problem:
+        result = problem._replace(x=arrays.get("x", problem.x))
+        for field in ("experts", "routing", "shared"):
+            own = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(field + ".")}
+            if own:
+                bundle = getattr(result, field)
+                result = result._replace(**{field: type(bundle)(**(dict(named_arrays(bundle)) | own))})
+        return result
+
+    return names, put
+
+
+def plans_in(lowered: Any) -> list[LaunchPlan]:
+    """The plans of the custom calls of a lowered program, in order."""
+    return [lookup(key) for key in re.findall(r'backend_config = \{plan = "([^"]+)"\}', lowered.as_text())]
+
+
+def gradients_in(plan: LaunchPlan) -> tuple[str, ...]:
+    """The names of what a backward computes."""
+    assert plan.name == "moe_backward"
+    return tuple(buffer.name for buffer in plan.outputs)

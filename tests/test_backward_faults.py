@@ -1,0 +1,33 @@
+"""Tests of the tests: a fault planted in any kernel of the backward makes its op's tests fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backward_faults import FAULTS, OpFault, plant
+
+ROOT = Path(__file__).parents[1]
+NO_FAULT = OpFault("", "")
+
+
+@pytest.mark.parametrize("kernel_file", list(FAULTS))
+def test_faults_are_found(kernel_file: str, tmp_path: Path) -> None:
+    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying."""
+    folders = {tmp_path / str(number): fault for number, fault in enumerate((NO_FAULT, *FAULTS[kernel_file]))}
+    for folder, fault in folders.items():
+        plant("" if fault is NO_FAULT else kernel_file, fault, folder)
+    file = f"tests/test_{kernel_file}.py"
+    plan = json.dumps([[str(folder), file] for folder in folders])
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-m", "tests.backward_faults", plan], cwd=ROOT, env=environment, check=True)
+    for folder, fault in folders.items():
+        log = (folder / "log").read_text()
+        wanted = pytest.ExitCode.OK if fault is NO_FAULT else pytest.ExitCode.TESTS_FAILED
+        assert (folder / "status").read_text() == str(int(wanted)), f"{fault}\n{log}"
+        assert fault is NO_FAULT or "AssertionError" in log, f"{fault} broke the kernel instead of its numbers\n{log}"
