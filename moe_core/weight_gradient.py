@@ -21,6 +21,8 @@ from moe_core.tuning import TileConfig
 _GATHERS = ("row", "slot", "token")
 #: Steps along the rows that a part of a dense product has at least: fewer would only move work into the sum of parts.
 _STEPS_PER_PART = 8
+#: Warps of dense products that a multiprocessor is given: it holds several small tiles at once.
+_WARPS_PER_SM = 16
 _SUM_BLOCK = {"cuda": 1024, "interpreter": 65536}
 
 
@@ -198,8 +200,8 @@ def plan_weight_gradient(
     parts = 1
     if layout is None:
         steps = -(-rows // tile.block_k)
-        sms = target.num_sms if target.kind == "cuda" else 2
-        parts = max(1, min(sms // (tiles_m * tiles_n), steps // _STEPS_PER_PART))
+        programs = target.num_sms * max(1, _WARPS_PER_SM // tile.num_warps) if target.kind == "cuda" else 2
+        parts = max(1, min(programs // (tiles_m * tiles_n), steps // _STEPS_PER_PART))
     part_rows = -(-rows // parts)
     parts = max(1, -(-rows // max(1, part_rows)))
     results = {"d_weight": "d_weight", "d_bias": "d_bias"}

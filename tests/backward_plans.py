@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_core import backward_rows
 from moe_core.activation_backward import plan_activation_backward, plan_expert_activation_backward
 from moe_core.arrays import ArraySpec
 from moe_core.operands import ExpertActivationOperands, RoutingGradients
@@ -65,6 +66,19 @@ def routing_plans(target: Target) -> Iterator[LaunchPlan]:
         yield plan_routing_backward(losses, logits, None, RouterSpec(top_k, "sigmoid"), target)
 
 
+def row_plans(target: Target) -> Iterator[LaunchPlan]:
+    """What a gate, a weighted input, another dtype of the output's gradient and a second part of d_x need."""
+    for dtype in ("bfloat16", "float32"):
+        x, gate = ArraySpec((TOKENS, 5120), dtype), ArraySpec((TOKENS, 1), "float32")
+        yield backward_rows.plan_weighted_input(x, x, target, outputs=("d_x",), with_extra=True)
+        yield backward_rows.plan_weighted_input(x, x, target, outputs=("d_weight",))
+        yield backward_rows.plan_cast_rows(x, "float32" if dtype == "bfloat16" else "bfloat16", target)
+    yield backward_rows.plan_gate_weight(gate, target)
+    yield backward_rows.plan_gate_gradient(gate, target)
+    yield backward_rows.plan_add(gate, target)
+
+
 def plans(target: Target) -> Iterator[LaunchPlan]:
+    yield from row_plans(target)
     yield from activation_plans(target)
     yield from routing_plans(target)

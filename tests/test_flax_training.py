@@ -100,10 +100,11 @@ def test_linen_layers_train(engine: str, family: str) -> None:
         require_close(found, plain_gradients(parameters, x, spec, aux)[0])
 
 
-def test_a_scan_over_an_nnx_stack_trains_it() -> None:
+@on_engines
+def test_a_scan_over_an_nnx_stack_trains_it(engine: str) -> None:
     """The stack's gradients are those of layers by themselves; every layer's are there."""
     spec = preset("deepseek_v3")
-    with running_on("reference"):
+    with running_on(engine):
         weights = [draw_weights(spec, seed=seed) for seed in range(3)]
         stack = nnx_layer(weights, spec, num_layers=3)
         singles = [nnx_layer(one, spec) for one in weights]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ class Problem:
         return found
 
 
-def spec_of(value):
+def spec_of(value) -> Any:
     """ArraySpecs in the place of arrays."""
     if value is None or isinstance(value, np.ndarray):
         return None if value is None else ArraySpec(value.shape, value.dtype.name)
@@ -335,7 +336,9 @@ def test_one_layer_of_a_stack() -> None:
         arrays = {name: np.stack([np.full_like(array, np.nan), array]) for name, array in named_arrays(bundle)}
         return dataclasses.replace(bundle, **arrays | changes)
 
-    shared = stacked(single.operands.shared, gate=single.operands.shared.gate)
+    alone_shared = single.operands.shared
+    assert alone_shared is not None
+    shared = stacked(alone_shared, gate=alone_shared.gate)
     experts = stacked(single.operands.experts, layer=np.array([1], np.int32))
     problem = dataclasses.replace(single, operands=dataclasses.replace(single.operands, experts=experts, shared=shared))
     found, alone = problem.backward(), single.backward()
@@ -380,6 +383,6 @@ def test_capacity_is_the_forwards() -> None:
     """The kept rows are those of a layout without alignment."""
     problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")))
     ids = problem.operands.routing.ids
-    layout = LayoutSpec(*ids.shape, problem.operands.experts.down.shape[0])
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], problem.operands.experts.down.shape[0])
     plan = problem.forward(cpu_target())[0]
     assert plan.spec("kept.pre_activation").shape == (layout.capacity, 34) and layout.capacity == ids.size
