@@ -81,7 +81,7 @@ class BackwardPlanner:
             self.d_out = self._call(plan, "output gradient", x=self.d_out)
 
     def _recompute(self) -> None:
-        """The layout and matmul 1 again, with the forward's tiles and so to its bits."""
+        """The layout and matmul 1 again, with the tiles of a forward that keeps the pre-activation: to its bits."""
         builder, operands, experts, spec, target = self.builder, self.operands, self.experts, self.spec, self.target
         options = {"expert_map": operands.expert_map, "token_mask": operands.token_mask}
         plan = plan_layout(builder.spec(self.ids), self.layout, target, **options)
@@ -94,16 +94,18 @@ class BackwardPlanner:
         matmul = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32, tuning)
         pre = kept_pre_activation(experts, self.x, spec, self.layout.capacity)
         self.pre = builder.scratch("pre_activation", pre)
+        name = self._source()
+        source = builder.spec(name)
         first = MatmulOperands(
-            self.x, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer=experts.layer
+            source, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer=experts.layer
         )
         plan = plan_matmul_ogs(first, self.layout, matmul, target, stage=0, outputs=("pre",))
         names = {"weight": "gate_up", "up": "up", "bias": "gate_up_bias", "up_bias": "up_bias", "layer": "layer"}
         bindings = {name: f"experts.{names[name]}" for name, _ in named_arrays(first) if name in names}
-        problem = matmul_problem(self.x, width, self.layout, matmul, ("pre",))
+        problem = matmul_problem(source, width, self.layout, matmul, ("pre",))
         block_m = choose_tile(problem, target, tuning, "tuning.matmul_1").config.block_m
         bindings |= {"schedule": self._schedule(block_m)} | self._groups()
-        self._call(plan, "matmul 1", x=self._source(), pre=self.pre, **bindings)
+        self._call(plan, "matmul 1", x=name, pre=self.pre, **bindings)
 
     def _source(self) -> str:
         """What matmul 1 read: x, or x times the weight."""

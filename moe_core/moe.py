@@ -235,8 +235,10 @@ class _MoEPlanner:
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         hidden_spec = ArraySpec((layout.capacity, width), self.x.dtype)
         on_input = spec.apply_router_weight_on_input
+        # What matmul 1 reads: x as it lies, or x times the weight, which is contiguous.
+        source = ArraySpec((self.tokens, self.d_model), self.x.dtype) if on_input else self.x
         first = MatmulOperands(
-            self.x, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer=experts.layer
+            source, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer=experts.layer
         )
         row_weight = None if on_input else builder.spec(weights)
         second = MatmulOperands(
@@ -246,7 +248,7 @@ class _MoEPlanner:
         matmul_1 = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32, tuning_1)
         matmul_2 = MatmulSpec(spec.weight_layout, "row", "slot", None, None, spec.allow_tf32, tuning_2)
         problems = (
-            (matmul_problem(self.x, width, layout, matmul_1, self._outputs), tuning_1),
+            (matmul_problem(source, width, layout, matmul_1, self._outputs), tuning_1),
             (matmul_problem(hidden_spec, self.d_model, layout, matmul_2), tuning_2),
         )
         choices = [
@@ -263,10 +265,9 @@ class _MoEPlanner:
 
         x = "x"
         if on_input:
-            x = builder.scratch("weighted_x", ArraySpec((self.tokens, self.d_model), self.x.dtype))
+            x = builder.scratch("weighted_x", source)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
-            first = dataclasses.replace(first, x=builder.spec(x))
         hidden = builder.scratch("hidden", hidden_spec)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "y": hidden}

@@ -60,8 +60,9 @@ class MoELauncher:
     gradients included.
 
     The values of the bound tensors may change in place; their shapes, strides and memory are those they were bound
-    with, and the memory stays allocated as long as the launcher. Giving them another (`parameter.data = ...`,
-    `module.to(...)`, sharding) is seen: the next call raises InvalidInput.
+    with, and the memory stays allocated as long as the launcher. Giving them others (`parameter.data = ...`,
+    `module.to(...)`, sharding) is seen: the next call raises InvalidInput. A call that is a call of `moe` (under
+    compilation, transforms, modes, profilers, or for gradients) takes the tensors as they are then.
     """
 
     def __init__(self, operator: Operator, kind: type, arrays: Sequence[Any], options: str) -> None:
@@ -83,6 +84,7 @@ class MoELauncher:
         # Aliases keep memory, shapes and strides, even when the tensors get others.
         self._kept = tuple(None if array is None else array.detach() for array in arrays)
         self._addresses = [tensor.data_ptr() for tensor in self._bound]
+        self._forms = [_form(tensor) for tensor in self._bound]
         given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
         self._ready: dict[Any, Ready] = {}
@@ -110,8 +112,8 @@ class MoELauncher:
         if key is None or self._asks_for_gradient():
             return call_first(self._operator, *self._arguments(self._arrays, given))
         addresses = [tensor.data_ptr() for tensor in self._bound]
-        if addresses != self._addresses:
-            self._refuse_replaced(addresses)
+        if addresses != self._addresses or [_form(tensor) for tensor in self._bound] != self._forms:
+            self._refuse_replaced()
         ready = self._ready.get(key) or self._remember(key, given)
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in given]
         try:
@@ -130,14 +132,19 @@ class MoELauncher:
     def _asks_for_gradient(self) -> bool:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)
 
-    def _refuse_replaced(self, addresses: Sequence[int]) -> NoReturn:
-        for name, address, bound in zip(self._names, addresses, self._addresses, strict=True):
-            if address != bound:
+    def _refuse_replaced(self) -> NoReturn:
+        for name, tensor, address, form in zip(self._names, self._bound, self._addresses, self._forms, strict=True):
+            if tensor.data_ptr() != address:
                 raise InvalidInput(
-                    f"{name} must keep the memory it was bound with, at {bound:#x}, got {address:#x}; "
+                    f"{name} must keep the memory it was bound with, at {address:#x}, got {tensor.data_ptr():#x}; "
                     "call prepare_moe again"
                 )
-        raise AssertionError("no address differs")
+            if _form(tensor) != form:
+                raise InvalidInput(
+                    f"{name} must keep the shape, strides and dtype it was bound with, {form}, got {_form(tensor)}; "
+                    "call prepare_moe again"
+                )
+        raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
         """The plan for what a call brings, reading addresses of the bound tensors first, then of those given."""
@@ -148,3 +155,8 @@ class MoELauncher:
             self._ready.clear()
         self._ready[key] = ready
         return ready
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    """What, beside its memory, a tensor was bound with."""
+    return tensor.shape, tensor.stride(), tensor.dtype

@@ -13,7 +13,9 @@ dispatch mode: no layer knows of them, and layers cost nothing extra outside. Wh
 the dispatcher and so is not seen; capturing one, or exporting a program, inside them raises Unsupported.
 
 A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
-trace's, and its token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux.
+trace's, and its token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. Where a call
+of `moe` brings ids and weights, the output and the counts follow the trace, and the result's ids and weights stay the
+call's own (moe_jax returns the trace's).
 
 In training the router still learns: the gradient of the trace's weights goes on to what gave the layer's own. A router
 gets it for the trace's ids, at the live logits, as if the weights had been made of these; weights that the caller gave

@@ -20,7 +20,7 @@ from moe_core.matmul_ogs import matmul_problem, plan_matmul_ogs
 from moe_core.moe import plan_moe
 from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.plan import KernelLaunch, Pointer, TensorMap
+from moe_core.plan import Constant, KernelLaunch, Pointer, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
 from moe_core.tuning import TileConfig, hopper_config, why_illegal
@@ -240,3 +240,30 @@ def test_faults_are_found(tmp_path: Path) -> None:
     for folder, fault in run_on_faulty_copies("run", tmp_path).items():
         wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
         assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"
+
+
+def test_weighted_input_is_planned_as_it_is_read() -> None:
+    """Rows of x at odd strides are weighted into a contiguous buffer: matmul 1 is chosen for that, not for x."""
+    experts = ExpertWeights(ArraySpec((8, 512, 512), "bfloat16"), ArraySpec((8, 256, 512), "bfloat16"))
+    spec = MoESpec(Activation("silu"), RouterSpec(1), apply_router_weight_on_input=True)
+    for stride in (512, 516):
+        x = ArraySpec((4096, 512), "bfloat16", (stride, 1))
+        steps = plan_moe(x, experts, RouterLogits(ArraySpec((4096, 8), "float32")), spec, SM_90).steps
+        assert [step.kernel for step in steps if isinstance(step, KernelLaunch)].count("hopper:matmul_ogs") == 2
+
+
+def test_an_up_bias_alone_is_added() -> None:
+    """The kernel loads biases where either is given."""
+    layout, activation = LayoutSpec(512, 1, 4), Activation("silu", gate_layout="separate")
+    weight = ArraySpec((4, 128, 128), "bfloat16")
+    operands = MatmulOperands(
+        ArraySpec((512, 128), "bfloat16"), weight, up=weight, up_bias=ArraySpec((4, 128), "float32")
+    )
+    spec = MatmulSpec("in_out", "token", "row", activation)
+    (launch,) = [
+        step
+        for step in plan_matmul_ogs(operands, layout, spec, SM_90).steps
+        if isinstance(step, KernelLaunch) and step.kernel == "hopper:matmul_ogs"
+    ]
+    arguments = dict(launch.arguments)
+    assert arguments["bias"] == Constant(None) and arguments["up_bias"] == Pointer("up_bias")

@@ -386,3 +386,22 @@ def test_capacity_is_the_forwards() -> None:
     layout = LayoutSpec(ids.shape[0], ids.shape[1], problem.operands.experts.down.shape[0])
     plan = problem.forward(cpu_target())[0]
     assert plan.spec("kept.pre_activation").shape == (layout.capacity, 34) and layout.capacity == ids.size
+
+
+def test_recompute_reads_weighted_rows_of_a_strided_x() -> None:
+    """Weighted rows are contiguous, whatever the strides of x."""
+    x = ArraySpec((8, 32), "float32", (64, 1))
+    experts = ExpertWeights(ArraySpec((4, 32, 32), "float32"), ArraySpec((4, 16, 32), "float32"))
+    routing = TopK(ArraySpec((8, 1), "int32"), ArraySpec((8, 1), "float32"))
+    spec = MoESpec(Activation("silu"), apply_router_weight_on_input=True)
+    gradients = OutputGradients(ArraySpec((8, 32), "float32"))
+    for recompute in (False, True):
+        plan = plan_moe_backward(
+            gradients,
+            MoEOperands(x, experts, routing),
+            spec,
+            Target("interpreter"),
+            wanted=("d_x",),
+            recompute=recompute,
+        )
+        assert plan.spec("d_x").shape == (8, 32)

@@ -130,13 +130,18 @@ def test_replaced_memory_is_refused() -> None:
         launcher(X)
 
 
-def test_shapes_and_strides_are_those_of_binding() -> None:
+def test_other_shapes_strides_and_dtypes_of_the_same_memory_are_refused() -> None:
     experts = dataclasses.replace(EXPERTS, down=EXPERTS.down.clone())
     launcher = prepare_moe(experts, ROUTING, SPEC)
-    launcher(X)
-    experts.down.transpose_(1, 2)
-    for x in (X, X[:4]):
-        require_equal(launcher(x), moe_torch.moe(x, EXPERTS, ROUTING, SPEC).output, f"{x.shape[0]} tokens")
+    expected, old = launcher(X), experts.down.data
+    for other in (old.transpose(1, 2), old[:2], old.view(torch.int32)):
+        experts.down.data = other
+        with pytest.raises(
+            moe_torch.InvalidInput, match=r"experts\.down must keep the shape, strides and dtype.*; call prepare_moe"
+        ):
+            launcher(X)
+    experts.down.data = old
+    require_equal(launcher(X), expected, "put back")
 
 
 def test_bound_memory_outlives_its_tensors() -> None:

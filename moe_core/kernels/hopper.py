@@ -216,6 +216,7 @@ def matmul_ogs(
     *_map: TMA descriptors of x (only if rows are not gathered), the weights as one matrix, and y. TRUSTED: the layout
     is our own, all of whose rows have slots. N: output columns; WEIGHT_N: columns of one weight buffer.
     """
+    BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = weight_map.dtype
     a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], swizzled)
@@ -242,12 +243,12 @@ def matmul_ogs(
             (consumer, (
                 0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
                 row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
-                ALPHA, LIMIT, bias is not None, IN_OUT, TRUSTED, STAGES,
+                ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
             )),
             (consumer, (
                 1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
                 row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
-                ALPHA, LIMIT, bias is not None, IN_OUT, TRUSTED, STAGES,
+                ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
             )),
             (producer, (
                 x, x_map, weight_map, up_map, bias, up_bias, layer, group_sizes, group_start, slot_of_row, schedule,

@@ -24,16 +24,18 @@ def bias_tile(
     else:
         within = tile * WIDE + columns
         inside = within < WEIGHT_N
-    base = bias + layer_index * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
-    if GATE_LAYOUT == "halves":
-        values = gl.load(base + within + gl.where(second, N, 0), mask=inside, other=0.0).to(gl.float32)
-    elif GATE_LAYOUT == "separate":
-        values = gl.load(base + within, mask=inside & (columns < PIECE), other=0.0).to(gl.float32)
-        if up_bias is not None:
-            base = up_bias + layer_index * UP_BIAS_LAYER_STRIDE + expert.to(gl.int64) * N
-            values += gl.load(base + within, mask=inside & second, other=0.0).to(gl.float32)
-    else:
-        values = gl.load(base + within, mask=inside, other=0.0).to(gl.float32)
+    values = gl.zeros([WIDE], gl.float32, layout)
+    if bias is not None:
+        base = bias + layer_index * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+        if GATE_LAYOUT == "halves":
+            values += gl.load(base + within + gl.where(second, N, 0), mask=inside, other=0.0).to(gl.float32)
+        elif GATE_LAYOUT == "separate":
+            values += gl.load(base + within, mask=inside & (columns < PIECE), other=0.0).to(gl.float32)
+        else:
+            values += gl.load(base + within, mask=inside, other=0.0).to(gl.float32)
+    if up_bias is not None:
+        up_base = up_bias + layer_index * UP_BIAS_LAYER_STRIDE + expert.to(gl.int64) * N
+        values += gl.load(up_base + within, mask=inside & second, other=0.0).to(gl.float32)
     return values
 
 
@@ -96,15 +98,16 @@ def take_tile(
     start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
     size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
     blocks = gl.maximum((size + 2 * ROWS - 1) // (2 * ROWS), 1)
-    block, tile = tile_of_program(number - expert_row * TILES_N, blocks, TILES_N, GROUP_M)
+    # Neither an idle row nor a number past the end has a tile: they take the first, whose addresses exist.
+    exists = left & (expert >= 0)
+    block, tile = tile_of_program(gl.where(exists, number - expert_row * TILES_N, 0), blocks, TILES_N, GROUP_M)
     first = block * (2 * ROWS)
-    rows = size - first
-    rows = gl.where(left & (expert >= 0), rows, 0)
+    rows = gl.where(exists, size - first, 0)
     start += first
     upper = gathered_rows(slot_of_row, start, rows, num_slots, 0, TOP_K, GATHER)
     lower = gathered_rows(slot_of_row, start, rows, num_slots, ROWS, TOP_K, GATHER)
     biases = 0
-    if bias is not None:
+    if (bias is not None) or (up_bias is not None):
         biases = bias_tile(
             bias, up_bias, layer_index.to(gl.int64), known, tile, N, WEIGHT_N, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE,
             GATE_LAYOUT,
@@ -174,7 +177,7 @@ def producer(
         group = layer_index * NUM_EXPERTS + expert
         if expert >= 0:
             mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
-            if bias is not None:
+            if (bias is not None) or (up_bias is not None):
                 bias_tiles.index(place).store(biases)
             announce(ring, ring_full, place, expert, start, rows, tile)
             place, ring_phase = advance(place, ring_phase, RING)
