@@ -10,7 +10,7 @@ RUN := .venv/bin/python
 KERNEL_TESTS := $(addprefix tests/test_,matmul_ogs.py activation.py reduction.py moe_plan.py router.py routing.py layout.py \
 	route_and_layout.py bitmatrix.py activation_backward.py routing_backward.py weight_gradient.py moe_backward.py)
 
-.PHONY: environment parity test lint format bench memcheck clean
+.PHONY: environment parity test gate lint format bench memcheck clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -20,6 +20,10 @@ parity: environment
 
 test: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
+
+# The compile gate with every model's training on every architecture, some of which the suite leaves out for its length.
+gate: environment
+	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/test_compile_gate.py
 
 lint: environment
 	$(RUN) -m ruff check .
