@@ -1,16 +1,16 @@
 # Every target makes the environment it needs (tools/environment.py) and then does its work.
 # PYTHON: the Python to start from. WORKERS: how many tests run at a time. RECORD: where a benchmark's record goes.
-# BENCH: further options of benchmarks.forward.
+# BENCH: further options of the benchmark.
 PYTHON ?= python3
 WORKERS ?= auto
-RECORD ?= build/forward.json
 BENCH ?=
 RUN := .venv/bin/python
 
 KERNEL_TESTS := $(addprefix tests/test_,matmul_ogs.py activation.py reduction.py moe_plan.py router.py routing.py layout.py \
-	route_and_layout.py bitmatrix.py activation_backward.py routing_backward.py weight_gradient.py moe_backward.py)
+	route_and_layout.py bitmatrix.py activation_backward.py routing_backward.py weight_gradient.py matmul_backward.py \
+	moe_backward.py)
 
-.PHONY: environment parity test gate lint format bench memcheck clean
+.PHONY: environment parity test gate lint format bench bench-training memcheck clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -34,16 +34,26 @@ format: environment
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+bench: RECORD ?= build/forward.json
 bench: environment
 	$(RUN) -m benchmarks.forward --output $(RECORD) $(BENCH)
 	$(RUN) -m benchmarks.plot $(RECORD) --output build/figures
 
+bench-training: RECORD ?= build/training.json
+bench-training: environment
+	$(RUN) -m benchmarks.training --output $(RECORD) $(BENCH)
+
 # Every kernel on small cases under NVIDIA's checkers of memory accesses and of races in shared memory. The latter knows
-# barriers of threads, not those that TMA completes, so the hopper family is left out of it.
-SANITIZE = MOEBIUS_EXAMPLES=5 compute-sanitizer --error-exitcode 9
+# barriers of threads, not those that TMA completes, so the hopper family is left out of it. Every process of the suite
+# leaves its findings in a file: one with findings, or none at all, fails.
+SANITIZE = MOEBIUS_EXAMPLES=5 compute-sanitizer --target-processes all --log-file build/sanitizer/$(1)-%p --tool $(1) \
+	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --timeout 900 $(KERNEL_TESTS) $(2)
+CLEAN = grep -rhE "SUMMARY: 0 " build/sanitizer && ! grep -rlE "SUMMARY: [1-9]" build/sanitizer
 memcheck: environment
-	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q --timeout 900 $(KERNEL_TESTS) tests/test_hopper.py
-	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q --timeout 900 $(KERNEL_TESTS)
+	rm -rf build/sanitizer && mkdir -p build/sanitizer
+	$(call SANITIZE,memcheck,tests/test_hopper.py tests/test_hopper_weight_gradient.py)
+	$(call SANITIZE,racecheck)
+	$(CLEAN)
 
 clean:
 	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,9 +6,10 @@ import functools
 
 from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_choice
 from moe_core.errors import InvalidInput
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
-from moe_core.specs import Activation, require_choice
+from moe_core.specs import Activation
 from moe_core.target import Target
 
 

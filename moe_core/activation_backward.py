@@ -8,17 +8,18 @@ import functools
 from moe_core import dtypes
 from moe_core.activation import elementwise_tile, row_stride
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_choice
 from moe_core.errors import InvalidInput
 from moe_core.layout import optional
 from moe_core.operands import ExpertActivationOperands, named_arrays
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
-from moe_core.specs import Activation, require_choice
+from moe_core.specs import Activation
 from moe_core.target import Target
 
 #: What the backward between the matmuls can compute; a plan leaves out what nobody needs.
 EXPERT_GRADIENTS = ("d_pre", "weighted_hidden", "d_weight")
 #: Elements of a tile of whole rows (8 per thread; more registers would leave fewer loads in flight), and the columns it
-#: may have: of these the number that pads a row least.
+#: may have, wide first.
 _ELEMENTS = {"cuda": 1024, "interpreter": 65536}
 _COLUMNS = {"cuda": (512, 256, 128), "interpreter": (1024, 32)}
 
@@ -87,8 +88,10 @@ def plan_activation_backward(
 
 
 def _row_tile(width: int, target: Target) -> tuple[int, int]:
-    """(rows, columns) of a tile that walks along whole rows of `width`: columns that pad a row least, wide first."""
-    columns = min(_COLUMNS[target.kind], key=lambda size: -(-width // size) * size)
+    """(rows, columns) of a tile that walks along whole rows of `width`: the widest that adds at most an eighth,
+    or else the one that pads it least."""
+    padding = {columns: -(-width // columns) * columns - width for columns in _COLUMNS[target.kind]}
+    columns = next((one for one in padding if 8 * padding[one] <= width), min(padding, key=lambda one: padding[one]))
     return _ELEMENTS[target.kind] // columns, columns
 
 

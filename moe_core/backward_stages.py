@@ -8,7 +8,7 @@ from moe_core.backward_rows import plan_add, plan_bias_product, plan_cast_rows, 
 from moe_core.layout import plan_layout, plan_schedule
 from moe_core.matmul_hopper import zero_counters
 from moe_core.matmul_ogs import TRANSPOSED, matmul_problem, plan_matmul_ogs
-from moe_core.moe import KEPT, LAYOUT_ARRAYS, kept_pre_activation, layout_specs
+from moe_core.moe import KEPT, LAYOUT_ARRAYS, kept_pre_activation
 from moe_core.operands import (
     ExpertActivationOperands,
     MatmulOperands,
@@ -81,14 +81,8 @@ class BackwardPlanner:
             self.d_out = self._call(plan, "output gradient", x=self.d_out)
 
     def _recompute(self) -> None:
-        """The layout and matmul 1 again, with the tiles of a forward that keeps the pre-activation: to its bits."""
-        builder, operands, experts, spec, target = self.builder, self.operands, self.experts, self.spec, self.target
-        options = {"expert_map": operands.expert_map, "token_mask": operands.token_mask}
-        plan = plan_layout(builder.spec(self.ids), self.layout, target, **options)
-        made = layout_specs(self.layout) | {"group_sizes": plan.spec("group_sizes")}
-        self.groups = {name: builder.scratch(f"layout.{name}", array) for name, array in made.items()}
-        given = {name: name for name, array in options.items() if array is not None}
-        self._call(plan, "layout", ids=self.ids, **given, **self.groups)
+        """Matmul 1 again, with the forward's tiles: to its bits."""
+        builder, experts, spec, target = self.builder, self.experts, self.spec, self.target
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         tuning = spec.matmul_tuning(1)
         matmul = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32, tuning)
@@ -102,9 +96,12 @@ class BackwardPlanner:
         plan = plan_matmul_ogs(first, self.layout, matmul, target, stage=0, outputs=("pre",))
         names = {"weight": "gate_up", "up": "up", "bias": "gate_up_bias", "up_bias": "up_bias", "layer": "layer"}
         bindings = {name: f"experts.{names[name]}" for name, _ in named_arrays(first) if name in names}
-        problem = matmul_problem(source, width, self.layout, matmul, ("pre",))
-        block_m = choose_tile(problem, target, tuning, "tuning.matmul_1").config.block_m
-        bindings |= {"schedule": self._schedule(block_m)} | self._groups()
+        problem = matmul_problem(source, width, self.layout, matmul)
+        config = choose_tile(problem, target, tuning, "tuning.matmul_1").config
+        bindings |= {"schedule": self._schedule(config.block_m)} | self._groups()
+        if config.family == "hopper":
+            # Of its own: the products with this number behind it count in `tile_counters`.
+            bindings["tile_counters"] = zero_counters(builder, "matmul 1.tile_counters")
         self._call(plan, "matmul 1", x=name, pre=self.pre, **bindings)
 
     def _source(self) -> str:

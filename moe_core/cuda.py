@@ -38,6 +38,20 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of cuda.h, of those whose value is an int: its union has 64 bytes at a multiple of 8."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the one ahead of it has ended.
+DEPENDENT_LAUNCH = LaunchAttribute(id=6, value=1)
+
 #: Bytes of a `CUtensorMap` of cuda.h, and what its address must be a multiple of.
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 _TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
-from moe_core.specs import INT32_LIMIT, LayoutSpec, require_at_least
+from moe_core.specs import INT32_LIMIT, LayoutSpec
 from moe_core.target import Target
 
 #: Experts that one program can hold a row of; far above any model.
@@ -218,6 +219,7 @@ class LayoutLauncher:
                 **lengths,
                 **self.sizes,
                 **self.tail({"BLOCK_S": block_slots, "CHUNK": chunk}, num_warps),
+                "OVERLAP": Constant(None),
             },
             num_warps=num_warps,
         )

@@ -47,12 +47,15 @@ def launch_hopper(
 ) -> None:
     """Add the launch. Buffers by the names of `plan_matmul_ogs`, and `tile_counters`, whose `counter` must be 0 then.
 
-    trusted: the layout is one of ours, without padding inside a group, so that whole tiles may be stored.
+    It writes y and pre, whichever the plan has. trusted: the layout is one of ours, without padding inside a group, so
+    that whole tiles may be stored; pre needs it.
     """
     x, weight = builder.spec("x"), builder.spec("weight")
-    y = builder.spec("y")
     in_out, activation = spec.weight_layout == "in_out", spec.activation
-    d, n, weight_n = x.shape[1], y.shape[1], weight.shape[-1 if in_out else -2]
+    d, weight_n = x.shape[1], weight.shape[-1 if in_out else -2]
+    one_buffer = activation is not None and activation.gate_layout in ("halves", "interleaved")
+    n = weight_n // 2 if one_buffer else weight_n
+    assert trusted or not builder.has("pre"), "pre is stored by whole tiles"
     matrices = weight.size // (d * weight_n)
     if matrices * max(d, weight_n) >= INT32_LIMIT:
         raise Unsupported(
@@ -72,6 +75,16 @@ def launch_hopper(
     def optional(name: str, given: object) -> Pointer | Constant:
         return Pointer(name) if given is not None else Constant(None)
 
+    def output(name: str) -> Pointer | Constant:
+        return Pointer(name) if builder.has(name) else Constant(None)
+
+    def output_map(name: str, columns: int | None = None) -> TensorMap | Constant:
+        # Of the first `columns` columns, where not of all.
+        if not builder.has(name):
+            return Constant(None)
+        rows, width = builder.spec(name).shape
+        return TensorMap(name, (rows, columns or width), width, (_CONSUMER_ROWS, _PIECE))
+
     stride = row_stride("x", x)
     x_map = TensorMap("x", (x.shape[0], d), stride, (_CONSUMER_ROWS, HOPPER_BLOCK_K))
     arguments: dict[str, Argument] = {
@@ -85,8 +98,11 @@ def launch_hopper(
         "layer": optional("layer", operands.layer),
         **{name: Pointer(name) for name in ("group_sizes", "group_start", "slot_of_row", "schedule")},
         "counters": Pointer("tile_counters"),
-        "y": Pointer("y"),
-        "y_map": TensorMap("y", (y.shape[0], n), n, (_CONSUMER_ROWS, _PIECE)),
+        "y": output("y"),
+        "y_map": output_map("y"),
+        "pre": output("pre"),
+        "pre_map": output_map("pre"),
+        "gate_map": output_map("pre", n) if two_tiles else Constant(None),
         "num_blocks": Scalar(num_blocks),
         "num_rows": Scalar(layout.capacity),
         "num_slots": Scalar(layout.num_slots),
@@ -116,10 +132,11 @@ def launch_hopper(
     builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, wgmma 64 x 256 x 16; no split")
 
 
-def zero_counters(builder: PlanBuilder) -> None:
-    """Add the buffer `tile_counters` (int32 `[2]`, one per product) and the launch that clears it."""
-    builder.scratch("tile_counters", ArraySpec((2,), "int32"))
-    builder.launch("schedule:zero", (1,), {"counters": Pointer("tile_counters"), "COUNT": Constant(2)}, 1, 1)
+def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:
+    """Add a buffer of tile counters (int32 `[2]`, one per product) and the launch that clears it; its name."""
+    builder.scratch(name, ArraySpec((2,), "int32"))
+    builder.launch("schedule:zero", (1,), {"counters": Pointer(name), "COUNT": Constant(2)}, 1, 1)
+    return name
 
 
 def _layer_stride(bias: ArraySpec | None, operands: MatmulOperands) -> int:

@@ -43,18 +43,13 @@ def matmul_problem(
     n: int,
     layout: LayoutSpec | None,
     spec: MatmulSpec,
-    outputs: tuple[str, ...] = ("y",),
     joined: bool = False,
 ) -> MatmulProblem:
-    """The sizes a configuration is chosen by; outputs and joined as in `plan_matmul_ogs`."""
+    """The sizes a configuration is chosen by, whatever the product stores; joined as in `plan_matmul_ogs`."""
     rows = x.shape[0] if layout is None else layout.num_slots
     groups = 1 if layout is None else layout.num_experts
     gated = spec.activation is not None and spec.activation.gated
-    reason = why_not_hopper(x, n, layout, spec)
-    if "pre" in outputs:
-        reason = "it keeps the pre-activation"
-    elif joined:
-        reason = "its reduction goes over two weights"
+    reason = "its reduction goes over two weights" if joined else why_not_hopper(x, n, layout, spec)
     return MatmulProblem(rows, groups, x.shape[1], n, x.dtype, 2 if gated else 1, spec.weight_layout, reason)
 
 
@@ -163,7 +158,7 @@ def plan_matmul_ogs(
     found = {"y": ArraySpec((sizes.out_rows, sizes.n), out_dtype)}
     if activation is not None:
         found["pre"] = ArraySpec((sizes.out_rows, activation.input_width(sizes.n)), operands.x.dtype)
-    problem = matmul_problem(operands.x, sizes.n, layout, spec, outputs, joined)
+    problem = matmul_problem(operands.x, sizes.n, layout, spec, joined)
     choice = choose_tile(problem, target, spec.tuning)
     if config is not None:
         choice = TileChoice(require_legal(config, problem, target), "given by the caller")
@@ -320,4 +315,5 @@ def _arguments(
         "BLOCK_N": Constant(config.block_n),
         "BLOCK_K": Constant(config.block_k),
         "GROUP_M": Constant(config.group_m),
+        "OVERLAP": Constant(None),
     }

@@ -19,6 +19,7 @@ from moe_core.operands import (
     TopK,
     named_arrays,
 )
+from moe_core.overlap import overlap_launches
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.reduction import plan_reduce, plan_scale_rows
 from moe_core.routing import plan_layout, plan_route_and_layout, plan_router
@@ -55,9 +56,10 @@ def plan_moe(
     layout order and the dtype of x, gate_layout `separate` as gate columns, then up; rows of no slot hold anything;
     kept.group_start `[E + 1]`, kept.slot_of_row and kept.row_of_slot `[T * K]`; of a shared expert
     kept.shared_pre_activation `[T, 2S]` and kept.shared_gate fp32 `[T, 1]`. The output is still computed from the fp32
-    accumulator of matmul 1; only tile families that can store it are chosen for that product.
+    accumulator of matmul 1, to the bits of a forward that keeps nothing. With spec.recompute no pre-activation is kept.
     """
-    return _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, keep).plan()
+    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, keep)
+    return overlap_launches(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
 
 
 #: The layout's arrays that reductions and products read, beside group_sizes.
@@ -90,9 +92,10 @@ class _MoEPlanner:
     @property
     def _outputs(self) -> tuple[str, ...]:
         """Those of matmul 1."""
-        return ("y", "pre") if self.keep else ("y",)
+        return ("y", "pre") if self.keep and not self.spec.recompute else ("y",)
 
     def plan(self) -> LaunchPlan:
+        """The plan, its launches one after another."""
         builder = self.builder
         builder.input("x", self.x)
         bundles = (("experts.", self.experts), ("routing.", self.routing))
@@ -119,11 +122,11 @@ class _MoEPlanner:
     def _declare_kept(self, layout: LayoutSpec) -> None:
         """The layout's arrays and what else a backward reads: outputs with keep, else scratch."""
         declare, prefix = (self.builder.output, KEPT) if self.keep else (self.builder.scratch, "")
-        if self.keep:
+        if "pre" in self._outputs:
             declare(f"{KEPT}pre_activation", kept_pre_activation(self.experts, self.x, self.spec, layout.capacity))
         self.names = {name: declare(prefix + name, spec) for name, spec in layout_specs(layout).items()}
         shared = self.shared
-        if self.keep and shared is not None:
+        if "pre" in self._outputs and shared is not None:
             declare(f"{KEPT}shared_pre_activation", kept_pre_activation(shared, self.x, self.spec, self.tokens))
         if shared is not None and shared.gate is not None:
             self.names["shared_gate"] = declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
@@ -248,7 +251,7 @@ class _MoEPlanner:
         matmul_1 = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32, tuning_1)
         matmul_2 = MatmulSpec(spec.weight_layout, "row", "slot", None, None, spec.allow_tf32, tuning_2)
         problems = (
-            (matmul_problem(source, width, layout, matmul_1, self._outputs), tuning_1),
+            (matmul_problem(source, width, layout, matmul_1), tuning_1),
             (matmul_problem(hidden_spec, self.d_model, layout, matmul_2), tuning_2),
         )
         choices = [

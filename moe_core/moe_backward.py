@@ -8,8 +8,8 @@ from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.backward_stages import BackwardPlanner
 from moe_core.errors import InvalidInput
-from moe_core.moe import KEPT, plan_moe
-from moe_core.operands import MoEOperands, OutputGradients, TopK, named_arrays
+from moe_core.moe import plan_moe
+from moe_core.operands import MoEOperands, OutputGradients, RouterWeights, TopK, named_arrays
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.specs import MoESpec
 from moe_core.target import Target
@@ -96,7 +96,6 @@ def plan_moe_backward(
     *,
     wanted: tuple[str, ...],
     accumulate: tuple[str, ...] = (),
-    recompute: bool = False,
     one_layer: bool = False,
 ) -> LaunchPlan:
     """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/training.md.
@@ -105,11 +104,14 @@ def plan_moe_backward(
     the forward routes. wanted: of gradient_names, those to compute; nothing is done for the rest. accumulate: matrices
     among them whose gradient is added, in fp32, to the fp32 array `into.<name>`; the output, fp32 too, may lie in the
     same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
-    for all others. recompute: the layout and the pre-activation are computed again instead of read.
+    for all others. An experts.layer outside the stack makes d_x and the gradients of weights and logits NaN; those of
+    the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The reference
+    raises.
 
     Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
-    [weights], [logits] and, unless recompute, `kept.*`, then `into.*`. Outputs: wanted, in that order, with the shape
-    and dtype of what each is the gradient of. Raises InvalidInput, Unsupported.
+    [weights], [logits] and `kept.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
+    Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of. Raises InvalidInput,
+    Unsupported.
     """
     _validate(gradients, operands, wanted, accumulate, one_layer)
     forward = plan_moe(
@@ -125,11 +127,7 @@ def plan_moe_backward(
     )
     inputs = dict(named_arrays(gradients, "gradients."))
     inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
-    inputs |= {
-        buffer.name: buffer.spec
-        for buffer in forward.outputs
-        if buffer.name not in _UNREAD and not (recompute and buffer.name.startswith(KEPT))
-    }
+    inputs |= {buffer.name: buffer.spec for buffer in forward.outputs if buffer.name not in _UNREAD}
     for name in accumulate:
         inputs[f"into.{name.removeprefix('d_')}"] = ArraySpec(_gradient_shape(name, operands, one_layer), "float32")
     builder = PlanBuilder("moe_backward", target)
@@ -145,3 +143,34 @@ def plan_moe_backward(
         return builder.build()
     BackwardPlanner(builder, operands, gradients, spec).plan()
     return builder.build()
+
+
+def plan_training(
+    operands: MoEOperands, spec: MoESpec, target: Target, *, one_layer: bool = False
+) -> tuple[LaunchPlan, ...]:
+    """What a training step runs in which every array is trained: the forward that keeps, then backwards.
+
+    The first backward is for a gradient of the output alone; where x is routed, a second one is for a gradient of the
+    logits too, as losses of the router make it. one_layer: as in `plan_moe_backward`. Raises InvalidInput, Unsupported.
+    """
+    forward = plan_moe(
+        operands.x,
+        operands.experts,
+        operands.routing,
+        spec,
+        target,
+        token_mask=operands.token_mask,
+        expert_map=operands.expert_map,
+        shared=operands.shared,
+        keep=True,
+    )
+    upstream = [OutputGradients(forward.spec("output"))]
+    if isinstance(operands.routing, RouterWeights):
+        upstream.append(OutputGradients(forward.spec("output"), logits=forward.spec("logits")))
+    options = {"wanted": gradient_names(operands), "one_layer": one_layer and operands.experts.layer is not None}
+    return forward, *(plan_moe_backward(gradients, operands, spec, target, **options) for gradients in upstream)
+
+
+def explain_training(plans: tuple[LaunchPlan, ...]) -> str:
+    """The text of `plan_training`'s plans: the forward, and the backward that computes most."""
+    return "\n\n".join(plan.explain() for plan in (plans[0], plans[-1]))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_core import codec
+from moe_core.arena import aligned, place_buffers
 from moe_core.arrays import ArraySpec
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput, Unsupported
@@ -27,13 +28,11 @@ from moe_core.target import Target
 
 #: Key characters. Strings of up to 7 bytes are stored inline by the FFI that carries keys through XLA.
 KEY_LENGTH = 7
-#: Every buffer of the scratch arena starts at a multiple of this many bytes.
-SCRATCH_ALIGNMENT = 256
 _INT32_LIMIT = 2**31
 #: CUDA takes grids below these.
 _GRID_LIMITS = (2**31, 2**16, 2**16)
 #: Raised when the meaning of plan data changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @plan_type
@@ -95,13 +94,24 @@ Argument = Pointer | Scalar | TensorMap | Constant
 @plan_type
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One Triton launch. kernel: `"module:function"` under `moe_core.kernels`; arguments in the kernel's order."""
+    """One Triton launch. kernel: `"module:function"` under `moe_core.kernels`; arguments in the kernel's order.
+
+    dependent: it may begin before the launch ahead of it has ended, and its kernel waits; see `moe_core.overlap`.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
     arguments: tuple[tuple[str, Argument], ...]
     num_warps: int = 4
     num_stages: int = 3
+    dependent: bool = False
+
+    @property
+    def pipeline_stages(self) -> int:
+        """num_stages, an option of the compiler, or STAGES, that constant of a kernel which makes its pipeline itself:
+        there the option means nothing."""
+        own = dict(self.arguments).get("STAGES")
+        return own.value if isinstance(own, Constant) and isinstance(own.value, int) else self.num_stages
 
 
 @plan_type
@@ -143,6 +153,11 @@ class LaunchPlan:
     summation: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        first = self.steps[0] if self.steps else None
+        # What runs before a plan is not known to its kernels: the first launch waits for all of it.
+        assert not (isinstance(first, KernelLaunch) and first.dependent), "a plan's first launch must not be dependent"
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LaunchPlan) and self.canonical == other.canonical)
 
@@ -162,17 +177,15 @@ class LaunchPlan:
 
     @functools.cached_property
     def scratch_offsets(self) -> tuple[int, ...]:
-        """Byte offset of every scratch buffer in the arena."""
-        offsets, end = [], 0
-        for buffer in self.scratch:
-            offsets.append(end)
-            end += -(-buffer.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        return tuple(offsets)
+        """Byte offset of every scratch buffer in the arena; buffers needed at different times may share memory."""
+        sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch]
+        return place_buffers(sizes, [_buffers(step) for step in self.steps])
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
         """Bytes of the one scratch arena (uint8, 16-byte aligned) the caller allocates."""
-        return sum(-(-buffer.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for buffer in self.scratch)
+        ends = zip(self.scratch_offsets, self.scratch, strict=True)
+        return max((offset + aligned(buffer.spec.nbytes) for offset, buffer in ends), default=0)
 
     def spec(self, name: str) -> ArraySpec:
         """The spec of an input, output or scratch buffer."""
@@ -190,9 +203,10 @@ class LaunchPlan:
             if isinstance(step, KernelLaunch):
                 constants = ", ".join(f"{n}={a.value}" for n, a in step.arguments if isinstance(a, Constant))
                 grid = "x".join(str(size) for size in step.grid)
+                early = ", dependent" if step.dependent else ""
                 lines.append(
-                    f"  step {number}  {step.kernel} grid {grid}, {step.num_warps} warps, {step.num_stages} stages; "
-                    f"{constants}"
+                    f"  step {number}  {step.kernel} grid {grid}, {step.num_warps} warps, {step.pipeline_stages} "
+                    f"stages{early}; {constants}"
                 )
             else:
                 lines.append(f"  step {number}  NumPy reference {step.function}")
@@ -301,6 +315,13 @@ class PlanBuilder:
         )
 
 
+def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
+    """Those that a step reads or writes."""
+    if isinstance(step, ReferenceCall):
+        return {*(buffer for _, buffer in step.inputs), *step.outputs}
+    return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}
+
+
 def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
     """Whether both are the same array, or dense ones of the same numbers in another shape."""
     dense = array.is_contiguous and other.is_contiguous
@@ -318,7 +339,7 @@ def _rename(step: KernelLaunch | ReferenceCall, names: Mapping[str, str]) -> Ker
         )
         for name, value in step.arguments
     )
-    return KernelLaunch(step.kernel, step.grid, arguments, step.num_warps, step.num_stages)
+    return dataclasses.replace(step, arguments=arguments)
 
 
 _registry: dict[str, LaunchPlan] = {}

@@ -7,10 +7,10 @@ import functools
 from moe_core import dtypes
 from moe_core.activation import elementwise_tile, row_stride
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.layout import padded
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
-from moe_core.specs import require_at_least, require_choice
 from moe_core.target import Target
 
 #: Up to this K the loop over slots is unrolled, so that all its loads are in flight at once.
@@ -100,6 +100,7 @@ def plan_reduce(
             "UNROLL": Constant(top_k <= _UNROLL_LIMIT),
             "BLOCK_T": Constant(block_t),
             "BLOCK_N": Constant(block_n),
+            "OVERLAP": Constant(None),
         },
         num_warps=num_warps,
     )
@@ -132,6 +133,7 @@ def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchP
             "X_STRIDE": Constant(row_stride("x", x)),
             "BLOCK_M": Constant(block_m),
             "BLOCK_N": Constant(block_n),
+            "OVERLAP": Constant(None),
         },
     )
     return builder.build()

@@ -11,11 +11,12 @@ import functools
 from moe_core import dtypes
 from moe_core.activation import row_stride
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layout import BLOCK_ELEMENTS, optional, padded, plan_layout, plan_schedule, require_experts
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
 from moe_core.selection import plan_route_and_layout, plan_routing
-from moe_core.specs import INT32_LIMIT, LayoutSpec, LogitsSpec, require_at_least
+from moe_core.specs import INT32_LIMIT, LayoutSpec, LogitsSpec
 from moe_core.target import Target
 from moe_core.tuning import TileConfig
 
@@ -53,6 +54,12 @@ _ROUTER_TILES = {
     ),
     "ieee": (
         TileConfig(64, 64, 32, num_warps=8, num_stages=3),
+        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
+        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
+    ),
+    "split": (
+        TileConfig(64, 128, 64, num_warps=4, num_stages=2),
+        TileConfig(64, 64, 32, num_warps=4, num_stages=2),
         TileConfig(32, 32, 32, num_warps=4, num_stages=3),
         TileConfig(16, 16, 64, num_warps=4, num_stages=4),
     ),
@@ -119,12 +126,13 @@ def plan_router(
     is_fp32 = widened or x.dtype == "float32"
     precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"
     product = f"widen_{precision}" if widened else precision
+    kind = precision if is_fp32 else "16-bit"
     if split and (x.dtype, weight.dtype) == ("float32", "bfloat16"):
-        product = "split_a"
+        product, kind = "split_a", "split"
     rows = None if spec.batch_invariant else num_tokens
-    tile = router_tile(rows, num_experts, d, precision if is_fp32 else "16-bit", target)
-    kind = product if is_fp32 else x.dtype
-    builder.sums(f"logits: d_model in order, one {kind} dot of {tile.block_k} terms at a time, fp32, then the bias")
+    tile = router_tile(rows, num_experts, d, kind, target)
+    dot = product if is_fp32 else x.dtype
+    builder.sums(f"logits: d_model in order, one {dot} dot of {tile.block_k} terms at a time, fp32, then the bias")
     builder.launch(
         "router:router",
         (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n)),
@@ -143,6 +151,7 @@ def plan_router(
             "BLOCK_M": Constant(tile.block_m),
             "BLOCK_N": Constant(tile.block_n),
             "BLOCK_K": Constant(tile.block_k),
+            "OVERLAP": Constant(None),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

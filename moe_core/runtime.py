@@ -19,7 +19,7 @@ from typing import Any
 from moe_core import dtypes
 from moe_core.arrays import ALIGNMENT, TensorView, host_array
 from moe_core.compiler import compile_launch, load_kernel
-from moe_core.cuda import LaunchConfig, cuda_target, driver
+from moe_core.cuda import DEPENDENT_LAUNCH, LaunchConfig, cuda_target, driver
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap
 from moe_core.target import Target, cpu_target
@@ -117,6 +117,8 @@ class _ParameterBlocks:
             entries += [ctypes.addressof(null)] * 2
             parameters = (ctypes.c_void_p * len(entries))(*entries)
             config = LaunchConfig(*step.grid, _WARP * num_warps, 1, 1, shared, None, None, 0)
+            if step.dependent:
+                config.attributes, config.num_attributes = ctypes.addressof(DEPENDENT_LAUNCH), 1
             self._keep += [null, parameters]
             self.configs.append(config)
             self.launches.append((ctypes.byref(config), function, ctypes.byref(parameters), None))

@@ -332,6 +332,7 @@ class _RoutedLayout:
                 "STEPS": Constant(tokens // block_t),
                 "NUM_LOCAL": Constant(layout.num_experts),
                 **launcher.tail({}, num_warps),
+                "OVERLAP": Constant(None),
             },
             num_warps=num_warps,
         )

@@ -78,7 +78,7 @@ class _SharedPlanner:
         return parts
 
     def _kept(self) -> tuple[str, str | None]:
-        """(pre-activation, gate logits): the forward's, or computed again."""
+        """(pre-activation, gate logits): the forward's; the first computed again where it was not kept."""
         builder, shared, spec = self.builder, self.shared, self.spec
         pre, gate = f"{KEPT}shared_pre_activation", f"{KEPT}shared_gate" if shared.gate is not None else None
         if builder.has(pre):
@@ -91,10 +91,6 @@ class _SharedPlanner:
         array = kept_pre_activation(shared, self.x, spec, self.x.shape[0])
         pre = builder.scratch("shared_pre_activation", array)
         self._call(plan, "matmul 1", x="x", pre=pre, **self._weights("gate_up"))
-        if shared.gate is not None:
-            logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
-            plan = plan_router(self.x, shared.gate, None, logits, self.target)
-            gate = self._call(plan, "gate logits", x="x", weight="shared.gate")
         return pre, gate
 
     def _weights(self, name: str) -> dict[str, str]:

@@ -5,11 +5,10 @@ Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gatin
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 from moe_core import dtypes
+from moe_core.checks import finite_float, require_at_least, require_choice, require_flag, require_kind
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.tile_table import TileTable
@@ -22,42 +21,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
 WEIGHT_LAYOUTS = ("in_out", "out_in")
 INT32_LIMIT = 2**31
-_NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None))
-
-
-def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise InvalidInput unless `value` is one of `choices`."""
-    if value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}; name one of these")
-
-
-def require_at_least(name: str, value: object, least: int) -> None:
-    """Raise InvalidInput unless `value` is an int of at least `least` (booleans are refused)."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}; pass such a number")
-
-
-def require_flag(name: str, value: object) -> None:
-    """Raise InvalidInput unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be True or False, got {value!r}; pass one of them")
-
-
-def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
-    """Raise InvalidInput unless `value` is a `kind` (or None where optional)."""
-    if not isinstance(value, kind) and not (optional and value is None):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        wanted = f"{article} {kind.__name__}{' or None' if optional else ''}"
-        raise InvalidInput(f"{name} must be {wanted}, got {type(value).__name__}; build one from {kind.__module__}")
-
-
-def finite_float(name: str, value: object) -> float:
-    """`value` as a float, -0.0 as 0.0; raises InvalidInput unless it is a finite number."""
-    number: Any = value
-    # Kinds that are refused, not those that are taken: a compiler's symbolic number is none of Python's.
-    if isinstance(number, _NO_NUMBERS) or not -math.inf < number < math.inf:
-        raise InvalidInput(f"{name} must be finite, got {value!r}; pass a finite number")
-    return float(number) + 0.0
 
 
 def _require_tunable(table: object, batch_invariant: object) -> None:
@@ -356,6 +319,10 @@ class MoESpec:
     apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2;
     K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
     checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults.
+
+    Of training (docs/training.md). recompute: the forward keeps no pre-activation, and the backward runs matmul 1 again
+    for it, to the same bits. main_grad (torch only): the backward adds the gradients of the matrices of experts and
+    shared expert, in fp32, to the tensors that these hold as their attribute `main_grad`, and returns none for them.
     """
 
     activation: Activation
@@ -367,9 +334,13 @@ class MoESpec:
     out_dtype: str | None = None
     allow_tf32: bool = False
     tuning: Tuning | None = None
+    recompute: bool = False
+    main_grad: bool = False
 
     def __post_init__(self) -> None:
         require_kind("tuning", self.tuning, Tuning, optional=True)
+        require_flag("recompute", self.recompute)
+        require_flag("main_grad", self.main_grad)
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
         require_kind("activation", self.activation, Activation)

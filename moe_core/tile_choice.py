@@ -26,12 +26,15 @@ def choose_tile(
     """The first of: tuning.config; under batch_invariant the one that ignores rows; the entry of tuning.table; the
     entry of the shipped table; the heuristics'. Nothing is timed.
 
+    A table has no entry for a problem where what it holds is of the hopper family, which cannot run the problem.
     name: the override's, for messages. Raises InvalidInput with the reason where an override or an entry is illegal on
     the target.
     """
     tuning = tuning or _DEFAULTS
     if tuning.config is not None:
-        return TileChoice(require_legal(tuning.config, problem, target, name), "given for this call")
+        # Not left aside where it cannot run: whoever names a configuration wants it, or to know why not.
+        fix = "give another, or None for one that is chosen"
+        return TileChoice(require_legal(tuning.config, problem, target, name, fix), "given for this call")
     if tuning.batch_invariant:
         config = require_legal(batch_invariant_config(problem, target), problem, target)
         return TileChoice(config, "batch invariant: the same for every number of rows")

@@ -22,6 +22,8 @@ from moe_core.tuning import MatmulProblem, TileConfig
 #: Raised when the meaning of a file changes.
 FORMAT_VERSION = 1
 _SHIPPED = pathlib.Path(__file__).parent / "tables"
+#: What an entry says in place of one product's reason not to run in the hopper family.
+_NOT_HOPPER = "the product that was measured cannot run in it"
 #: What a file's provenance must say.
 PROVENANCE_FIELDS = ("gpu", "driver", "versions", "commit", "command", "date")
 
@@ -38,14 +40,28 @@ def rows_bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows > 0 else 0
 
 
+def entry_problem(problem: MatmulProblem) -> MatmulProblem:
+    """What an entry for a problem holds of it: the bucket of its rows, and whether the hopper family can run it, but
+    not the reason, which has no bearing on what is fast."""
+    return dataclasses.replace(_without_reason(problem), rows=rows_bucket(problem.rows))
+
+
+def _without_reason(problem: MatmulProblem) -> MatmulProblem:
+    return dataclasses.replace(problem, not_hopper=_NOT_HOPPER if problem.not_hopper else "")
+
+
 @plan_type
 @dataclass(frozen=True)
 class TileEntry:
-    """One configuration for one product on one architecture. problem.rows is a bucket of `rows_bucket`."""
+    """One configuration for one product on one architecture. problem.rows is a bucket of `rows_bucket`, and
+    problem.not_hopper becomes a text that all entries share (`entry_problem`)."""
 
     arch: int
     problem: MatmulProblem
     config: TileConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problem", _without_reason(self.problem))
 
 
 @plan_type
@@ -91,9 +107,17 @@ class TileTable:
         return _entries(self.text)
 
     def find(self, problem: MatmulProblem, arch: int) -> TileConfig | None:
-        """The configuration measured for the problem's bucket of rows on the architecture, or None."""
-        bucket = dataclasses.replace(problem, rows=rows_bucket(problem.rows))
-        return _index(self.text).get((arch, bucket))
+        """The configuration measured for the problem's bucket of rows on the architecture, or None.
+
+        Of two entries that differ in whether the hopper family can run the product, the problem's own kind goes first.
+        The other one counts, too, for the sizes are the same: so a forward that keeps its pre-activation for training
+        finds what was measured without. A configuration of the hopper family is never found for a problem that the
+        family cannot run.
+        """
+        own, index = entry_problem(problem), _index(self.text)
+        other = dataclasses.replace(own, not_hopper="" if own.not_hopper else _NOT_HOPPER)
+        config = index.get((arch, own), index.get((arch, other)))
+        return None if config is not None and config.family == "hopper" and problem.not_hopper else config
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from moe_core.checkpoint.storage import open_file
+from moe_core.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
-from moe_core.specs import LogitsSpec, MoESpec, require_at_least
+from moe_core.specs import LogitsSpec, MoESpec
 
 _FORMAT, _VERSION = "moebius.routing_trace", "1"
 

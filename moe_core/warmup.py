@@ -14,11 +14,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from moe_core.checks import require_at_least
 from moe_core.compiler import compile_launch, launch_signature
 from moe_core.errors import InvalidInput
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime import prepare
-from moe_core.specs import require_at_least
 
 #: Kernels compiled at the same time: most of a compilation runs outside of Python's lock, in LLVM and ptxas.
 _WORKERS = min(8, os.cpu_count() or 1)
@@ -63,9 +63,11 @@ class WarmupReport:
 
 
 def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
-    """Equal for launches that one compiled kernel serves: grids and run-time values do not count."""
+    """Equal for launches that one compiled kernel serves: grids, run-time values and when they begin do not count."""
     constants = tuple((name, value) for name, value in launch.arguments if isinstance(value, Constant))
-    return launch_signature(plan, launch), dataclasses.replace(launch, grid=(1, 1, 1), arguments=constants)
+    return launch_signature(plan, launch), dataclasses.replace(
+        launch, grid=(1, 1, 1), arguments=constants, dependent=False
+    )
 
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
@@ -135,5 +137,5 @@ def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
         for name, value in launch.arguments
         if isinstance(value, Constant) and name.startswith("BLOCK")
     ]
-    tile = ", ".join([*sides, f"{launch.num_warps} warps, {launch.num_stages} stages"])
+    tile = ", ".join([*sides, f"{launch.num_warps} warps, {launch.pipeline_stages} stages"])
     return KernelReport(launch.kernel, tile, seconds, all(moment < began for moment in written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -9,20 +10,26 @@ from typing import Any
 from moe_core import dtypes
 from moe_core.activation import row_stride
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_choice
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layout import optional, padded
 from moe_core.operands import named_arrays
 from moe_core.plan import Argument, Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
-from moe_core.specs import INT32_LIMIT, LayoutSpec, require_choice
+from moe_core.specs import INT32_LIMIT, LayoutSpec
 from moe_core.target import Target
-from moe_core.tuning import TileConfig
+from moe_core.tuning import FAMILIES, TileConfig
+from moe_core.weight_gradient_hopper import launch_hopper_gradient, why_not_hopper_gradient
 
 _GATHERS = ("row", "slot", "token")
 #: Steps along the rows that a part of a dense product has at least: fewer would only move work into the sum of parts.
 _STEPS_PER_PART = 8
 #: Warps of dense products that a multiprocessor is given: it holds several small tiles at once.
 _WARPS_PER_SM = 16
+#: Of column sums alone, but for block_k: many small blocks in flight.
+_BIAS_TILE = TileConfig(64, 64, 64, num_warps=2, num_stages=4)
+#: Mean rows of an expert from which the hopper family wins.
+_HOPPER_ROWS = 64
 _SUM_BLOCK = {"cuda": 1024, "interpreter": 65536}
 
 
@@ -52,6 +59,7 @@ class WeightGradientSpec:
     gather: how left and right are indexed: by layout `row`, `slot` or `token`. left_columns, right_columns: (first,
     number) of the columns taken, None = all. out_dtype: of d_weight, None = none is wanted. bias_side: `left` or
     `right`, whose column sums make d_bias in bias_dtype; None = none. num_layers: of the result, where layer is given.
+    family: of the kernels, `portable` or `hopper` (sm_90), None = the faster one of those that can run it.
     """
 
     out_dtype: str | None
@@ -62,8 +70,11 @@ class WeightGradientSpec:
     bias_dtype: str = "float32"
     num_layers: int = 1
     allow_tf32: bool = False
+    family: str | None = None
 
     def __post_init__(self) -> None:
+        if self.family is not None:
+            require_choice("family", self.family, FAMILIES)
         for side in self.gather:
             require_choice("gather", side, _GATHERS)
         if self.bias_side is not None:
@@ -97,6 +108,8 @@ def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, a
     if product.startswith("split"):
         # With fewer columns on one side ptxas aims at too few registers for the three parts and spills.
         config, least = TileConfig(64, 64, 64, num_warps=4, num_stages=2), 32
+        if m >= 128 and n >= 128:
+            config = TileConfig(128, 128, 64, num_warps=8, num_stages=2)
     elif product == "widen_ieee" or dtype == "float32":
         config = TileConfig(64, 64, 32, num_warps=8, num_stages=2)
     elif n > 128 and m > 64 and not adds:
@@ -186,16 +199,48 @@ def plan_weight_gradient(
         builder.output("d_weight", ArraySpec((*lead, m, n), spec.out_dtype))
         if operands.into is not None:
             require_spec("into", operands.into, (*lead, m, n), "float32")
-    bias_width = n if spec.bias_side == "right" else m
     if spec.bias_side is not None:
-        builder.output("d_bias", ArraySpec((*lead, bias_width), spec.bias_dtype))
+        builder.output("d_bias", ArraySpec((*lead, n if spec.bias_side == "right" else m), spec.bias_dtype))
 
+    reason = why_not_hopper_gradient(operands, layout, spec, (m, n), target)
+    if reason and spec.family == "hopper":
+        raise Unsupported(f"the hopper family cannot run this gradient: {reason}; leave family out")
+    if layout is not None and not reason and (spec.family or _faster_family(layout)) == "hopper":
+        launch_hopper_gradient(builder, layout, spec, (left_start, right_start), (m, n))
+        if spec.bias_side is not None:
+            _launch_portable(builder, operands, layout, spec, (left_start, right_start), (m, n), with_weight=False)
+    else:
+        _launch_portable(builder, operands, layout, spec, (left_start, right_start), (m, n))
+    return builder.build()
+
+
+def _faster_family(layout: LayoutSpec) -> str:
+    """By the mean number of rows of an expert: with few of them a result's tile is written before its stages fill."""
+    return "hopper" if layout.num_slots >= _HOPPER_ROWS * layout.num_experts else "portable"
+
+
+def _launch_portable(
+    builder: PlanBuilder,
+    operands: WeightGradientOperands,
+    layout: LayoutSpec | None,
+    spec: WeightGradientSpec,
+    starts: tuple[int, int],
+    shape: tuple[int, int],
+    *,
+    with_weight: bool = True,
+) -> None:
+    """Add the launches of the kernel that runs everywhere. starts: first columns; shape: (M, N).
+
+    with_weight: False leaves d_weight to another launch.
+    """
+    target, (m, n) = builder.target, shape
+    with_weight = with_weight and spec.out_dtype is not None
+    groups = 1 if layout is None else layout.num_experts
+    bias_width = n if spec.bias_side == "right" else m
     left, right = operands.left, operands.right
     product = _product(left.dtype, right.dtype, spec.allow_tf32)
     tile = gradient_tile(m, n, product, left.dtype, target, adds=operands.into is not None)
     tiles_m, tiles_n = -(-m // tile.block_m), -(-n // tile.block_n)
-    if spec.out_dtype is None:
-        tiles_m, tiles_n = (tiles_m, 1) if spec.bias_side == "left" else (1, tiles_n)
     rows = left.shape[0] if layout is None else layout.capacity
     parts = 1
     if layout is None:
@@ -204,11 +249,16 @@ def plan_weight_gradient(
         parts = max(1, min(programs // (tiles_m * tiles_n), steps // _STEPS_PER_PART))
     part_rows = -(-rows // parts)
     parts = max(1, -(-rows // max(1, part_rows)))
+    if not with_weight:
+        # Parts and steps stay those of the product, so that the order of the sums does too.
+        if target.kind == "cuda":
+            tile = dataclasses.replace(_BIAS_TILE, block_k=tile.block_k)
+        tiles_m, tiles_n = (-(-m // tile.block_m), 1) if spec.bias_side == "left" else (1, -(-n // tile.block_n))
     results = {"d_weight": "d_weight", "d_bias": "d_bias"}
     if parts > 1:
-        for name, shape in (("d_weight", (m, n)), ("d_bias", (bias_width,))):
+        for name, size in (("d_weight", (m, n)), ("d_bias", (bias_width,))):
             if builder.has(name):
-                results[name] = builder.scratch(f"{name}_parts", ArraySpec((parts, *shape), "float32"))
+                results[name] = builder.scratch(f"{name}_parts", ArraySpec((parts, *size), "float32"))
 
     def pointer(name: str, given: object) -> Argument:
         return Pointer(name) if given else Constant(None)
@@ -223,7 +273,8 @@ def plan_weight_gradient(
         "layer": pointer("layer", operands.layer is not None and not in_parts),
         **{name: pointer(name, layout is not None) for name in ("group_sizes", "group_start", "slot_of_row")},
         "into": pointer("into", operands.into is not None and not in_parts),
-        **{name: pointer(results[name], builder.has(name)) for name in ("d_weight", "d_bias")},
+        "d_weight": pointer(results["d_weight"], with_weight),
+        "d_bias": pointer(results["d_bias"], builder.has("d_bias")),
         "num_rows": Scalar(rows),
         "num_slots": Scalar(rows if layout is None else layout.num_slots),
         "part_rows": Scalar(part_rows),
@@ -231,8 +282,8 @@ def plan_weight_gradient(
         "N": Constant(n),
         "LEFT_STRIDE": Constant(row_stride("left", left)),
         "RIGHT_STRIDE": Constant(row_stride("right", right)),
-        "LEFT_START": Constant(left_start),
-        "RIGHT_START": Constant(right_start),
+        "LEFT_START": Constant(starts[0]),
+        "RIGHT_START": Constant(starts[1]),
         "LEFT_GATHER": Constant(spec.gather[0]),
         "RIGHT_GATHER": Constant(spec.gather[1]),
         "TOP_K": Constant(1 if layout is None else layout.top_k),
@@ -250,7 +301,6 @@ def plan_weight_gradient(
         for name in ("d_weight", "d_bias"):
             if builder.has(name):
                 _sum_parts(builder, operands, spec, name, results[name], parts)
-    return builder.build()
 
 
 def _sum_parts(

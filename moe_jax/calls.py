@@ -26,6 +26,9 @@ from moe_jax import ffi, platforms
 
 T = TypeVar("T")
 
+#: The ops that have a gradient; none of them has a second one.
+DIFFERENTIABLE_OPS = ("moe", "router", "route", "matmul_ogs", "activation", "reduce")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -84,7 +87,7 @@ class OpCall:
 
     def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
         """Plan, then call: the plan's outputs, in order."""
-        return execute(self._request(planner, arguments, keywords), *self.placed().values())
+        return execute(self.request(planner, *arguments, **keywords), *self.placed().values())
 
     def placed(self) -> dict[str, Any]:
         """The arrays by plan input name. Raises InvalidInput, Unsupported where they are on several devices."""
@@ -93,16 +96,18 @@ class OpCall:
 
     def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
         """The plan `run` would use where the arrays are; for shapes, on the default device."""
-        request = self._request(planner, arguments, keywords)
-        return request.plan(dict(request.targets)[platforms.platform_of(self._arrays.values())])
+        return self.request(planner, *arguments, **keywords).plan(self.target())
+
+    def target(self) -> Target:
+        """That of the arrays' device; for shapes, of the default device."""
+        return dict(platforms.targets())[platforms.platform_of(self._arrays.values())]
 
     def explain(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> str:
         """`plan` as text."""
         return self.plan(planner, *arguments, **keywords).explain()
 
-    def _request(
-        self, planner: Callable[..., LaunchPlan], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Request:
+    def request(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> Request:
+        """What `run` calls."""
         return Request(self._op, planner, arguments, tuple(keywords.items()), tuple(self._arrays), platforms.targets())
 
 
@@ -184,14 +189,19 @@ def undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, .
 
 @undifferentiable.defjvp
 def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
-    if request.op.startswith("moe"):
+    if not any(jax.numpy.issubdtype(primal.dtype, jax.numpy.inexact) for primal in primals):
+        # Ids and layouts made of integers: nothing is asked for.
+        results = undifferentiable(request, *primals)
+        return results, tuple(np.zeros(result.shape, jax.dtypes.float0) for result in results)
+    op = request.op.removesuffix("_backward")
+    if op in DIFFERENTIABLE_OPS:
         raise Unsupported(
-            "moe has no second derivative: its gradient is no function of the first one's arguments that could be "
+            f"{op} has no second derivative: its gradient is no function of the first one's arguments that could be "
             "differentiated again; apply jax.lax.stop_gradient to the gradients, or differentiate once"
         )
     raise Unsupported(
-        f"{request.op} has no derivative: of the ops, moe alone has one; call that, or apply jax.lax.stop_gradient to "
-        "the array arguments where no gradient is wanted"
+        f"{op} has no derivative: of the ops, {', '.join(DIFFERENTIABLE_OPS)} have one; call these, or apply "
+        "jax.lax.stop_gradient to the array arguments where no gradient is wanted"
     )
 
 

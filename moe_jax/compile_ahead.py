@@ -16,7 +16,7 @@ from moe_core.plan import LaunchPlan
 from moe_core.specs import MoESpec
 from moe_core.warmup import WarmupReport
 from moe_jax import ffi, platforms
-from moe_jax.composed import moe_call
+from moe_jax.composed import moe_call, training_plans
 from moe_jax.ops import Array
 
 #: What may be given: arrays, or only what they would be.
@@ -33,8 +33,11 @@ def warmup(
     token_mask: Shaped | None = None,
     expert_map: Shaped | None = None,
     shared: SharedExpert | None = None,
+    training: bool = False,
 ) -> WarmupReport:
     """Compile and load, on every local device, every kernel that `moe` runs for these arguments; runs nothing.
+
+    training: also those of training steps in which every array has a gradient, forward and backward.
 
     Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. tokens: numbers of tokens, each in the place
     of the first axis of x and of every other array by token. The number is no constant of a kernel: a few counts from
@@ -54,6 +57,8 @@ def warmup(
         mask = None if token_mask is None else _with_tokens(token_mask, count)
         call, arguments, keywords = moe_call(_with_tokens(x, count), experts, sized, spec, mask, expert_map, shared)
         plans.append(call.plan(plan_moe, *arguments, **keywords))
+        if training:
+            plans += training_plans(call, arguments, keywords)
     return make_ready(plans)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from moe_core.dtypes import numpy_dtype
+from moe_core.errors import Unsupported
 from moe_core.moe import plan_moe
-from moe_core.moe_backward import gradient_names, plan_moe_backward
+from moe_core.moe_backward import gradient_names, plan_moe_backward, plan_training
 from moe_core.operands import (
     ExpertWeights,
     MoEOperands,
@@ -38,6 +39,7 @@ from moe_core.specs import MoESpec
 from moe_core.target import Target
 from moe_jax import platforms
 from moe_jax.calls import OpCall, Request, require_type, undifferentiable
+from moe_jax.differentiation import Kept, varying_alike
 
 #: Names under which the policies of `jax.checkpoint` find what a backward reads: the pre-activations of the experts
 #: (large), and the routing with its layout (small). With both saved, a backward runs no forward again; where one is
@@ -75,10 +77,12 @@ class _Call:
         """The outputs of a forward that keeps them which a backward reads."""
         given = self.operands
         names = ("tokens_per_expert", *(name for name in ("ids", "weights", "logits") if name in self.results))
-        names += ("kept.pre_activation", "kept.group_start", "kept.slot_of_row", "kept.row_of_slot")
-        if given.shared is not None:
-            names += ("kept.shared_pre_activation",)
-            names += ("kept.shared_gate",) if given.shared.gate is not None else ()
+        names += ("kept.group_start", "kept.slot_of_row", "kept.row_of_slot")
+        if given.shared is not None and given.shared.gate is not None:
+            names += ("kept.shared_gate",)
+        if not self.spec.recompute:
+            names += ("kept.pre_activation",)
+            names += ("kept.shared_pre_activation",) if given.shared is not None else ()
         return names
 
     def forward(self, arrays: Mapping[str, Any], keep: bool) -> dict[str, Any]:
@@ -146,39 +150,13 @@ class _Call:
         return jax.lax.dynamic_update_index_in_dim(zeros, gradient, arrays["experts.layer"][0], 0)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What a forward hands to its backward.
-
-    JAX may run one forward rule for several sets of differentiated arguments, and then reads the residuals of all by
-    the structure of the latest: so this has one structure for all of them, and says which gradients are asked for in
-    the shape of an array without elements, which survives scan, vmap, remat and shard_map.
-    """
-
-    arrays: dict[str, Any]
-    outputs: dict[str, Any]
-    asked: jax.Array
-
-    @classmethod
-    def make(cls, arrays: dict[str, Any], outputs: dict[str, Any], asked: Iterable[bool]) -> _Kept:
-        bits = sum(1 << place for place, is_asked in enumerate(asked) if is_asked)
-        return cls(arrays, outputs, jnp.zeros((0, bits), bool))
-
-    def wanted(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the names, in the order given to `make`, that are asked for."""
-        return tuple(name for place, name in enumerate(names) if self.asked.shape[1] >> place & 1)
-
-
-jax.tree_util.register_dataclass(_Kept, data_fields=["arrays", "outputs", "asked"], meta_fields=[])
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _composed(call: _Call, *arrays: Any) -> tuple[Any, ...]:
     outputs = call.forward(dict(zip(call.names, arrays, strict=True)), keep=False)
     return tuple(outputs[name] for name in call.results)
 
 
-def _forward_rule(call: _Call, *primals: Any) -> tuple[tuple[Any, ...], _Kept]:
+def _forward_rule(call: _Call, *primals: Any) -> tuple[tuple[Any, ...], Kept]:
     arrays = {name: primal.value for name, primal in zip(call.names, primals, strict=True)}
     perturbed = {name: primal.perturbed for name, primal in zip(call.names, primals, strict=True)}
     asked = [perturbed[name.removeprefix("d_")] for name in gradient_names(call.operands)]
@@ -189,10 +167,10 @@ def _forward_rule(call: _Call, *primals: Any) -> tuple[tuple[Any, ...], _Kept]:
         pre_activation, of_routing = KEPT_NAMES
         value = outputs[name] if any(asked) else jnp.zeros(0)
         read[name] = checkpoint_name(value, pre_activation if name.endswith("pre_activation") else of_routing)
-    return results, _Kept.make(arrays, read, asked)
+    return results, Kept.make(arrays, read, asked)
 
 
-def _backward_rule(call: _Call, kept: _Kept, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+def _backward_rule(call: _Call, kept: Kept, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
     wanted = kept.wanted(gradient_names(call.operands))
     gradients = {
         name: cotangent
@@ -231,7 +209,7 @@ def run_moe(
         chosen = TopK(*(call.array(name, array) for name, array in zip(_REPLAYED.values(), replayed, strict=True)))
     arrays = call.placed()
     static = _Call(MoEOperands(x_spec, *bundles, **options), spec, tuple(arrays), platforms.targets(), chosen)
-    results = dict(zip(static.results, _run(static, *_varying_alike(arrays.values())), strict=True))
+    results = dict(zip(static.results, _run(static, *varying_alike(arrays.values())), strict=True))
     if isinstance(routing, TopK):
         results["ids"], results["weights"] = (routing.ids, routing.weights) if replayed is None else replayed
     logits = routing.logits if isinstance(routing, RouterLogits) else results.get("logits")
@@ -245,6 +223,11 @@ def moe_call(
     require_type("experts", experts, ExpertWeights)
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
     require_type("spec", spec, MoESpec)
+    if spec.main_grad:
+        raise Unsupported(
+            "spec.main_grad must be False in JAX, whose arrays nothing is added to in place, got True; leave it out, "
+            "and add up the gradients of micro-batches in float32, as docs/training.md shows"
+        )
     call = OpCall("moe")
     arguments = (
         call.array("x", x),
@@ -263,16 +246,8 @@ def moe_call(
     return call, arguments, keywords
 
 
-def _varying_alike(arrays: Iterable[Any]) -> list[Any]:
-    """Arrays that vary over the same axes of a mesh, as the results do.
-
-    Under shard_map a gradient varies like what it is the gradient of: here all of them vary, and JAX sums the gradients
-    of arrays that did not.
-    """
-    arrays = list(arrays)
-    axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
-    every = frozenset().union(*axes)
-    return [
-        array if own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
-        for array, own in zip(arrays, axes, strict=True)
-    ]
+def training_plans(call: OpCall, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[LaunchPlan, ...]:
+    """The plans of a training step, of what `moe_call` returned."""
+    x, experts, routing, spec = arguments
+    operands = MoEOperands(x, experts, routing, **keywords)
+    return plan_training(operands, spec, call.target(), one_layer=True)

@@ -112,6 +112,8 @@ class MoE(nn.Module):
     capacity_factor: float | None = None
     allow_tf32: bool = False
     tuning: Tuning | None = None
+    recompute: bool = False
+    main_grad: bool = False
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.
@@ -154,34 +156,29 @@ class MoE(nn.Module):
         return result[0] if sows and not return_aux else result
 
     @nn.nowrap
-    def explain(self, tokens: int | tuple[int, ...], variables: Any = None) -> str:
+    def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
         """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
-        scratch, summation order.
+        scratch, summation order. training: the forward of a training step, then its backward.
 
         variables: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and
         biases may be wider). x is taken to have the layer's dtype, or that of the experts where it is None.
         """
-        return layers.explain(
-            self.spec,
-            tokens,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            num_layers=self.num_layers,
-            parameters=None if variables is None else self._parameters(variables),
-        )
+        return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
-    def warmup(self, tokens: Sequence[int], variables: Any = None) -> WarmupReport:
-        """Compile and load the kernels of forwards of so many tokens ahead of the first; see `moe_jax.layers.warmup`.
-        variables: as for `explain`."""
-        return layers.warmup(
-            self.spec,
-            tokens,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            num_layers=self.num_layers,
-            parameters=None if variables is None else self._parameters(variables),
-        )
+    def warmup(self, tokens: Sequence[int], variables: Any = None, *, training: bool = False) -> WarmupReport:
+        """Compile and load the kernels of forwards of so many tokens ahead of the first, with training also those of
+        training steps; see `moe_jax.layers.warmup`. variables: as for `explain`."""
+        return layers.warmup(self.spec, tokens, **self._planned_for(variables), training=training)
+
+    @nn.nowrap
+    def _planned_for(self, variables: Any) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "num_layers": self.num_layers,
+            "parameters": None if variables is None else self._parameters(variables),
+        }
 
     @nn.nowrap
     def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> dict[str, Any]:

@@ -205,18 +205,19 @@ class MoE(nnx.Module):
         every = layers.leaves(self.spec, self.num_layers)
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in every)
 
-    def explain(self, tokens: int | tuple[int, ...]) -> str:
+    def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
         """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
-        scratch, summation order. x is taken to have the layer's dtype, or that of the experts where it is None."""
-        return layers.explain(
-            self.spec, tokens, dtype=self.dtype, num_layers=self.num_layers, parameters=self.parameters()
-        )
+        scratch, summation order. x is taken to have the layer's dtype, or that of the experts where it is None.
+        training: the forward of a training step, then its backward."""
+        return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
-    def warmup(self, tokens: Sequence[int]) -> WarmupReport:
-        """Compile and load, ahead of the first call, the kernels for so many tokens; see `moe_jax.layers.warmup`."""
-        return layers.warmup(
-            self.spec, tokens, dtype=self.dtype, num_layers=self.num_layers, parameters=self.parameters()
-        )
+    def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
+        """Compile and load, ahead of the first call, the kernels for so many tokens, with training also those of
+        training steps; see `moe_jax.layers.warmup`."""
+        return layers.warmup(self.spec, tokens, **self._planned_for(), training=training)
+
+    def _planned_for(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "num_layers": self.num_layers, "parameters": self.parameters()}
 
     def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> None:
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.

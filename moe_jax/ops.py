@@ -8,8 +8,8 @@ there, and kernels are compiled there, for every local CUDA device. A program ho
   device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported; under `jit` with automatic
   mesh axes it cannot be seen.
 - vmap runs one call per element, in order.
-- Derivatives: `moe` has gradients (reverse mode; `jax.jvp` raises JAX's TypeError, a second derivative Unsupported).
-  The stage ops have none: differentiating one raises Unsupported.
+- Derivatives: `moe`, `router`, `route`, `matmul_ogs`, `activation` and `reduce` have gradients (reverse mode; `jax.jvp`
+  raises JAX's TypeError, a second derivative Unsupported). Differentiating another op raises Unsupported.
 - Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
 
 Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert. Slot `s = t * K + k`.
@@ -29,6 +29,7 @@ from moe_core.dtypes import MATMUL_DTYPES, canonical
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.matmul_ogs import LAYOUT_INPUTS, plan_matmul_ogs
 from moe_core.moe import plan_moe
+from moe_core.moe_backward import explain_training
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -41,19 +42,15 @@ from moe_core.operands import (
     TopK,
 )
 from moe_core.reduction import plan_reduce, plan_scale_rows
-from moe_core.routing import (
-    plan_layout,
-    plan_pack_bitmatrix,
-    plan_router,
-    plan_routing,
-    plan_unpack_bitmatrix,
-)
+from moe_core.routing import plan_layout, plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
 from moe_core.tile_table import TileTable
 from moe_core.tuning import TileConfig
 from moe_jax import pytrees as pytrees
 from moe_jax.calls import OpCall, require_type
-from moe_jax.composed import moe_call, run_moe
+from moe_jax.composed import moe_call, run_moe, training_plans
+from moe_jax.routing import run_route, run_router
+from moe_jax.stage_gradients import run_stage
 from moe_jax.trace import watched
 
 __all__ = [
@@ -102,10 +99,7 @@ def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSp
     """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
-    (logits,) = call.run(
-        plan_router, call.array("x", x), call.array("weight", weight), call.optional("bias", bias), spec
-    )
-    return logits
+    return run_router(call, call.array("x", x), call.array("weight", weight), call.optional("bias", bias), spec)
 
 
 def route(
@@ -122,12 +116,12 @@ def route(
     """
     call = OpCall("route")
     require_type("spec", spec, RouterSpec)
-    ids, weights = call.run(
-        plan_routing,
+    ids, weights = run_route(
+        call,
         call.array("logits", logits),
+        call.optional("correction_bias", correction_bias),
+        call.optional("token_mask", token_mask),
         spec,
-        correction_bias=call.optional("correction_bias", correction_bias),
-        token_mask=call.optional("token_mask", token_mask),
     )
     return Routing(ids, weights)
 
@@ -211,8 +205,8 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
         # Which of them a plan reads depends on its target.
         for name in (*LAYOUT_INPUTS, "row_of_slot"):
             _require_layout_array(name, call.array(name, getattr(layout, name)), layout.spec)
-    (y,) = call.run(plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)
-    return y
+    request = call.request(plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)
+    return run_stage(request, call.placed().values())
 
 
 def activation(x: Array, activation: Activation, *, up: Array | None = None, out_dtype: Any = None) -> jax.Array:
@@ -222,14 +216,14 @@ def activation(x: Array, activation: Activation, *, up: Array | None = None, out
     """
     call = OpCall("activation")
     require_type("activation", activation, Activation)
-    (y,) = call.run(
+    request = call.request(
         plan_activation,
         call.array("x", x),
         activation,
         up=call.optional("up", up),
         out_dtype=_dtype_name("out_dtype", out_dtype),
     )
-    return y
+    return run_stage(request, call.placed().values())
 
 
 def reduce(
@@ -253,7 +247,7 @@ def reduce(
     _require_layout_array("row_of_slot", slots, layout.spec)
     if order == "row":
         require_spec("y", rows, (layout.spec.capacity, "d_model"), MATMUL_DTYPES)
-    (out,) = call.run(
+    request = call.request(
         plan_reduce,
         rows,
         slots,
@@ -263,7 +257,7 @@ def reduce(
         shared_gate=call.optional("shared_gate", shared_gate),
         out_dtype=_dtype_name("out_dtype", out_dtype),
     )
-    return out
+    return run_stage(request, call.placed().values())
 
 
 def scale_rows(x: Array, weights: Array) -> jax.Array:
@@ -321,13 +315,18 @@ def explain_moe(
     token_mask: Array | None = None,
     expert_map: Array | None = None,
     shared: SharedExpert | None = None,
+    training: bool = False,
 ) -> str:
     """What `moe` would run for these arguments where they are: kernels, scratch, summation order.
+
+    training: the forward of a training step, then its backward with every gradient.
 
     Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it
     explains that target's plan.
     """
     call, arguments, keywords = moe_call(x, experts, routing, spec, token_mask, expert_map, shared)
+    if training:
+        return explain_training(training_plans(call, arguments, keywords))
     return call.explain(plan_moe, *arguments, **keywords)
 
 

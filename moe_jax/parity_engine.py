@@ -11,6 +11,7 @@ import numpy as np
 from moe_core.parity.case import Case
 from moe_core.parity.devices import describe, use_gpu
 from moe_core.parity.engines import EngineRun
+from moe_core.parity.gradients import GradientRun, differentiated, operands_of, upstream
 from moe_core.parity.stage_ops import FrontEnd, run_stages
 from moe_jax import ops
 
@@ -46,7 +47,43 @@ class JaxEngine:
         front_end = FrontEnd(ops, lambda array: jax.device_put(array, self._device), np.asarray)
         with jax.default_device(self._device):
             results = run_stages(front_end, case, progress)
-        on_gpu = self._device.platform == "gpu"
-        place = ("cuda", self._device.local_hardware_id) if on_gpu else ("cpu", 0)
-        device, is_reference = describe(place, results.explanation)
+        device, is_reference = self._describe(results.explanation)
         return EngineRun(self.name, device, results.stages, results.composed, is_reference, FAMILY)
+
+    def _describe(self, explanation: str) -> tuple[str, bool]:
+        on_gpu = self._device.platform == "gpu"
+        return describe(("cuda", self._device.local_hardware_id) if on_gpu else ("cpu", 0), explanation)
+
+    def gradients(self, case: Case, progress: Callable[[str], object]) -> GradientRun:
+        """Those of the composed op."""
+
+        def put(array: np.ndarray) -> jax.Array:
+            return jax.device_put(array, self._device)
+
+        progress("moe")
+        leaves = {name: put(array) for name, array in differentiated(case).items()}
+        flowing = {name: put(array) for name, array in upstream(case).items()}
+
+        def arguments(leaves: dict[str, jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            given = operands_of(case, leaves, put)
+            options = {"token_mask": given.token_mask, "shared": given.shared}
+            return (given.x, given.experts, given.routing, case.spec), options
+
+        @jax.jit
+        def step(leaves: dict[str, jax.Array]) -> Any:
+            def outputs(leaves: dict[str, jax.Array]) -> Any:
+                positional, options = arguments(leaves)
+                result = ops.moe(*positional, **options)
+                return {name: getattr(result, name) for name in flowing}, result
+
+            _, pull, result = jax.vjp(outputs, leaves, has_aux=True)
+            return pull(flowing)[0], {name: getattr(result, name) for name in ("ids", "weights", "logits")}
+
+        with jax.default_device(self._device):
+            found, forward = step(leaves)
+            progress("gradients")
+            positional, options = arguments(leaves)
+            device, is_reference = self._describe(ops.explain_moe(*positional, **options, training=True))
+        gradients = {f"d_{name}": np.asarray(found[name]) for name in leaves}
+        forward = {name: np.asarray(array) for name, array in forward.items()}
+        return GradientRun(self.name, device, forward, gradients, is_reference, FAMILY)

@@ -52,8 +52,12 @@ from moe_torch.ops import (
     unpack_bitmatrix,
 )
 from moe_torch.options import register_pytrees
+from moe_torch.router_gradients import define_router_gradients
+from moe_torch.stage_gradients import define_stage_gradients
 
 define_gradients()
+define_router_gradients()
+define_stage_gradients()
 register_pytrees()
 
 __all__ = [

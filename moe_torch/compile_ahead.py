@@ -12,7 +12,7 @@ from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, Shared
 from moe_core.specs import MoESpec
 from moe_core.warmup import WarmupReport
 from moe_torch.dispatch import require_one_device, target_of_device
-from moe_torch.ops import moe_arguments
+from moe_torch.ops import moe_arguments, training_plans
 from moe_torch.options import encode
 
 #: Arrays of each kind of routing whose first axis is the tokens.
@@ -33,8 +33,11 @@ def warmup(
     token_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     shared: SharedExpert | None = None,
+    training: bool = False,
 ) -> WarmupReport:
     """Compile and load, on the tensors' device, every kernel that `moe` runs for these arguments; runs nothing.
+
+    training: also those of training steps in which every array has a gradient, forward and backward.
 
     tokens: numbers of tokens, each in the place of the first axis of x and of every other array by token. The number is
     no constant of a kernel: a few counts from small to large find every kernel. Afterwards a call of `moe` compiles
@@ -53,6 +56,8 @@ def warmup(
             for name, array in zip(operator.names, arrays, strict=True)
         ]
         plans.append(operator.plan(resized, options, target))
+        if training:
+            plans += training_plans(operator, type(routing), resized, spec, target)
     return core.warmup(plans, (device.index or 0,))
 
 

@@ -56,10 +56,15 @@ class Ready(NamedTuple):
     scratch: Dense | None
     device: torch.device
 
-    def run(self, pointers: list[int]) -> list[torch.Tensor]:
-        """The outputs of a run on the current stream. pointers: of the inputs; the others are added."""
+    def run(self, pointers: list[int], places: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
+        """The outputs of a run on the current stream. pointers: of the inputs; the others are added. places: empty, or
+        for every output the tensor that it is written to, None = a new one."""
         empty = eager.allocator(self.device)
-        outputs = [empty(*output) for output in self.outputs]
+        if places:
+            given = zip(places, self.outputs, strict=True)
+            outputs = [empty(*output) if place is None else place for place, output in given]
+        else:
+            outputs = [empty(*output) for output in self.outputs]
         pointers += [tensor.data_ptr() for tensor in outputs]
         if self.scratch:
             # Freed when this returns: torch reuses it in stream order, behind the launches that read it.
@@ -311,8 +316,9 @@ class Operator:
 
     def _refuse_gradient(self, name: str) -> NoReturn:
         raise Unsupported(
-            f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch only moe "
-            f"does; call moe, or call {self._packet} under torch.no_grad() or pass {name}.detach()"
+            f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch moe, router, "
+            "route, matmul_ogs, activation and reduce do; call one of them, or call "
+            f"{self._packet} under torch.no_grad() or pass {name}.detach()"
         )
 
     def _refuse_backend(self, *arguments: Any) -> NoReturn:

@@ -16,10 +16,11 @@ import torch
 
 from moe_core.errors import Unsupported
 from moe_core.operands import RouterLogits, RouterWeights, TopK
-from moe_torch.dispatch import call
+from moe_torch.dispatch import Operator, call
+from moe_torch.main_grad import MATRICES, main_grads, require_eager
 from moe_torch.operators import MOE
 from moe_torch.options import TORCH_DTYPES, decode, encode
-from moe_torch.training import BACKWARD, RESULTS, TRAINING, kept_names
+from moe_torch.training import BACKWARD, BACKWARD_INTO, RESULTS, TRAINING, kept_names
 
 _CONSTANTS = {"experts.layer", "routing.ids", "routing.correction_bias", "token_mask", "expert_map"}
 #: The names of tensors that have gradients, and the places of the results into which gradients flow.
@@ -46,13 +47,16 @@ class _MoE(torch.autograd.Function):
         names, twice = MOE[ctx.kind].names, RESULTS[ctx.kind]
         saved = [None if name in twice else tensor for name, tensor in zip(names, tensors, strict=True)]
         ctx.save_for_backward(*saved, *output[1:])
+        (spec,) = decode(ctx.options)
+        # Saved tensors come back without their attributes.
+        ctx.holders = dict(zip(names, tensors, strict=True)) if spec.main_grad else {}
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         kind, names, saved = ctx.kind, MOE[ctx.kind].names, ctx.saved_tensors
         (spec,) = decode(ctx.options)
         known = dict(zip(names, saved, strict=False))
-        kept = kept_names(known["shared.gate_up"], known["shared.gate"])
+        kept = kept_names(spec, known["shared.gate_up"], known["shared.gate"])
         known |= dict(zip((*RESULTS[kind], *kept), saved[len(names) :], strict=True))
         upstream = [gradients[place] for place in _FLOWING[kind]]
         if upstream[0] is None:
@@ -65,9 +69,12 @@ class _MoE(torch.autograd.Function):
             for name, needed in zip(names, ctx.needs_input_grad[1:], strict=False)
             if needed and name in _DIFFERENTIABLE[kind]
         ]
+        into = main_grads({name: ctx.holders[name] for name in asked if name in MATRICES and name in ctx.holders})
+        known |= {f"into.{name}": buffer for name, buffer in into.items()}
         options = encode(spec, tuple(f"d_{name}" for name in asked))
-        operator = BACKWARD[kind]
-        found = dict(zip(asked, call(operator, *[known.get(name) for name in operator.names], options), strict=True))
+        operator = (BACKWARD_INTO if into else BACKWARD)[kind]
+        made = [name for name in asked if name not in into]
+        found = dict(zip(made, call(operator, *[known.get(name) for name in operator.names], options), strict=True))
         return (None, *[found.get(name) for name in names], None)
 
     @staticmethod
@@ -84,8 +91,8 @@ class _MoEBackward(torch.autograd.Function):
     """`moe_backward` where the gradients may be differentiated again, as with create_graph=True: that is refused."""
 
     @staticmethod
-    def forward(kind: type, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(call(BACKWARD[kind], *arguments))
+    def forward(operator: Operator, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(call(operator, *arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -103,16 +110,22 @@ class _MoEBackward(torch.autograd.Function):
 
 
 def _gradient(kind: type, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    (spec,) = decode(arguments[-1])
+    if spec.main_grad:
+        require_eager(arguments)
+        named = dict(zip(MOE[kind].names, arguments, strict=False))
+        # Found here too, where the caller is to be seen.
+        main_grads({name: named[name] for name in MATRICES if named[name] is not None and named[name].requires_grad})
     return _MoE.apply(kind, *arguments)[: _NUM_RETURNED[kind]]
 
 
-def _second_gradient(kind: type, *arguments: Any) -> list[torch.Tensor]:
-    return list(_MoEBackward.apply(kind, *arguments))
+def _second_gradient(operator: Operator, *arguments: Any) -> list[torch.Tensor]:
+    return list(_MoEBackward.apply(operator, *arguments))
 
 
 def define_gradients() -> None:
     """Give `moe` its gradient."""
     for kind, operator in MOE.items():
         operator.define_gradient(_DIFFERENTIABLE[kind], functools.partial(_gradient, kind))
-        backward = BACKWARD[kind]
-        backward.define_gradient(frozenset(backward.names), functools.partial(_second_gradient, kind))
+        for backward in (BACKWARD[kind], BACKWARD_INTO[kind]):
+            backward.define_gradient(frozenset(backward.names), functools.partial(_second_gradient, backward))

@@ -3,8 +3,9 @@
 Every function runs on the tensors' device and current stream and never synchronises, except with `checked=True`. On a
 CPU the NumPy reference runs, or the real kernels in Triton's interpreter under TRITON_INTERPRET=1. All of them work
 under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs (run once before capturing: kernels are
-compiled and loaded then), and a changing number of tokens recompiles nothing. `moe` has a gradient
-(docs/training.md); to the others a tensor that requires one is refused in grad mode.
+compiled and loaded then), and a changing number of tokens recompiles nothing. `moe`, `router`, `route`, `matmul_ogs`,
+`activation` and `reduce` have gradients (docs/training.md); to `scale_rows` a tensor that requires one is refused in
+grad mode.
 
 Errors, for every function: InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides,
 device or alignment, or for options that contradict each other; Unsupported for a device without kernels, and for a
@@ -15,14 +16,17 @@ Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gatin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.moe_backward import explain_training, plan_training
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
+    MoEOperands,
     MoEOutput,
     RaggedLayout,
     RouterLogits,
@@ -31,11 +35,13 @@ from moe_core.operands import (
     SharedExpert,
     TopK,
 )
+from moe_core.plan import LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
+from moe_core.target import Target
 from moe_core.tile_table import TileTable
 from moe_core.tuning import TileConfig
 from moe_torch import operators
-from moe_torch.dispatch import call, require_one_device, target_of_device
+from moe_torch.dispatch import Operator, array_spec, call, require_one_device, target_of_device
 from moe_torch.options import dtype_name, encode, layout_spec, require_instance
 
 __all__ = [
@@ -300,12 +306,30 @@ def explain_moe(
     token_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     shared: SharedExpert | None = None,
+    training: bool = False,
 ) -> str:
-    """What `moe` would run for these arguments: every buffer, kernel, decision and summation order. Runs nothing."""
+    """What `moe` would run for these arguments: every buffer, kernel, decision and summation order. Runs nothing.
+
+    training: the forward of a training step, then its backward with every gradient.
+    """
     operator, arrays = moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
     present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
     target = target_of_device(require_one_device(present))
+    if training:
+        return explain_training(training_plans(operator, type(routing), arrays, spec, target))
     return operator.plan(arrays, encode(spec), target).explain()
+
+
+def training_plans(
+    operator: Operator, kind: type, arrays: Sequence[Any], spec: MoESpec, target: Target
+) -> tuple[LaunchPlan, ...]:
+    """The plans of a training step for the tensors of a moe operator (None where absent)."""
+    # Checks what a call checks.
+    operator.plan(arrays, encode(spec), target)
+    x, *others = [
+        None if array is None else array_spec(name, array) for name, array in zip(operator.names, arrays, strict=True)
+    ]
+    return plan_training(MoEOperands(x, *operators.split_moe(kind, others)), spec, target)
 
 
 def moe_arguments(

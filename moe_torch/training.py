@@ -16,8 +16,11 @@ from moe_core.moe import plan_moe
 from moe_core.moe_backward import plan_moe_backward
 from moe_core.operands import MoEOperands, OutputGradients, RouterLogits, RouterWeights, TopK
 from moe_core.plan import LaunchPlan
+from moe_core.specs import MoESpec
 from moe_torch.dispatch import Operator
+from moe_torch.main_grad import MATRICES
 from moe_torch.operators import MOE, MOE_BUNDLES, MOE_TENSORS, Outputs, moe_shapes, split_moe
+from moe_torch.options import decode
 
 _OVERLOADS = {TopK: "top_k", RouterLogits: "router_logits", RouterWeights: "router_weights"}
 #: The results of a forward after `output`, in order, by the names under which its backward reads them. With ids and
@@ -27,13 +30,18 @@ RESULTS = {
     RouterLogits: ("tokens_per_expert", "invalid_ids", "ids", "weights"),
     RouterWeights: ("tokens_per_expert", "invalid_ids", "ids", "weights", "logits"),
 }
-_KEPT = ("kept.pre_activation", "kept.group_start", "kept.slot_of_row", "kept.row_of_slot")
 
 
-def kept_names(shared_gate_up: Any, shared_gate: Any) -> tuple[str, ...]:
-    """The buffers kept, which follow the results; arguments: of the shared expert, None where absent."""
-    shared = () if shared_gate_up is None else ("kept.shared_pre_activation",)
-    return (*_KEPT, *shared, *(() if shared_gate is None else ("kept.shared_gate",)))
+def kept_names(spec: MoESpec, shared_gate_up: Any, shared_gate: Any) -> tuple[str, ...]:
+    """The buffers kept, which follow the results; arrays: of the shared expert, None where absent."""
+    names = ["kept.group_start", "kept.slot_of_row", "kept.row_of_slot"]
+    if not spec.recompute:
+        names.insert(0, "kept.pre_activation")
+        if shared_gate_up is not None:
+            names.append("kept.shared_pre_activation")
+    if shared_gate is not None:
+        names.append("kept.shared_gate")
+    return tuple(names)
 
 
 # moe_training: tensors and options of moe
@@ -53,13 +61,21 @@ def _training_shapes(kind: type, x: torch.Tensor, *request: Any) -> Outputs:
     tokens, inside = x.shape[0], -2 if spec.weight_layout == "in_out" else -1
     slots = tokens * (routing.ids.shape[1] if kind is TopK else spec.router.top_k)
     num_experts = experts.gate_up.shape[0 if experts.layer is None else 1]
-    outputs.append(((slots, spec.activation.input_width(experts.down.shape[inside])), x.dtype))
-    outputs += [((size,), torch.int32) for size in (num_experts + 1, slots, slots)]
+
+    def pre_activation(rows: Any, bundle: Any) -> tuple[tuple[Any, ...], torch.dtype]:
+        return (rows, spec.activation.input_width(bundle.down.shape[inside])), x.dtype
+
+    shapes = {
+        "kept.pre_activation": pre_activation(slots, experts),
+        "kept.group_start": ((num_experts + 1,), torch.int32),
+        "kept.slot_of_row": ((slots,), torch.int32),
+        "kept.row_of_slot": ((slots,), torch.int32),
+        "kept.shared_gate": ((tokens, 1), torch.float32),
+    }
     if shared is not None:
-        outputs.append(((tokens, spec.activation.input_width(shared.down.shape[inside])), x.dtype))
-        if shared.gate is not None:
-            outputs.append(((tokens, 1), torch.float32))
-    return outputs
+        shapes["kept.shared_pre_activation"] = pre_activation(tokens, shared)
+    parts = (None, None) if shared is None else (shared.gate_up, shared.gate)
+    return outputs + [shapes[name] for name in kept_names(spec, *parts)]
 
 
 class _Training(Operator):
@@ -95,7 +111,7 @@ _FOUND = {
     RouterWeights: "Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits",
 }
 _KEPT_TENSORS = (
-    "Tensor kept_pre_activation, Tensor kept_group_start, Tensor kept_slot_of_row, Tensor kept_row_of_slot, "
+    "Tensor? kept_pre_activation, Tensor kept_group_start, Tensor kept_slot_of_row, Tensor kept_row_of_slot, "
     "Tensor? kept_shared_pre_activation, Tensor? kept_shared_gate"
 )
 
@@ -103,14 +119,14 @@ _KEPT_TENSORS = (
 class _Backward(Operator):
     """Results: the gradients that the options name, in that order."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, packet: str = "moe_backward", more: str = "") -> None:
         self._kind = kind
         super().__init__(
-            f"moe_backward.{_OVERLOADS[kind]}({_UPSTREAM[kind]}, {MOE_TENSORS[kind]}, {_FOUND[kind]}, {_KEPT_TENSORS}, "
-            "str options) -> Tensor[]",
+            f"{packet}.{_OVERLOADS[kind]}({_UPSTREAM[kind]}, {MOE_TENSORS[kind]}, {_FOUND[kind]}, {_KEPT_TENSORS}, "
+            f"{more}str options) -> Tensor[]",
             self._backward_plan,
             self._gradient_shapes,
-            bundles=("gradients", *MOE_BUNDLES, "kept"),
+            bundles=("gradients", *MOE_BUNDLES, "kept", "into"),
         )
         self._num_upstream = sum(name.startswith("gradients.") for name in self.names)
 
@@ -123,17 +139,47 @@ class _Backward(Operator):
         x, *arrays = [given[name] for name in MOE[self._kind].names]
         upstream = (given.get(f"gradients.{name}") for name in ("output", "weights", "logits"))
         operands = MoEOperands(x, *split_moe(self._kind, arrays))
-        return plan_moe_backward(OutputGradients(*upstream), operands, spec, target, wanted=wanted)
+        options = {"wanted": wanted, "accumulate": _accumulated(wanted, given)}
+        return plan_moe_backward(OutputGradients(*upstream), operands, spec, target, **options)
 
     def _gradient_shapes(self, *request: Any) -> Outputs:
         *tensors, _, wanted = request
         given = self._named(tensors)
-        arrays = [given[name.removeprefix("d_")] for name in wanted]
+        added = _accumulated(wanted, given)
+        arrays = [given[name.removeprefix("d_")] for name in wanted if name not in added]
         return [(tuple(array.shape), array.dtype) for array in arrays]
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        return super()._run(key, self._with_aligned(arguments))
+
+    def _with_aligned(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         upstream = [_aligned(gradient) for gradient in arguments[: self._num_upstream]]
-        return super()._run(key, (*upstream, *arguments[self._num_upstream :]))
+        return (*upstream, *arguments[self._num_upstream :])
+
+
+def _accumulated(wanted: tuple[str, ...], given: dict[str, Any]) -> tuple[str, ...]:
+    """Those of the gradients wanted that are added to a tensor."""
+    return tuple(name for name in wanted if given.get(f"into.{name.removeprefix('d_')}") is not None)
+
+
+class _BackwardInto(_Backward):
+    """The gradients of matrices for which there is a tensor `into` are added to it; results: the others."""
+
+    def __init__(self, kind: type) -> None:
+        letters = zip("abcdef", MATRICES, strict=True)
+        into = [f"Tensor({letter}!)? into_{name.replace('.', '_')}, " for letter, name in letters]
+        super().__init__(kind, "moe_backward_into", "".join(into))
+        self.names = (*self.names[: -len(MATRICES)], *[f"into.{name}" for name in MATRICES])
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        arguments = self._with_aligned(arguments)
+        ready = self._cache.get(key) or self._remember(key, arguments)
+        given, (_, wanted) = self._named(arguments[:-1]), decode(arguments[-1])
+        into = {name: given[f"into.{name.removeprefix('d_')}"] for name in _accumulated(wanted, given)}
+        torch.autograd.graph.increment_version(list(into.values()))
+        places = [into.get(name) for name in wanted]
+        outputs = ready.run([arguments[index].data_ptr() for index in ready.selection], places)
+        return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]
 
 
 def _aligned(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -143,3 +189,5 @@ def _aligned(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 TRAINING: dict[type, Operator] = {kind: _Training(kind) for kind in _OVERLOADS}
 BACKWARD: dict[type, Operator] = {kind: _Backward(kind) for kind in _OVERLOADS}
+#: With tensors that take the sum of what they hold and a gradient.
+BACKWARD_INTO: dict[type, Operator] = {kind: _BackwardInto(kind) for kind in _OVERLOADS}

@@ -7,26 +7,13 @@ pytest's exit status in `status` in its folder and its output in `log`.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.planted_faults import KERNELS
-
-
-@dataclass(frozen=True)
-class OpFault:
-    """One line of a kernel changed: `old`, which must occur, becomes `new`; tests of the op must fail."""
-
-    old: str
-    new: str
-
+from tests.faulty_kernels import OpFault, run_on_copy
 
 #: By kernel file; its tests are `tests/test_<file>.py`. None reads or writes outside of its arrays.
 FAULTS: dict[str, tuple[OpFault, ...]] = {
@@ -87,17 +74,6 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
 }
 
 
-def plant(kernel_file: str, fault: OpFault, folder: Path) -> None:
-    """Copy every kernel file into `folder`, one of them with the fault."""
-    folder.mkdir()
-    for path in KERNELS.glob("*.py"):
-        source = path.read_text()
-        if path.stem == kernel_file:
-            assert fault.old in source, f"{path.name} no longer holds {fault.old!r}: plant the fault elsewhere"
-            source = source.replace(fault.old, fault.new)
-        (folder / path.name).write_text(source)
-
-
 class _NoShrinking:
     """That a drawn example fails is enough; making it smaller takes a hundred times as long."""
 
@@ -110,28 +86,10 @@ class _NoShrinking:
         settings.load_profile("faults")
 
 
-def _run(folder: Path, tests: str) -> int:
-    importlib.import_module("moe_core.kernels").__path__[:] = [str(folder)]
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", tests], plugins=[_NoShrinking()]))
-
-
-def _fork(folder: Path, tests: str) -> int:
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = -1
-    try:
-        with (folder / "log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            status = _run(folder, tests)
-            sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(status)
+def _run_tests(file: str) -> int:
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", file], plugins=[_NoShrinking()]))
 
 
 if __name__ == "__main__":
-    for place, file in json.loads(sys.argv[1]):
-        (Path(place) / "status").write_text(str(_fork(Path(place), file)))
+    for place, tests in json.loads(sys.argv[1]):
+        run_on_copy(Path(place), lambda file=tests: _run_tests(file))

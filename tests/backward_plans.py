@@ -9,8 +9,9 @@ from moe_core.activation_backward import plan_activation_backward, plan_expert_a
 from moe_core.arrays import ArraySpec
 from moe_core.operands import ExpertActivationOperands, RoutingGradients
 from moe_core.plan import LaunchPlan
+from moe_core.router_backward import plan_router_backward
 from moe_core.routing_backward import plan_routing_backward
-from moe_core.specs import ACTIVATIONS, Activation, RouterSpec
+from moe_core.specs import ACTIVATIONS, Activation, LogitsSpec, RouterSpec
 from moe_core.target import Target
 
 TOKENS = 4096
@@ -66,6 +67,15 @@ def routing_plans(target: Target) -> Iterator[LaunchPlan]:
         yield plan_routing_backward(losses, logits, None, RouterSpec(top_k, "sigmoid"), target)
 
 
+def router_plans(target: Target) -> Iterator[LaunchPlan]:
+    """The router product's backward where it runs apart."""
+    d_logits, bias = ArraySpec((TOKENS, 128), "float32"), ArraySpec((128,), "bfloat16")
+    x, weight = ArraySpec((TOKENS, 2048), "bfloat16"), ArraySpec((128, 2048), "bfloat16")
+    yield plan_router_backward(
+        d_logits, x, weight, bias, LogitsSpec("out_in"), target, wanted=("d_x", "d_weight", "d_bias")
+    )
+
+
 def row_plans(target: Target) -> Iterator[LaunchPlan]:
     """What a gate, a weighted input, another dtype of the output's gradient and a second part of d_x need."""
     for dtype in ("bfloat16", "float32"):
@@ -82,3 +92,4 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     yield from row_plans(target)
     yield from activation_plans(target)
     yield from routing_plans(target)
+    yield from router_plans(target)

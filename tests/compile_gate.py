@@ -33,7 +33,7 @@ from moe_core.operands import (
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
-from tests import backward_plans
+from tests import backward_plans, hopper_plans, overlap_order
 
 #: Multiprocessors of an A100, an H200 and a B200.
 NUM_SMS = {80: 108, 90: 132, 100: 148}
@@ -71,7 +71,7 @@ MODELS = {
 @dataclass(frozen=True)
 class Record:
     """What one compiled launch uses. shared_bytes per block; stack_bytes per thread (spills); many_rows: a 16-bit
-    matmul tile of at least 64 rows; has_tma: it loads through tensor maps."""
+    matmul tile of at least 64 rows; has_tma: it loads through tensor maps; order: what it breaks of `overlap_order`."""
 
     kernel: str
     label: str
@@ -84,10 +84,11 @@ class Record:
     many_rows: bool
     has_wgmma: bool
     has_tma: bool
+    order: str = ""
 
     def violations(self) -> list[str]:
         """Every limit the launch breaks."""
-        found = []
+        found = [self.order] if self.order else []
         if self.binary_bytes == 0:
             found.append("no binary")
         if self.arch == GFX942:
@@ -101,7 +102,7 @@ class Record:
             found.append(f"{self.stack_bytes} bytes of registers spilled per thread")
         if self.arch == "90" and self.many_rows and not self.has_wgmma:
             found.append("a many-row 16-bit matmul without wgmma")
-        if self.kernel.startswith("hopper:") and not self.has_tma:
+        if self.kernel.startswith("hopper") and not self.has_tma:
             found.append("a kernel of the hopper family without TMA")
         return found
 
@@ -163,8 +164,9 @@ def _training(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
                 yield moe_backward.plan_moe_backward(gradients, layer, spec, target, wanted=wanted)
             accumulated = tuple(name for name in wanted if name.startswith(("d_experts", "d_routing.weight")))
             accumulated = tuple(name for name in accumulated if not name.endswith("bias"))
-            options = {"wanted": accumulated, "accumulate": accumulated, "recompute": True}
-            yield moe_backward.plan_moe_backward(OutputGradients(layer.x), layer, spec, target, **options)
+            again = dataclasses.replace(spec, recompute=True)
+            options = {"wanted": accumulated, "accumulate": accumulated}
+            yield moe_backward.plan_moe_backward(OutputGradients(layer.x), layer, again, target, **options)
 
     return plans
 
@@ -192,7 +194,7 @@ def _routing(target: Target) -> Iterator[LaunchPlan]:
     ):
         yield routing.plan_routing(logits, router, target, token_mask=mask, with_bitmatrix=True)
         yield routing.plan_routing(logits, router, target, correction_bias=bias)
-    for tokens, num_experts, top_k in itertools.product((1, 4, 16, 64, 1024, 2048, 16384), (128, 512), (8, 10)):
+    for tokens, (num_experts, top_k) in itertools.product((1, 4, 16, 64, 1024, 2048, 16384), ((128, 8), (512, 10))):
         scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
         yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))
     for tokens in (1, 64, 1024, 16384):
@@ -277,6 +279,7 @@ def _hopper(target: Target) -> Iterator[LaunchPlan]:
         rows = ArraySpec((layout.capacity, d), dtype)
         operands = MatmulOperands(rows, stack(n), row_weight=row_weight, layer=layer)
         yield matmul_ogs.plan_matmul_ogs(operands, layout, MatmulSpec(weight_layout, "row", "slot"), target)
+    yield from hopper_plans.keeping(target)
 
 
 def _from_logits(target: Target) -> Iterator[LaunchPlan]:
@@ -297,6 +300,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
     "hopper": _hopper,
+    "overlap": overlap_order.plans,
     "backward_ops": backward_plans.plans,
     "from_logits": _from_logits,
 }
@@ -333,7 +337,7 @@ def _cuobjdump(cubin: bytes) -> str:
 
 
 def _is_many_rows(plan: LaunchPlan, launch: KernelLaunch) -> bool:
-    if launch.kernel.startswith("hopper:"):
+    if launch.kernel.startswith("hopper"):
         return True
     arguments = dict(launch.arguments)
     block_m, x = arguments.get("BLOCK_M"), arguments.get("x")
@@ -365,6 +369,7 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
         many_rows=_is_many_rows(plan, launch),
         has_wgmma="wgmma.mma_async" in compiled.asm["ptx"],
         has_tma="cp.async.bulk.tensor" in compiled.asm["ptx"],
+        order=overlap_order.order_violation(launch, compiled.asm["ptx"]),
     )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_core import dtypes
+from moe_core.arena import SCRATCH_ALIGNMENT
 from moe_core.arrays import ArraySpec, host_array
 from moe_core.cuda import cuda_available, cuda_target
-from moe_core.plan import SCRATCH_ALIGNMENT, LaunchPlan
+from moe_core.plan import LaunchPlan
 from moe_core.runtime import prepare
 from moe_core.target import Target
 from tests.device_memory import DeviceBytes

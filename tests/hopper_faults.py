@@ -1,8 +1,8 @@
-"""Faults planted in copies of the Hopper matmul, and the process that compiles or runs each copy.
+"""Faults planted in copies of the Hopper kernels, and the process that compiles or runs each copy.
 
 Run as a script: `python -m tests.hopper_faults ACTION FOLDER...`, in a process without TRITON_INTERPRET: Gluon has no
-interpreter. Every folder holds kernels; a fork that takes its kernels from there leaves its exit status in `status` in
-the folder and its output in `log`. ACTION:
+interpreter. Every folder holds kernels and lies in one that is named after one of PRODUCTS; a fork that takes its
+kernels from there leaves its exit status in `status` in the folder and its output in `log`. ACTION:
 
 - `compile`: for sm_90, needs no GPU; instructions go to `instructions`. Exits with 0 where it compiles.
 - `run`: on the first GPU, against the reference. Exits with 0 where they agree, RESULT_DIFFERS where they do not.
@@ -11,49 +11,143 @@ the folder and its output in `log`. ACTION:
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from moe_core.compiler import compile_launch
 from moe_core.matmul_ogs import plan_matmul_ogs
-from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.plan import KernelLaunch
+from moe_core.operands import map_arrays
+from moe_core.parity.tolerance import Tolerance, assert_close, matmul_tolerance
+from moe_core.plan import KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, MatmulSpec
 from moe_core.target import Target
 from moe_core.tuning import TileConfig
-from tests.backward_faults import OpFault
+from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
+from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
+from tests.faulty_kernels import OpFault, run_on_copy
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul, specs_of
+from tests.test_weight_gradient import Ragged, expected_of, many_rows, run_op, spec_of
 
-#: By kernel file. None of them changes what is waited for, how often, or an address beyond what is clamped or masked
-#: afterwards: a copy neither hangs nor leaves its arrays.
-FAULTS: dict[str, tuple[OpFault, ...]] = {
-    "hopper": (
-        OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
-        OpFault("gl.maximum(slots, 0)", "gl.maximum(slots // 2, 0)"),
-        OpFault("a_tiles.index(2 * stage + WHICH)", "a_tiles.index(2 * stage)"),
-        OpFault("exists = within < rows", "exists = within < rows - 1"),
-    ),
-    "hopper_producer": (
-        OpFault("gl.arange(0, ROWS, layout), rows - 1)", "gl.arange(0, ROWS, layout), rows - 2)"),
-        OpFault("within = tile * PIECE + columns % PIECE", "within = tile * PIECE + (columns + 1) % PIECE"),
-        OpFault('second = column + (N if GATE_LAYOUT == "halves" else 0)', "second = column"),
-    ),
-    "hopper_ring": (OpFault("write_fact(ring, place, 3, tile)", "write_fact(ring, place, 3, tile // 2)"),),
+#: By product and kernel file. None of them changes what is waited for, how often, or an address beyond what is clamped
+#: or masked afterwards: a copy neither hangs nor leaves its arrays.
+FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
+    "result": {
+        "hopper": (
+            OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
+            OpFault("gl.maximum(slots, 0)", "gl.maximum(slots // 2, 0)"),
+            OpFault("a_tiles.index(2 * stage + WHICH)", "a_tiles.index(2 * stage)"),
+            OpFault("exists = target < rows - FIRST - above", "exists = target < rows - FIRST - above - 1"),
+        ),
+        "hopper_producer": (
+            OpFault("gl.arange(0, ROWS, layout), rows - 1)", "gl.arange(0, ROWS, layout), rows - 2)"),
+            OpFault("within = tile * PIECE + columns % PIECE", "within = tile * PIECE + (columns + 1) % PIECE"),
+            OpFault('second = column + (N if GATE_LAYOUT == "halves" else 0)', "second = column"),
+        ),
+        "hopper_ring": (OpFault("write_fact(ring, place, 3, tile)", "write_fact(ring, place, 3, tile // 2)"),),
+    },
+    "halves and their result": {
+        "hopper": (
+            OpFault("column = tile * PIECE + PART * N", "column = tile * PIECE + PART * PIECE"),
+            OpFault("start.to(gl.int64) + FIRST + above", "start.to(gl.int64) + FIRST + above // 2"),
+        ),
+    },
+    "pairs and their result": {
+        "hopper": (
+            OpFault("store_pre(last, buffer", "store_pre(first, buffer"),
+            OpFault("store_pre(last, buffer", "store_pre(result, buffer"),
+            OpFault(
+                "gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))",
+                "gl.split(gl.permute(gl.reshape(half, [ROWS, 2, PIECE // 2]), [0, 2, 1]))",
+            ),
+        ),
+    },
+    "gradient": {
+        "hopper_weight_gradient": (
+            OpFault("a_tiles.index(2 * stage + WHICH)", "a_tiles.index(2 * stage)"),
+            OpFault("exists = first + within < size", "exists = first + within < size - 1"),
+            OpFault("piece = first if part == 0 else last", "piece = first"),
+            OpFault("[start + first, RIGHT_START + n]", "[start, RIGHT_START + n]"),
+            OpFault("group * M + m, m, n", "group * M + m, m, n // 2"),
+        ),
+    },
 }
 RESULT_DIFFERS = 10
-_SPEC = MatmulSpec("in_out", "token", "slot", Activation("silu"))
-#: Groups of two row blocks and more, three column tiles, the last one narrow, and everything that is optional.
-_CASE = Case(300, 2, 4, 128, 264, "bfloat16", _SPEC, "uniform", bias="float32", row_weight=True)
+
+
 _CONFIG = TileConfig(128, 128, 64, 4, 4, 8, "hopper")
 
 
-def _compile(folder: Path) -> int:
-    operands, layout, _ = build(_CASE)
+@dataclass(frozen=True)
+class Product:
+    """What runs on a copy; outputs other than y alone are those of a composed plan."""
+
+    case: Case
+    outputs: tuple[str, ...] = ("y",)
+    kernel = "hopper:matmul_ogs"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        case = self.case
+        return matmul_tolerance(case.dtype, case.dtype, case.d, activation=case.spec.activation)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        operands, layout, _ = build(self.case)
+        if self.outputs == ("y",):
+            return plan_matmul_ogs(specs_of(operands), layout, self.case.spec, target, config=_CONFIG)
+        return plan_composed(specs_of(operands), layout, self.case.spec, _CONFIG, self.outputs, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """(found, expected) by output, the rows of experts alone where others are left unwritten."""
+        (operands, layout, arrays), spec = build(self.case), self.case.spec
+        if self.outputs == ("y",):
+            found = run_matmul(operands, layout, arrays, spec, config=_CONFIG)
+            return {"y": found}, {"y": expected_matmul(operands, layout, arrays, spec)}
+        found = run_composed(operands, layout, arrays, spec, _CONFIG, self.outputs)
+        expected, filled = expected_composed(operands, layout, arrays, spec, self.outputs), filled_rows(layout, arrays)
+        return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
+
+
+class Gradient:
+    """A weight gradient whose experts have whole stages and rows beside them, whose last tiles are not full."""
+
+    outputs = ("d_weight",)
+    kernel = "hopper_weight_gradient:weight_gradient"
+
+    def __init__(self) -> None:
+        self.drawn = Ragged.draw(many_rows(4, 400), ("token", "row"), (192, 264), "bfloat16")
+        self.operands = replace(self.drawn.operands, row_weight=None)
+        self.spec = WeightGradientSpec("bfloat16", ("token", "row"), family="hopper")
+        self.tolerance = matmul_tolerance("bfloat16", "bfloat16", self.drawn.layout.num_slots)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        return plan_weight_gradient(map_arrays(self.operands, spec_of), self.drawn.layout, self.spec, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        request = (self.operands, self.drawn.layout, self.spec, self.drawn.groups)
+        return run_op(*request), expected_of(*request)
+
+
+def _case(scatter: str, activation: Activation, **options: object) -> Case:
+    """Groups of two row blocks and more, three column tiles, the last one narrow."""
+    spec = MatmulSpec("in_out", "token", scatter, activation)
+    return Case(300, 2, 4, 128, 264, "bfloat16", spec, "uniform", bias="float32", **options)  # pyright: ignore
+
+
+PRODUCTS = {
+    "result": Product(_case("slot", Activation("silu"), row_weight=True)),
+    "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
+    "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
+    "gradient": Gradient(),
+}
+
+
+def _compile(product: Product | Gradient, folder: Path) -> int:
     target = Target("cuda", 90, 132)
-    plan = plan_matmul_ogs(specs_of(operands), layout, _SPEC, target, config=_CONFIG)
-    (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == "hopper:matmul_ogs"]
+    plan = product.plan(target)
+    (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
     ptx = compile_launch(plan, launch, target).asm["ptx"]
     # Directives and comments hold lines and columns of the source, which every fault changes.
     lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
@@ -61,14 +155,12 @@ def _compile(folder: Path) -> int:
     return 0
 
 
-def _run(folder: Path) -> int:
-    operands, layout, arrays = build(_CASE)
+def _run(product: Product | Gradient, folder: Path) -> int:
     # Outside of the comparison: a write out of bounds is an error of its own.
-    actual = run_matmul(operands, layout, arrays, _SPEC, config=_CONFIG)
-    expected = expected_matmul(operands, layout, arrays, _SPEC)
-    tolerance = matmul_tolerance(_CASE.dtype, _CASE.dtype, _CASE.d, activation=_SPEC.activation)
+    found, expected = product.results()
     try:
-        assert_close(actual, expected, tolerance, label="y")
+        for name in product.outputs:
+            assert_close(found[name], expected[name], product.tolerance, label=f"{folder.name}: {name}")
     except AssertionError as error:
         print(error)
         return RESULT_DIFFERS
@@ -78,27 +170,12 @@ def _run(folder: Path) -> int:
 ACTIONS = {"compile": _compile, "run": _run}
 
 
-def _fork(action: str, folder: Path) -> int:
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 3
-    try:
-        with (folder / "log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            kernels = importlib.import_module("moe_core.kernels")
-            kernels.__path__[:] = [str(folder)]
-            status = ACTIONS[action](folder)
-            assert importlib.import_module("moe_core.kernels.hopper").__file__ == str(folder / "hopper.py")
-            sys.stdout.flush()
-    except BaseException:
-        status = 3
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(status)
+def _act(action: str, folder: Path) -> int:
+    status = ACTIONS[action](PRODUCTS[folder.parent.name], folder)
+    assert importlib.import_module("moe_core.kernels.hopper").__file__ == str(folder / "hopper.py")
+    return status
 
 
 if __name__ == "__main__":
     for place in sys.argv[2:]:
-        (Path(place) / "status").write_text(str(_fork(sys.argv[1], Path(place))))
+        run_on_copy(Path(place), lambda folder=Path(place): _act(sys.argv[1], folder))

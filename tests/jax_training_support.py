@@ -134,6 +134,8 @@ def _weights(logits: jax.Array, ids: list[int], router: RouterSpec) -> jax.Array
     return router.scale * (scores / scores.sum() if router.renormalize else scores)
 
 
+# Without it XLA multiplies float32 in TF32 on a GPU, here and in the gradient.
+@jax.default_matmul_precision("highest")
 def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(output, weights, logits) in a loop over tokens and slots, for the ids that the op chose."""
     x, experts, routing, shared, *maps = problem

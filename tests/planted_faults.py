@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The folder whose kernels are copied and changed.
-KERNELS = Path(__file__).parents[1] / "moe_core" / "kernels"
+from tests.faulty_kernels import OpFault, run_on_copy
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One line of a kernel changed: `old`, which must occur, becomes `new` everywhere in the file.
+class Fault(OpFault):
+    """A fault that the parity tool must find.
 
     case: the built-in case that must turn red, stage: the first divergent stage it must name. tokens: see --tokens.
     """
 
-    old: str
-    new: str
     case: str
     stage: str
     tokens: int = 12
@@ -92,42 +87,11 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
 }
 
 
-def plant(kernel_file: str, fault: Fault, folder: Path) -> None:
-    """Copy every kernel file into `folder`, one of them with the fault."""
-    folder.mkdir()
-    for path in KERNELS.glob("*.py"):
-        source = path.read_text()
-        if path.stem == kernel_file:
-            assert fault.old in source, f"{path.name} no longer holds {fault.old!r}: plant the fault elsewhere"
-            source = source.replace(fault.old, fault.new)
-        (folder / path.name).write_text(source)
-
-
-def _run(folder: Path, arguments: list[str]) -> int:
-    """The parity tool on the kernels of a folder."""
-    kernels = importlib.import_module("moe_core.kernels")
-    kernels.__path__[:] = [str(folder)]
+def _run_parity(arguments: list[str]) -> int:
     return importlib.import_module("moe_core.parity.cli").main(arguments)
-
-
-def _fork(folder: Path, arguments: list[str]) -> int:
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 3
-    try:
-        with (folder / "log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            status = _run(folder, arguments)
-            sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":
     importlib.import_module("moe_torch.parity_engine")
     for place, options in json.loads(sys.argv[1]):
-        (Path(place) / "status").write_text(str(_fork(Path(place), options)))
+        run_on_copy(Path(place), lambda arguments=options: _run_parity(arguments))

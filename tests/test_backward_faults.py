@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.backward_faults import FAULTS, OpFault, plant
+from tests.backward_faults import FAULTS
+from tests.faulty_kernels import OpFault, plant
 
 ROOT = Path(__file__).parents[1]
 NO_FAULT = OpFault("", "")

@@ -1,6 +1,8 @@
-"""The backward's row-wise kernels against NumPy."""
+"""The backward's row-wise kernels against NumPy, and that a composed plan gives them the rows they take."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -16,11 +18,15 @@ from moe_core.backward_rows import (
     plan_gate_weight,
     plan_weighted_input,
 )
+from moe_core.moe_backward import plan_moe_backward
+from moe_core.operands import ExpertWeights, MoEOperands, OutputGradients, TopK
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.reference.activation import sigmoid
 from moe_core.reference.backward_matmul import bias_product
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.reference.routing import layout as make_layout
+from moe_core.specs import Activation, MoESpec
+from moe_core.target import Target
 from tests import strategies
 from tests.harness import engine_target, run_plan
 from tests.strategies import draw_array, hard_routing
@@ -105,3 +111,21 @@ def test_weighted_input(outputs: tuple[str, ...], with_extra: bool, dtype: str) 
     assert set(found) == set(outputs)
     for name in outputs:
         close(found[name], expected[name], width if name == "d_weight" else 1, name)
+
+
+def test_recompute_reads_weighted_rows_of_a_strided_x() -> None:
+    """Weighted rows are contiguous, whatever the strides of x."""
+    x = ArraySpec((8, 32), "float32", (64, 1))
+    experts = ExpertWeights(ArraySpec((4, 32, 32), "float32"), ArraySpec((4, 16, 32), "float32"))
+    routing = TopK(ArraySpec((8, 1), "int32"), ArraySpec((8, 1), "float32"))
+    spec = MoESpec(Activation("silu"), apply_router_weight_on_input=True)
+    gradients = OutputGradients(ArraySpec((8, 32), "float32"))
+    for recompute in (False, True):
+        plan = plan_moe_backward(
+            gradients,
+            MoEOperands(x, experts, routing),
+            dataclasses.replace(spec, recompute=recompute),
+            Target("interpreter"),
+            wanted=("d_x",),
+        )
+        assert plan.spec("d_x").shape == (8, 32)

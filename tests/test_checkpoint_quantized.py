@@ -154,14 +154,22 @@ def test_fp8_blocks(tmp_path, family, d_ff, layout):
     assert plain.dtype == "float32" and plain.storage.gate_layout == layout
 
 
-def test_fp8_equals_the_dequantisation_of_transformers(tmp_path):
+def test_fp8_equals_the_dequantisation_of_transformers():
+    """Their operation takes whole blocks: the last ones are filled up for it, and what fills them is cut off again."""
     torch = pytest.importorskip("torch")
-    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     made = fp8_matrix(np.random.default_rng(4), 200, 300)
-    weight = torch.from_numpy(made[".weight"].view(np.uint8)).view(torch.float8_e4m3fn)
-    theirs = _dequantize_fp8_weight(weight, torch.from_numpy(made[".weight_scale_inv"]), [128, 128], torch.float32)
-    np.testing.assert_array_equal(theirs.numpy(), made[""])
+    codes = np.zeros((256, 384), np.uint8)
+    codes[:200, :300] = made[".weight"].view(np.uint8)
+    weight = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+    pair: dict[str, Any] = {
+        "proj.weight": [weight],
+        "proj.weight_scale_inv": [torch.from_numpy(made[".weight_scale_inv"])],
+    }
+    (theirs,) = Fp8Dequantize(hf_quantizer=None).convert(pair)["proj.weight"]
+    assert theirs.dtype == torch.float32
+    np.testing.assert_array_equal(theirs[:200, :300].numpy(), made[""])
 
 
 def test_fused_fp8_as_transformers_saves_it(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,12 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
+import moe_jax
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_jax import Unsupported, layers, nnx
 from tests.flax_support import draw_tokens, draw_weights, linen_layer, nnx_layer, preset
-from tests.jax_support import on_engines, running_on
+from tests.jax_support import REAL_KERNELS, on_engines, running_on
 from tests.jax_training_support import Problem, plain, plans_in
+from tests.jax_training_support import _expert as expert
+from tests.jax_training_support import _weights as slot_weights
+from tests.layer_support import drop_slots
 
 FAMILIES = ["mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"]
 NUM_TOKENS = 6
@@ -151,9 +156,83 @@ def test_mixed_precision_trains_float32_parameters() -> None:
             assert gradient.dtype == jnp.float32 and np.isfinite(gradient).all()
 
 
-def test_layers_with_a_capacity_limit_are_refused() -> None:
-    spec = MoELayerSpec(16, 8, 4, 2, capacity_factor=1.0)
-    with running_on("reference"):
-        layer = nnx.MoE.from_spec(spec, rngs=flax_nnx.Rngs(0))
-        with pytest.raises(Unsupported, match="router has no derivative"):
-            jax.grad(lambda x: layer(x).sum())(jnp.ones((3, 16)))
+def limited_gradients(parameters: Any, x: jax.Array, spec: MoELayerSpec, mask: Any, ids: np.ndarray) -> Any:
+    """Those of plain experts that take slots one after the other, as many as they may; ids: all that were chosen.
+
+    The value is that of `test_layers_with_a_capacity_limit_train`.
+    """
+    kept = drop_slots(ids, spec.capacity(x.shape[0]))
+    moe_spec, chosen = spec.moe_spec(MAXTEXT), jnp.maximum(ids, 0)
+
+    def loss(parameters: Any, x: jax.Array) -> jax.Array:
+        problem = problem_of(parameters, x, spec)
+        logits = x @ problem.routing.weight
+        weights = jax.vmap(lambda row, of: slot_weights(row, of, spec.router))(logits, chosen)
+        output = jnp.zeros(x.shape)
+        for number in range(spec.num_experts):
+            share = jnp.where(kept == number, weights, 0).sum(1, keepdims=True)
+            output += share * jax.vmap(lambda row, number=number: expert(row, problem.experts, number, moe_spec))(x)
+        if problem.shared is not None:
+            output += jax.vmap(lambda row: expert(row, problem.shared, None, moe_spec))(x)
+        counts = jnp.asarray(np.bincount(ids[ids >= 0], minlength=spec.num_experts), jnp.int32)
+        return value_of(output, *layers.router_losses(logits, counts, mask, spec=spec.router))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(parameters, x)
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "masked"), [("reference", "mixtral", False), (REAL_KERNELS, "deepseek_v3", True)]
+)
+def test_layers_with_a_capacity_limit_train(engine: str, family: str, masked: bool) -> None:
+    """Dropped slots get nothing; the slots beside them were normalised with them."""
+    free = preset(family)
+    spec = dataclasses.replace(free, capacity_factor=0.5, recompute=masked)
+    with running_on(engine):
+        layer, x = nnx_layer(draw_weights(spec), spec), jnp.asarray(draw_tokens(spec, "float32", 9))
+        mask = jnp.arange(9) % 4 != 1 if masked else None
+        parameters = layer.parameters()
+        _, aux = layers.forward(parameters, x, free, token_mask=mask, return_aux=True)
+
+        def loss(parameters: Any, x: jax.Array) -> jax.Array:
+            return layer_value(layers.forward(parameters, x, spec, token_mask=mask, return_aux=True))
+
+        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(parameters, x)
+        wanted = limited_gradients(parameters, x, spec, mask, np.asarray(aux.ids))
+        state = [leaf.path for leaf in layers.leaves(spec) if leaf.is_state]
+        for path in state:
+            assert not np.asarray(found[0][path[0]][path[1]]).any()
+            wanted[0][path[0]][path[1]] = found[0][path[0]][path[1]]
+        require_close(found, wanted)
+        _, limited = layers.forward(parameters, x, spec, token_mask=mask, return_aux=True)
+        assert (np.asarray(limited.ids) < 0).sum() > (np.asarray(aux.ids) < 0).sum()
+
+
+@on_engines
+def test_router_and_route_have_gradients(engine: str) -> None:
+    """Those of the whole op, also where some arrays alone are differentiated, in a vmap, and in a checkpoint."""
+    spec = preset("mixtral")
+    with running_on(engine):
+        weights, x = draw_weights(spec), jnp.asarray(draw_tokens(spec, "float32", NUM_TOKENS))
+        problem = problem_of(nnx_layer(weights, spec).parameters(), x, spec)
+        moe_spec = spec.moe_spec(MAXTEXT)
+
+        def whole(x: jax.Array, weight: jax.Array) -> jax.Array:
+            result = moe_jax.moe(x, problem.experts, moe_jax.RouterWeights(weight), moe_spec)
+            return jnp.square(result.output).sum() + jnp.square(result.logits).sum()
+
+        def staged(x: jax.Array, weight: jax.Array) -> jax.Array:
+            logits = moe_jax.router(x, weight)
+            routing = moe_jax.TopK(*moe_jax.route(logits, spec.router))
+            result = moe_jax.moe(x, problem.experts, routing, dataclasses.replace(moe_spec, router=None))
+            return jnp.square(result.output).sum() + jnp.square(logits).sum()
+
+        arguments = (x, problem.routing.weight)
+        require_close(jax.grad(staged, (0, 1))(*arguments), jax.grad(whole, (0, 1))(*arguments))
+        require_close(jax.jit(jax.grad(jax.checkpoint(staged), 1))(*arguments), jax.grad(whole, 1)(*arguments))
+        *_, plan = plans_in(jax.jit(jax.grad(lambda weight: moe_jax.router(x, weight).sum())).lower(arguments[1]))
+        assert plan.name == "router_backward" and [buffer.name for buffer in plan.outputs] == ["d_weight"]
+        rows = jnp.stack([x, 2 * x])
+        found = jax.vmap(jax.grad(lambda x: moe_jax.router(x, arguments[1]).sum()))(rows)
+        require_close(found, jax.vmap(jax.grad(lambda x: (x @ arguments[1]).sum()))(rows))
+        with pytest.raises(Unsupported, match="router has no second derivative"):
+            jax.grad(lambda x: jax.grad(lambda x: moe_jax.router(x, arguments[1]).sum())(x).sum())(x)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,15 @@ from moe_core import InvalidInput
 from moe_core.arrays import ArraySpec
 from moe_core.matmul_ogs import matmul_problem, plan_matmul_ogs
 from moe_core.moe import plan_moe
-from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits
+from moe_core.moe_backward import plan_moe_backward
+from moe_core.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.plan import Constant, KernelLaunch, Pointer, TensorMap
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
 from moe_core.tuning import TileConfig, hopper_config, why_illegal
-from tests.backward_faults import OpFault, plant
+from tests.composed_matmul import expected_composed, filled_rows, run_composed
+from tests.faulty_kernels import OpFault, plant
 from tests.harness import engine_target
 from tests.hopper_faults import FAULTS, RESULT_DIFFERS
 from tests.routing_cases import KINDS
@@ -92,6 +95,50 @@ def test_matches_the_reference(case: Case) -> None:
     assert_close(actual, expected, tolerance, label="y")
 
 
+def keeping(activation: Activation, n: int, *, weight_layout: str = "in_out", gather: str = "token", **options: Any):
+    """A product whose pre-activation is kept: groups of whole row blocks and of few rows, narrow last column tiles."""
+    spec = MatmulSpec(weight_layout, gather, "row", activation)
+    given = {"num_tokens": 500, "top_k": 2, "num_experts": 5, "d": 192, "dtype": "bfloat16", "ids": "some_absent"}
+    return Case(**(given | {"n": n, "spec": spec, "bias": "float32"} | options))
+
+
+KEEPING = {
+    "halves": keeping(Activation("silu"), 264),
+    "halves of one narrow tile": keeping(
+        Activation("gelu_tanh"), 8, weight_layout="out_in", bias=None, ids="one_expert"
+    ),
+    "separate": keeping(
+        Activation("silu", gate_layout="separate"), 200, weight_layout="out_in", dtype="float16", stacked=True
+    ),
+    "interleaved": keeping(Activation("swiglu_oai", gate_layout="interleaved"), 72, bias="same", gather="slot"),
+    "interleaved, stacked": keeping(
+        Activation("gelu_tanh", gate_layout="interleaved"), 192, weight_layout="out_in", dtype="float16", stacked=True
+    ),
+    "ungated": keeping(Activation("relu2", gated=False), 328, stacked=True, alignment=8),
+    "ungated, by row": keeping(Activation("gelu_tanh", gated=False), 136, gather="row", bias=None),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KEEPING)
+def test_the_pre_activation_is_kept(name: str) -> None:
+    """As the reference has it, beside the result and alone, which changes no bit of either; no other row is written."""
+    needs_sm_90()
+    case = KEEPING[name]
+    operands, layout, arrays = build(case)
+    filled, found = filled_rows(layout, arrays), {}
+    expected = expected_composed(operands, layout, arrays, case.spec, ("y", "pre"))
+    for outputs in (("y", "pre"), ("pre",), ("y",)):
+        found[outputs] = run_composed(operands, layout, arrays, case.spec, config_of(case), outputs)
+        for label, array in found[outputs].items():
+            activation = case.spec.activation if label == "y" else None
+            tolerance = matmul_tolerance(case.dtype, case.dtype, case.d, activation=activation)
+            assert_close(array[filled], expected[label][filled], tolerance, label=f"{label} of {outputs}")
+            assert (array[~filled].view(np.uint16) == 0xFFFF).all(), f"{label} of {outputs} outside of the groups"
+    for label in ("y", "pre"):
+        assert found["y", "pre"][label].tobytes() == found[(label,)][label].tobytes(), label
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [127, 128, 129, 1500])
 def test_two_runs_and_any_number_of_tiles_are_bitwise_equal(rows: int) -> None:
@@ -142,6 +189,63 @@ def test_a_forward_counts_tiles_and_reduces_by_row() -> None:
     counters = [dict(step.arguments)["COUNTER"].value for step in steps if step.kernel == "hopper:matmul_ogs"]
     assert counters == [0, 1]
     assert dict(steps[-1].arguments)["BY_ROW"].value is True
+
+
+def hopper_launches(plan: LaunchPlan) -> list[dict[str, Any]]:
+    """The arguments of every product of the family."""
+    steps = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == "hopper:matmul_ogs"]
+    return [dict(step.arguments) for step in steps]
+
+
+def keep_operands(gate_layout: str) -> tuple[MoEOperands, MoESpec]:
+    width, up = (192, ArraySpec((8, 256, 192), "bfloat16")) if gate_layout == "separate" else (384, None)
+    experts = ExpertWeights(ArraySpec((8, 256, width), "bfloat16"), ArraySpec((8, 192, 256), "bfloat16"), up)
+    spec = MoESpec(Activation("silu", gate_layout=gate_layout), RouterSpec(2))
+    logits = RouterLogits(ArraySpec((512, 8), "float32"))
+    return MoEOperands(ArraySpec((512, 256), "bfloat16"), experts, logits), spec
+
+
+@pytest.mark.parametrize("gate_layout", ["halves", "separate", "interleaved"])
+def test_a_forward_that_keeps_runs_the_same_products(gate_layout: str) -> None:
+    operands, spec = keep_operands(gate_layout)
+    arrays = (operands.x, operands.experts, operands.routing)
+    plain, kept = (hopper_launches(plan_moe(*arrays, spec, SM_90, keep=keep)) for keep in (False, True))
+    names = ("pre", "pre_map", "gate_map")
+    pre: dict[str, Any] = {
+        name: TensorMap("kept.pre_activation", (1024, 384), 384, (64, 128)) for name in ("pre_map", "gate_map")
+    }
+    if gate_layout == "interleaved":
+        pre["gate_map"] = Constant(None)
+    else:
+        pre["gate_map"] = dataclasses.replace(pre["gate_map"], shape=(1024, 192))
+    assert {name: kept[0][name] for name in names} == pre | {"pre": Pointer("kept.pre_activation")}
+    for with_pre, without in zip(kept, plain, strict=True):
+        assert all(without[name] == Constant(None) for name in names)
+        same = [name for name, value in without.items() if isinstance(value, Constant) and name not in names]
+        assert all(with_pre[name] == without[name] for name in same), "the same tiles, and so the same bits"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gate_layout", ["halves", "separate"])
+def test_no_counter_of_a_backward_serves_twice(gate_layout: str, recompute: bool) -> None:
+    operands, spec = keep_operands(gate_layout)
+    spec = dataclasses.replace(spec, recompute=recompute)
+    wanted = ("d_x", "d_experts.gate_up", "d_experts.down")
+    backward = plan_moe_backward(OutputGradients(operands.x), operands, spec, SM_90, wanted=wanted)
+    launches = hopper_launches(backward)
+    # The pull-back through gate and up as two buffers is one product that this family does not have.
+    assert len(launches) == 1 + (gate_layout == "halves") + recompute
+    counters = [(launch["counters"], launch["COUNTER"]) for launch in launches]
+    assert len(set(counters)) == len(counters)
+    cleared: set[Any] = set()
+    for step in backward.steps:
+        if isinstance(step, KernelLaunch) and "counters" in dict(step.arguments):
+            counter = dict(step.arguments)["counters"]
+            # First the launch that clears it, once, then the products.
+            assert (step.kernel == "schedule:zero") == (counter not in cleared)
+            cleared.add(counter)
+    if recompute:
+        assert launches[0]["y"] == launches[0]["y_map"] == Constant(None) and isinstance(launches[0]["pre"], Pointer)
 
 
 def test_a_changing_number_of_tokens_compiles_nothing() -> None:
@@ -209,13 +313,15 @@ def test_other_tiles_are_refused(change: dict[str, int], reason: str) -> None:
 
 
 def run_on_faulty_copies(action: str, folder: Path) -> dict[Path, OpFault]:
-    """Copies of the kernels, the first one unchanged, after `tests.hopper_faults` has run on them."""
-    folders = {folder / "unchanged": NO_FAULT}
-    plant("", NO_FAULT, folder / "unchanged")
-    for kernel_file, faults in FAULTS.items():
-        for number, fault in enumerate(faults):
-            folders[folder / f"{kernel_file}-{number}"] = fault
-            plant(kernel_file, fault, folder / f"{kernel_file}-{number}")
+    """Copies of the kernels, the first one for each product unchanged, after `tests.hopper_faults` has run on them."""
+    folders = {}
+    for product, files in FAULTS.items():
+        (folder / product).mkdir()
+        faults = [("", NO_FAULT), *((name, fault) for name, found in files.items() for fault in found)]
+        for number, (kernel_file, fault) in enumerate(faults):
+            copy = folder / product / f"{kernel_file or 'unchanged'}-{number}"
+            plant(kernel_file, fault, copy)
+            folders[copy] = fault
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.hopper_faults", action, *map(str, folders)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)

@@ -119,6 +119,7 @@ def test_jax_front_end_without_torch_and_triton() -> None:
 LAYERS = {
     "base": (
         "errors",
+        "checks",
         "dtypes",
         "codec",
         "target",
@@ -132,6 +133,7 @@ LAYERS = {
     ),
     "leaves": ("kernels", "reference"),
     "planning": (
+        "arena",
         "plan",
         "tile_choice",
         "layout",
@@ -143,8 +145,12 @@ LAYERS = {
         "activation",
         "activation_backward",
         "reduction",
+        "overlap",
+        "weight_gradient_hopper",
         "weight_gradient",
         "backward_rows",
+        "matmul_backward",
+        "router_backward",
         "moe",
         "shared_backward",
         "backward_stages",

@@ -251,10 +251,10 @@ def test_scan_over_stacked_layers(engine: str) -> None:
         assert [plan.name for plan in plans_in(lowered)] == ["moe", "moe_backward"]
         compiled = program_text(lowered)
         # Of such size are the sums: begun at zero before the loop, then one layer's gradient added in place.
-        adding = ("add_dynamic-update-slice", "dynamic-update-slice", "dynamic-slice", "add", "broadcast")
+        adding = ("add_dynamic_update_slice", "dynamic_update_slice", "dynamic_slice", "add", "broadcast")
         for line in weight_copies(compiled, stacked):
-            operation = line.removeprefix("ROOT ").lstrip("%").split(" ")[0].split(".")[0]
-            assert operation.removeprefix("wrapped_").startswith(adding), line
+            operation = line.removeprefix("ROOT ").lstrip("%").split(" ")[0].split(".")[0].replace("-", "_")
+            assert operation.removeprefix("wrapped_").removeprefix("loop_").startswith(adding), line
 
 
 @pytest.mark.parametrize(("saved", "forwards"), [((), 2), (KEPT_NAMES[:1], 2), (KEPT_NAMES[1:], 2), (KEPT_NAMES, 1)])

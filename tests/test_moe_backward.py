@@ -78,7 +78,6 @@ class Problem:
         target: Target | None = None,
         wanted: tuple[str, ...] | None = None,
         *,
-        recompute: bool = False,
         into: dict[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         target, into = target or engine_target(), into or {}
@@ -91,7 +90,6 @@ class Problem:
             target,
             wanted=wanted or self.names(),
             accumulate=tuple(into),
-            recompute=recompute,
         )
         assert [buffer.name for buffer in plan.outputs] == list(wanted or self.names())
         return run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})
@@ -103,8 +101,11 @@ class Problem:
         stages = moe_stages(*arguments, **extras)
         return moe_backward_stages(self.gradients, *arguments, stages, **extras, request=request or Request())
 
-    def check(self, tolerance: Tolerance = FP32, *, recompute: bool = False) -> dict[str, np.ndarray]:
-        found, expected = self.backward(recompute=recompute), self.expected()
+    def recomputing(self) -> Problem:
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, recompute=True))
+
+    def check(self, tolerance: Tolerance = FP32) -> dict[str, np.ndarray]:
+        found, expected = self.backward(), self.expected()
         for name, gradient in found.items():
             assert gradient.dtype == expected[name].dtype and np.isfinite(gradient).all(), name
             wanted = expected[name].astype(np.float64)
@@ -255,7 +256,7 @@ def test_drawn_layers(data: st.DataObject) -> None:
         if spec.apply_router_weight_on_input:
             router = RouterSpec(1, "sigmoid")
         problem = routed(problem, router, seed=seed, from_logits=data.draw(st.booleans()))
-    problem.check(recompute=data.draw(st.booleans()))
+    (problem.recomputing() if data.draw(st.booleans()) else problem).check()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -296,7 +297,9 @@ def test_recomputing_has_the_same_bits() -> None:
     for name, on_input in (("missing_ids", False), ("top_1", True)):
         spec = MoESpec(Activation("gelu", gate_layout="interleaved"), apply_router_weight_on_input=on_input)
         problem = draw(hard_routing(name), spec, dtype="bfloat16", with_shared=True)
-        kept, again = problem.backward(), problem.backward(recompute=True)
+        kept, again = problem.backward(), problem.recomputing().backward()
+        plan, _ = problem.recomputing().forward(engine_target())
+        assert not [one for one in plan.outputs if one.name.endswith("pre_activation")]
         for key in kept:
             np.testing.assert_array_equal(kept[key], again[key], key)
 
@@ -386,22 +389,3 @@ def test_capacity_is_the_forwards() -> None:
     layout = LayoutSpec(ids.shape[0], ids.shape[1], problem.operands.experts.down.shape[0])
     plan = problem.forward(cpu_target())[0]
     assert plan.spec("kept.pre_activation").shape == (layout.capacity, 34) and layout.capacity == ids.size
-
-
-def test_recompute_reads_weighted_rows_of_a_strided_x() -> None:
-    """Weighted rows are contiguous, whatever the strides of x."""
-    x = ArraySpec((8, 32), "float32", (64, 1))
-    experts = ExpertWeights(ArraySpec((4, 32, 32), "float32"), ArraySpec((4, 16, 32), "float32"))
-    routing = TopK(ArraySpec((8, 1), "int32"), ArraySpec((8, 1), "float32"))
-    spec = MoESpec(Activation("silu"), apply_router_weight_on_input=True)
-    gradients = OutputGradients(ArraySpec((8, 32), "float32"))
-    for recompute in (False, True):
-        plan = plan_moe_backward(
-            gradients,
-            MoEOperands(x, experts, routing),
-            spec,
-            Target("interpreter"),
-            wanted=("d_x",),
-            recompute=recompute,
-        )
-        assert plan.spec("d_x").shape == (8, 32)

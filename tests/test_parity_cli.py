@@ -17,10 +17,11 @@ import pytest
 from moe_core import Unsupported
 from moe_core.cuda import cuda_available
 from moe_core.parity import cli, engines
-from moe_core.parity.builtin_cases import BUILT_IN
+from moe_core.parity.builtin_cases import BUILT_IN, built_in_case
 from moe_core.parity.reference_engine import reference_stages
 from moe_torch import triton_kernels_engine
 from tests.checkpoint_files import FAMILIES, MOE_LAYERS, D, write_family
+from tests.faulty_kernels import OpFault, plant
 
 ROOT = Path(__file__).parents[1]
 #: A run of a few seconds.
@@ -67,6 +68,51 @@ def test_torch_and_jax_agree_in_a_fresh_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(cuda_available(), reason="on a GPU machine the engines run on the GPU")
+def test_gradients_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    status, document = run_json(capsys, *QUICK, "--backward")
+    assert status == 0, document["conclusion"]
+    forward, backward = document["cases"]
+    assert (forward["case"], backward["case"]) == ("llama4", "llama4 backward")
+    for engine in backward["engines"]:
+        stages = [stage["stage"] for stage in engine["stages"]]
+        assert stages[:3] == ["d_x", "d_experts.gate_up", "d_experts.down"] and "d_routing.weight" in stages
+        assert all(stage["worst"]["tolerance"] < 1e-2 for stage in engine["stages"])
+    assert [row["equal"] for row in backward["bitwise"]] == [True]
+
+
+def test_gradients_of_one_case_are_compared_unless_cases_are_named() -> None:
+    def asked(*arguments: str) -> list[str]:
+        options = cli._parser().parse_args(arguments)
+        return [name for name in BUILT_IN if cli._with_backward(options, built_in_case(name))]
+
+    assert asked() == ["deepseek_v3"]
+    assert asked("--no-backward") == [] and asked("--case", "deepseek_v3") == []
+    assert asked("--backward") == list(BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("kernel_file", "fault"),
+    [
+        ("activation_backward", OpFault("share * (1.0 + bounded * (1.0 - share))", "share")),
+        ("routing_backward", OpFault('return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")')),
+    ],
+)
+def test_a_fault_in_a_backward_kernel_turns_it_red(kernel_file: str, fault: OpFault, tmp_path: Path) -> None:
+    plant(kernel_file, fault, tmp_path / "kernels")
+    script = f"""
+import importlib, sys
+importlib.import_module("moe_core.kernels").__path__[:] = [{str(tmp_path / "kernels")!r}]
+from moe_core.parity.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", script, *QUICK, "--backward", "--engines", "torch"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 of 2 cases DIFFER: llama4 backward float32" in done.stdout
+    assert "DIFFERS: first divergent stage is d_" in done.stdout
+
+
 def test_forcing_the_reference_on_the_cpu_is_not_tested() -> None:
     done = in_subprocess(*QUICK, "--engines", "reference,torch", TRITON_INTERPRET="0")
     assert done.returncode == 1

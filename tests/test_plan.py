@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -10,12 +11,18 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from benchmarks.shapes import SHAPES
 from moe_core import codec, plan
+from moe_core.arena import SCRATCH_ALIGNMENT, aligned, place_buffers
 from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput
+from moe_core.moe_backward import gradient_names, plan_moe_backward
+from moe_core.operands import ExpertWeights, MoEOperands, OutputGradients, RouterWeights
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, PlanBuilder, Pointer, ReferenceCall, Scalar
-from moe_core.specs import Activation, LayoutSpec
+from moe_core.specs import Activation, LayoutSpec, MoESpec, RouterSpec
 from moe_core.target import Target
 
 CUDA = Target("cuda", 90, 132)
@@ -106,6 +113,47 @@ def test_equality_and_hash_follow_the_content() -> None:
     assert small_plan() != "a plan"
 
 
+def test_scratch_is_shared_by_buffers_of_different_times() -> None:
+    assert place_buffers([("a", 512), ("b", 256), ("c", 256)], [("a", "b"), ("b", "c")]) == (0, 512, 0)
+    # One that no step names counts as the first step's.
+    sizes = [("a", 100), ("b", 600), ("c", 300), ("d", 5), ("unused", 700)]
+    assert place_buffers(sizes, [("b",), ("b", "c"), ("a", "c"), ("a", "d")]) == (0, 0, 768, 256, 768)
+    assert place_buffers([], []) == ()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_buffers_needed_at_one_time_never_overlap(drawn: list[tuple[int, int, int]]) -> None:
+    sizes = [(str(index), size) for index, (size, _, _) in enumerate(drawn)]
+    spans = [tuple(sorted(span)) for _, *span in drawn]
+    steps = [[str(i) for i, (first, last) in enumerate(spans) if step in (first, last)] for step in range(10)]
+    offsets = place_buffers(sizes, steps)
+    assert all(offset % SCRATCH_ALIGNMENT == 0 for offset in offsets)
+    for i, j in itertools.combinations(range(len(drawn)), 2):
+        together = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
+        if together and sizes[i][1] and sizes[j][1]:
+            assert offsets[i] + sizes[i][1] <= offsets[j] or offsets[j] + sizes[j][1] <= offsets[i]
+    most = sum(aligned(size) for _, size in sizes)
+    assert all(offset + size <= most for offset, (_, size) in zip(offsets, sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "most"),
+    [("qwen3", False, 897), ("qwen3", True, 1153), ("gptoss120b", False, 1441), ("mixtral", False, 3585)],
+)
+def test_scratch_of_a_backward(model: str, recompute: bool, most: int) -> None:
+    """MiB for 16384 tokens: no more than the step that needs most (docs/training.md)."""
+    shape = SHAPES[model]
+    d, f, e, k = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    x = ArraySpec((16384, d), "bfloat16")
+    experts = ExpertWeights(ArraySpec((e, 2 * f, d), "bfloat16"), ArraySpec((e, d, f), "bfloat16"))
+    operands = MoEOperands(x, experts, RouterWeights(ArraySpec((e, d), "bfloat16")))
+    layouts = {"weight_layout": "out_in", "router_weight_layout": "out_in"}
+    spec = MoESpec(Activation("silu"), RouterSpec(k), **layouts, recompute=recompute)
+    wanted = gradient_names(operands)
+    made = plan_moe_backward(OutputGradients(x), operands, spec, CUDA, wanted=wanted)
+    assert made.scratch_bytes < most * 2**20
+
+
 def test_builder_collects_buffers_and_steps() -> None:
     made = small_plan()
     assert [buffer.name for buffer in made.inputs] == ["x"]
@@ -192,6 +240,12 @@ def test_explain_names_everything() -> None:
         "  sums    y: ascending columns, one tile",
         "  note    split-K rejected: one tile holds the reduction",
     ]
+
+
+def test_stages_are_those_of_a_kernel_that_pipelines_by_itself() -> None:
+    own = KernelLaunch("example:double", (1, 1, 1), (("STAGES", Constant(4)),), 4, 1)
+    others = (KernelLaunch("example:double", (1, 1, 1), given, 4, 2) for given in ((), (("STAGES", Constant(None)),)))
+    assert [launch.pipeline_stages for launch in (own, *others)] == [4, 2, 2]
 
 
 def test_explain_names_the_reference() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_core.parity.tolerance import assert_close, router_tolerance, routing_weights_tolerance
 from moe_core.reference import routing
+from moe_core.reference.backward_routing import router_backward
 from moe_core.specs import LayoutSpec, LogitsSpec, RouterSpec
 from tests import strategies
 from tests.strategies import HARD_ROUTINGS, RouterCase, RoutingCase, hard_routing
@@ -321,3 +322,13 @@ def test_inputs_are_left_alone(case: RouterCase):
     ids, *_ = routing.route(*arrays, spec=case.spec)
     ids.flags.writeable = False
     routing.layout(ids, layout=LayoutSpec(len(ids), ids.shape[1], case.num_experts))
+
+
+def test_the_storage_of_a_router_changes_no_bit():
+    random = np.random.default_rng(0)
+    x, d_logits, weight = (random.standard_normal(size).astype(F32) for size in ((512, 64), (512, 8), (64, 8)))
+    stored = ((weight, LogitsSpec("in_out")), (np.ascontiguousarray(weight.T), LogitsSpec("out_in")))
+    one, other = (routing.router(x, matrix, spec=spec) for matrix, spec in stored)
+    assert one.tobytes() == other.tobytes()
+    one, other = (router_backward(d_logits, x, matrix, spec=spec) for matrix, spec in stored)
+    assert np.array_equal(one.x, other.x) and np.array_equal(one.weight, other.weight.T)

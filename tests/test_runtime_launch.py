@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import itertools
 import struct
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from moe_core import runtime
 from moe_core.arrays import ArraySpec
+from moe_core.cuda import LaunchAttribute
 from moe_core.errors import InvalidInput
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
 from moe_core.target import Target
@@ -41,6 +43,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.launches: list[Seen] = []
+        self.attributes: list[tuple[tuple[int, int], ...]] = []
         self.current = CONTEXT
         self.pushed: list[int] = []
         self.fail_at: int | None = None
@@ -73,6 +76,8 @@ class FakeDriver:
         pointers = tuple(ctypes.c_uint64.from_address(entry).value for entry in entries[:2])
         count = ctypes.c_int32.from_address(entries[2]).value
         stream = config.stream or 0
+        found = (LaunchAttribute * config.num_attributes).from_address(config.attributes or 0)
+        self.attributes.append(tuple((attribute.id, attribute.value) for attribute in found))
         self.launches.append(Seen(function.value, pointers, count, config.grid_x, stream, self.current))
         return 0
 
@@ -129,6 +134,18 @@ def test_plans_without_scratch(fake: FakeDriver) -> None:
         fake.launches.clear()
         prepared([X, y])
         assert fake.launches == [Seen(1, (X, y), ROWS, 1, 0, CONTEXT)]
+
+
+def test_dependent_launches_alone_carry_the_attribute(fake: FakeDriver) -> None:
+    """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION is 6 in cuda.h, where an attribute has 72 bytes."""
+    plan = chain_plan()
+    steps = [dataclasses.replace(step, dependent=number == 1) for number, step in enumerate(plan.steps)]  # type: ignore[arg-type]
+    prepared = runtime._CudaPrepared(dataclasses.replace(plan, steps=tuple(steps)), 0)
+    for stream in (0, 5):
+        fake.attributes.clear()
+        prepared([X, Y, ARENA], stream)
+        assert fake.attributes == [(), ((6, 1),), ()]
+    assert (ctypes.sizeof(LaunchAttribute), LaunchAttribute.value.offset) == (72, 8)
 
 
 def test_misaligned_addresses_launch_nothing(fake: FakeDriver) -> None:

@@ -53,14 +53,20 @@ def table_of(*problems: MatmulProblem, config: TileConfig = MEASURED, arch: int 
 
 
 def layer_plan(
-    tuning: Tuning | None, num_tokens: int = T, target: Target = H200, dtype: str = "bfloat16"
+    tuning: Tuning | None,
+    num_tokens: int = T,
+    target: Target = H200,
+    dtype: str = "bfloat16",
+    *,
+    activation: str = "silu",
+    keep: bool = False,
 ) -> LaunchPlan:
     """A whole forward with everything that sums: router, experts, gated shared expert."""
     experts = ExpertWeights(ArraySpec((E, D, 2 * F), dtype), ArraySpec((E, F, D), dtype))
     shared = SharedExpert(ArraySpec((D, 2 * F), dtype), ArraySpec((F, D), dtype), gate=ArraySpec((D, 1), dtype))
-    spec = MoESpec(Activation("silu"), RouterSpec(K, renormalize=True), tuning=tuning)
+    spec = MoESpec(Activation(activation), RouterSpec(K, renormalize=True), tuning=tuning)
     router = RouterWeights(ArraySpec((D, E), dtype))
-    return plan_moe(ArraySpec((num_tokens, D), dtype), experts, router, spec, target, shared=shared)
+    return plan_moe(ArraySpec((num_tokens, D), dtype), experts, router, spec, target, shared=shared, keep=keep)
 
 
 def tiles(plan: LaunchPlan) -> list[TileConfig]:
@@ -103,13 +109,27 @@ def test_tables_of_another_architecture_do_not_count() -> None:
     ("tuning", "message"),
     [
         (Tuning(matmul_1=ILLEGAL), "tuning.matmul_1 must be legal on cuda sm_90 .* shared memory"),
-        (Tuning(matmul_2=TileConfig(24, 64, 64)), "tuning.matmul_2 must be legal .* power of two"),
+        (Tuning(matmul_2=TileConfig(24, 64, 64)), "tuning.matmul_2 must be legal .* power of two .*; give another, or"),
         (Tuning(table=table_of(problem(), config=ILLEGAL)), "the entry of tuning.table must be legal .* measure again"),
     ],
 )
 def test_illegal_choices_are_refused_with_the_reason(tuning: Tuning, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         layer_plan(tuning)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation", "reason"),
+    [("float32", "silu", "it multiplies bfloat16 and float16, got float32"), ("bfloat16", "gelu", "gelu's erf")],
+)
+def test_an_override_that_a_product_cannot_run_is_not_left_aside(dtype: str, activation: str, reason: str) -> None:
+    tuning = Tuning(matmul_1=hopper_config(problem()))
+    assert tiles(layer_plan(tuning))[0].family == "hopper"
+    refused = r"tuning\.matmul_1 must be legal .* the hopper family cannot run this product: "
+    with pytest.raises(InvalidInput, match=f"{refused}{reason}.*; give another, or None for one that is chosen"):
+        layer_plan(tuning, dtype=dtype, activation=activation)
+    with pytest.raises(InvalidInput, match=refused):
+        layer_plan(tuning, dtype=dtype, activation=activation, keep=True)
 
 
 def test_an_illegal_override_is_refused_on_every_target() -> None:
@@ -157,8 +177,9 @@ def test_the_weight_layout_has_entries_of_its_own() -> None:
     assert found.config != MEASURED
 
 
-def test_what_the_hopper_family_can_run_has_entries_of_its_own() -> None:
-    """Products of equal sizes share an entry only if the family can run both, or neither for one reason."""
+def test_a_table_gives_the_hopper_family_to_products_that_can_run_it() -> None:
+    """Of an entry of the family the heuristics are left for a product of the same sizes that cannot; a portable entry
+    serves both."""
     measured = hopper_config(problem(), num_stages=2, group_m=2)
     table = table_of(problem(), config=measured)
     assert choose_tile(problem(), H200, MatmulTuning(table=table)).config == measured
@@ -166,15 +187,26 @@ def test_what_the_hopper_family_can_run_has_entries_of_its_own() -> None:
     layout, x = LayoutSpec(T, K, E), ArraySpec((T, D), "bfloat16")
     unable = matmul_problem(x, F, layout, MatmulSpec("in_out", "token", activation=Activation("gelu")))
     assert unable == dataclasses.replace(problem(), not_hopper=unable.not_hopper) and "erf" in unable.not_hopper
-    assert choose_tile(unable, H200, MatmulTuning(table=table)).config == choose_config(unable, H200)
-    assert choose_config(unable, H200).family == "portable"
-    assert choose_tile(unable, H200, MatmulTuning(table=table_of(unable))).config == MEASURED
-    with pytest.raises(InvalidInput, match=r"the entry of tuning.table must be legal .* cannot run this product: gelu"):
-        choose_tile(unable, H200, MatmulTuning(table=table_of(unable, config=measured)))
+    choice = choose_tile(unable, H200, MatmulTuning(table=table))
+    assert (choice.config, choice.source) == (choose_config(unable, H200), choose_tile(unable, H200).source)
+    assert choice.config.family == "portable"
+    for one in (problem(), unable):
+        assert choose_tile(unable, H200, MatmulTuning(table=table_of(one))).config == MEASURED
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_training_finds_what_was_measured_for_a_forward(keep: bool) -> None:
+    """A forward that keeps its pre-activation multiplies the same sizes."""
+    tuning = Tuning(table=table_of(problem(), MatmulProblem(T * K, E, F, D, "bfloat16", not_hopper="")))
+    plan = layer_plan(tuning, keep=keep)
+    assert tiles(plan)[:2] == [MEASURED, MEASURED]
+    assert plan.explain().count("measured: tuning.table") == 2
 
 
 #: Modules of kernels left out of `constants`.
 _NO_SUMS_OVER_TOKENS = ("layout:", "schedule:", "route_and_layout:", "topk:")
+#: Constants that say when a kernel waits, and change no number: `moe_core.overlap`.
+_NO_NUMBERS = ("OVERLAP",)
 
 
 def constants(plan: LaunchPlan) -> list[tuple[str, object]]:
@@ -183,11 +215,13 @@ def constants(plan: LaunchPlan) -> list[tuple[str, object]]:
     Kernels of layouts add integers. Those of routing, which differ with the number of tokens, add one token's scores by
     `topk.row_sum`, in one order whatever the kernel: tests/test_routing.py and tests/test_batch_invariance.py hold it.
     """
+
+    def compiled_in(step: KernelLaunch) -> list[object]:
+        pairs = [(name, value) for name, value in step.arguments if isinstance(value, Constant)]
+        return [*(pair for pair in pairs if pair[0] not in _NO_NUMBERS), step.num_warps, step.num_stages]
+
     return [
-        (
-            step.kernel,
-            [pair for pair in step.arguments if isinstance(pair[1], Constant)] + [step.num_warps, step.num_stages],
-        )
+        (step.kernel, compiled_in(step))
         for step in plan.steps
         if isinstance(step, KernelLaunch) and not step.kernel.startswith(_NO_SUMS_OVER_TOKENS)
     ]

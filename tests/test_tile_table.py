@@ -17,12 +17,13 @@ from moe_core.tile_table import (
     Measurement,
     TileEntry,
     TileTable,
+    entry_problem,
     read_measurements,
     rows_bucket,
     shipped_table,
     write_measurements,
 )
-from moe_core.tuning import MatmulProblem, TileConfig, why_illegal
+from moe_core.tuning import MatmulProblem, TileConfig, hopper_config, why_illegal
 
 PROBLEM = MatmulProblem(128, 128, 2048, 768, "bfloat16", 2, "out_in")
 CONFIG = TileConfig(32, 64, 64, 4, 5, 4)
@@ -54,10 +55,31 @@ def test_a_table_finds_the_bucket_of_its_problem_and_nothing_else() -> None:
         assert table.find(dataclasses.replace(PROBLEM, rows=rows), 90) is None
     assert table.find(PROBLEM, 80) is None
     changes = {"groups": 64, "d": 1024, "n": 512, "dtype": "float16", "buffers": 1, "weight_layout": "in_out"}
-    changes["not_hopper"] = "a reason"
-    assert set(changes) | {"rows"} == {field.name for field in dataclasses.fields(MatmulProblem)}
+    assert set(changes) | {"rows", "not_hopper"} == {field.name for field in dataclasses.fields(MatmulProblem)}
     for name, value in changes.items():
         assert table.find(dataclasses.replace(PROBLEM, **{name: value}), 90) is None, name
+
+
+def test_the_reason_not_to_run_in_the_hopper_family_hides_no_entry() -> None:
+    """Only that there is one matters: an entry of the problem's own kind goes before the other's."""
+    able, unable, other = (dataclasses.replace(PROBLEM, not_hopper=reason) for reason in ("", "a reason", "another"))
+    wide = dataclasses.replace(CONFIG, block_n=128)
+    for measured in (able, unable):
+        table = TileTable.of([TileEntry(90, measured, CONFIG)])
+        assert [table.find(problem, 90) for problem in (able, unable, other)] == [CONFIG] * 3
+    both = TileTable.of([TileEntry(90, able, CONFIG), TileEntry(90, unable, wide)])
+    assert [both.find(problem, 90) for problem in (able, unable, other)] == [CONFIG, wide, wide]
+    with pytest.raises(InvalidInput, match="entries must name a problem once"):
+        TileTable.of([TileEntry(90, unable, CONFIG), TileEntry(90, other, wide)])
+    hopper = TileTable.of([TileEntry(90, able, hopper_config(able))])
+    assert [hopper.find(problem, 90) for problem in (able, unable)] == [hopper_config(able), None]
+
+
+def test_an_entry_problem_is_what_an_entry_holds() -> None:
+    for problem in (PROBLEM, dataclasses.replace(PROBLEM, rows=100, not_hopper="")):
+        found = entry_problem(problem)
+        assert TileEntry(90, found, CONFIG).problem == found == entry_problem(found)
+        assert found.rows == 128 and bool(found.not_hopper) == bool(problem.not_hopper)
 
 
 def test_equal_entries_are_equal_tables_in_any_order() -> None:

@@ -96,7 +96,7 @@ WATCHED: dict[str, Callable[[], Any]] = {
     "dispatch mode": SeeOperators,
     "function mode": SeeFunctions,
     "default device": lambda: torch.device("cpu"),
-    "profiler": profile,
+    "profiler": lambda: profile(acc_events=True),
     "forward-mode level": torch.autograd.forward_ad.dual_level,
 }
 

@@ -15,7 +15,7 @@ from tests.torch_support import NUM_EXPERTS, running_on, torch_layer
 
 #: torch's forward-mode differentiation scripts its own decompositions when first used.
 forward_mode_warns = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-REFUSED = r"x requires a gradient, and router defines none.*only moe does;.*torch.no_grad\(\) or pass x.detach\(\)"
+REFUSED = r"x requires a gradient, and scale_rows defines none.*activation and reduce do;.*no_grad\(\) or pass x.detach"
 FORWARD_MODE = r"x has a tangent, and moe_torch defines no forward-mode derivatives; use reverse mode"
 
 
@@ -30,7 +30,7 @@ LAYER = torch_layer()
 
 
 def product(x: Any) -> Any:
-    return moe_torch.router(x, LAYER.routing.weight)
+    return moe_torch.scale_rows(x, x.new_ones(len(x), 1))
 
 
 def whole(x: Any) -> Any:
@@ -57,13 +57,12 @@ def test_the_fixes_work() -> None:
 
 
 def test_parameters_are_refused_by_name() -> None:
-    layer = torch_layer()
-    operands = moe_torch.MatmulOperands(layer.x, torch.nn.Parameter(layer.experts.gate_up[0]))
-    refused = r"weight requires a gradient, and matmul_ogs defines none.*pass weight\.detach\(\)"
+    x, weights = torch_layer().x, torch.nn.Parameter(torch.ones(9, 1))
+    refused = r"weights requires a gradient, and scale_rows defines none.*pass weights\.detach\(\)"
     with pytest.raises(moe_torch.Unsupported, match=refused):
-        moe_torch.matmul_ogs(operands, None, moe_torch.MatmulSpec("in_out"))
+        moe_torch.scale_rows(x, weights)
     with torch.no_grad():
-        moe_torch.matmul_ogs(operands, None, moe_torch.MatmulSpec("in_out"))
+        moe_torch.scale_rows(x, weights)
 
 
 def test_operators_called_directly_refuse_too() -> None:

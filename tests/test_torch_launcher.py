@@ -15,7 +15,17 @@ from torch.profiler import profile
 
 import moe_torch
 from moe_torch import RouterLogits, RouterSpec, TopK, eager, operators, prepare_moe
-from tests.torch_support import D_FF, D_MODEL, full_layer, on_engines, require_equal, running_on, to_torch, torch_layer
+from tests.torch_support import (
+    D_FF,
+    D_MODEL,
+    REAL_KERNELS,
+    full_layer,
+    on_engines,
+    require_equal,
+    running_on,
+    to_torch,
+    torch_layer,
+)
 
 _LAYER: Any = torch_layer()
 X, EXPERTS, ROUTING, SPEC = _LAYER
@@ -88,10 +98,16 @@ def test_views_of_other_strides_have_plans_of_their_own() -> None:
 
 
 def test_the_engine_can_change_between_calls() -> None:
+    """In a process with compiled kernels there is no interpreter: then the launcher refuses, as the op does."""
     launcher = prepare_moe(EXPERTS, ROUTING, SPEC)
     for engine in ("reference", "interpreter", "reference"):
         with moe_torch.cpu_engine(engine):
-            require_equal(launcher(X), moe_torch.moe(X, EXPERTS, ROUTING, SPEC).output, engine)
+            if engine == "interpreter" and REAL_KERNELS == "cuda":
+                for call in (launcher, lambda x: moe_torch.moe(x, EXPERTS, ROUTING, SPEC)):
+                    with pytest.raises(moe_torch.Unsupported, match="the interpreter engine needs TRITON_INTERPRET=1"):
+                        call(X)
+            else:
+                require_equal(launcher(X), moe_torch.moe(X, EXPERTS, ROUTING, SPEC).output, engine)
 
 
 def test_outputs_are_fresh() -> None:
@@ -155,7 +171,7 @@ def test_bound_memory_outlives_its_tensors() -> None:
 def test_plain_calls_leave_the_operator_out(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = prepare_moe(EXPERTS, ROUTING, SPEC)
     expected = launcher(X)
-    with profile() as seen:
+    with profile(acc_events=True) as seen:
         require_equal(launcher(X), expected, "profiled")
     assert "moebius::moe" in {event.name for event in seen.events() or ()}
     monkeypatch.setattr(operators.Operator, "first", None)

@@ -227,17 +227,6 @@ def test_functional_call_and_grad() -> None:
     require_all_equal(found | {"x": d_x}, wanted, "torch.func.grad")
 
 
-def test_a_capacity_limit_is_refused_with_the_way_out() -> None:
-    spec = dataclasses.replace(SPECS["mixtral"], capacity_factor=1.0)
-    with running_on("reference"):
-        layer, x = MoE.from_spec(spec), to_torch(draw_x((5,)))
-        with pytest.raises(moe_torch.Unsupported, match=r"capacity_factor has no gradient; train it without one"):
-            layer(x)
-        with torch.no_grad():
-            y = layer(x)
-        require_equal(layer.requires_grad_(False)(x), y, "frozen")
-
-
 def other_routing(num_tokens: int, top_k: int) -> trace.LayerRouting:
     """Experts that no router chose, a slot without one, and weights of any size."""
     random = np.random.default_rng(5)

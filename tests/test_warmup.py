@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -157,6 +158,50 @@ def _call(support: Any, package: Any, x: Any, experts: Any, routing: Any, spec: 
         assert package.moe(x, experts, routing, spec, token_mask=mask).output.shape == x.shape
 
 
+#: Plans of a training step by capacity factor: the forward that keeps, its backward for the output's gradient alone and
+#: with the losses', or the backwards of operator, routing and router.
+STEPS = {None: 3, 1.0: 4}
+
+
+def _explains_a_step(forward: str, step: str, factor: float | None) -> None:
+    assert "moe_backward on " not in forward and "kept." not in forward
+    assert "moe_backward on " in step and "kept.pre_activation" in step and "d_experts.down" in step
+    assert ("router_backward on " in step) == (factor is not None)
+
+
+@pytest.mark.parametrize("front_end", ["torch", "jax"])
+def test_training_of_given_arrays(front_end: str) -> None:
+    """Plans of a training step beside those of a forward; with recompute the backward runs matmul 1."""
+    package, support, (x, experts, routing, spec) = _small_layer(front_end)
+    with support.running_on(support.REAL_KERNELS):
+        assert package.warmup(x, experts, routing, spec, tokens=[1, 4], training=True).plans == 8
+        text = package.explain_moe(x, experts, routing, spec, training=True)
+        again = package.explain_moe(x, experts, routing, dataclasses.replace(spec, recompute=True), training=True)
+    _explains_a_step(package.explain_moe(x, experts, routing, spec), text, None)
+    assert "gradients.logits" in text and "scratch pre_activation" not in text
+    assert "kept.pre_activation" not in again and "scratch pre_activation" in again
+
+
+def _small_layer(front_end: str) -> tuple[Any, Any, tuple[Any, ...]]:
+    pytest.importorskip(front_end)
+    if front_end == "torch":
+        import moe_torch as package
+        from tests import torch_support as support
+
+        convert = support.to_torch
+    else:
+        pytest.importorskip("jax_tvm_ffi")
+        import moe_jax as package
+        from tests import jax_support as support
+
+        convert = support.to_jax
+    layer = support.small_layer()
+    with support.running_on(support.REAL_KERNELS) as device:
+        place = (lambda tree: convert(tree, device)) if front_end == "torch" else convert
+        arrays = tuple(place(one) for one in (layer.x, layer.experts, layer.routing))
+    return package, support, (*arrays, layer.spec)
+
+
 def test_torch_layers() -> None:
     pytest.importorskip("torch")
     import moe_torch
@@ -165,9 +210,12 @@ def test_torch_layers() -> None:
     with running_on(REAL_KERNELS) as device:
         for factor, plans in ((None, 2), (1.0, 8)):
             spec = moe_torch.MoELayerSpec(16, 8, 4, 2, capacity_factor=factor)
-            report = moe_torch.MoE.from_spec(spec, device=device).warmup([1, 64])
+            layer = moe_torch.MoE.from_spec(spec, device=device)
+            report = layer.warmup([1, 64])
             assert report.plans == plans
             assert bool(report.kernels) == (REAL_KERNELS == "cuda")
+            assert layer.warmup([1, 64], training=True).plans == plans + 2 * STEPS[factor]
+            _explains_a_step(layer.explain(5), layer.explain(5, training=True), factor)
         with pytest.raises(InvalidInput, match="tokens must be"):
             moe_torch.MoE.from_spec(spec, device=device).warmup([])
 
@@ -184,8 +232,11 @@ def test_flax_layers() -> None:
         for factor, plans in ((None, 2), (1.0, 8)):
             options: dict[str, Any] = {"capacity_factor": factor}
             layer = moebius_nnx.MoE(16, 8, 4, 2, rngs=nnx.Rngs(0), **options)
-            assert layer.warmup([1, 64]).plans == plans
-            assert linen.MoE(16, 8, 4, 2, **options).warmup([1, 64]).plans == plans
+            other = linen.MoE(16, 8, 4, 2, **options)
+            for one in (layer, other):
+                assert one.warmup([1, 64]).plans == plans
+                assert one.warmup([1, 64], training=True).plans == plans + 2 * STEPS[factor]
+                _explains_a_step(one.explain(5), one.explain(5, training=True), factor)
 
 
 def test_jax_shapes_in_the_place_of_arrays() -> None:

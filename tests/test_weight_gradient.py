@@ -123,6 +123,18 @@ class Ragged:
         return check(operands, self.layout, spec, self.groups)
 
 
+def many_rows(num_experts: int, num_tokens: int, seed: int = 0) -> RoutingCase:
+    """Experts of different size, one of them empty, whose rows fill stages and do not."""
+    rng = np.random.default_rng(seed)
+    case = hard_routing("missing_ids")
+    ids = rng.integers(0, max(num_experts - 1, 1), (num_tokens, 2)).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    weights = rng.random(ids.shape).astype(np.float32)
+    return dataclasses.replace(
+        case, ids=ids, weights=weights, num_experts=num_experts, expert_map=None, token_mask=None
+    )
+
+
 @pytest.mark.parametrize("name", strategies.HARD_ROUTINGS)
 def test_hard_routings(name: str) -> None:
     drawn = Ragged.draw(hard_routing(name), ("token", "row"), (20, 33), "float32")

@@ -27,10 +27,10 @@ from moe_core.checkpoint.packing import Packing, packing_for
 from moe_core.checkpoint.quantized import module_of
 from moe_core.checkpoint.storage import FLOATING, lazy_tensor, open_file, read_tensor
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
+from moe_core.checks import require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.reference.quantize import ErrorSum, dequantize, quantize
-from moe_core.specs import require_at_least, require_kind
 
 #: Files beside the weights that belong to a model: tokenizers, templates, generation settings.
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")

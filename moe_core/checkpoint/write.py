@@ -26,19 +26,17 @@ from moe_core.checkpoint.config import ModelConfig, read_json
 from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
 from moe_core.checkpoint.layer import Checkpoint, layer_stacks, open_checkpoint
 from moe_core.checkpoint.storage import Stack, open_file, read_tensor
+from moe_core.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import WHOLE, Place, placements
-from moe_core.layers.spec import MoELayerSpec, Storage
+from moe_core.layers.spec import FREE_FIELDS, MoELayerSpec, Storage
 from moe_core.layers.weights import LayerWeights
-from moe_core.specs import require_at_least, require_choice
 
 STORAGES = ("fused", "per_expert")
 #: A shard is closed before it would grow beyond this many bytes.
 DEFAULT_SHARD_BYTES = 2**30
 #: What transformers wants to find in a safetensors file.
 _METADATA = {"format": "pt"}
-#: Settings of a layer that its tensors do not depend on.
-_FREE = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning")
 
 
 class WriteProgress(NamedTuple):
@@ -194,7 +192,7 @@ class _Model:
         wanted, own = (spec.stored_as(self.storage) for spec in (self.spec, weights.layer_spec()))
         for field in dataclasses.fields(MoELayerSpec):
             mine, theirs = getattr(wanted, field.name), getattr(own, field.name)
-            if field.name not in _FREE and mine != theirs:
+            if field.name not in FREE_FIELDS and mine != theirs:
                 raise InvalidInput(
                     f"weights of layer {layer} must have {field.name} = {mine} by config, got {theirs}; pass the "
                     "config that belongs to the weights"

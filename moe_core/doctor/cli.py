@@ -73,7 +73,7 @@ class Diagnosis:
             yield "memory was not poisoned: an output that nobody writes may have gone unseen"
         yield from self._untrusted_gpus()
         if all(result.direction != "backward" for result in outcome.results):
-            yield "gradients: no op defines one in this version, and asking for one is refused"
+            yield "gradients: none was tested"
 
     def _untrusted_gpus(self) -> Iterator[str]:
         if not self.gpus:

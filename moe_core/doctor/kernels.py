@@ -85,7 +85,7 @@ def _configuration(step: KernelLaunch) -> str:
         for name, value in step.arguments
         if isinstance(value, Constant) and name.startswith("BLOCK")
     ]
-    return ", ".join([*sides, f"{step.num_warps} warps, {step.num_stages} stages"])
+    return ", ".join([*sides, f"{step.num_warps} warps, {step.pipeline_stages} stages"])
 
 
 def _refused(target: Target) -> tuple[tuple[str, str], ...]:

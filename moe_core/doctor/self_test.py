@@ -16,6 +16,7 @@ from moe_core.parity.builtin_cases import Draw, built_in_case
 from moe_core.parity.case import Case
 from moe_core.parity.devices import INTERPRETER
 from moe_core.parity.engines import Engine, EngineRun
+from moe_core.parity.gradients import GradientRun, compare_gradient_bits, compare_gradients, differentiated
 from moe_core.parity.report import NOT_TESTED, StageRow
 from moe_core.parity.run import COMPOSED_STAGE, compare_bits, run_case
 
@@ -110,6 +111,34 @@ class ForwardTest:
                 yield EqualBits(self.direction, case_name, row.equal, row.note)
 
 
+class BackwardTest:
+    """Gradients of a small layer with biases and an interleaved gate."""
+
+    direction = "backward"
+    #: Built-in case, dtype, tokens.
+    CASES = (("gpt_oss", "bfloat16", 6),)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, GradientRun]] = []
+
+    def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
+        for case_name, dtype, tokens in self.CASES:
+            case = built_in_case(case_name, Draw(dtype=dtype, num_tokens=tokens))
+            progress(f"{self.direction}: {name}, {case}")
+            run = engine.gradients(case, lambda stage: None)  # pyright: ignore[reportAttributeAccessIssue]
+            self.runs.append((case_name, run))
+            every = compare_gradients(case, run).rows
+            rows = {row.stage: row for row in every}
+            for gradient in (f"d_{array}" for array in differentiated(case)):
+                verdict, note = _judge([rows[gradient]] if gradient in rows else [], every)
+                yield Result(self.direction, name, run.device, case_name, gradient, verdict, note)
+
+    def bitwise(self) -> Iterator[EqualBits]:
+        for case_name, _, _ in self.CASES:
+            for row in compare_gradient_bits([run for name, run in self.runs if name == case_name]):
+                yield EqualBits(self.direction, case_name, row.equal, row.note)
+
+
 class _Recorder:
     """An engine whose last run is kept."""
 
@@ -167,7 +196,7 @@ class Outcome:
 
 def self_tests() -> tuple[SelfTest, ...]:
     """Every direction there is."""
-    return (ForwardTest(),)
+    return ForwardTest(), BackwardTest()
 
 
 def run_self_tests(progress: Callable[[str], object]) -> Outcome:

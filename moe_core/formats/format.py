@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_core import dtypes
+from moe_core.checks import require_at_least, require_choice, require_flag, require_kind
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
-from moe_core.specs import require_at_least, require_choice, require_flag, require_kind
 
 
 @dataclass(frozen=True)

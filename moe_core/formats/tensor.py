@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moe_core.arrays import ArraySpec
+from moe_core.checks import require_choice, require_kind
 from moe_core.codec import plan_type
 from moe_core.dtypes import canonical, itemsize
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
-from moe_core.specs import WEIGHT_LAYOUTS, require_choice, require_kind
+from moe_core.specs import WEIGHT_LAYOUTS
 
 
 @plan_type

@@ -180,6 +180,10 @@ def expert_activation_backward(
     base = rows[:, None] * IN_WIDTH
     for first in range(0, WIDTH, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)[None, :]
+        if GATE_LAYOUT == "interleaved":
+            # A thread that loads 16 bytes has the pairs of 4 columns: with as many of the other arrays nothing moves
+            # between threads.
+            columns = tl.max_contiguous(columns, [1, 4])
         here = rows[:, None] * WIDTH + columns
         mask = present[:, None] & (columns < WIDTH)
         z = tl.load(d_hidden + here, mask=mask, other=0.0).to(tl.float32)

@@ -6,7 +6,8 @@ multiprocessor with cheap tiles or near memory takes more of them; which block c
 producer (4 warps): take a tile, announce it; for each 64 of the reduction: wait for a free stage, load weights by TMA
     and rows by TMA (in layout order) or cp.async (gathered)
 consumer 0, 1 (4 warps each): 64 rows each; for each stage: one wgmma 64 x 256 x 64; then bias, activation, row weight,
-    cast, and a TMA store (or a masked one where fewer than 64 rows exist), while the other consumer multiplies
+    cast, and a TMA store (or a masked one where fewer than 64 rows exist), while the other consumer multiplies; for
+    training the pre-activation is stored before its result, through the same buffer
 
 A gated tile holds 128 gate and 128 up columns, both halves of a pair in the registers of one thread.
 """
@@ -72,42 +73,93 @@ def halves(accumulator, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
+def activate_pairs(half, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
+    """The result of 128 interleaved columns: 64."""
+    gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
+    return activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+
+
+@gluon.jit
+def beside(left, right):
+    """[left, right], 64 columns each."""
+    return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, PIECE])
+
+
+@gluon.jit
+def add_bias(values, bias_row, PART: gl.constexpr):
+    """The biases of a half are read when it is their turn: all of them at once would not fit into the registers."""
+    if bias_row is not None:
+        values += bias_row.slice(PART * PIECE, PIECE).load(gl.SliceLayout(0, values.type.layout))[None, :]
+    return values
+
+
+@gluon.jit
 def store_piece(
-    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column,
-    FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr,
+    values, buffer, array, array_map, slot_of_row, start, rows, num_slots, column,
+    FIRST: gl.constexpr, WIDTH: gl.constexpr, END: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr,
 ):  # fmt: skip
-    """Write 64 x 128 results: as they lie by TMA, which clips columns, where all rows exist, else row by row."""
+    """Write 64 x 128 values: as they lie by TMA, which clips columns, where all rows exist, else row by row.
+
+    WIDTH: columns of a row of the array; END: the column to stop at, which is where array_map ends.
+    """
     tma.store_wait(0)
     barrier()
-    buffer.store(result.to(y.dtype.element_ty))
+    buffer.store(values.to(array.dtype.element_ty))
     whole = False
     if TRUSTED and SCATTER == "row":
         whole = rows >= FIRST + ROWS
     if whole:
         fence_async_shared()
         barrier()
-        tma_store(y_map, [start + FIRST, column], buffer)
+        tma_store(array_map, [start + FIRST, column], buffer)
     else:
         barrier()
+        # Where slots are read first, all at once; else in parts of one row per thread, which share their addresses.
+        HEIGHT: gl.constexpr = 2 * gl.num_warps() if TRUSTED and SCATTER == "row" else ROWS
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-        values = buffer.load(layout)
-        within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        exists = within < rows
-        target = start.to(gl.int64) + within
-        if SCATTER == "slot" or not TRUSTED:
-            slots = gl.load(slot_of_row + target, mask=exists, other=-1)
-            exists = exists & (slots >= 0) & (slots < num_slots)
-            if SCATTER == "slot":
-                target = slots.to(gl.int64)
+        target = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
         columns = column + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-        gl.store(y + target[:, None] * N + columns[None, :], values, mask=exists[:, None] & (columns < N)[None, :])
+        for above in gl.static_range(0, ROWS, HEIGHT):
+            cast = buffer.slice(above, HEIGHT, dim=0).load(layout)
+            first_row = start.to(gl.int64) + FIRST + above
+            exists = target < rows - FIRST - above
+            if SCATTER == "slot" or not TRUSTED:
+                slots = gl.load(slot_of_row + first_row + target, mask=exists, other=-1)
+                exists = exists & (slots >= 0) & (slots < num_slots)
+            if SCATTER == "slot":
+                first_row = 0
+                target = slots.to(gl.int64)
+            mask = exists[:, None] & (columns < END)[None, :]
+            gl.store(array + first_row * WIDTH + target[:, None] * WIDTH + columns[None, :], cast, mask=mask)
 
 
 @gluon.jit
-def weigh(result, weight, layer_exists, STACKED: gl.constexpr):
+def store_pre(
+    values, buffer, pre, pre_map, gate_map, start, rows, tile,
+    PART: gl.constexpr, FIRST: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Write the first or the last 128 columns of a tile of the pre-activation by layout row.
+
+    They are neighbours, or those of the gate and those of up, which lie N further: a narrow last tile's gate columns
+    would run into them, so they have a map of their own that ends there.
+    """
+    WIDTH: gl.constexpr = N if GATE_LAYOUT is None else 2 * N
+    if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+        column = tile * PIECE + PART * N
+        END: gl.constexpr = N + PART * N
+        array_map = gate_map if PART == 0 else pre_map
+    else:
+        column = tile * WIDE + PART * PIECE
+        END: gl.constexpr = WIDTH
+        array_map = pre_map
+    store_piece(values, buffer, pre, array_map, None, start, rows, 0, column, FIRST, WIDTH, END, "row", True)
+
+
+@gluon.jit
+def weigh(result, scale, layer_exists, STACKED: gl.constexpr):
     """Row weights, and NaN for a layer outside the stack."""
-    if weight is not None:
-        result *= weight
+    if scale is not None:
+        result *= gl.convert_layout(scale, gl.SliceLayout(1, result.type.layout))[:, None]
     if STACKED:
         result = gl.where(layer_exists, result, float("nan"))
     return result
@@ -115,39 +167,54 @@ def weigh(result, weight, layer_exists, STACKED: gl.constexpr):
 
 @gluon.jit
 def finish(
-    accumulator, bias_row, scale, layer_exists, buffer, y, y_map, slot_of_row, start, rows, num_slots, tile,
-    FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
+    accumulator, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
+    num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, row weight, cast, store."""
-    if bias_row is not None:
-        accumulator += bias_row.load(gl.SliceLayout(0, accumulator.type.layout))[None, :]
-    first, last = halves(accumulator, GATE_LAYOUT == "interleaved")
-    weight = None
-    if scale is not None:
-        weight = gl.convert_layout(scale, gl.SliceLayout(1, first.type.layout))[:, None]
+    """Bias, [pre-activation cast and stored], activation, row weight, cast, store."""
+    first, last = halves(accumulator, False)
     if GATE_LAYOUT is not None:
-        result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
-        result = weigh(result, weight, layer_exists, STACKED)
-        column = tile * PIECE
-        store_piece(result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, SCATTER, TRUSTED)
+        first = add_bias(first, bias_row, 0)
+        if pre is not None:
+            store_pre(first, buffer, pre, pre_map, gate_map, start, rows, tile, 0, FIRST, N, GATE_LAYOUT)
+        # The activation is between two stores, so that it runs while the buffer of the first is read.
+        if y is not None and GATE_LAYOUT == "interleaved":
+            left = activate_pairs(first, ACTIVATION, ALPHA, LIMIT)
+            last = add_bias(last, bias_row, 1)
+            result = beside(left, activate_pairs(last, ACTIVATION, ALPHA, LIMIT))
+        else:
+            last = add_bias(last, bias_row, 1)
+            if y is not None:
+                result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
+        if y is not None:
+            result = weigh(result, scale, layer_exists, STACKED)
+        if pre is not None:
+            store_pre(last, buffer, pre, pre_map, gate_map, start, rows, tile, 1, FIRST, N, GATE_LAYOUT)
+        if y is not None:
+            column = tile * PIECE
+            store_piece(
+                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED
+            )
     else:
         column = tile * WIDE
         for part in gl.static_range(2):
-            result = first if part == 0 else last
-            if ACTIVATION is not None:
-                result = activate(result, ACTIVATION)
-            result = weigh(result, weight, layer_exists, STACKED)
-            store_piece(
-                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, SCATTER, TRUSTED
-            )
+            result = add_bias(first if part == 0 else last, bias_row, part)
+            if pre is not None:
+                store_pre(result, buffer, pre, pre_map, gate_map, start, rows, tile, part, FIRST, N, GATE_LAYOUT)
+            if y is not None:
+                if ACTIVATION is not None:
+                    result = activate(result, ACTIVATION)
+                result = weigh(result, scale, layer_exists, STACKED)
+                store_piece(
+                    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED
+                )
             column += PIECE
 
 
 @gluon.jit
 def consumer(
     WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
-    y, y_map, row_weight, layer, slot_of_row, num_slots,
+    y, y_map, pre, pre_map, gate_map, row_weight, layer, slot_of_row, num_slots,
     D: gl.constexpr, N: gl.constexpr, NUM_LAYERS: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     BIASED: gl.constexpr, IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr,
@@ -184,8 +251,9 @@ def consumer(
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
             bias_row = bias_tiles.index(place) if BIASED else None
             finish(
-                accumulator, bias_row, scale, layer_exists, out_tiles.index(WHICH), y, y_map, slot_of_row, start, rows,
-                num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED, layer is not None,
+                accumulator, bias_row, scale, layer_exists, out_tiles.index(WHICH), y, y_map, pre, pre_map, gate_map,
+                slot_of_row, start, rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                TRUSTED, layer is not None,
             )  # fmt: skip
         elif expert >= 0:
             # No rows for this consumer: it only hands the stages back.
@@ -203,7 +271,7 @@ def consumer(
 @gluon.jit
 def matmul_ogs(
     x, x_map, weight_map, up_map, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule,
-    counters, y, y_map, num_blocks, num_rows, num_slots,
+    counters, y, y_map, pre, pre_map, gate_map, num_blocks, num_rows, num_slots,
     D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
     X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr,
     TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
@@ -213,8 +281,10 @@ def matmul_ogs(
     """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
 
     schedule: row blocks of 128. counters[COUNTER]: tiles taken, 0 when the kernel starts.
-    *_map: TMA descriptors of x (only if rows are not gathered), the weights as one matrix, and y. TRUSTED: the layout
-    is our own, all of whose rows have slots. N: output columns; WEIGHT_N: columns of one weight buffer.
+    *_map: TMA descriptors of x (only if rows are not gathered), the weights as one matrix, y, pre, and the gate columns
+    of pre where they lie before those of up. pre, if not None: what the activation is applied to, in layout order,
+    `separate` as `halves`; y None: only that. TRUSTED: the layout is our own, all of whose rows have slots, as pre
+    demands. N: output columns; WEIGHT_N: columns of one weight buffer.
     """
     BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -241,14 +311,14 @@ def matmul_ogs(
     gl.warp_specialize(
         [
             (consumer, (
-                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
-                row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
-                ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
+                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map, pre,
+                pre_map, gate_map, row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
+                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
             )),
             (consumer, (
-                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
-                row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
-                ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
+                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map, pre,
+                pre_map, gate_map, row_weight, layer, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
+                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
             )),
             (producer, (
                 x, x_map, weight_map, up_map, bias, up_bias, layer, group_sizes, group_start, slot_of_row, schedule,

@@ -8,6 +8,7 @@ routes them), then every program of `place_blocks` adds up all blocks' counts an
 import triton
 import triton.language as tl
 
+from moe_core.kernels.overlap import join
 from moe_core.kernels.schedule import fill, write_schedule
 
 
@@ -176,6 +177,7 @@ def layout_at_once(
     EXPERTS: tl.constexpr,
     BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The whole layout in one launch; each program counts all slots and places a block of BLOCK_S of them.
 
@@ -184,7 +186,10 @@ def layout_at_once(
 
     Example, local experts [2, 0, 0, -1], BLOCK_S 2: found [2, 0, 1]; second block: before [1, 0, 1], so slot 2 (e = 0,
     rank 0) goes to row 0 + 1 + 0 = 1; row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
+    OVERLAP: see `overlap`.
     """
+    if OVERLAP is not None:
+        join()
     block = tl.program_id(0) * BLOCK_S
     found = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.activation import activate, activate_gated
+from moe_core.kernels.overlap import join
 
 
 @triton.jit
@@ -69,6 +70,7 @@ def matmul_ogs(
     GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
 
@@ -76,39 +78,23 @@ def matmul_ogs(
     padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
     GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
     pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
+    OVERLAP: see `overlap`.
     """
+    if OVERLAP == "start":
+        join()
+    CACHE: tl.constexpr = ".cg" if OVERLAP == "layout" else ""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
-    # Rows of this block: where they start in the layout, which exist, which slot each is.
-    if schedule is None:
-        expert = 0
-        rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        exists = rows < num_rows
-        slots = rows
-    else:
-        expert = tl.load(schedule + 2 * block + 1)
+    expert = 0
+    if schedule is not None:
+        expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         if expert < 0:
+            if OVERLAP == "layout":
+                join()
             return
-        within = tl.load(schedule + 2 * block) * BLOCK_M + tl.arange(0, BLOCK_M)
-        # The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
-        start = tl.minimum(tl.maximum(tl.load(group_start + expert), 0), num_rows)
-        exists = within < tl.minimum(tl.load(group_sizes + expert), num_rows - start)
-        rows = start.to(tl.int64) + within
-        slots = slot_inside(tl.load(slot_of_row + rows, mask=exists, other=0), num_slots)
-    if GATHER == "token":
-        x_rows = slots // TOP_K
-    elif GATHER == "slot":
-        x_rows = slots
-    else:
-        x_rows = rows
     layer_index = tl.full((), 0, tl.int64)
     layer_exists = True
     if layer is not None:
         layer_index, layer_exists = layer_offset(layer, NUM_LAYERS)
-
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    even_k: tl.constexpr = D % BLOCK_K == 0
-    even_n: tl.constexpr = N % BLOCK_N == 0
     weight_offset = layer_index * LAYER_STRIDE + tl.cast(expert, tl.int64) * EXPERT_STRIDE
     first = weight + weight_offset
     second = first
@@ -116,6 +102,33 @@ def matmul_ogs(
         second = up + weight_offset
     elif GATE_LAYOUT == "halves":
         second = first + N * N_STRIDE
+
+    # Rows of this block: where they start in the layout, which exist, which slot each is.
+    if schedule is None:
+        rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists = rows < num_rows
+        slots = rows
+    else:
+        within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
+        # The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
+        start = tl.minimum(tl.maximum(tl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
+        exists = within < tl.minimum(tl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - start)
+        rows = start.to(tl.int64) + within
+        found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
+        slots = slot_inside(found, num_slots)
+    if GATHER == "token":
+        x_rows = slots // TOP_K
+    elif GATHER == "slot":
+        x_rows = slots
+    else:
+        x_rows = rows
+    if OVERLAP == "layout":
+        join()
+
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    even_k: tl.constexpr = D % BLOCK_K == 0
+    even_n: tl.constexpr = N % BLOCK_N == 0
     x_pointers = x + x_rows[:, None] * X_STRIDE + k[None, :]
     wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.activation import sigmoid
+from moe_core.kernels.overlap import join
 
 
 @triton.jit
@@ -22,11 +23,16 @@ def reduce(
     UNROLL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order.
 
     A slot without a row (-1) is skipped and its memory never read. num_rows: rows of y.
+    OVERLAP: see `overlap`; what comes after a reduction is not of this plan, and is not let begin.
     """
+    if OVERLAP == "start":
+        tl.extra.cuda.gdc_wait()
+    CACHE: tl.constexpr = ".cg" if OVERLAP == "layout" else ""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tokens < num_tokens
@@ -36,15 +42,19 @@ def reduce(
         # Every row is asked for before the first sum waits for one, and every row's number before that.
         sources = ()
         for k in tl.static_range(TOP_K):
-            sources += (_source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW),)
+            sources += (_source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE),)
+        if OVERLAP == "layout":
+            tl.extra.cuda.gdc_wait()
         rows = ()
         for k in tl.static_range(TOP_K):
             rows += (_row(y, sources[k], columns, mask, WIDTH),)
         for k in tl.static_range(TOP_K):
             total += rows[k].to(tl.float32)
     else:
+        if OVERLAP == "layout":
+            tl.extra.cuda.gdc_wait()
         for k in range(TOP_K):
-            source = _source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW)
+            source = _source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE)
             total += _row(y, source, columns, mask, WIDTH).to(tl.float32)
     if shared is not None:
         extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
@@ -56,9 +66,9 @@ def reduce(
 
 
 @triton.jit
-def _source(row_of_slot, slots, inside, num_rows, BY_ROW: tl.constexpr):
+def _source(row_of_slot, slots, inside, num_rows, BY_ROW: tl.constexpr, CACHE: tl.constexpr):
     """The row of y, int64, of one slot per token; -1 where the slot has none."""
-    row = tl.load(row_of_slot + slots, mask=inside, other=-1)
+    row = tl.load(row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
     source = row.to(tl.int64) if BY_ROW else slots
     return tl.where((row >= 0) & (source < num_rows), source, -1)
 
@@ -73,9 +83,12 @@ def _row(y, source, columns, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def scale_rows(
-    x, weights, y, num_rows, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """y[r] = x[r] * weights[r], in fp32, one cast."""
+    x, weights, y, num_rows, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y[r] = x[r] * weights[r], in fp32, one cast. OVERLAP: see `overlap`."""
+    if OVERLAP is not None:
+        join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

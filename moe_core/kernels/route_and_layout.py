@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.layout import place_slots, rank_slots, to_local, write_groups
+from moe_core.kernels.overlap import join
 from moe_core.kernels.topk import choose_experts
 
 
@@ -50,12 +51,16 @@ def route_and_layout(
     EXPERTS: tl.constexpr,
     BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ids and weights as `topk.route` makes them and everything `layout.layout_at_once` makes of them, of at most
     STEPS * BLOCK_T tokens, in one program: what later steps need of earlier ones stays in registers.
 
     Ranks need the choices of earlier tokens only, rows need the sizes of all groups: slots are placed at the end.
+    OVERLAP: see `overlap`.
     """
+    if OVERLAP is not None:
+        join()
     step_numbers = tl.arange(0, STEPS)[:, None]
     slots = tl.arange(0, SLOTS)[None, :]
     before = tl.zeros((EXPERTS,), dtype=tl.int32)

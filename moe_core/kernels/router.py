@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from moe_core.kernels.overlap import join
 from moe_core.kernels.weight_gradient import multiply
 
 
@@ -22,6 +23,7 @@ def router(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """logits[t, e] = round(sum over d of x[t, d] * weight[d, e] + bias[e]), one tile of tokens and experts per program.
 
@@ -29,8 +31,10 @@ def router(
     logits tile = round(accumulator + bias)                                       (LOGITS_DTYPE, stored as fp32)
 
     PRODUCT: see `multiply`. Rows past the last token repeat it instead of being
-    masked, so that the loads of x stay unconditional; they are not stored.
+    masked, so that the loads of x stay unconditional; they are not stored. OVERLAP: see `overlap`.
     """
+    if OVERLAP is not None:
+        join()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)

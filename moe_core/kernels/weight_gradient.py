@@ -85,7 +85,8 @@ def weight_gradient(
     times row_weight by slot. d_weight None: the bias alone. Rows whose row_mask is 0 are not read. A group without
     rows, or of another layer than layer[0], has sums of nothing.
     """
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    # Without d_weight the grid has the tiles of one side only.
+    tiles_n: tl.constexpr = 1 if d_weight is None and BIAS_SIDE == "left" else (N + BLOCK_N - 1) // BLOCK_N
     group = tl.program_id(1)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     if group_sizes is None:
@@ -144,7 +145,10 @@ def column_sums(
     values, row_weight, slot_of_row, row_mask, start, size, num_slots, columns, inside,
     STRIDE: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a group's rows, times row_weight by slot where it is given: BLOCK_K partial sums, then a tree; fp32."""
+    """Sums of a group's rows, times row_weight by slot where it is given: BLOCK_K partial sums, then a tree; fp32.
+
+    The tree is written out, so that the order is not the layout's, which differs where no product is computed beside.
+    """
     partial = tl.zeros((BLOCK_K, columns.shape[0]), dtype=tl.float32)
     for first in range(0, size, BLOCK_K):
         rows, slots, exists = rows_of_step(start, first, size, slot_of_row, row_mask, num_slots, BY_SLOT, BLOCK_K)
@@ -153,7 +157,10 @@ def column_sums(
         if row_weight is not None:
             tile *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
         partial += tile
-    return tl.sum(partial, axis=0)
+    for _ in tl.static_range(16):
+        if partial.shape[0] > 1:
+            partial = tl.sum(tl.reshape(partial, (2, partial.shape[0] // 2, partial.shape[1])), axis=0)
+    return tl.reshape(partial, (columns.shape[0],))
 
 
 @triton.jit

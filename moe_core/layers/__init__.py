@@ -4,6 +4,7 @@ from moe_core.layers.auxiliary import MoEAux
 from moe_core.layers.convert import convert_weights, placements
 from moe_core.layers.presets import PRESETS, layer_spec_from_config
 from moe_core.layers.spec import (
+    FREE_FIELDS,
     HUGGING_FACE,
     MAXTEXT,
     ExpertsSpec,
@@ -15,6 +16,7 @@ from moe_core.layers.spec import (
 from moe_core.layers.weights import LayerWeights
 
 __all__ = [
+    "FREE_FIELDS",
     "HUGGING_FACE",
     "MAXTEXT",
     "PRESETS",

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_core.checks import require_kind
 from moe_core.layers.spec import Storage
 from moe_core.layers.weights import LayerWeights
-from moe_core.specs import require_kind
 
 #: A place in an array: `array[place]`.
 Place = tuple[Any, ...]

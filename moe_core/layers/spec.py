@@ -11,20 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from moe_core import dtypes
+from moe_core.checks import require_at_least, require_choice, require_flag, require_kind
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
-from moe_core.specs import (
-    GATE_LAYOUTS,
-    WEIGHT_LAYOUTS,
-    Activation,
-    MoESpec,
-    RouterSpec,
-    Tuning,
-    require_at_least,
-    require_choice,
-    require_flag,
-    require_kind,
-)
+from moe_core.specs import GATE_LAYOUTS, WEIGHT_LAYOUTS, Activation, MoESpec, RouterSpec, Tuning
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 #: An activation has this layout where nobody stated one.
@@ -134,6 +124,10 @@ class Parameter:
     axes: tuple[str | None, ...]
 
 
+#: Fields of MoELayerSpec that say how a layer computes, and nothing about its weights.
+FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad")
+
+
 @plan_type
 @dataclass(frozen=True)
 class MoELayerSpec:
@@ -141,9 +135,9 @@ class MoELayerSpec:
 
     router: its top_k may be left out; a given one must be top_k. shared_experts: None = none. router_bias: logits have
     a bias `[E]`. correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from
-    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning: see MoESpec. capacity_factor: None
-    = dropless, else an expert keeps the first `capacity(T)` slots routed to it, in slot order; later ones contribute
-    nothing.
+    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning, recompute, main_grad: see
+    MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots routed to it, in slot
+    order; later ones contribute nothing.
     """
 
     d_model: int
@@ -160,6 +154,8 @@ class MoELayerSpec:
     capacity_factor: float | None = None
     allow_tf32: bool = False
     tuning: Tuning | None = None
+    recompute: bool = False
+    main_grad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -228,6 +224,8 @@ class MoELayerSpec:
             logits_dtype=self.logits_dtype,
             allow_tf32=self.allow_tf32,
             tuning=self.tuning,
+            recompute=self.recompute,
+            main_grad=self.main_grad,
         )
 
     def capacity_ratio(self) -> tuple[int, int] | None:

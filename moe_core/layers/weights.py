@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_core import dtypes
+from moe_core.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput
 from moe_core.layers.spec import (
     ExpertsSpec,
@@ -19,10 +20,9 @@ from moe_core.layers.spec import (
     Parameter,
     SharedExpertsSpec,
     Storage,
-    require_kind,
 )
 from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays
-from moe_core.specs import MoESpec, require_choice
+from moe_core.specs import MoESpec
 
 
 class _CheckpointLayer(Protocol):
@@ -115,6 +115,8 @@ class LayerWeights:
             logits_dtype=spec.logits_dtype,
             allow_tf32=spec.allow_tf32,
             tuning=spec.tuning,
+            recompute=spec.recompute,
+            main_grad=spec.main_grad,
         )
 
     @classmethod

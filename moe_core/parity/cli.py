@@ -26,12 +26,15 @@ from moe_core.parity.case import Case
 from moe_core.parity.checkpoint_case import CheckpointInput, checkpoint_case, print_progress
 from moe_core.parity.devices import prefer_interpreter, use_gpu
 from moe_core.parity.engines import DEFAULT_ENGINES, REFERENCE, load_engines, registered_engines
+from moe_core.parity.gradients import run_gradients
 from moe_core.parity.report import NOT_TESTED, CaseReport, untested_engines
 from moe_core.parity.run import run_case
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
 #: Both dtypes of the built-in cases.
 _CASE_DTYPES = ("bfloat16", "float32")
+#: Built-in cases whose gradients are compared where nobody says which: every gradient there is but that of biases.
+_BACKWARD_CASES = ("deepseek_v3",)
 #: Distributions whose versions a report names.
 _VERSIONED = ("numpy", "ml_dtypes", "triton", "torch", "jax")
 #: Stages of one engine that follow each other faster are not told one by one.
@@ -69,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         default=",".join(DEFAULT_ENGINES),
         metavar="NAMES",
         help="comma-separated; the reference is always what the others are compared with; default: %(default)s",
+    )
+    parser.add_argument(
+        "--backward",
+        action=argparse.BooleanOptionalAction,
+        help=f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint "
+        "is named",
     )
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument("--list", action="store_true", help="list the built-in cases and the registered engines")
@@ -125,7 +134,18 @@ def _run(options: argparse.Namespace) -> Iterator[CaseReport]:
     for number, (label, make) in enumerate(makers, start=1):
         say = _Progress(f"[{number}/{len(makers)}] {label}")
         say("inputs")
-        yield run_case(make(), engines, say)
+        case = make()
+        yield run_case(case, engines, say)
+        if _with_backward(options, case):
+            say("backward")
+            yield run_gradients(case, engines, say)
+
+
+def _with_backward(options: argparse.Namespace, case: Case) -> bool:
+    """Whether gradients of a case are compared too."""
+    if options.backward is not None:
+        return options.backward
+    return options.checkpoint is None and not options.case and case.name in _BACKWARD_CASES
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, Callable[[], Case]]]:

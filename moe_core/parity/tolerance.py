@@ -23,6 +23,7 @@ Worst elements are allowed six standard deviations: 2e-9 for one element, nothin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,9 @@ import ml_dtypes
 import numpy as np
 
 from moe_core import dtypes
+from moe_core.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
-from moe_core.specs import Activation, MoESpec, require_at_least, require_choice
+from moe_core.specs import Activation, MoESpec
 
 #: Half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -197,6 +199,54 @@ def stage_tolerances(
         "tokens_per_expert": EXACT,
         "invalid_ids": EXACT,
     }
+
+
+def gradient_tolerances(
+    spec: MoESpec, dtype: str, *, num_tokens: int, d_model: int, d_ff: int, top_k: int
+) -> Callable[[str], Tolerance]:
+    """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, behind equal ids, weights and logits.
+
+    docs/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one rounding of
+    one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is clamped may
+    change with its last bit, which no tolerance covers.
+    """
+    _check(dtype, dtype)
+    one_side = 0.0 if dtype == "float32" else UNIT_ROUNDOFF[dtype]
+    sizes = {"d_model": d_model, "d_ff": d_ff, "top_k": top_k, "num_experts": 1}
+    pre = stage_tolerances(spec, dtype, **sizes, routed_from="ids")["matmul1"]
+
+    def product(source: Tolerance, *lengths: int) -> Tolerance:
+        every = [_product(source, dtype, length, spec.allow_tf32) for length in lengths]
+        return Tolerance(max(one.relative_frobenius for one in every), max(one.worst for one in every))
+
+    def both(one: Tolerance, other: Tolerance) -> Tolerance:
+        return Tolerance(one.relative_frobenius + other.relative_frobenius, one.worst + other.worst)
+
+    z, hidden = both(product(EXACT, d_model), Tolerance(one_side, one_side)), _activated(pre)
+    # The derivative of the activation is as steep as the activation, and z one factor beside it.
+    d_pre = _rounded(both(hidden, z), dtype)
+    slots = _rounded(product(d_pre, spec.activation.input_width(d_ff)), dtype)
+    sums = math.sqrt(top_k + 1) * _FP32
+    d_x = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k + 1) * slots.worst + _DEVIATIONS * sums)
+    # d_w is a sum over F of products of either sign, and what reaches a logit a difference of two such sums.
+    d_weight = both(product(z, d_ff), product(hidden, d_ff))
+    d_logits = both(d_weight, d_weight)
+    table = {
+        "x": _rounded(both(d_x, d_logits), dtype),
+        "down": product(_rounded(hidden, dtype), 1, num_tokens),
+        "down_bias": product(EXACT, 1, num_tokens),
+        "weight": product(d_logits, 1, num_tokens),
+        "bias": product(d_logits, 1, num_tokens),
+        "gate": product(d_logits, 1, num_tokens),
+    }
+    of_pre = product(d_pre, 1, num_tokens)
+
+    def of(name: str) -> Tolerance:
+        """name: of a gradient."""
+        field = name.removeprefix("d_").rpartition(".")[2]
+        return _rounded(table.get(field, of_pre), dtype)
+
+    return of
 
 
 def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Tolerance:

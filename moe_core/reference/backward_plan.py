@@ -1,4 +1,4 @@
-"""NumPy twin of the whole backward as one plan runs it: from arrays by the names of the plan's inputs."""
+"""NumPy twins of backwards as plans run them: from arrays by the names of the plans' inputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 from moe_core import dtypes
 from moe_core.operands import ExpertWeights, OutputGradients, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.reference.backward_moe import Request, moe_backward_stages
+from moe_core.reference.backward_routing import router_backward
 from moe_core.reference.matmul import matmul_ogs
 from moe_core.reference.reduction import scale_rows
+from moe_core.reference.rounding import round_to
 from moe_core.reference.routing import layout as make_layout
-from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
+from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 
 _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": RouterLogits, "routing.ids": TopK}
 
@@ -82,3 +84,19 @@ def moe_backward(
             if found[name].ndim == rank.get(bundle, 0) - is_bias:
                 found[name] = found[name][index]
     return tuple(found[name] for name in wanted)
+
+
+def router_backward_plan(
+    d_logits: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    spec: LogitsSpec,
+    wanted: tuple[str, ...],
+    bias_dtype: str | None,
+) -> tuple[np.ndarray, ...]:
+    """The gradients of the router product that wanted names, in its order, each rounded once."""
+    bias = None if bias_dtype is None else np.zeros(0, dtypes.numpy_dtype(bias_dtype))
+    found = router_backward(d_logits, x, weight, bias, spec=spec)
+    made = {"d_x": round_to(found.x, x.dtype), "d_weight": found.weight, "d_bias": found.bias}
+    return tuple(made[name] for name in wanted)

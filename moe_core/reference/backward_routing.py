@@ -181,16 +181,17 @@ def router_backward(
     d_x = d_logits . weight^T, d_weight = x^T . d_logits, d_bias = column sums: IEEE fp32 products and sums of fp32
     d_logits and widened x and weight, one cast. spec.logits_dtype rounds the forward's logits; the gradient passes
     through unrounded. token_mask bool `[T]`: rows of x and d_logits of masked tokens are not read, and their d_x is
-    exactly 0. into: an fp32 array to which d_weight is added; it is fp32 then.
+    exactly 0. into: an fp32 array to which d_weight is added; it is fp32 then. The bits are the same for either storage
+    of the weight.
     """
     tokens = np.arange(len(x)) if token_mask is None else np.flatnonzero(token_mask)
     d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
     d_x = np.zeros(x.shape, np.float32)
     with np.errstate(all="ignore"):
-        if spec.weight_layout == "in_out":
-            d_x[tokens], d_weight = d_logits @ matrix.T, source.T @ d_logits
-        else:
-            d_x[tokens], d_weight = d_logits @ matrix, d_logits.T @ source
+        # One call of BLAS for both storages: what it adds first depends on which matrices are transposed.
+        rows = np.ascontiguousarray(matrix.T if spec.weight_layout == "in_out" else matrix)
+        d_x[tokens], d_weight = d_logits @ rows, source.T @ d_logits
+        d_weight = d_weight if spec.weight_layout == "in_out" else np.ascontiguousarray(d_weight.T)
         d_bias = None if bias is None else round_to(d_logits.sum(axis=0, dtype=np.float32), bias.dtype)
         d_weight = round_to(d_weight, weight.dtype) if into is None else into + d_weight
     return RouterGradients(d_x, d_weight, d_bias)

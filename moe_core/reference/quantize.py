@@ -16,11 +16,11 @@ import ml_dtypes
 import numpy as np
 
 from moe_core import dtypes
+from moe_core.checks import require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.operands import named_arrays
 from moe_core.reference.rounding import round_to, to_float32
-from moe_core.specs import require_choice
 
 #: Scales are chosen for at least this amax, so that zeros divide.
 SMALLEST_AMAX = np.float32(1e-10)

@@ -15,9 +15,14 @@ _MASKED_KEY = np.uint32(0xFFFFFFFF)
 
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
-    """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype."""
+    """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype.
+
+    Bitwise the same for either storage of the weight, as the kernel's are: BLAS adds in another order where it is told
+    that a matrix is transposed.
+    """
     with np.errstate(all="ignore"):
-        logits = product(x, weight, spec.weight_layout, spec.batch_invariant)
+        matrix = np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T)
+        logits = product(x, matrix, "in_out", spec.batch_invariant)
         if bias is not None:
             logits = logits + to_float32(bias)
     return to_float32(round_to(logits, spec.logits_dtype))

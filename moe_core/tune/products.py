@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, Storag
 from moe_core.matmul_ogs import matmul_problem
 from moe_core.operands import MatmulOperands
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec
-from moe_core.tile_table import rows_bucket
+from moe_core.tile_table import entry_problem
 from moe_core.tuning import MatmulProblem
 
 _SWIGLU_OAI = Activation("swiglu_oai")
@@ -54,8 +53,7 @@ class Product:
     @property
     def bucket(self) -> MatmulProblem:
         """What an entry of a table is found by."""
-        problem = self.problem
-        return dataclasses.replace(problem, rows=rows_bucket(problem.rows))
+        return entry_problem(self.problem)
 
 
 def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: int) -> tuple[Product, ...]:

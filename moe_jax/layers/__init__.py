@@ -13,8 +13,7 @@ What is cast to the compute dtype: x, the matrices of the experts and shared exp
 copy of the matrices is made in every call, so store them in the compute dtype (param_dtype) where memory counts. Gates
 and fp32 biases are used as they are, in fp32: one bit of difference in a logit can choose another expert.
 
-Layers are differentiable (docs/training.md) by x and every parameter; with a capacity limit they are not, and
-differentiating one raises Unsupported. Flax is not needed here.
+Layers are differentiable (docs/training.md) by x and every parameter. Flax is not needed here.
 Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
 """
 

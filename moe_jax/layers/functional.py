@@ -16,17 +16,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from moe_core import dtypes
+from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.moe import plan_moe
+from moe_core.moe_backward import explain_training
+from moe_core.operands import RoutingGradients
 from moe_core.plan import LaunchPlan
+from moe_core.router_backward import ROUTER_GRADIENTS, plan_router_backward
 from moe_core.routing import plan_layout, plan_router, plan_routing
+from moe_core.routing_backward import plan_routing_backward
 from moe_core.specs import LayoutSpec, LogitsSpec, MoESpec, RouterSpec
 from moe_core.warmup import WarmupReport, token_counts
 from moe_jax import ops
 from moe_jax.calls import OpCall
 from moe_jax.compile_ahead import make_ready
-from moe_jax.composed import moe_call
+from moe_jax.composed import moe_call, training_plans
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 
@@ -67,8 +72,8 @@ def forward(
     parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the compute
     dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack is
     refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place on
-    a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages, which have no
-    gradient. Raises InvalidInput, Unsupported.
+    a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises
+    InvalidInput, Unsupported.
     """
     call = _prepare(parameters, x, spec, dtype, token_mask, layer)
     result, tokens_per_expert = _run(call, spec)
@@ -91,19 +96,26 @@ def explain(
     param_dtype: Any = jnp.float32,
     num_layers: int | None = None,
     parameters: Parameters | None = None,
+    training: bool = False,
 ) -> str:
     """The plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
+
+    training: the forward of a training step, then its backward with the gradients of x and of every parameter.
 
     parameters: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = every array has param_dtype, as
     `initialize` makes them, while loaded gates and biases may be wider. x is taken to have `dtype`, or that of the
     experts where it is None. Nothing is computed. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
-    plans = _plans_for(spec, shape, dtype, param_dtype, num_layers, parameters)
-    texts = [plan.explain() for plan in plans]
+    forward, steps = _plans_for(spec, shape, dtype, param_dtype, num_layers, parameters, training)
+    *routing, whole = forward
+    texts = [plan.explain() for plan in routing]
     if spec.capacity_factor is not None:
         limit = spec.capacity(math.prod(shape[:-1]))
-        texts.insert(-1, f"capacity limit: slots behind the first {limit} of an expert get the id -1")
+        texts.append(f"capacity limit: slots behind the first {limit} of an expert get the id -1")
+    if training and spec.capacity_factor is None:
+        return explain_training(steps)
+    texts += [plan.explain() for plan in (steps if training else (whole,))]
     return "\n\n".join(texts)
 
 
@@ -115,15 +127,18 @@ def warmup(
     param_dtype: Any = jnp.float32,
     num_layers: int | None = None,
     parameters: Parameters | None = None,
+    training: bool = False,
 ) -> WarmupReport:
     """Compile and load, ahead of the first call, the kernels of `forward` for so many tokens; computes nothing.
 
+    training: also those of training steps, forward and backward, in which x and every parameter have a gradient.
     tokens: the numbers that will come, or a few from small to large. The other arguments are those of `explain`.
     Returns the kernels with the seconds each took; on a CPU there are none. Raises InvalidInput, Unsupported.
     """
     plans: list[LaunchPlan] = []
     for count in token_counts(tokens):
-        plans += _plans_for(spec, (count, spec.d_model), dtype, param_dtype, num_layers, parameters)
+        forward, steps = _plans_for(spec, (count, spec.d_model), dtype, param_dtype, num_layers, parameters, training)
+        plans += [*forward, *steps]
     return make_ready(plans)
 
 
@@ -134,8 +149,10 @@ def _plans_for(
     param_dtype: Any,
     num_layers: int | None,
     parameters: Parameters | None,
-) -> list[LaunchPlan]:
-    """The plans of one forward for x of a shape, in order."""
+    training: bool,
+) -> tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]:
+    """The plans of one forward for x of a shape, in order, and, with training, what a training step runs in place of
+    the last one."""
 
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
@@ -144,15 +161,15 @@ def _plans_for(
 
     every = leaves(spec, num_layers)
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
-    plans: list[LaunchPlan] = []
+    found: list[tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
         call = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
-        plans.extend(_plans(call, spec))
+        found.append(_plans(call, spec, training))
         return x
 
     jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype or arrays["wo"].dtype))
-    return plans
+    return found[0]
 
 
 def router_losses(
@@ -286,8 +303,11 @@ def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
     if spec.capacity_factor is None:
         result = ops.moe(call.tokens, call.experts, call.router, moe_spec, **call.keywords())
         return result, result.tokens_per_expert
-    router = call.router
-    logits = ops.router(call.tokens, router.weight, bias=router.bias, spec=_logits_spec(spec))
+    router, rows = call.router, call.tokens
+    if call.token_mask is not None:
+        # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+        rows = jnp.where(call.token_mask[:, None], rows, 0)
+    logits = ops.router(rows, router.weight, bias=router.bias, spec=_logits_spec(spec))
     routing = ops.route(logits, spec.router, correction_bias=router.correction_bias, token_mask=call.token_mask)
     layout = ops.make_layout(routing.ids, spec.num_experts)
     # A slot's place among its expert's; slots without a row have the id -1 and stay so.
@@ -298,36 +318,41 @@ def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
     return result._replace(logits=logits), layout.group_sizes
 
 
-def _plans(call: _Call, spec: MoELayerSpec) -> list[LaunchPlan]:
-    """What `_run` runs, call by call."""
+def _plans(call: _Call, spec: MoELayerSpec, training: bool) -> tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]:
+    """What `_run` runs, call by call, and, with training, what a training step runs in place of the last one."""
     moe_spec, router = spec.moe_spec(MAXTEXT), call.router
 
-    def whole(routing: RouterWeights | TopK, moe_spec: MoESpec, token_mask: Array | None) -> LaunchPlan:
+    def whole(routing: Any, moe_spec: MoESpec, token_mask: Array | None) -> tuple[LaunchPlan, tuple[LaunchPlan, ...]]:
         experts, shared = call.experts, call.shared
         op, arguments, keywords = moe_call(call.tokens, experts, routing, moe_spec, token_mask, None, shared)
-        return op.plan(plan_moe, *arguments, **keywords)
+        steps = training_plans(op, arguments, keywords) if training else ()
+        return op.plan(plan_moe, *arguments, **keywords), steps
 
     if spec.capacity_factor is None:
-        return [whole(router, moe_spec, call.token_mask)]
+        forward, steps = whole(router, moe_spec, call.token_mask)
+        return [forward], steps
     num_tokens = call.tokens.shape[0]
     logits = jax.ShapeDtypeStruct((num_tokens, spec.num_experts), jnp.float32)
     ids = jax.ShapeDtypeStruct((num_tokens, spec.top_k), jnp.int32)
     chosen = TopK(ids, ids.update(dtype=jnp.float32))
-    route, layout = OpCall("route"), OpCall("make_layout")
-    moe_spec = dataclasses.replace(moe_spec, router=None)
-    stage = OpCall("router")
+    route, layout, stage = OpCall("route"), OpCall("make_layout"), OpCall("router")
     arrays = (stage.array("x", call.tokens), stage.array("weight", router.weight), stage.optional("bias", router.bias))
-    return [
+    scores, bias = route.array("logits", logits), route.optional("correction_bias", router.correction_bias)
+    forward, steps = whole(chosen, dataclasses.replace(moe_spec, router=None), None)
+    routed = [
         stage.plan(plan_router, *arrays, _logits_spec(spec)),
-        route.plan(
-            plan_routing,
-            route.array("logits", logits),
-            spec.router,
-            correction_bias=route.optional("correction_bias", router.correction_bias),
-        ),
+        route.plan(plan_routing, scores, spec.router, correction_bias=bias),
         layout.plan(plan_layout, layout.array("ids", ids), LayoutSpec(num_tokens, spec.top_k, spec.num_experts)),
-        whole(chosen, moe_spec, None),
     ]
+    if not training:
+        return [*routed, forward], ()
+    weights, target = ArraySpec(ids.shape, "float32"), route.target()
+    wanted = ROUTER_GRADIENTS if router.bias is not None else ROUTER_GRADIENTS[:2]
+    backward = (
+        plan_routing_backward(RoutingGradients(weights), scores, ArraySpec(ids.shape, "int32"), spec.router, target),
+        plan_router_backward(scores, *arrays, _logits_spec(spec), target, wanted=wanted),
+    )
+    return [*routed, forward], (*steps, *backward)
 
 
 def _logits_spec(spec: MoELayerSpec) -> LogitsSpec:

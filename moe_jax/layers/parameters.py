@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moe_core.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter
-from moe_core.specs import require_at_least
 
 #: Nested dicts with arrays as leaves: {"gate": {"kernel": ...}, "wi_0": ..., ...}.
 Parameters = Mapping[str, Any]

@@ -10,11 +10,8 @@ import numpy as np
 
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
-from moe_core.layers import MAXTEXT, LayerWeights, MoELayerSpec, placements
+from moe_core.layers import FREE_FIELDS, MAXTEXT, LayerWeights, MoELayerSpec, placements
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
-
-#: Settings of a layer that its weights do not depend on.
-_FREE = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning")
 
 
 def load_weights(
@@ -125,7 +122,7 @@ def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
     if not isinstance(weights, LayerWeights):
         raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; make one of your arrays")
     storage = spec.storage(MAXTEXT)
-    free = {name: getattr(spec, name) for name in _FREE}
+    free = {name: getattr(spec, name) for name in FREE_FIELDS}
     own, wanted = dataclasses.replace(weights.layer_spec(), **free).stored_as(storage), spec.stored_as(storage)
     for field in dataclasses.fields(MoELayerSpec):
         got, expected = getattr(own, field.name), getattr(wanted, field.name)

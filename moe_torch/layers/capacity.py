@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_core.errors import Unsupported
 from moe_core.layers import MoELayerSpec
 from moe_core.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_core.plan import LaunchPlan
+from moe_core.router_backward import ROUTER_GRADIENTS
 from moe_core.specs import LogitsSpec, MoESpec
 from moe_core.target import Target
 from moe_torch import operators, ops
 from moe_torch.dispatch import call
-from moe_torch.options import encode
+from moe_torch.options import decode, encode
+from moe_torch.router_gradients import ROUTE_BACKWARD, ROUTER_BACKWARD
 
 _OPERATOR = operators.MOE[TopK]
 _GIVEN, _WANTED = operators.MOE[RouterWeights].names, _OPERATOR.names
@@ -47,13 +48,13 @@ class CapacityLimit:
         weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
         x = arrays[0]
         assert x is not None and weight is not None
-        if torch.is_grad_enabled() and any(array is not None and array.requires_grad for array in arrays):
-            raise Unsupported(
-                "a layer with a capacity_factor has no gradient; train it without one, which drops nothing, or call it "
-                "under torch.no_grad()"
-            )
-        logits = ops.router(x, weight, bias=bias, spec=self._logits)
-        ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=arrays[_MASK])
+        mask = arrays[_MASK]
+        rows = x
+        if mask is not None and torch.is_grad_enabled() and weight.requires_grad:
+            # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+            rows = x.masked_fill(~mask[:, None], 0)
+        logits = ops.router(rows, weight, bias=bias, spec=self._logits)
+        ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=mask)
         layout = ops.make_layout(ids, self._spec.num_experts)
         kept = self._within(ids, layout)
         output, _, invalid_ids = call(_OPERATOR, *_arguments(arrays, kept, weights), self._options)
@@ -83,13 +84,31 @@ class CapacityLimit:
             _OPERATOR.plan(_arguments(arrays, ids, weights), self._options, target),
         )
 
-    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target) -> str:
-        """The plans of a forward as text, in order."""
+    def training_plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
+        """What a training step runs behind `plans`: the forward that keeps, then the backwards of operator, routing and
+        router."""
+        weight, bias, _ = (arrays[place] for place in _ROUTING)
+        x, spec = arrays[0], self._spec
+        assert x is not None and weight is not None
+        logits = x.new_empty(x.shape[0], spec.num_experts, dtype=torch.float32)
+        ids = x.new_empty(x.shape[0], spec.top_k, dtype=torch.int32)
+        weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
+        (given,) = decode(self._options)
+        wanted = ROUTER_GRADIENTS if bias is not None else ROUTER_GRADIENTS[:2]
+        return (
+            *ops.training_plans(_OPERATOR, TopK, _arguments(arrays, ids, weights), given, target),
+            ROUTE_BACKWARD.plan([weights, logits, ids, None], encode(spec.router), target),
+            ROUTER_BACKWARD.plan([logits, x, weight, bias], encode(self._logits, wanted), target),
+        )
+
+    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target, training: bool = False) -> str:
+        """The plans of a forward, or of a training step, as text, in order."""
         x = arrays[0]
         assert x is not None
         limit = f"capacity limit: slots behind the first {self._spec.capacity(x.shape[0])} of an expert get id -1"
-        texts = [plan.explain() for plan in self.plans(arrays, target)]
-        return "\n\n".join([*texts[:-1], limit, texts[-1]])
+        *routing, whole = self.plans(arrays, target)
+        steps = self.training_plans(arrays, target) if training else (whole,)
+        return "\n\n".join([*(plan.explain() for plan in routing), limit, *(plan.explain() for plan in steps)])
 
 
 def _arguments(

@@ -21,6 +21,7 @@ from moe_core.layers import (
     SharedExpertsSpec,
     convert_weights,
 )
+from moe_core.moe_backward import explain_training
 from moe_core.operands import RouterWeights
 from moe_core.specs import RouterSpec
 from moe_core.warmup import WarmupReport, token_counts, warmup
@@ -30,6 +31,7 @@ from moe_torch.layers.auxiliary import router_losses
 from moe_torch.layers.capacity import CapacityLimit
 from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
+from moe_torch.ops import training_plans
 from moe_torch.options import TORCH_DTYPES, encode, require_instance
 
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
@@ -83,8 +85,8 @@ class MoE(torch.nn.Module):
     `shared_experts.gate_up` `[2S, D]`, `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. Shard them with
     `fully_shard` on the layer or a module around it: the submodules have no forward of their own.
 
-    Differentiable by x and every parameter, auxiliary losses included, unless it has a capacity limit (docs/training.md
-    says what training keeps). Raises InvalidInput for options that contradict each other.
+    Differentiable by x and every parameter, auxiliary losses included (docs/training.md says what training keeps).
+    Raises InvalidInput for options that contradict each other.
     """
 
     router: RouterParameters
@@ -138,10 +140,10 @@ class MoE(torch.nn.Module):
             own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             setattr(self, part, group(own, device, dtype) if own else None)
         self._places = tuple(_place(*parameter.name.split(".")) for parameter in parameters)
-        moe_spec = spec.moe_spec(HUGGING_FACE)
+        self._moe_spec = spec.moe_spec(HUGGING_FACE)
         # Encoded once: a forward hashes no spec.
-        self._options = encode(moe_spec)
-        self._limit = None if spec.capacity_factor is None else CapacityLimit(spec, moe_spec)
+        self._options = encode(self._moe_spec)
+        self._limit = None if spec.capacity_factor is None else CapacityLimit(spec, self._moe_spec)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -161,8 +163,7 @@ class MoE(torch.nn.Module):
 
         x: the dtype of the parameters. token_mask bool `[...]`: tokens that are False visit no routed expert (their
         rows are zero, or what shared experts give) and are left out of every statistic. One operator runs unless the
-        layer has a capacity limit. Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported where a layer
-        with a capacity limit is asked for a gradient.
+        layer has a capacity limit. Raises InvalidInput for wrong shapes, dtypes and devices.
         """
         arrays = self._arrays()
         arrays[0] = self._rows(x, arrays[_WEIGHT])
@@ -230,9 +231,10 @@ class MoE(torch.nn.Module):
         names = [parameter.name for parameter in self.spec.parameters(HUGGING_FACE)]
         return {name: getattr(getattr(self, name.partition(".")[0]), name.partition(".")[2]) for name in names}
 
-    def explain(self, tokens: int | Sequence[int]) -> str:
+    def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
         """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
-        summation order. Runs nothing."""
+        summation order. training: the forward of a training step, then its backward with the gradients of x and of
+        every parameter. Runs nothing."""
         d_model = self.spec.d_model
         if not isinstance(tokens, int):
             if tuple(tokens)[-1:] != (d_model,):
@@ -243,13 +245,16 @@ class MoE(torch.nn.Module):
             tokens = math.prod(tuple(tokens)[:-1])
         arrays, target = self._arrays_for(tokens), target_of_device(self.experts.down.device)
         if self._limit is not None:
-            return self._limit.explain(arrays, target)
+            return self._limit.explain(arrays, target, training)
+        if training:
+            return explain_training(training_plans(_OPERATOR, RouterWeights, arrays, self._moe_spec, target))
         return _OPERATOR.plan(arrays, self._options, target).explain()
 
-    def warmup(self, tokens: Sequence[int]) -> WarmupReport:
+    def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
         """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
 
-        tokens: the numbers that will come, or a few from small to large. Returns the kernels, with the seconds each
+        tokens: the numbers that will come, or a few from small to large. training: also what training steps run,
+        forward and backward, in which every parameter is trained. Returns the kernels, with the seconds each
         took; on a CPU there are none. Raises InvalidInput, Unsupported.
         """
         device, plans = self.experts.down.device, []
@@ -258,8 +263,11 @@ class MoE(torch.nn.Module):
             arrays = self._arrays_for(count)
             if self._limit is not None:
                 plans += self._limit.plans(arrays, target)
-            else:
-                plans.append(_OPERATOR.plan(arrays, self._options, target))
+                plans += self._limit.training_plans(arrays, target) if training else ()
+                continue
+            plans.append(_OPERATOR.plan(arrays, self._options, target))
+            if training:
+                plans += training_plans(_OPERATOR, RouterWeights, arrays, self._moe_spec, target)
         return warmup(plans, (device.index or 0,))
 
     def _arrays_for(self, num_tokens: int) -> list[Any]:

@@ -13,11 +13,8 @@ import torch
 from moe_core import dtypes
 from moe_core.arrays import TensorView, host_array
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.layers import HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
+from moe_core.layers import FREE_FIELDS, HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
 from moe_torch.options import DTYPE_NAMES, TORCH_DTYPES
-
-#: Choices of how a layer computes, which say nothing about its weights.
-_FREE_FIELDS = {"capacity_factor": None, "allow_tf32": False, "logits_dtype": "float32", "tuning": None}
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
@@ -44,7 +41,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
     """Raise InvalidInput that names the first field in which the weights are of another layer than `spec`."""
     own, given = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
-    own, given = (dataclasses.replace(one, **_FREE_FIELDS) for one in (own, given))
+    given = dataclasses.replace(given, **{name: getattr(own, name) for name in FREE_FIELDS})
     for field in dataclasses.fields(MoELayerSpec):
         mine, theirs = getattr(own, field.name), getattr(given, field.name)
         if mine != theirs:

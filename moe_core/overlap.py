@@ -1,0 +1,93 @@
+"""Overlapping launches: of few tokens' plans, a launch may begin before the one ahead of it has ended.
+
+A forward of few tokens is four launches of 5 to 30 us, and each boundary costs the end of one grid, whose last blocks
+leave most of the GPU idle, and the start of the next, whose blocks first look up what to work on. NVIDIA GPUs from
+sm_90 have programmatic dependent launch: a dependent launch begins once every block of the launch ahead has allowed it
+or ended, and waits in its kernel for that launch to have ended. So blocks are in place and know their expert when
+their rows are ready.
+
+Four rules make it safe; `moe_core.kernels.overlap` is what kernels call.
+
+- A plan's first launch is an ordinary one: it waits for everything ahead of it in the stream, of this library or not.
+- Every kernel that may be launched dependent waits in every block, and allows the next launch only after that. When a
+  launch begins, all before the one ahead of it have therefore ended, and when it ends, so have all before it.
+- Before it waits, a kernel reads inputs of the plan and what was written before the launch ahead began, nothing else.
+  Nothing is written before, so that scratch buffers of different lifetimes may share memory.
+- A kernel that knows nothing of this is launched ordinarily: it waits for all ahead of it.
+
+Another kernel that another thread puts into the stream between two of these changes nothing: both wait for it. Stream
+capture keeps the order: inside a plan its edges are programmatic, between plans and other kernels full ones.
+
+Many tokens or large experts gain nothing: boundaries are a small part, and blocks that wait hold what the launch ahead
+could use (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan
+
+#: Plans of more tokens launch ordinarily.
+MOST_TOKENS = 64
+_FIRST_ARCH = 90
+#: Modules of kernels that write a layout or a schedule.
+_LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
+#: Kernels that look at their layout first and wait afterwards.
+_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "reduction:reduce")
+_MATRICES = ("experts.gate_up", "experts.up", "experts.down")
+#: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
+MOST_EXPERT_BYTES = 16 * 10**6
+
+
+def why_not_overlapped(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str:
+    """The reason a plan's launches follow one another; empty if they may overlap."""
+    target = plan.target
+    if target.kind != "cuda" or target.arch < _FIRST_ARCH:
+        return f"dependent launches need a cuda device of sm_{_FIRST_ARCH} or newer, got {target}"
+    if num_tokens > MOST_TOKENS:
+        return f"overlapping gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
+    if (size := _expert_bytes(plan)) > MOST_EXPERT_BYTES:
+        return f"overlapping gains nothing where an expert has more than {MOST_EXPERT_BYTES} bytes, got {size}"
+    if batch_invariant:
+        return "batch_invariant runs the same kernels for every number of tokens"
+    return ""
+
+
+def _expert_bytes(plan: LaunchPlan) -> int:
+    """Bytes of one expert's matrices."""
+    matrices = [buffer.spec for buffer in plan.inputs if buffer.name in _MATRICES]
+    return sum(matrix.nbytes // math.prod(matrix.shape[:-2]) for matrix in matrices)
+
+
+def overlap_launches(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False) -> LaunchPlan:
+    """The plan with every launch dependent whose kernel can be, but for the first; on cuda its notes say which.
+
+    Returns it with a note alone where `why_not_overlapped` has a reason, unchanged off the GPU.
+    """
+    if plan.target.kind != "cuda" or not plan.steps:
+        return plan
+    reason = why_not_overlapped(plan, num_tokens, batch_invariant)
+    if reason:
+        return dataclasses.replace(plan, notes=(*plan.notes, f"launches follow one another: {reason}"))
+    steps, ahead = [], None
+    for step in plan.steps:
+        assert isinstance(step, KernelLaunch), step
+        steps.append(_overlapped(step, ahead))
+        ahead = step
+    count = sum(step.dependent for step in steps)
+    note = f"{count} of {len(steps)} launches begin before the one ahead has ended, as {num_tokens} tokens are few"
+    return dataclasses.replace(plan, steps=tuple(steps), notes=(*plan.notes, note))
+
+
+def _overlapped(step: KernelLaunch, ahead: KernelLaunch | None) -> KernelLaunch:
+    """One launch, behind the launch `ahead`; as it is where its kernel knows no OVERLAP."""
+    arguments = dict(step.arguments)
+    if "OVERLAP" not in arguments:
+        return step
+    looks_first = (
+        ahead is not None and ahead.kernel.split(":")[0] not in _LAYOUT_MODULES and step.kernel in _LOOK_UP_FIRST
+    )
+    arguments["OVERLAP"] = Constant("layout" if looks_first else "start")
+    return dataclasses.replace(step, arguments=tuple(arguments.items()), dependent=ahead is not None)

@@ -1,0 +1,153 @@
+"""Gradients of a case: what flows back, the reference's, and the comparison with every engine's.
+
+An engine takes part with a method `gradients(case, progress) -> GradientRun`. The reference's backward follows the
+engine's own routing (ids, weights and logits of its forward), so that a router flip, which the forward's report tells,
+is none of the backward's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_core.moe_backward import gradient_names
+from moe_core.operands import MoEOperands, OutputGradients, TopK, named_arrays
+from moe_core.parity.case import Case
+from moe_core.parity.reference_engine import reference_stages
+from moe_core.parity.report import AGREE, DIFFER, NOT_TESTED, BitwiseRow, CaseReport, Report, StageRow
+from moe_core.parity.run import same_bits
+from moe_core.parity.tolerance import Tolerance, gradient_tolerances, measure
+from moe_core.reference.backward_moe import moe_backward_stages
+from moe_core.reference.rounding import round_to
+
+_SEED = 0x60AD
+
+
+@dataclass(frozen=True)
+class GradientRun:
+    """What an engine computed. forward: NumPy `ids`, `weights` and `logits`. gradients: by name, `d_x` and so on.
+    device, is_reference and family: as in `EngineRun`."""
+
+    engine: str
+    device: str
+    forward: Mapping[str, np.ndarray]
+    gradients: Mapping[str, np.ndarray]
+    is_reference: bool = False
+    family: str | None = None
+
+
+def differentiated(case: Case) -> dict[str, np.ndarray]:
+    """The arrays of a case that have a gradient, by name: `x`, `experts.*`, `routing.*`, `shared.*`."""
+    found = {"x": case.x} | dict(named_arrays(case.experts, "experts.")) | dict(named_arrays(case.routing, "routing."))
+    found |= {} if case.shared is None else dict(named_arrays(case.shared, "shared."))
+    names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
+    return {name.removeprefix("d_"): found[name.removeprefix("d_")] for name in names}
+
+
+def upstream(case: Case) -> dict[str, np.ndarray]:
+    """What flows into the forward: `output` `[T, D]` in the dtype of the output, and `logits` fp32 `[T, E]`, as losses
+    of the router make it, zeros for masked tokens. Drawn, the same for every engine."""
+    random = np.random.default_rng(_SEED)
+    output = random.standard_normal(case.x.shape, dtype=np.float32)
+    logits = random.standard_normal((case.x.shape[0], case.num_experts), dtype=np.float32)
+    if case.token_mask is not None:
+        logits *= case.token_mask[:, None]
+    return {"output": round_to(output, case.spec.out_dtype or case.dtype), "logits": logits / 4}
+
+
+def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], object]) -> CaseReport:
+    """Compute the gradients of a case with every engine, compare them with the reference's; the name of the report
+    says `backward`."""
+    reports, runs = [], []
+    for engine in engines:
+        compute = getattr(engine, "gradients", None)
+        reason = engine.why_unsupported(case) or ("" if compute is not None else "it computes no gradients")
+        if compute is None or reason:
+            reports.append(Report(engine.name, "", (), skipped=reason))
+            continue
+        run = compute(case, lambda stage, name=engine.name: progress(f"{name}: {stage}"))
+        runs.append(run)
+        reports.append(compare_gradients(case, run))
+    name, rows = f"{case.name} backward", compare_gradient_bits(runs)
+    return CaseReport(name, case.dtype, case.sizes, case.description, tuple(reports), rows)
+
+
+def compare_gradients(case: Case, run: GradientRun) -> Report:
+    """Every gradient of an engine against the reference's."""
+    if run.is_reference:
+        note = "the NumPy reference ran, so a comparison would test nothing"
+        return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
+    expected = reference_gradients(case, run.forward)
+    sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
+    tolerances = gradient_tolerances(case.spec, case.dtype, num_tokens=case.x.shape[0], **sizes)
+    rows = [
+        _row(f"d_{name}", expected[f"d_{name}"], run.gradients.get(f"d_{name}"), tolerances)
+        for name in differentiated(case)
+    ]
+    return Report(run.engine, run.device, tuple(rows))
+
+
+def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The reference's, by `d_<name>`, behind an engine's own routing."""
+    stages = dict(reference_stages(case, TopK(forward["ids"], forward["weights"])))
+    stages |= {name: forward[name] for name in ("logits", "ids", "weights")}
+    given = upstream(case)
+    gradients = OutputGradients(given["output"], logits=given["logits"])
+    arguments = (gradients, case.x, case.experts, case.routing, case.spec, stages)
+    return moe_backward_stages(*arguments, token_mask=case.token_mask, shared=case.shared)
+
+
+def _row(name: str, expected: np.ndarray, found: np.ndarray | None, tolerances: Callable[[str], Tolerance]) -> StageRow:
+    if found is None:
+        return StageRow(name, DIFFER, note="the engine has no such gradient")
+    if found.dtype != expected.dtype and found.shape == expected.shape:
+        return StageRow(name, DIFFER, note=f"dtype {found.dtype}, expected {expected.dtype}")
+    # An expert's sums are as large as its tokens are many: each is measured by itself.
+    axes = tuple(range(1 if name.startswith("d_experts.") else 0, expected.ndim))
+    with np.errstate(all="ignore"):
+        scale = np.sqrt(np.square(expected.astype(np.float64)).mean(axis=axes, keepdims=True))
+    tolerance, difference = tolerances(name), measure(found, expected, np.broadcast_to(scale, expected.shape))
+    verdict = AGREE if difference.complaint(tolerance) is None else DIFFER
+    return StageRow(name, verdict, difference, tolerance, difference.mismatch or "")
+
+
+def compare_gradient_bits(runs: Sequence[GradientRun]) -> tuple[BitwiseRow, ...]:
+    """Every pair of engines of one family: whether all gradients have the same bits."""
+    rows = []
+    for place, first in enumerate(runs):
+        for second in runs[place + 1 :]:
+            if first.family is None or first.family != second.family:
+                continue
+            names = (first.engine, second.engine)
+            if first.device != second.device or first.is_reference:
+                note = "both ran the NumPy reference" if first.device == second.device else "devices differ"
+                rows.append(BitwiseRow(names, "", None, note))
+                continue
+            wrong = [
+                name
+                for name, gradient in first.gradients.items()
+                if name not in second.gradients or not same_bits(gradient, second.gradients[name])
+            ]
+            note = f"first difference in {wrong[0]}" if wrong else f"{len(first.gradients)} gradients on {first.device}"
+            rows.append(BitwiseRow(names, first.device, not wrong, note))
+    return tuple(rows)
+
+
+def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]) -> MoEOperands:
+    """What `moe` takes, in a framework's arrays: leaves in the place of `differentiated`, the rest through `put`."""
+
+    def bundle(prefix: str, arrays: Any) -> Any:
+        found = {name: array for name, array in named_arrays(arrays)}
+        kept = {name: leaves[prefix + name] if prefix + name in leaves else put(found[name]) for name in found}
+        return type(arrays)(**kept)
+
+    return MoEOperands(
+        leaves["x"],
+        bundle("experts.", case.experts),
+        bundle("routing.", case.routing),
+        None if case.token_mask is None else put(case.token_mask),
+        shared=None if case.shared is None else bundle("shared.", case.shared),
+    )

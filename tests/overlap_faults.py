@@ -1,0 +1,55 @@
+"""Faults planted in copies of kernels whose launches overlap, and the process that compiles each copy and judges it.
+
+Run as a script: `python -m tests.overlap_faults FOLDER...`, in a process without TRITON_INTERPRET. Every folder holds
+kernels and lies in one that is named after a step of the plan; a fork that takes its kernels from there leaves its exit
+status in `status` in the folder: 0 where the order holds, ORDER_BROKEN where it does not. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moe_core.compiler import compile_launch
+from moe_core.plan import KernelLaunch
+from moe_core.target import Target
+from tests.faulty_kernels import OpFault, run_on_copy
+from tests.overlap_order import layer_plan, order_violation
+
+_WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
+#: By step of the plan (0 routing, 1 and 2 the products, 3 the reduction) and by kernel file.
+FAULTS: dict[int, dict[str, tuple[OpFault, ...]]] = {
+    0: {"route_and_layout": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
+    1: {
+        "overlap": (
+            OpFault(_WAIT, ""),
+            OpFault(_ALLOW, ""),
+            OpFault(_WAIT + _ALLOW, _ALLOW + _WAIT),
+        ),
+        "matmul_ogs": (OpFault('if OVERLAP == "start":', 'if OVERLAP == "never":'),),
+    },
+    2: {
+        "matmul_ogs": (
+            OpFault('    if OVERLAP == "layout":\n        join()\n\n', ""),
+            OpFault('            if OVERLAP == "layout":\n                join()\n', ""),
+            OpFault('".cg" if OVERLAP == "layout" else ""', '""'),
+        ),
+    },
+    3: {"reduction": (OpFault('if OVERLAP == "layout":', 'if OVERLAP == "never":'),)},
+}
+ORDER_BROKEN = 10
+
+
+def judge(folder: Path) -> int:
+    target = Target("cuda", 90, 132)
+    plan = layer_plan(target, 4)
+    launch = plan.steps[int(folder.parent.name)]
+    assert isinstance(launch, KernelLaunch)
+    violation = order_violation(launch, compile_launch(plan, launch, target).asm["ptx"])
+    print(violation)
+    return ORDER_BROKEN if violation else 0
+
+
+if __name__ == "__main__":
+    for place in sys.argv[1:]:
+        run_on_copy(Path(place), lambda folder=Path(place): judge(folder))

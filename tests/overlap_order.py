@@ -1,0 +1,88 @@
+"""Plans whose launches overlap, and whether a compiled kernel waits for the launch ahead before it touches what that
+launch may write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from moe_core.arrays import ArraySpec
+from moe_core.moe import plan_moe
+from moe_core.operands import ExpertWeights, RouterLogits, SharedExpert, TopK
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
+from moe_core.target import Target
+
+WAIT, ALLOW = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+#: Loads, stores, atomics and copies of global memory, and the two instructions of dependent launches, as PTX has them.
+_STEPS = re.compile(rf"{WAIT}|{ALLOW}|\b(?:ld|st|red|atom)\.global[\w.:]*|\bcp\.(?:async|reduce)\.[\w.:]*")
+#: Kernels that allow no further launch: the last of a plan.
+_LAST = ("reduction:reduce",)
+
+
+def order_violation(launch: KernelLaunch, ptx: str) -> str:
+    """The rule of `moe_core.overlap` that a launch's PTX breaks; empty if none."""
+    arguments = dict(launch.arguments)
+    overlap = arguments.get("OVERLAP", Constant(None))
+    assert isinstance(overlap, Constant)
+    steps = _STEPS.findall(ptx)
+    if overlap.value is None:
+        if launch.dependent:
+            return "a dependent launch of a kernel that never waits"
+        return "an ordinary launch of a kernel that waits" if {WAIT, ALLOW} & set(steps) else ""
+    if WAIT not in steps:
+        return "a kernel that never waits"
+    early = steps[: steps.index(WAIT)]
+    if ALLOW in early:
+        return "the next launch is allowed before this one has waited"
+    if (ALLOW in steps) != (launch.kernel not in _LAST):
+        return "the next launch is allowed behind the plan's last kernel, or behind another one never"
+    looks_first = overlap.value == "layout"
+    if looks_first and isinstance(arguments.get("schedule"), Pointer) and steps.count(WAIT) != 2:
+        return "a block without an expert that never waits"
+    # The layout is read past the L1 cache; the layer is an input of the plan.
+    stacked = isinstance(arguments.get("layer"), Pointer)
+    touched = early
+    if looks_first:
+        touched = [step for step in touched if not step.startswith("ld.global.cg")]
+        touched = touched[1:] if stacked and touched and touched[0].startswith("ld.global") else touched
+    return f"{', '.join(touched)} before the wait" if touched else ""
+
+
+def layer_plan(
+    target: Target,
+    tokens: int,
+    top_k: int = 2,
+    num_experts: int = 8,
+    *,
+    routed: str = "logits",
+    shared: bool = False,
+    stacked: bool = False,
+    on_input: bool = False,
+    weight_layout: str = "in_out",
+    dtype: str = "bfloat16",
+    width: int = 128,
+    tuning: Tuning | None = None,
+) -> LaunchPlan:
+    """A forward of D = 192 and F = width. routed: from `logits` or by given `ids`."""
+    lead = (3, num_experts) if stacked else (num_experts,)
+
+    def matrix(inside: int, outside: int, *axes: int) -> ArraySpec:
+        return ArraySpec((*axes, *((inside, outside) if weight_layout == "in_out" else (outside, inside))), dtype)
+
+    layer = ArraySpec((1,), "int32") if stacked else None
+    experts = ExpertWeights(matrix(192, 2 * width, *lead), matrix(width, 192, *lead), layer=layer)
+    chosen = (tokens, top_k)
+    routing = RouterLogits(ArraySpec((tokens, num_experts), "float32"))
+    if routed == "ids":
+        routing = TopK(ArraySpec(chosen, "int32"), ArraySpec(chosen, "float32"))
+    router = RouterSpec(top_k) if routed == "logits" else None
+    spec = MoESpec(Activation("silu"), router, weight_layout, apply_router_weight_on_input=on_input, tuning=tuning)
+    beside = SharedExpert(matrix(192, 2 * width), matrix(width, 192)) if shared else None
+    return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside)
+
+
+def plans(target: Target) -> Iterator[LaunchPlan]:
+    """What the models' layers do not have: given ids, stacked layers, many slots per token, weighted inputs."""
+    yield layer_plan(target, 4, 20, 32, routed="ids", stacked=True, weight_layout="out_in")
+    yield layer_plan(target, 4, 1, on_input=True, shared=True)
