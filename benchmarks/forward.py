@@ -8,7 +8,6 @@ timed; a peer that disagrees is not timed and makes the run fail. benchmarks/REA
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -34,8 +33,8 @@ from benchmarks.options import Options, parse
 from benchmarks.peers import ParityIsRed, Peer, dense_forward, time_peer, why_not_importable
 from benchmarks.problem import Problem, checked_tokens, draw_problem, draw_weights, expected, relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import SCHEMA, STREAMING_BYTES_PER_US, add_ratios, read_vllm_figures, reasons, table
-from benchmarks.timing import GraphTimer
+from benchmarks.record import SCHEMA, STREAMING_BYTES_PER_US, add_ratios, read_vllm_figures, reason_of, reasons, table
+from benchmarks.timing import GraphTimer, free_memory
 from moe_core.operands import ExpertWeights, RouterLogits
 from moe_core.runtime import target_of
 from moe_core.target import Target
@@ -114,7 +113,7 @@ def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Option
             reason = _add_peer(row, peer, problem, timer, seconds)
         if reason is not None:
             row["not_timed"][peer.name] = reason
-        _free()
+        free_memory()
 
 
 def _add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float) -> str | None:
@@ -128,17 +127,9 @@ def _add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, sec
         row["red_peers"].append(peer.name)
         return str(red)
     except Exception as error:  # whatever a peer raises is the reason it has no figure
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0][:300]}"
+        return reason_of(error)
     row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
     return None
-
-
-def _free() -> None:
-    """Give back memory that only garbage holds: the next shape or peer may need all of it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
@@ -161,20 +152,20 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
             problem = draw_problem(shape, routing, tokens, weights, options.seed)
             with torch.no_grad():
                 row = measure(problem, timer, target)
-                _free()
+                free_memory()
                 add_peers(row, problem, timer, options, budget)
             add_ratios(row, figures)
             row["seconds"] = time.monotonic() - start
             budget.finish_cell()
             record["rows"].append(row)
             del problem
-            _free()
+            free_memory()
             print(f"{shape.name} {routing} {tokens}: {row['torch_us']:.1f} us", file=sys.stderr, flush=True)
             _write(record, options)
         del weights
         plain.forget_compiled()
         jax.clear_caches()
-        _free()
+        free_memory()
     if options.large:
         with torch.no_grad():
             record["large"] = run_large(device)

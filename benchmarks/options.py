@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,21 +47,13 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     parser.add_argument("--partial", action="store_true", help="let a record lack required peers, and say so in it")
     found = parser.parse_args(arguments)
 
-    def chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-        names = () if text == "none" else tuple(text.split(","))
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            parser.error(f"{option} must be of {', '.join(known)}, got {', '.join(unknown)}")
-        return names
-
-    tokens = found.tokens.split(",")
-    if not all(text.isdecimal() and int(text) > 0 for text in tokens):
-        parser.error(f"--tokens must be positive numbers with commas between them, got {found.tokens!r}")
+    chosen = functools.partial(chosen_names, parser)
+    tokens = numbers_of_tokens(parser, found.tokens)
     if not found.cell_seconds > 0:
         parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
     options = Options(
         shapes=tuple(SHAPES[name] for name in chosen("--shapes", found.shapes, list(SHAPES))),
-        tokens=tuple(map(int, tokens)),
+        tokens=tokens,
         routings=chosen("--routing", found.routing, ROUTINGS),
         peers=tuple(PEERS[name] for name in chosen("--peers", found.peers, list(PEERS))),
         output=found.output,
@@ -78,6 +71,23 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
         if lacking:
             parser.error(f"a record must have every required peer: {lacking}; or give --partial")
     return options
+
+
+def chosen_names(parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names between the commas of an option's text, none for `none`; exits where one is not known."""
+    names = () if text == "none" else tuple(text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"{option} must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return names
+
+
+def numbers_of_tokens(parser: argparse.ArgumentParser, text: str) -> tuple[int, ...]:
+    """The numbers between the commas of --tokens; exits where one is not positive."""
+    tokens = text.split(",")
+    if not all(one.isdecimal() and int(one) > 0 for one in tokens):
+        parser.error(f"--tokens must be positive numbers with commas between them, got {text!r}")
+    return tuple(map(int, tokens))
 
 
 def what_a_record_lacks(options: Options) -> str:

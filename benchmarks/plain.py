@@ -7,6 +7,7 @@ signature.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +28,30 @@ def in_one_dtype(experts: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(experts.gate_up, experts.down, gate_up_bias=biases[0], down_bias=biases[1])
 
 
-def torch_forward(x: torch.Tensor, logits: torch.Tensor, experts: ExpertWeights, shape: Shape) -> torch.Tensor:
-    """x `[T, D]` -> `[T, D]`, everything in the dtype of x but the logits. Waits for nothing, so it can be captured."""
+def torch_forward(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    experts: ExpertWeights,
+    shape: Shape,
+    take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = operator.getitem,
+) -> torch.Tensor:
+    """x `[T, D]` -> `[T, D]`, everything in the dtype of x but the logits. Waits for nothing, so it can be captured.
+
+    take(array, rows): the rows of an array.
+    """
     values, ids = logits.topk(shape.top_k, dim=1)
     weights = values.softmax(dim=1).to(x.dtype)
     expert_of_row, slot_of_row = ids.flatten().sort(stable=True)
     numbers = torch.arange(shape.num_experts, device=x.device)
     ends = torch.searchsorted(expert_of_row, numbers, right=True, out_int32=True)
     token_of_row = slot_of_row // shape.top_k
-    wide = torch.nn.functional.grouped_mm(x[token_of_row], experts.gate_up, offs=ends)
+    wide = torch.nn.functional.grouped_mm(take(x, token_of_row), experts.gate_up, offs=ends)
     if experts.gate_up_bias is not None:
-        wide = wide + experts.gate_up_bias[expert_of_row]
+        wide = wide + take(experts.gate_up_bias, expert_of_row)
     out = torch.nn.functional.grouped_mm(activate(wide, shape.activation), experts.down, offs=ends)
     if experts.down_bias is not None:
-        out = out + experts.down_bias[expert_of_row]
-    return torch.zeros_like(x).index_add(0, token_of_row, out * weights.flatten()[slot_of_row, None])
+        out = out + take(experts.down_bias, expert_of_row)
+    return torch.zeros_like(x).index_add(0, token_of_row, out * take(weights.flatten(), slot_of_row)[:, None])
 
 
 @functools.cache

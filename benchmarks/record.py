@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
         row["over_allowed"] = row["torch_us"] / (_VLLM_FACTOR * (recorded["us"] + row["routing_us"]))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:
     """The rows as a Markdown table; a column that no row has is left out, what has no figure is a dash."""
-    shown = {name: heading for name, heading in COLUMNS.items() if any(name in row for row in rows)}
+    shown = {name: heading for name, heading in columns.items() if any(name in row for row in rows)}
     lines = ["| " + " | ".join(shown.values()) + " |", "|" + " --- |" * len(shown)]
     lines += ["| " + " | ".join(_cell(row.get(name, "-")) for name in shown) + " |" for row in rows]
     return "\n".join(lines)
@@ -67,6 +68,12 @@ def reasons(rows: list[dict[str, Any]]) -> str:
         for peer, reason in row["not_timed"].items():
             places.setdefault((peer, reason), []).append(f"{row['shape']} {row['routing']} {row['tokens']}")
     return "\n".join(f"{peer}: {reason} ({', '.join(cells)})" for (peer, reason), cells in places.items())
+
+
+def reason_of(error: Exception) -> str:
+    """Why something has no figure: the kind of error and its first line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def _cell(value: Any) -> str:

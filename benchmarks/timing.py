@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -82,9 +83,9 @@ class GraphTimer:
     ) -> ChainTime:
         """One of `length` dependent calls in one jitted program; median of 5 programs, of fewer after `seconds`.
 
-        `function(x, *arguments)` gives the next x; x is donated, so that every run finds its arrays at the addresses of
-        the one before and XLA replays its CUDA graph without Python. The other arrays are arguments because those a
-        program closes over are copied into it as constants.
+        `function(x, *arguments)` gives the next x, an array or a tree of them. x is donated, so that every run finds
+        its arrays at the addresses of the one before and XLA replays its CUDA graph without Python. The other arrays
+        are arguments because those a program closes over are copied into it as constants.
         """
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -93,7 +94,7 @@ class GraphTimer:
                 value = function(value, *others)
             return value
 
-        state = [jax.block_until_ready(x.copy())]
+        state = [jax.block_until_ready(jax.tree.map(lambda array: array.copy(), x))]
 
         def run() -> None:
             state[0] = jax.block_until_ready(chain(state[0], *arguments))
@@ -118,6 +119,13 @@ class GraphTimer:
         """What a plain sum over 2 GiB reaches: the memory bandwidth of this device in this hour."""
         values = torch.randn(_STREAMED_BYTES // 4, device="cuda")
         return _STREAMED_BYTES / self.time(lambda: values.sum())
+
+
+def free_memory() -> None:
+    """Give back memory that only garbage holds: what comes next may need all of it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def kernel_spans(function: Callable[[], Any], before: Callable[[], Any] | None = None) -> list[KernelSpan]:

@@ -122,7 +122,8 @@ def test_the_arithmetic_agrees_with_ours_and_shows_a_fault(shape: Shape) -> None
         output = problem.torch_forward().output
     wanted = expected(problem, slice(None))
     assert relative_error(output, wanted) < forward.TOLERANCE
-    assert torch.equal(expected(problem, torch.tensor([3, 7])), wanted[[3, 7]])
+    # Not bitwise: a BLAS may add in another order for another number of rows.
+    assert relative_error(expected(problem, torch.tensor([3, 7])), wanted[[3, 7]]) < 1e-6
     output[1] *= 1.5
     assert relative_error(output, wanted) > forward.TOLERANCE
     output[1] = float("nan")
@@ -177,7 +178,7 @@ def test_what_cannot_be_imported_is_said() -> None:
 
 def test_the_dense_bound_has_the_flops_of_the_layer() -> None:
     shape = TINY["qwen3"]
-    with torch.profiler.profile(with_flops=True) as profiler:
+    with torch.profiler.profile(with_flops=True, acc_events=True) as profiler:
         dense_forward(shape, 12, "cpu")()
     assert sum(event.flops for event in profiler.key_averages()) == shape.flops(12)
 

@@ -1,0 +1,49 @@
+"""Records of benchmarks.training: SonicMoE's recorded figures, ratios, columns; described in benchmarks/README.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+#: Raised when the meaning of a field changes.
+TRAINING_SCHEMA = 1
+_FIGURES = Path(__file__).parent / "sonicmoe_h200.json"
+#: Field -> heading of the table, in order.
+TRAINING_COLUMNS = {
+    "shape": "shape", "tokens": "tokens", "active_experts": "active", "busiest_expert_tokens": "busiest",
+    "torch_us": "torch", "forward_us": "of it forward", "backward_us": "backward", "torch_device_us": "torch device",
+    "jax_device_us": "jax device", "jax_over_torch": "jax / torch", "jax_callbacks": "callbacks",
+    "dense_us": "dense", "over_dense": "/ dense", "sonicmoe_over_dense": "SonicMoE / dense",
+    "wanted_over_dense": "wanted / dense", "grouped_mm_us": "grouped_mm", "ragged_dot_us": "ragged_dot",
+    "over_best_peer": "/ best peer", "kept_bytes_per_token": "kept B/token",
+    "sonicmoe_kept_bytes_per_token": "SonicMoE's", "peak_bytes_per_token": "peak B/token",
+}  # fmt: skip
+
+
+def read_sonicmoe_figures() -> dict[str, Any]:
+    """Recorded figures of SonicMoE and of its dense products by shape and number of tokens."""
+    return json.loads(_FIGURES.read_text())["microseconds"]
+
+
+def add_training_ratios(row: dict[str, Any], figures: dict[str, Any]) -> None:
+    """What follows from the figures of one row, as far as they are there.
+
+    backward_us is what a step takes beyond its forward; over_dense our time over that of the dense products of this
+    run; sonicmoe_over_dense SonicMoE's over its own run's, where both were recorded.
+    """
+
+    def divide(name: str, above: str, below: str) -> None:
+        if above in row and below in row:
+            row[name] = row[above] / row[below]
+
+    recorded = figures.get(row["shape"], {}).get(str(row["tokens"]))
+    if recorded is not None:
+        row["sonicmoe_us"], row["sonicmoe_forward_us"] = recorded["step_us"], recorded["forward_us"]
+        row["sonicmoe_over_dense"] = recorded["step_us"] / recorded["dense_us"]
+        row["wanted_over_dense"] = recorded["wanted_over_dense"]
+    if "torch_us" in row and "forward_us" in row:
+        row["backward_us"] = row["torch_us"] - row["forward_us"]
+    divide("over_dense", "torch_us", "dense_us")
+    divide("jax_over_torch", "jax_device_us", "torch_device_us")
+    divide("over_best_peer", "torch_us", "grouped_mm_us")
