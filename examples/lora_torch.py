@@ -1,0 +1,98 @@
+"""LoRA on a frozen Mixture-of-Experts layer in PyTorch: every expert has adapters on both of its products.
+
+    pre = x W1 + s (x A1) B1        hidden = activation(pre)        y = hidden W2 + s (hidden A2) B2
+
+Built of stage ops over one layout: a product of adapters is a grouped matmul as the frozen one is, and the gradients of
+frozen weights are not computed. All of the ops have gradients, so that a router could be trained along.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_torch import (
+    LogitsSpec,
+    MatmulOperands,
+    MatmulSpec,
+    MoE,
+    activation,
+    make_layout,
+    matmul_ogs,
+    reduce,
+    route,
+    router,
+)
+
+BATCH, D, F, E, K, RANK, SCALE = 96, 64, 48, 8, 2, 4, 2.0
+
+
+class LoRA(torch.nn.Module):
+    """y `[T, D]` of x `[T, D]`: the layer, with adapters that change nothing at first. The layer is frozen."""
+
+    def __init__(self, layer: MoE, rank: int, scale: float) -> None:
+        super().__init__()
+        self.layer, self.scale = layer.requires_grad_(False), scale
+        spec, weight = layer.spec, layer.experts.down
+        width = spec.experts.activation.input_width(spec.d_ff)
+
+        def adapter(inputs: int, outputs: int, std: float) -> torch.nn.Parameter:
+            shape = (spec.num_experts, inputs, outputs)
+            return torch.nn.Parameter(std * torch.randn(shape, device=weight.device, dtype=weight.dtype))
+
+        self.gate_up_a, self.gate_up_b = adapter(spec.d_model, rank, spec.d_model**-0.5), adapter(rank, width, 0.0)
+        self.down_a, self.down_b = adapter(spec.d_ff, rank, spec.d_ff**-0.5), adapter(rank, spec.d_model, 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spec, experts = self.layer.spec, self.layer.experts
+        logits = router(x, self.layer.router.weight, spec=LogitsSpec(self.layer.storage.router_weight_layout))
+        ids, weights = route(logits, spec.router)
+        layout, weights = make_layout(ids, spec.num_experts), weights.flatten()
+        frozen = self.layer.storage.weight_layout
+
+        # From tokens to rows of experts. x A1 stays in rows, which is where B1 takes it from.
+        low = matmul_ogs(MatmulOperands(x, self.gate_up_a), layout, MatmulSpec("in_out", gather="token"))
+        change = matmul_ogs(MatmulOperands(low, self.gate_up_b), layout, MatmulSpec("in_out"))
+        pre = matmul_ogs(MatmulOperands(x, experts.gate_up), layout, MatmulSpec(frozen, gather="token"))
+        hidden = activation(pre + self.scale * change, spec.experts.activation)
+
+        # From rows back to slots, times the router's weight of each.
+        low = matmul_ogs(MatmulOperands(hidden, self.down_a), layout, MatmulSpec("in_out"))
+        operands = MatmulOperands(low, self.down_b, row_weight=weights)
+        change = matmul_ogs(operands, layout, MatmulSpec("in_out", scatter="slot"))
+        operands = MatmulOperands(hidden, experts.down, row_weight=weights)
+        y = matmul_ogs(operands, layout, MatmulSpec(frozen, scatter="slot"))
+        return reduce(y + self.scale * change, layout)
+
+
+def main() -> None:
+    """Teach a frozen layer what another one does to the same tokens."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    layer, teacher = (MoE(D, F, E, K, device=device) for _ in range(2))
+    x = torch.randn(BATCH, D, device=device)
+    with torch.no_grad():
+        target = teacher(x)
+    model = LoRA(layer, RANK, SCALE)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), layer(x))
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    print(f"{sum(map(torch.numel, trained))} of {sum(map(torch.numel, model.parameters()))} numbers are trained")
+    optimizer, losses = torch.optim.Adam(trained, 1e-2), []
+    for step in range(20):
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step % 5 == 0:
+            print(f"step {step:2}: loss {losses[-1]:.4f}")
+    print(f"step {step:2}: loss {losses[-1]:.4f}")
+    assert losses[-1] < 0.7 * losses[0], "the loss falls"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items()), "frozen"
+    print("the frozen weights are bitwise what they were")
+
+
+if __name__ == "__main__":
+    main()
