@@ -21,7 +21,7 @@ parity: environment
 test: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
-# The compile gate with every model's training on every architecture, some of which the suite leaves out for its length.
+# Compiles every kernel of every group for every architecture; the suite does a part of it, for its length.
 gate: environment
 	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/test_compile_gate.py
 

@@ -110,9 +110,8 @@ class TileTable:
         """The configuration measured for the problem's bucket of rows on the architecture, or None.
 
         Of two entries that differ in whether the hopper family can run the product, the problem's own kind goes first.
-        The other one counts, too, for the sizes are the same: so a forward that keeps its pre-activation for training
-        finds what was measured without. A configuration of the hopper family is never found for a problem that the
-        family cannot run.
+        The other one counts, too, for the sizes are the same: so a layer with gelu finds what was measured with silu. A
+        configuration of the hopper family is never found for a problem that the family cannot run.
         """
         own, index = entry_problem(problem), _index(self.text)
         other = dataclasses.replace(own, not_hopper="" if own.not_hopper else _NOT_HOPPER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from moe_core.plan import Argument, Constant, LaunchPlan, PlanBuilder, Pointer, 
 from moe_core.specs import INT32_LIMIT, LayoutSpec
 from moe_core.target import Target
 from moe_core.tuning import FAMILIES, TileConfig
-from moe_core.weight_gradient_hopper import launch_hopper_gradient, why_not_hopper_gradient
+from moe_core.weight_gradient_hopper import HOPPER_GRADIENT_TILE, launch_hopper_gradient, why_not_hopper_gradient
 
 _GATHERS = ("row", "slot", "token")
 #: Steps along the rows that a part of a dense product has at least: fewer would only move work into the sum of parts.
@@ -28,7 +29,7 @@ _STEPS_PER_PART = 8
 _WARPS_PER_SM = 16
 #: Of column sums alone, but for block_k: many small blocks in flight.
 _BIAS_TILE = TileConfig(64, 64, 64, num_warps=2, num_stages=4)
-#: Mean rows of an expert from which the hopper family wins.
+#: Mean rows of an expert from which the hopper family is taken.
 _HOPPER_ROWS = 64
 _SUM_BLOCK = {"cuda": 1024, "interpreter": 65536}
 
@@ -205,7 +206,9 @@ def plan_weight_gradient(
     reason = why_not_hopper_gradient(operands, layout, spec, (m, n), target)
     if reason and spec.family == "hopper":
         raise Unsupported(f"the hopper family cannot run this gradient: {reason}; leave family out")
-    if layout is not None and not reason and (spec.family or _faster_family(layout)) == "hopper":
+    product = _product(operands.left.dtype, operands.right.dtype, spec.allow_tf32)
+    tile = gradient_tile(m, n, product, operands.left.dtype, target, adds=operands.into is not None)
+    if layout is not None and not reason and (spec.family or _faster_family(layout, (m, n), tile)) == "hopper":
         launch_hopper_gradient(builder, layout, spec, (left_start, right_start), (m, n))
         if spec.bias_side is not None:
             _launch_portable(builder, operands, layout, spec, (left_start, right_start), (m, n), with_weight=False)
@@ -214,9 +217,18 @@ def plan_weight_gradient(
     return builder.build()
 
 
-def _faster_family(layout: LayoutSpec) -> str:
-    """By the mean number of rows of an expert: with few of them a result's tile is written before its stages fill."""
-    return "hopper" if layout.num_slots >= _HOPPER_ROWS * layout.num_experts else "portable"
+def _faster_family(layout: LayoutSpec, shape: tuple[int, int], tile: TileConfig) -> str:
+    """`hopper` where experts have rows enough and its large tiles, multiplied twice as fast, are not mostly padding.
+
+    shape: (M, N); tile: the portable kernel's.
+    """
+    if layout.num_slots < _HOPPER_ROWS * layout.num_experts:
+        return "portable"
+    portable, hopper = (
+        math.prod(-(-size // block) * block for size, block in zip(shape, blocks, strict=True))
+        for blocks in ((tile.block_m, tile.block_n), HOPPER_GRADIENT_TILE)
+    )
+    return "hopper" if hopper < 2 * portable else "portable"
 
 
 def _launch_portable(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _VECTOR = 8
 #: Rows of the result that one consumer has, columns that one store takes, tiles of rows that share columns.
 _CONSUMER_ROWS, _PIECE, _GROUP_M = 64, 128, 8
+#: Rows and columns of the result that a block computes at a time.
+HOPPER_GRADIENT_TILE = (2 * _CONSUMER_ROWS, HOPPER_WIDTH)
 
 
 def why_not_hopper_gradient(
@@ -93,7 +95,7 @@ def launch_hopper_gradient(
         "STAGES": Constant(HOPPER_STAGES),
         "GROUP_M": Constant(_GROUP_M),
     }
-    tiles = groups * -(-m // (2 * _CONSUMER_ROWS)) * -(-n // HOPPER_WIDTH)
+    tiles = groups * -(-m // HOPPER_GRADIENT_TILE[0]) * -(-n // HOPPER_GRADIENT_TILE[1])
     grid = min(tiles, builder.target.num_sms)
     builder.launch("hopper_weight_gradient:weight_gradient", (grid,), arguments, 4, 1)
     builder.sums(f"rows of a group in order, {HOPPER_BLOCK_K} at a time, fp32, wgmma 64 x 256 x 16; no split")

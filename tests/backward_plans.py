@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from moe_core import backward_rows
 from moe_core.activation_backward import plan_activation_backward, plan_expert_activation_backward
 from moe_core.arrays import ArraySpec
-from moe_core.operands import ExpertActivationOperands, RoutingGradients
+from moe_core.matmul_backward import plan_matmul_ogs_backward
+from moe_core.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
 from moe_core.plan import LaunchPlan
 from moe_core.router_backward import plan_router_backward
 from moe_core.routing_backward import plan_routing_backward
-from moe_core.specs import ACTIVATIONS, Activation, LogitsSpec, RouterSpec
+from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, RouterSpec
 from moe_core.target import Target
 
 TOKENS = 4096
@@ -76,6 +77,21 @@ def router_plans(target: Target) -> Iterator[LaunchPlan]:
     )
 
 
+def product_plans(target: Target) -> Iterator[LaunchPlan]:
+    """The gradients of a grouped product of its own: adapters of small rank, and everything that may be beside one."""
+    layout, e = LayoutSpec(TOKENS, 4, 32), 32
+    x, rows, y = (
+        ArraySpec(shape, "bfloat16") for shape in ((TOKENS, 2048), (layout.num_slots, 16), (TOKENS * 4, 1536))
+    )
+    first = MatmulOperands(x, ArraySpec((e, 2048, 16), "bfloat16"))
+    spec = MatmulSpec("in_out", "token", "row")
+    yield plan_matmul_ogs_backward(rows, first, layout, spec, target, wanted=("d_x", "d_weight"))
+    weight, bias = ArraySpec((e, 1536, 16), "bfloat16"), ArraySpec((e, 1536), "float32")
+    second = MatmulOperands(rows, weight, bias=bias, row_weight=ArraySpec((layout.num_slots,), "float32"))
+    wanted = ("d_x", "d_weight", "d_bias", "d_row_weight")
+    yield plan_matmul_ogs_backward(y, second, layout, MatmulSpec("out_in", "row", "slot"), target, wanted=wanted)
+
+
 def row_plans(target: Target) -> Iterator[LaunchPlan]:
     """What a gate, a weighted input, another dtype of the output's gradient and a second part of d_x need."""
     for dtype in ("bfloat16", "float32"):
@@ -93,3 +109,4 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     yield from activation_plans(target)
     yield from routing_plans(target)
     yield from router_plans(target)
+    yield from product_plans(target)

@@ -156,6 +156,7 @@ def test_mixed_precision_trains_float32_parameters() -> None:
             assert gradient.dtype == jnp.float32 and np.isfinite(gradient).all()
 
 
+@jax.default_matmul_precision("highest")
 def limited_gradients(parameters: Any, x: jax.Array, spec: MoELayerSpec, mask: Any, ids: np.ndarray) -> Any:
     """Those of plain experts that take slots one after the other, as many as they may; ids: all that were chosen.
 
@@ -233,6 +234,8 @@ def test_router_and_route_have_gradients(engine: str) -> None:
         assert plan.name == "router_backward" and [buffer.name for buffer in plan.outputs] == ["d_weight"]
         rows = jnp.stack([x, 2 * x])
         found = jax.vmap(jax.grad(lambda x: moe_jax.router(x, arguments[1]).sum()))(rows)
-        require_close(found, jax.vmap(jax.grad(lambda x: (x @ arguments[1]).sum()))(rows))
+        with jax.default_matmul_precision("highest"):
+            wanted = jax.vmap(jax.grad(lambda x: (x @ arguments[1]).sum()))(rows)
+        require_close(found, wanted)
         with pytest.raises(Unsupported, match="router has no second derivative"):
             jax.grad(lambda x: jax.grad(lambda x: moe_jax.router(x, arguments[1]).sum())(x).sum())(x)

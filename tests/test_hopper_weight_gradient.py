@@ -119,6 +119,12 @@ def test_many_rows_take_it_and_biases_a_launch_of_their_own() -> None:
     assert len(kernels_of(plan(tokens=64, family="hopper"))) == 2
 
 
+def test_narrow_gradients_do_not_fill_its_tiles() -> None:
+    """As those of adapters of small rank."""
+    for shape, taken in (((256, 16), False), ((64, 384), False), ((256, 136), True), ((192, 384), True)):
+        assert ("hopper_weight_gradient:weight_gradient" in kernels_of(plan(shape=shape))) == taken, shape
+
+
 def test_a_changing_number_of_tokens_compiles_nothing() -> None:
     def constants(tokens: int) -> list[object]:
         steps = [step for step in plan(tokens).steps if isinstance(step, KernelLaunch)]

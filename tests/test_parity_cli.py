@@ -67,7 +67,6 @@ def test_torch_and_jax_agree_in_a_fresh_process(tmp_path: Path) -> None:
     assert bits["engines"] == ["torch", "jax"] and bits["equal"] and bits["device"] == case["engines"][0]["device"]
 
 
-@pytest.mark.skipif(cuda_available(), reason="on a GPU machine the engines run on the GPU")
 def test_gradients_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     status, document = run_json(capsys, *QUICK, "--backward")
     assert status == 0, document["conclusion"]
@@ -113,6 +112,7 @@ sys.exit(main(sys.argv[1:]))
     assert "DIFFERS: first divergent stage is d_" in done.stdout
 
 
+@pytest.mark.skipif(cuda_available(), reason="on a GPU machine the engines run on the GPU")
 def test_forcing_the_reference_on_the_cpu_is_not_tested() -> None:
     done = in_subprocess(*QUICK, "--engines", "reference,torch", TRITON_INTERPRET="0")
     assert done.returncode == 1
