@@ -187,7 +187,7 @@ def _plan_d_weight(
         allow_tf32=spec.allow_tf32,
     )
     arrays = WeightGradientOperands(**{name: builder.spec(buffer) for name, buffer in bindings.items()})
-    plan = plan_weight_gradient(arrays, layout, options, builder.target)
+    plan = plan_weight_gradient(arrays, layout, options, builder.target, trusted=False)
     if layout is not None:
         bindings |= {name: name for name in LAYOUT_INPUTS}
     bindings |= {output.name: output.name for output in plan.outputs}

@@ -151,7 +151,8 @@ def plan_training(
     """What a training step runs in which every array is trained: the forward that keeps, then backwards.
 
     The first backward is for a gradient of the output alone; where x is routed, a second one is for a gradient of the
-    logits too, as losses of the router make it. one_layer: as in `plan_moe_backward`. Raises InvalidInput, Unsupported.
+    logits too, as losses of the router make it. one_layer: as in `plan_moe_backward`. With spec.main_grad the gradients
+    of the experts' and the shared expert's matrices are accumulated. Raises InvalidInput, Unsupported.
     """
     forward = plan_moe(
         operands.x,
@@ -168,6 +169,9 @@ def plan_training(
     if isinstance(operands.routing, RouterWeights):
         upstream.append(OutputGradients(forward.spec("output"), logits=forward.spec("logits")))
     options = {"wanted": gradient_names(operands), "one_layer": one_layer and operands.experts.layer is not None}
+    if spec.main_grad:
+        kept_apart = [name for name in options["wanted"] if name.startswith(("d_experts.", "d_shared."))]
+        options["accumulate"] = tuple(name for name in kept_apart if name.rpartition(".")[2] in _MATRICES)
     return forward, *(plan_moe_backward(gradients, operands, spec, target, **options) for gradients in upstream)
 
 

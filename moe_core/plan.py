@@ -130,10 +130,10 @@ class ReferenceCall:
 
 @functools.cache
 def sources_version() -> str:
-    """SHA-256 over the sources that decide results: kernels, how they are compiled, NumPy twins."""
+    """SHA-256 over the sources that decide results or sizes: kernels, how they are compiled, NumPy twins, the arena."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent
-    for pattern in ("kernels/*.py", "compiler.py", "cuda.py", "tensor_map.py", "reference/*.py"):
+    for pattern in ("kernels/*.py", "compiler.py", "cuda.py", "tensor_map.py", "arena.py", "reference/*.py"):
         for path in sorted(root.glob(pattern)):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

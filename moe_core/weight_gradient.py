@@ -172,13 +172,19 @@ def _validate(
 
 @functools.lru_cache(maxsize=4096)
 def plan_weight_gradient(
-    operands: WeightGradientOperands, layout: LayoutSpec | None, spec: WeightGradientSpec, target: Target
+    operands: WeightGradientOperands,
+    layout: LayoutSpec | None,
+    spec: WeightGradientSpec,
+    target: Target,
+    *,
+    trusted: bool = True,
 ) -> LaunchPlan:
     """d_weight `[E, M, N]` = cast(into + left_rows^T . right_rows) of every expert's rows, d_bias `[E, M or N]`.
 
     operands: a bundle of ArraySpecs. layout None: dense, d_weight `[M, N]`, with fp32 sums of parts of the rows where
     one sum would leave most of the device idle. With operands.layer every result has a leading layer axis, zeros (or
-    into) but for one. An expert without rows: exact zeros. A layout is trusted to be one of ours.
+    into) but for one. An expert without rows: exact zeros. trusted: the layout is one of ours, without padding inside a
+    group; otherwise rows without a slot are left out, whatever stands there.
 
     Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs:
     d_weight (unless out_dtype is None), d_bias (where bias_side is given). Compiled targets only: the reference engine
@@ -186,7 +192,7 @@ def plan_weight_gradient(
     """
     if not target.compiled:
         raise Unsupported(f"a gradient of weights is planned for compiled targets, got {target}; plan a whole backward")
-    (left_start, m), (right_start, n) = _validate(operands, layout, spec)
+    starts, (m, n) = zip(*_validate(operands, layout, spec), strict=True)
     builder = PlanBuilder("weight_gradient", target)
     for name, array in named_arrays(operands):
         builder.input(name, array)
@@ -204,16 +210,18 @@ def plan_weight_gradient(
         builder.output("d_bias", ArraySpec((*lead, n if spec.bias_side == "right" else m), spec.bias_dtype))
 
     reason = why_not_hopper_gradient(operands, layout, spec, (m, n), target)
+    if not trusted and "row" in spec.gather:
+        reason = reason or "rows of the layout may be padding, which only masked loads leave out"
     if reason and spec.family == "hopper":
         raise Unsupported(f"the hopper family cannot run this gradient: {reason}; leave family out")
     product = _product(operands.left.dtype, operands.right.dtype, spec.allow_tf32)
     tile = gradient_tile(m, n, product, operands.left.dtype, target, adds=operands.into is not None)
     if layout is not None and not reason and (spec.family or _faster_family(layout, (m, n), tile)) == "hopper":
-        launch_hopper_gradient(builder, layout, spec, (left_start, right_start), (m, n))
+        launch_hopper_gradient(builder, layout, spec, starts, (m, n))
         if spec.bias_side is not None:
-            _launch_portable(builder, operands, layout, spec, (left_start, right_start), (m, n), with_weight=False)
+            _launch_portable(builder, operands, layout, spec, starts, (m, n), trusted, with_weight=False)
     else:
-        _launch_portable(builder, operands, layout, spec, (left_start, right_start), (m, n))
+        _launch_portable(builder, operands, layout, spec, starts, (m, n), trusted)
     return builder.build()
 
 
@@ -238,12 +246,13 @@ def _launch_portable(
     spec: WeightGradientSpec,
     starts: tuple[int, int],
     shape: tuple[int, int],
+    trusted: bool,
     *,
     with_weight: bool = True,
 ) -> None:
     """Add the launches of the kernel that runs everywhere. starts: first columns; shape: (M, N).
 
-    with_weight: False leaves d_weight to another launch.
+    with_weight: False leaves d_weight to another launch. trusted: as in `plan_weight_gradient`.
     """
     target, (m, n) = builder.target, shape
     with_weight = with_weight and spec.out_dtype is not None
@@ -276,7 +285,7 @@ def _launch_portable(
         return Pointer(name) if given else Constant(None)
 
     in_parts = parts > 1
-    by_slot = layout is not None and (spec.gather != ("row", "row") or operands.row_weight is not None)
+    by_slot = layout is not None and (spec.gather != ("row", "row") or operands.row_weight is not None or not trusted)
     arguments: dict[str, Argument] = {
         "left": Pointer("left"),
         "right": Pointer("right"),

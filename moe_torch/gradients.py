@@ -17,7 +17,7 @@ import torch
 from moe_core.errors import Unsupported
 from moe_core.operands import RouterLogits, RouterWeights, TopK
 from moe_torch.dispatch import Operator, call
-from moe_torch.main_grad import MATRICES, main_grads, require_eager
+from moe_torch.main_grad import MATRICES, destination, main_grads, require_eager
 from moe_torch.operators import MOE
 from moe_torch.options import TORCH_DTYPES, decode, encode
 from moe_torch.training import BACKWARD, BACKWARD_INTO, RESULTS, TRAINING, kept_names
@@ -48,8 +48,16 @@ class _MoE(torch.autograd.Function):
         saved = [None if name in twice else tensor for name, tensor in zip(names, tensors, strict=True)]
         ctx.save_for_backward(*saved, *output[1:])
         (spec,) = decode(ctx.options)
-        # Saved tensors come back without their attributes.
-        ctx.holders = dict(zip(names, tensors, strict=True)) if spec.main_grad else {}
+        # Saved tensors come back without their attributes; those of other tensors shall not be kept alive.
+        ctx.holders, ctx.edges = {}, {}
+        if spec.main_grad:
+            given = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+            ctx.edges = {name: place for place, name in enumerate(given)}
+            ctx.holders = {
+                name: tensor
+                for name, tensor in zip(names, tensors, strict=True)
+                if name in MATRICES and tensor is not None and tensor.requires_grad
+            }
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -69,12 +77,16 @@ class _MoE(torch.autograd.Function):
             for name, needed in zip(names, ctx.needs_input_grad[1:], strict=False)
             if needed and name in _DIFFERENTIABLE[kind]
         ]
-        into = main_grads({name: ctx.holders[name] for name in asked if name in MATRICES and name in ctx.holders})
+        flows = {name: destination(ctx.next_functions[ctx.edges[name]][0]) for name in asked if name in ctx.holders}
+        asked = [name for name in asked if flows.get(name) != "nowhere"]
+        into = main_grads({name: ctx.holders[name] for name in asked if flows.get(name) == "weight"})
         known |= {f"into.{name}": buffer for name, buffer in into.items()}
         options = encode(spec, tuple(f"d_{name}" for name in asked))
         operator = (BACKWARD_INTO if into else BACKWARD)[kind]
         made = [name for name in asked if name not in into]
-        found = dict(zip(made, call(operator, *[known.get(name) for name in operator.names], options), strict=True))
+        found: dict[str, torch.Tensor] = {}
+        if asked:
+            found = dict(zip(made, call(operator, *[known.get(name) for name in operator.names], options), strict=True))
         return (None, *[found.get(name) for name in names], None)
 
     @staticmethod

@@ -44,6 +44,18 @@ def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def destination(node: Any) -> str:
+    """Where the gradient that flows to a node of autograd's graph goes in the backward that runs now.
+
+    `weight`: into the tensor, as in `backward()`; `caller`: `autograd.grad` returns it; `nowhere`: this backward is for
+    others, as in `autograd.grad(y, x)` or `backward(inputs=[x])`.
+    """
+    try:
+        return "weight" if torch._C._will_engine_execute_node(node) else "nowhere"
+    except RuntimeError:  # So it answers for a leaf that autograd.grad captures.
+        return "caller"
+
+
 def require_eager(tensors: Sequence[Any]) -> None:
     """Raise Unsupported for tensors of compiled programs and transforms, which have no attributes."""
     for tensor in tensors:

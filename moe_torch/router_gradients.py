@@ -18,6 +18,7 @@ from moe_core.router_backward import ROUTER_GRADIENTS, plan_router_backward
 from moe_core.routing_backward import plan_routing_backward
 from moe_core.specs import LogitsSpec, RouterSpec
 from moe_core.target import Target
+from moe_torch.backward_operator import BackwardOperator
 from moe_torch.dispatch import Operator, call
 from moe_torch.operators import ROUTE, ROUTER, Outputs
 from moe_torch.options import decode, encode
@@ -45,7 +46,7 @@ def _router_backward_shapes(
     return [(tuple(of[name].shape), of[name].dtype) for name in wanted]
 
 
-ROUTER_BACKWARD = Operator(
+ROUTER_BACKWARD = BackwardOperator(
     "router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor[]",
     _plan_router_backward,
     _router_backward_shapes,
@@ -70,7 +71,7 @@ def _route_backward_shapes(
     return [(tuple(logits.shape), torch.float32)]
 
 
-ROUTE_BACKWARD = Operator(
+ROUTE_BACKWARD = BackwardOperator(
     "route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor",
     _plan_route_backward,
     _route_backward_shapes,

@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 import torch
 
 from moe_core.activation_backward import plan_activation_backward
-from moe_core.arrays import ALIGNMENT, ArraySpec, require_spec
+from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import Unsupported
 from moe_core.matmul_backward import DIFFERENTIABLE, plan_matmul_ogs_backward, why_no_gradient
 from moe_core.operands import MatmulOperands
 from moe_core.plan import LaunchPlan
 from moe_core.specs import Activation, LayoutSpec
 from moe_core.target import Target
+from moe_torch.backward_operator import BackwardOperator
 from moe_torch.dispatch import Operator, call
 from moe_torch.operators import ACTIVATION, MATMUL_OGS, REDUCE, Outputs
 from moe_torch.options import decode, encode
@@ -27,21 +28,11 @@ from moe_torch.options import decode, encode
 _NUM_OPERANDS = len(MATMUL_OGS.names) - 4
 #: By op: the arguments that may be asked for a gradient; where one cannot be had `_refuse` says so.
 _GRADIENTS = {
-    "matmul_ogs": DIFFERENTIABLE,
+    "matmul_ogs": (*DIFFERENTIABLE, "up", "up_bias"),
     "activation": ("x", "up"),
     "reduce": ("y", "shared", "shared_gate"),
 }
 _OPERATORS = {"matmul_ogs": MATMUL_OGS, "activation": ACTIVATION, "reduce": REDUCE}
-
-
-class _Backward(Operator):
-    """A backward whose first tensor is the gradient of the forward's result, which may start anywhere."""
-
-    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        gradient, *others = arguments
-        if gradient.data_ptr() % ALIGNMENT:
-            gradient = gradient.clone()
-        return super()._run(key, (gradient, *others))
 
 
 # matmul_ogs_backward: options are those of matmul_ogs, then the gradients wanted
@@ -62,7 +53,7 @@ def _matmul_backward_shapes(d_y: torch.Tensor, *request: Any) -> Outputs:
     return [(tuple(array.shape), array.dtype) for array in found]
 
 
-_MATMUL_OGS_BACKWARD = _Backward(
+_MATMUL_OGS_BACKWARD = BackwardOperator(
     "matmul_ogs_backward(Tensor d_y, Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, "
     "Tensor? row_weight, Tensor? layer, Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, "
     "Tensor? row_of_slot, str options) -> Tensor[]",
@@ -82,7 +73,7 @@ def _activation_backward_shapes(d_y: torch.Tensor, x: torch.Tensor, up: torch.Te
     return [(tuple(array.shape), array.dtype) for array in (x, up) if array is not None]
 
 
-_ACTIVATION_BACKWARD = _Backward(
+_ACTIVATION_BACKWARD = BackwardOperator(
     "activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]",
     _plan_activation_backward,
     _activation_backward_shapes,

@@ -13,7 +13,7 @@ from moe_core.dtypes import numpy_dtype
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.matmul_backward import plan_matmul_ogs_backward
 from moe_core.operands import MatmulOperands, map_arrays
-from moe_core.plan import LaunchPlan
+from moe_core.plan import KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.target import Target, cpu_target
 from tests.harness import engine_target, run_plan
@@ -152,6 +152,52 @@ def test_gradients_are_those_of_a_loop(case: Case, target: Target) -> None:
         scale = np.abs(expected[name]).max()
         np.testing.assert_allclose(value, expected[name], rtol=tolerance, atol=tolerance * scale, err_msg=name)
         assert (value[expected[name] == 0] == 0).all(), f"{name} is not exactly zero where nothing flows"
+
+
+#: Rows of both experts that no slot has lie between those that one has.
+PADDED = {
+    "group_sizes": np.int32([3, 1]),
+    "group_start": np.int32([0, 4, 8]),
+    "slot_of_row": np.int32([0, -1, 1, -1, 2, -1, -1, -1]),
+    "row_of_slot": np.int32([0, 2, 4, -1]),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("gather", "scatter"), [("row", "row"), ("row", "slot"), ("token", "row")])
+def test_padding_inside_a_group_is_not_read(gather: str, scatter: str, target: Target) -> None:
+    """As the forward does, this takes layouts from anywhere."""
+    layout, spec = LayoutSpec(4, 1, 2, max_rows=4), MatmulSpec("in_out", gather, scatter)
+    x, d_y = (np.ones((8 if side == "row" else 4, width), np.float32) for side, width in ((gather, D), (scatter, N)))
+    for side, array in ((gather, x), (scatter, d_y)):
+        if side == "row":
+            array[PADDED["slot_of_row"] < 0] = np.nan
+    arrays = {"d_y": d_y, "x": x, "weight": np.ones((2, D, N), np.float32), "bias": np.zeros((2, N), np.float32)}
+    arrays |= PADDED
+    plan = plan_of(Case("padded", spec, layout, ("d_weight", "d_bias")), arrays, target)
+    found = run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})
+    for name, width in (("d_weight", D), ("d_bias", 1)):
+        wanted = np.broadcast_to(np.float32([2, 1])[:, None, None], (2, width, N))
+        np.testing.assert_array_equal(found[name].reshape(2, width, N), wanted, name)
+
+
+def test_layouts_from_anywhere_are_not_loaded_in_whole_boxes() -> None:
+    """The hopper family loads rows in layout order without asking whether each has a slot."""
+    layout = LayoutSpec(4096, 2, 8)
+    x, d_y = ArraySpec((4096, 256), "bfloat16"), ArraySpec((8192, 384), "bfloat16")
+    operands = MatmulOperands(x, ArraySpec((8, 256, 384), "bfloat16"))
+    h200, spec = Target("cuda", 90, 132), MatmulSpec("in_out", "token", "row")
+    plan = plan_matmul_ogs_backward(d_y, operands, layout, spec, h200, wanted=("d_weight",))
+    assert [step.kernel for step in plan.steps if isinstance(step, KernelLaunch)] == ["weight_gradient:weight_gradient"]
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_a_layer_outside_the_stack_is_refused_by_the_reference(layer: int) -> None:
+    case = dataclasses.replace(CASES[6], wanted=("d_weight",))
+    arrays = arrays_of(case) | {"layer": np.int32([layer])}
+    plan = plan_of(case, arrays, Target("reference"))
+    with pytest.raises(InvalidInput, match=r"layer must be in \[0, 2\)"):
+        run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})
 
 
 def test_frozen_weights_are_not_planned() -> None:

@@ -195,6 +195,20 @@ def test_router_and_route_have_gradients(engine: str, spec: RouterSpec) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(one.abs().max()), msg=name)
 
 
+def test_gradients_may_start_anywhere() -> None:
+    """Those of two halves of one array: the second starts behind the first, 12 or 24 bytes from a multiple of 16."""
+    x, weight = torch.randn(3, 8), torch.randn(8, 3, requires_grad=True)
+    with running_on("interpreter"):
+        logits = [moe_torch.router(part, weight) for part in (x[:1], x[1:])]
+        weights = [moe_torch.route(one, RouterSpec(1))[1] for one in logits]
+        value = torch.cat(logits).square().sum() + torch.cat(weights).sum()
+        (found,) = torch.autograd.grad(value, weight)
+        whole = moe_torch.router(x, weight)
+        value = whole.square().sum() + moe_torch.route(whole, RouterSpec(1))[1].sum()
+        (wanted,) = torch.autograd.grad(value, weight)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_only_what_is_asked_for_is_computed() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8, 3, requires_grad=True)
     with running_on("reference"), Seen() as seen:

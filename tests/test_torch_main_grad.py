@@ -14,7 +14,12 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint
 
 import moe_torch
+from moe_core.arrays import ArraySpec
+from moe_core.moe_backward import plan_training
+from moe_core.operands import ExpertWeights, MoEOperands, RouterWeights
 from moe_core.reference.rounding import round_to
+from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.target import Target
 from moe_torch import MoE
 from moe_torch.main_grad import MATRICES
 from moe_torch.training import BACKWARD_INTO
@@ -65,6 +70,43 @@ def test_gradients_are_added_in_float32(engine: str, dtype: str) -> None:
         np.testing.assert_allclose(gradient, expected, rtol=steps, atol=4 * 2.0**-23 * scale, err_msg=name)
     if dtype == "bfloat16":
         assert (gradient != round_to(gradient, "bfloat16").astype(np.float32)).any(), "nothing was rounded to bf16"
+
+
+def test_a_backward_for_others_adds_nothing() -> None:
+    """autograd.grad and backward(inputs=...) leave alone what they were not asked for, and return what they were."""
+    with running_on("reference"):
+        step = main_grad_step()
+        wanted, value = Step(routed_problem()).gradients(), step.value()
+        weight = step.leaves["experts.down"]
+        (d_x,) = torch.autograd.grad(value, step.leaves["x"], retain_graph=True)
+        require_equal(d_x, wanted["x"], "x")
+        value.backward(inputs=[step.leaves["x"]], retain_graph=True)
+        (returned,) = torch.autograd.grad(value, weight, retain_graph=True)
+        require_equal(returned, wanted["experts.down"], "experts.down")
+        for name in ("experts.gate_up", "experts.down"):
+            assert (step.leaves[name].main_grad == 1).all(), name
+        value.backward()
+    np.testing.assert_allclose(to_numpy(weight.main_grad) - 1, to_numpy(wanted["experts.down"]), rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_holds_a_main_grad_is_kept_alive() -> None:
+    with running_on("reference"):
+        step = main_grad_step()
+        node = step.forward().output.grad_fn
+    assert set(node.holders) == {"experts.gate_up", "experts.down", "shared.gate_up", "shared.down"}
+
+
+def test_plans_made_ahead_add_too() -> None:
+    """What `warmup` compiles and `explain` shows is what a step runs."""
+    experts = ExpertWeights(ArraySpec((4, 16, 32), "bfloat16"), ArraySpec((4, 16, 16), "bfloat16"))
+    routing = RouterWeights(ArraySpec((16, 4), "bfloat16"))
+    operands = MoEOperands(ArraySpec((8, 16), "bfloat16"), experts, routing)
+    spec = MoESpec(Activation("silu"), RouterSpec(2), main_grad=True)
+    _, *backwards = plan_training(operands, spec, Target("cuda", 90, 132))
+    for plan in backwards:
+        assert {buffer.name for buffer in plan.inputs if buffer.name.startswith("into.")} == {
+            "into.experts.gate_up", "into.experts.down",
+        }  # fmt: skip
 
 
 def test_frozen_matrices_and_layers_get_nothing() -> None:

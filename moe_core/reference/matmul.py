@@ -13,7 +13,7 @@ from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, MatmulSpec
 
 
-def _pick_layer(array: np.ndarray | None, layer: np.ndarray | None) -> np.ndarray | None:
+def pick_layer(array: np.ndarray | None, layer: np.ndarray | None) -> np.ndarray | None:
     """`array[layer[0]]`, or `array` where there is no layer axis; a layer outside the array raises InvalidInput."""
     if array is None or layer is None:
         return array
@@ -77,7 +77,7 @@ def matmul_ogs(
     without an expert exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]`, bias `[N]`, row_weight `[T]`.
     allow_tf32 permits less, so nothing changes here: products are always IEEE fp32.
     """
-    weights = tuple(_pick_layer(array, layer) for array in (weight, up, bias, up_bias))
+    weights = tuple(pick_layer(array, layer) for array in (weight, up, bias, up_bias))
     out_dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
     if layout is None:
         return round_to(_epilogue(x, weights, row_weight, spec), out_dtype)

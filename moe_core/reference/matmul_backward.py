@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_core import dtypes
 from moe_core.reference.backward_matmul import bias_gradient, input_gradient, weight_gradient
-from moe_core.reference.matmul import matmul_ogs
+from moe_core.reference.matmul import matmul_ogs, pick_layer
 from moe_core.reference.reduction import reduce, scale_rows
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, MatmulSpec
@@ -82,9 +82,10 @@ def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> n
 
 
 def _in_stack(gradient: np.ndarray, array: np.ndarray, layer: np.ndarray | None) -> np.ndarray:
-    """Zeros for the layers of a stack that were not used."""
+    """Zeros for the layers of a stack that were not used; a layer outside the stack raises InvalidInput."""
     if layer is None:
         return gradient
+    pick_layer(array, layer)
     whole = np.zeros(array.shape, gradient.dtype)
     whole[int(layer[0])] = gradient
     return whole
