@@ -9,6 +9,7 @@ optimizer one of optax; the ops need neither.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,19 @@ class Adapters(NamedTuple):
     down_b: jax.Array
 
 
+def refuse_what_is_left_out(layer: MoE) -> None:
+    """Raise ValueError for a layer that has more than `forward` computes: a bias, shared experts, ..."""
+    spec, computed = layer.spec, ("d_model", "d_ff", "num_experts", "top_k", "router", "experts")
+    others = [field for field in dataclasses.fields(spec) if field.name not in computed]
+    found = [field.name for field in others if getattr(spec, field.name) != field.default]
+    found += [name for name in ("dtype", "num_layers") if getattr(layer, name) is not None]
+    found += ["experts.bias"] if spec.experts.bias else []
+    found += ["experts.gate_layout"] if spec.gated and spec.experts.gate_layout != "halves" else []
+    found += ["experts.weight_layout"] if spec.experts.weight_layout not in (None, "in_out") else []
+    if found:
+        raise ValueError(f"LoRA would ignore the layer's {', '.join(found)}; pass a layer without, or extend forward")
+
+
 def make_adapters(key: jax.Array, rank: int) -> Adapters:
     """Adapters that change nothing at first."""
     first, second = jax.random.split(key)
@@ -45,6 +59,7 @@ def make_adapters(key: jax.Array, rank: int) -> Adapters:
 
 def forward(adapters: Adapters, layer: MoE, x: jax.Array) -> jax.Array:
     """y `[T, D]` of x `[T, D]`: the layer with its adapters."""
+    refuse_what_is_left_out(layer)
     spec = layer.spec
     ids, weights = route(router(x, layer.gate.kernel[...]), spec.router)
     layout, weights = make_layout(ids, spec.num_experts), weights.flatten()

@@ -8,6 +8,8 @@ frozen weights are not computed. All of the ops have gradients, so that a router
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from moe_torch import (
@@ -26,11 +28,23 @@ from moe_torch import (
 BATCH, D, F, E, K, RANK, SCALE = 96, 64, 48, 8, 2, 4, 2.0
 
 
+def refuse_what_is_left_out(layer: MoE) -> None:
+    """Raise ValueError for a layer that has more than `LoRA.forward` computes: a bias, shared experts, ..."""
+    spec, computed = layer.spec, ("d_model", "d_ff", "num_experts", "top_k", "router", "experts")
+    others = [field for field in dataclasses.fields(spec) if field.name not in computed]
+    found = [field.name for field in others if getattr(spec, field.name) != field.default]
+    found += ["experts.bias"] if spec.experts.bias else []
+    found += ["experts.gate_layout"] if spec.gated and layer.storage.gate_layout != "halves" else []
+    if found:
+        raise ValueError(f"LoRA would ignore the layer's {', '.join(found)}; pass a layer without, or extend forward")
+
+
 class LoRA(torch.nn.Module):
     """y `[T, D]` of x `[T, D]`: the layer, with adapters that change nothing at first. The layer is frozen."""
 
     def __init__(self, layer: MoE, rank: int, scale: float) -> None:
         super().__init__()
+        refuse_what_is_left_out(layer)
         self.layer, self.scale = layer.requires_grad_(False), scale
         spec, weight = layer.spec, layer.experts.down
         width = spec.experts.activation.input_width(spec.d_ff)

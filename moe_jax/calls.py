@@ -187,12 +187,13 @@ def undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, .
     return stage(request, arrays)
 
 
-@undifferentiable.defjvp
+@functools.partial(undifferentiable.defjvp, symbolic_zeros=True)
 def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
     if not any(jax.numpy.issubdtype(primal.dtype, jax.numpy.inexact) for primal in primals):
         # Ids and layouts made of integers: nothing is asked for.
         results = undifferentiable(request, *primals)
-        return results, tuple(np.zeros(result.shape, jax.dtypes.float0) for result in results)
+        # Symbolic zeros, as under shard_map a tangent's type also says over which mesh axes it varies.
+        return results, jax.custom_derivatives.zero_from_primal(results, symbolic_zeros=True)
     op = request.op.removesuffix("_backward")
     if op in DIFFERENTIABLE_OPS:
         raise Unsupported(

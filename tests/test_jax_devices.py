@@ -7,6 +7,8 @@ import pathlib
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moe_jax
+from moe_core.layers import MoELayerSpec
 from moe_core.parity.tolerance import assert_close, stage_tolerances
-from moe_jax import platforms
+from moe_core.specs import MatmulSpec, RouterSpec
+from moe_jax import layers, platforms
 from tests.jax_support import REAL_KERNELS, running_on, small_layer, to_jax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NUM_DEVICES = 4
+LIMITED = MoELayerSpec(d_model=8, d_ff=6, num_experts=5, top_k=2, capacity_factor=1.0)
 
 #: Four host devices run the reference engine at once, with BLAS and XLA's thread pools as they come, over and over.
 HAMMER = """
@@ -80,6 +85,43 @@ def test_shard_map_with_psum(check_vma: bool) -> None:
     tolerances = stage_tolerances(layer.spec, "float32", d_model=48, d_ff=32, top_k=2, num_experts=5)
     assert_close(np.asarray(output), np.asarray(whole.output), tolerances["output"], "output of all parts")
     np.testing.assert_array_equal(np.asarray(counts), np.asarray(whole.tokens_per_expert))
+
+
+def routed_product(parameters: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Stage ops, with a layout made of ids that depend on a parameter."""
+    ids, weights = moe_jax.route(moe_jax.router(x, parameters["gate"]["kernel"]), RouterSpec(2))
+    operands = moe_jax.MatmulOperands(x, parameters["wi_0"], row_weight=weights.flatten())
+    layout = moe_jax.make_layout(ids, parameters["wi_0"].shape[0])
+    return moe_jax.matmul_ogs(operands, layout, MatmulSpec("in_out", gather="token", scatter="slot"))
+
+
+def limited_layer(parameters: dict[str, Any], x: jax.Array) -> jax.Array:
+    """A layer that drops slots, of which each expert keeps as many per device."""
+    return layers.forward(parameters, x, LIMITED)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("forward", [routed_product, limited_layer])
+def test_gradients_through_layouts_inside_shard_map(forward: Callable[..., jax.Array], check_vma: bool) -> None:
+    """Data parallel: the sum over devices is that of the plain gradients of their tokens."""
+
+    def loss(parameters: dict[str, Any], x: jax.Array) -> jax.Array:
+        return jnp.square(forward(parameters, x)).sum()
+
+    def part(parameters: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        gradients = jax.grad(loss)(parameters, x)
+        # With the check on, JAX itself sums the gradients of what every device has.
+        return gradients if check_vma else jax.lax.psum(gradients, "data")
+
+    parameters = layers.initialize(LIMITED, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3 * NUM_DEVICES, LIMITED.d_model))
+    sharded = jax.shard_map(part, mesh=cpu_mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    with running_on("reference"):
+        summed = jax.jit(sharded)(parameters, x)
+        plain = [jax.grad(loss)(parameters, tokens) for tokens in jnp.split(x, NUM_DEVICES)]
+    wanted = jax.tree.map(lambda *gradients: sum(gradients), *plain)
+    assert np.asarray(wanted["gate"]["kernel"]).any()
+    jax.tree.map(lambda ours, other: np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-5), summed, wanted)
 
 
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="tests/test_jax_gpu.py does this with compiled kernels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -235,6 +236,10 @@ def test_what_torch_refuses() -> None:
     with torch_support.running_on("reference"):
         with pytest.raises(Unsupported, match=r"fused activation has no gradient.*call the op `activation`"):
             moe_torch.matmul_ogs(dense, None, MatmulSpec("in_out", activation=SILU))
+        up = torch.ones(8, 6, requires_grad=True)
+        with pytest.raises(Unsupported, match="fused activation has no gradient"):
+            spec = MatmulSpec("in_out", activation=dataclasses.replace(SILU, gate_layout="separate"))
+            moe_torch.matmul_ogs(moe_torch.MatmulOperands(x.detach(), weight, up), None, spec)
         weighted = moe_torch.MatmulOperands(x.detach(), weight, row_weight=torch.ones(3, requires_grad=True))
         with pytest.raises(Unsupported, match="row_weight has no gradient without a layout"):
             moe_torch.matmul_ogs(weighted, None, MatmulSpec("in_out"))
