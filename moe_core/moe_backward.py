@@ -87,6 +87,12 @@ def _validate(
         require_spec(f"gradients.{name}", getattr(gradients, name), shapes[name], "float32")
 
 
+def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
+    """The forward that keeps what a backward reads."""
+    options = {"token_mask": operands.token_mask, "expert_map": operands.expert_map, "shared": operands.shared}
+    return plan_moe(operands.x, operands.experts, operands.routing, spec, target, **options, keep=True)
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_moe_backward(
     gradients: OutputGradients,
@@ -114,17 +120,7 @@ def plan_moe_backward(
     Unsupported.
     """
     _validate(gradients, operands, wanted, accumulate, one_layer)
-    forward = plan_moe(
-        operands.x,
-        operands.experts,
-        operands.routing,
-        spec,
-        target,
-        token_mask=operands.token_mask,
-        expert_map=operands.expert_map,
-        shared=operands.shared,
-        keep=True,
-    )
+    forward = _forward(operands, spec, target)
     inputs = dict(named_arrays(gradients, "gradients."))
     inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
     inputs |= {buffer.name: buffer.spec for buffer in forward.outputs if buffer.name not in _UNREAD}
@@ -154,17 +150,7 @@ def plan_training(
     logits too, as losses of the router make it. one_layer: as in `plan_moe_backward`. With spec.main_grad the gradients
     of the experts' and the shared expert's matrices are accumulated. Raises InvalidInput, Unsupported.
     """
-    forward = plan_moe(
-        operands.x,
-        operands.experts,
-        operands.routing,
-        spec,
-        target,
-        token_mask=operands.token_mask,
-        expert_map=operands.expert_map,
-        shared=operands.shared,
-        keep=True,
-    )
+    forward = _forward(operands, spec, target)
     upstream = [OutputGradients(forward.spec("output"))]
     if isinstance(operands.routing, RouterWeights):
         upstream.append(OutputGradients(forward.spec("output"), logits=forward.spec("logits")))
