@@ -329,10 +329,11 @@ def test_vmap_of_a_gradient(engine: str) -> None:
         require_equal(many, jnp.stack([gradient(one) for one in batch]))
 
 
+@on_engines
 @on_cases
-def test_a_replayed_layer_trains_its_router(spec: MoESpec, kind: type, options: dict[str, Any]) -> None:
+def test_a_replayed_layer_trains_its_router(engine: str, spec: MoESpec, kind: type, options: dict[str, Any]) -> None:
     """Weights are the trace's; the gradient is that of the weights that the router gives the trace's experts."""
-    with running_on("reference"):
+    with running_on(engine):
         problem = to_jax(make(spec, kind, **options))
         arrays, put = split(problem)
         num_experts = E + 2 if options.get("expert_map") else E
