@@ -195,10 +195,11 @@ def test_router_and_route_have_gradients(engine: str, spec: RouterSpec) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(one.abs().max()), msg=name)
 
 
-def test_gradients_may_start_anywhere() -> None:
+@on_engines
+def test_gradients_may_start_anywhere(engine: str) -> None:
     """Those of two halves of one array: the second starts behind the first, 12 or 24 bytes from a multiple of 16."""
-    x, weight = torch.randn(3, 8), torch.randn(8, 3, requires_grad=True)
-    with running_on("interpreter"):
+    with running_on(engine) as device:
+        x, weight = torch.randn(3, 8, device=device), torch.randn(8, 3, device=device, requires_grad=True)
         logits = [moe_torch.router(part, weight) for part in (x[:1], x[1:])]
         weights = [moe_torch.route(one, RouterSpec(1))[1] for one in logits]
         value = torch.cat(logits).square().sum() + torch.cat(weights).sum()
