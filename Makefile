@@ -44,10 +44,11 @@ bench-training: environment
 	$(RUN) -m benchmarks.training --output $(RECORD) $(BENCH)
 
 # Every kernel on small cases under NVIDIA's checkers of memory accesses and of races in shared memory. The latter knows
-# barriers of threads, not those that TMA completes, so the hopper family is left out of it. Every process of the suite
-# leaves its findings in a file: one with findings, or none at all, fails.
+# barriers of threads, not those that TMA completes, so the hopper family is left out of it. Planted faults are left out
+# of both: a kernel that orders its steps wrongly may wait forever when a checker slows it down. The findings of all
+# processes lie in one file per checker: one with findings, or none at all, fails.
 SANITIZE = MOEBIUS_EXAMPLES=3 compute-sanitizer --target-processes all --log-file build/sanitizer/$(1)-%p --tool $(1) \
-	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --timeout 900 $(KERNEL_TESTS) $(2)
+	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --timeout 900 -k "not fault" $(KERNEL_TESTS) $(2)
 CLEAN = grep -rhE "SUMMARY: 0 " build/sanitizer && ! grep -rlE "SUMMARY: [1-9]" build/sanitizer
 memcheck: environment
 	rm -rf build/sanitizer && mkdir -p build/sanitizer
