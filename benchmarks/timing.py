@@ -79,13 +79,20 @@ class GraphTimer:
         return device_time(graph.replay, repeats) / length
 
     def device_time_of_jax_chain(
-        self, function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, seconds: float = 1.0
+        self,
+        function: Callable[..., Any],
+        x: Any,
+        arguments: tuple[Any, ...],
+        length: int,
+        seconds: float = 1.0,
+        check: Callable[[Any], None] | None = None,
     ) -> ChainTime:
         """One of `length` dependent calls in one jitted program; median of 5 programs, of fewer after `seconds`.
 
         `function(x, *arguments)` gives the next x, an array or a tree of them. x is donated, so that every run finds
         its arrays at the addresses of the one before and XLA replays its CUDA graph without Python. The other arrays
-        are arguments because those a program closes over are copied into it as constants.
+        are arguments because those a program closes over are copied into it as constants. check gets the result of the
+        first program and may raise: nothing is timed then, and nothing is compiled twice.
         """
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -100,6 +107,8 @@ class GraphTimer:
             state[0] = jax.block_until_ready(chain(state[0], *arguments))
 
         run()
+        if check is not None:
+            check(state[0])
         start = time.monotonic()
         run()
         affordable = int(seconds / (time.monotonic() - start))

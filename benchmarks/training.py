@@ -213,7 +213,7 @@ def add_peers(
 ) -> None:
     """The figures of every peer, or why it has none. wanted: what their gradients are compared with."""
     for peer in options.peers:
-        reason = None if options.everywhere else peer.why_left_out(problem.tokens)
+        reason = None if options.everywhere else peer.why_left_out(problem.shape, problem.tokens)
         seconds = budget.left()
         if reason is None and seconds <= 0:
             reason = "the time of the cell was spent"

@@ -28,25 +28,29 @@ TOLERANCE = 3e-2
 BIAS_TOLERANCE = 1e-1
 _CHECKED_EXPERTS = 4
 _BIASES = ("experts.gate_up_bias", "experts.down_bias")
+#: Some tenths of a second at the speed of dense products, and tens of gigabytes of copies.
+_MOST_FLOPS = 2e14
 
 
 @dataclass(frozen=True)
 class TrainingPeer:
     """build(problem) -> the gradients by name of a function without arguments (torch: timed by graph replay), or of
-    (arrays by name, gradient of the output) (JAX: timed on the device). tokens: numbers of tokens it is timed at, None
-    = all.
+    (arrays by name, gradient of the output) (JAX: timed on the device). every_expert: it multiplies every row by every
+    expert, and is timed where that is at most `_MOST_FLOPS`.
     """
 
     name: str
     build: Callable[[TrainingProblem], Callable[..., dict[str, Any]]]
     framework: str = "torch"
-    tokens: tuple[int, ...] | None = None
+    every_expert: bool = False
 
-    def why_left_out(self, num_tokens: int) -> str | None:
+    def why_left_out(self, shape: Shape, num_tokens: int) -> str | None:
         """Why it is not timed at a number of tokens unless everything is, or None."""
-        if self.tokens is None or num_tokens in self.tokens:
+        rows = num_tokens * shape.top_k * shape.num_experts
+        flops = 3 * 2 * rows * 3 * shape.d_model * shape.d_ff  # forward and twice that backward; gate, up and down
+        if not self.every_expert or flops <= _MOST_FLOPS:
             return None
-        return f"timed at {', '.join(map(str, self.tokens))} tokens only"
+        return f"takes {flops:.2g} FLOPs, every row times every expert; timed up to {_MOST_FLOPS:.2g}"
 
 
 def _in_one_dtype(arrays: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
@@ -90,13 +94,11 @@ def ragged_dot_step(problem: TrainingProblem) -> Callable[..., dict[str, Any]]:
     return step
 
 
-#: jax.lax.ragged_dot multiplies every row by every expert.
-_RAGGED_TOKENS = (4096,)
 TRAINING_PEERS = {
     peer.name: peer
     for peer in (
         TrainingPeer("grouped_mm", grouped_mm_step),
-        TrainingPeer("ragged_dot", ragged_dot_step, "jax", tokens=_RAGGED_TOKENS),
+        TrainingPeer("ragged_dot", ragged_dot_step, "jax", every_expert=True),
     )
 }
 
@@ -138,17 +140,21 @@ def time_training_peer(
             error = check_peer(peer, step(), wanted)
             return {"us": timer.time(step, seconds=seconds), "error": error}
     arrays, gradient = problem.jax_arrays()
-    found = jax.block_until_ready(jax.jit(step)(arrays, gradient))
-    error = check_peer(peer, {name: moe_torch.from_dlpack(one) for name, one in found.items()}, wanted)
     others = {name: array for name, array in arrays.items() if name != "x"}
+    errors = []
 
     def chained(state: tuple[Any, Any], others: dict[str, Any], gradient: Any) -> tuple[Any, Any]:
         # All gradients are results: XLA would not compute what nobody reads.
         gradients = step({"x": state[0], **others}, gradient)
         return state[0] + gradients["x"] * 1e-6, gradients
 
-    chain = timer.device_time_of_jax_chain(chained, (arrays["x"], found), (others, gradient), 1, seconds)
-    return {"us": chain.us, "error": error}
+    def check(state: tuple[Any, Any]) -> None:
+        found = {name: moe_torch.from_dlpack(one) for name, one in state[1].items()}
+        errors.append(check_peer(peer, found, wanted))
+
+    unread = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(step, arrays, gradient))
+    chain = timer.device_time_of_jax_chain(chained, (arrays["x"], unread), (others, gradient), 1, seconds, check)
+    return {"us": chain.us, "error": errors[0]}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax")
 
 import moe_jax
 import moe_torch
-from benchmarks import training, training_problem
+from benchmarks import training, training_peers, training_problem
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import ChainTime, GraphTimer
@@ -51,8 +51,16 @@ class TracingTimer(CallingTimer):
     """Traces what JAX is to time: running its ragged product costs seconds on a CPU."""
 
     def device_time_of_jax_chain(
-        self, function: Callable[..., Any], x: Any, arguments: tuple[Any, ...], length: int, seconds: float = 1.0
+        self,
+        function: Callable[..., Any],
+        x: Any,
+        arguments: tuple[Any, ...],
+        length: int,
+        seconds: float = 1.0,
+        check: Callable[[Any], None] | None = None,
     ) -> ChainTime:
+        if check is not None:
+            check(jax.jit(function)(x, *arguments))
         found = jax.eval_shape(function, x, *arguments)
         assert jax.tree.map(lambda one: (one.shape, one.dtype), found) == jax.tree.map(
             lambda one: (one.shape, one.dtype), x
@@ -198,12 +206,13 @@ def test_parts_that_fail_say_why(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
         raise NotImplementedError("no such call")
 
     monkeypatch.setattr(training, "jax_step", no_jax)
+    monkeypatch.setattr(training_peers, "_MOST_FLOPS", 0.0)
     arguments = ("--shapes", "qwen3", "--tokens", "16", "--cell-seconds")
     (row,) = run(tmp_path, *arguments, "200", timer=Failing())["rows"]
+    assert row["not_timed"].pop("ragged_dot").endswith("FLOPs, every row times every expert; timed up to 0")
     assert row["not_timed"] == {
         "jax": "NotImplementedError: no such call",
         "torch device": "RuntimeError: operation not permitted when stream is capturing",
-        "ragged_dot": "timed at 4096 tokens only",
     }
     assert row["torch_us"] == row["grouped_mm_us"] == 100.0 and "bitwise_torch_jax" not in row
     (row,) = run(tmp_path, *arguments, "1e-6")["rows"]
