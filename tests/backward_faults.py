@@ -1,13 +1,13 @@
 """Faults planted in copies of the backward's kernels, and the process that runs their op tests on each copy.
 
-Run as a script: `python -m tests.backward_faults PLAN`. PLAN is JSON: a list of [folder with kernels, test file].
-pytest and NumPy are imported once; every entry then runs in a fork whose kernels come from its folder, and leaves
-pytest's exit status in `status` in its folder and its output in `log`.
+Run as a script: `python -m tests.backward_faults TESTS FOLDER...`. pytest collects the file of tests once; every folder
+with kernels then has a fork that runs the tests on them up to the first failure, and leaves pytest's exit status in
+`status` in its folder and its output in `log`.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import sys
 from pathlib import Path
 
@@ -74,22 +74,46 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
 }
 
 
-class _NoShrinking:
-    """That a drawn example fails is enough; making it smaller takes a hundred times as long."""
+class _OnCopies:
+    """Runs the collected tests once per folder, each time in a fork."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
 
     @staticmethod
     def pytest_collection() -> None:
-        """After conftest.py chose its profile and before the tests, which take the one of that moment."""
+        """That a drawn example fails is enough; making it smaller takes a hundred times as long. Chosen after
+        conftest.py chose its profile and before the tests, which take the one of that moment."""
         from hypothesis import Phase, settings
 
         settings.register_profile("faults", settings.get_profile("moebius"), phases=[Phase.generate])
         settings.load_profile("faults")
 
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """In the place of pytest's own loop. What every fork imports and is no kernel is imported before."""
+        importlib.import_module("triton")
+        for folder in self._folders:
+            run_on_copy(folder, lambda: _run_until_one_fails(session))
+        return True
 
-def _run_tests(file: str) -> int:
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", file], plugins=[_NoShrinking()]))
+    @staticmethod
+    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        """Forks end before pytest would show what failed."""
+        if report.failed:
+            print(f"\n{report.nodeid}\n{report.longreprtext}")
+
+
+def _run_until_one_fails(session: pytest.Session) -> int:
+    assert session.items, "no test was collected"
+    # The costliest, hundreds of experts, come last: few faults need them.
+    for item in sorted(session.items, key=lambda item: "many_experts" in item.name):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        if session.testsfailed:
+            return int(pytest.ExitCode.TESTS_FAILED)
+    return int(pytest.ExitCode.OK)
 
 
 if __name__ == "__main__":
-    for place, tests in json.loads(sys.argv[1]):
-        run_on_copy(Path(place), lambda file=tests: _run_tests(file))
+    plugin = _OnCopies([Path(folder) for folder in sys.argv[2:]])
+    # Without capturing, what the forks print lies in their logs.
+    sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", sys.argv[1]], plugins=[plugin]))

@@ -134,6 +134,12 @@ def _weights(logits: jax.Array, ids: list[int], router: RouterSpec) -> jax.Array
     return router.scale * (scores / scores.sum() if router.renormalize else scores)
 
 
+def compile_quickly(function: Any) -> Any:
+    """jax.jit for a long loop that runs once: the time goes into compiling it, which optimisations more than double."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, compiler_options=options)
+
+
 # Without it XLA multiplies float32 in TF32 on a GPU, here and in the gradient.
 @jax.default_matmul_precision("highest")
 def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:

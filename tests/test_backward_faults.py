@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,10 +22,8 @@ def test_faults_are_found(kernel_file: str, tmp_path: Path) -> None:
     folders = {tmp_path / str(number): fault for number, fault in enumerate((NO_FAULT, *FAULTS[kernel_file]))}
     for folder, fault in folders.items():
         plant("" if fault is NO_FAULT else kernel_file, fault, folder)
-    file = f"tests/test_{kernel_file}.py"
-    plan = json.dumps([[str(folder), file] for folder in folders])
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-m", "tests.backward_faults", plan], cwd=ROOT, env=environment, check=True)
+    command = [sys.executable, "-m", "tests.backward_faults", f"tests/test_{kernel_file}.py", *map(str, folders)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
     for folder, fault in folders.items():
         log = (folder / "log").read_text()
         wanted = pytest.ExitCode.OK if fault is NO_FAULT else pytest.ExitCode.TESTS_FAILED

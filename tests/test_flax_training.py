@@ -17,7 +17,7 @@ from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_jax import Unsupported, layers, nnx
 from tests.flax_support import draw_tokens, draw_weights, linen_layer, nnx_layer, preset
 from tests.jax_support import REAL_KERNELS, on_engines, running_on
-from tests.jax_training_support import Problem, plain, plans_in
+from tests.jax_training_support import Problem, compile_quickly, plain, plans_in
 from tests.jax_training_support import _expert as expert
 from tests.jax_training_support import _weights as slot_weights
 from tests.layer_support import drop_slots
@@ -56,7 +56,7 @@ def plain_gradients(parameters: Any, x: jax.Array, spec: MoELayerSpec, aux: MoEA
         assert logits is not None
         return value_of(output, *layers.router_losses(logits, aux.tokens_per_expert, spec=spec.router))
 
-    return jax.grad(loss, argnums=(0, 1))(parameters, x)
+    return compile_quickly(jax.grad(loss, argnums=(0, 1)))(parameters, x)
 
 
 def require_close(ours: Any, wanted: Any) -> None:
