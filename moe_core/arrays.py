@@ -15,6 +15,8 @@ from moe_core.errors import InvalidInput, Unsupported
 
 #: Every buffer handed to a kernel starts at a multiple of this many bytes.
 ALIGNMENT = 16
+#: The last two axes of a weight: `[inputs, outputs]` or `[outputs, inputs]`.
+WEIGHT_LAYOUTS = ("in_out", "out_in")
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -99,8 +101,9 @@ def require_spec(
     """
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     allowed = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    if spec is None:
-        raise InvalidInput(f"{name} must be {wanted} of {' or '.join(allowed)}, got None; pass the array")
+    if not isinstance(spec, ArraySpec):
+        fix = "pass the array" if spec is None else "pass a plain array"
+        raise InvalidInput(f"{name} must be {wanted} of {' or '.join(allowed)}, got {spec}; {fix}")
     matches = len(shape) == spec.rank and all(
         isinstance(want, str) or want == got for want, got in zip(shape, spec.shape, strict=True)
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from moe_core.activation_backward import plan_expert_activation_backward
 from moe_core.arrays import ArraySpec
 from moe_core.backward_rows import plan_add, plan_bias_product, plan_cast_rows, plan_weighted_input
+from moe_core.formats import QuantizedTensor
 from moe_core.layout import plan_layout, plan_schedule
 from moe_core.matmul_hopper import zero_counters
-from moe_core.matmul_ogs import TRANSPOSED, matmul_problem, plan_matmul_ogs
+from moe_core.matmul_ogs import TRANSPOSED, matmul_problem, plan_matmul_ogs, product_tile
+from moe_core.matmul_quantized_transposed import choose_transposed_tile, plan_matmul_quantized_transposed
 from moe_core.moe import KEPT, LAYOUT_ARRAYS, kept_pre_activation
 from moe_core.operands import (
     ExpertActivationOperands,
@@ -19,6 +21,7 @@ from moe_core.operands import (
     RoutingGradients,
     TopK,
     named_arrays,
+    named_fields,
 )
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.reduction import plan_reduce, plan_scale_rows
@@ -31,6 +34,14 @@ from moe_core.weight_gradient import WeightGradientOperands, WeightGradientSpec,
 
 #: The bias beside a matrix of experts.
 BIASES = {"gate_up": "gate_up_bias", "up": "up_bias", "down": "down_bias"}
+
+
+def bound_arrays(operands: MatmulOperands, name: str, buffer: str) -> dict[str, str]:
+    """Bindings of the operand of that name, if there is one, to a buffer; of a quantised one those of its arrays."""
+    value = getattr(operands, name)
+    if isinstance(value, QuantizedTensor):
+        return {f"{name}.{part}": f"{buffer}.{part}" for part, _ in named_fields(value)}
+    return {} if value is None else {name: buffer}
 
 
 class BackwardPlanner:
@@ -95,9 +106,12 @@ class BackwardPlanner:
         )
         plan = plan_matmul_ogs(first, self.layout, matmul, target, stage=0, outputs=("pre",))
         names = {"weight": "gate_up", "up": "up", "bias": "gate_up_bias", "up_bias": "up_bias", "layer": "layer"}
-        bindings = {name: f"experts.{names[name]}" for name, _ in named_arrays(first) if name in names}
-        problem = matmul_problem(source, width, self.layout, matmul)
-        config = choose_tile(problem, target, tuning, "tuning.matmul_1").config
+        bindings = {}
+        for operand, buffer in names.items():
+            bindings |= bound_arrays(first, operand, f"experts.{buffer}")
+        choice = product_tile(first, width, self.layout, matmul, target, name="tuning.matmul_1")
+        assert choice is not None, "backwards of the reference are one call"
+        config = choice.config
         bindings |= {"schedule": self._schedule(config.block_m)} | self._groups()
         if config.family == "hopper":
             # Of its own: the products with this number behind it count in `tile_counters`.
@@ -132,6 +146,8 @@ class BackwardPlanner:
         up = experts.up if weight == "gate_up" else None
         operands = MatmulOperands(builder.spec(d_y), getattr(experts, weight), up, layer=experts.layer)
         tuning, joined = spec.matmul_tuning(), up is not None
+        if isinstance(operands.weight, QuantizedTensor):
+            return self._pull_back_quantized(operands, d_y, gather, weight)
         matmul = MatmulSpec(TRANSPOSED[spec.weight_layout], gather, "row", None, None, spec.allow_tf32, tuning)
         plan = plan_matmul_ogs(operands, self.layout, matmul, self.target, stage=stage, joined=joined)
         problem = matmul_problem(operands.x, plan.spec("y").shape[1], self.layout, matmul, joined=joined)
@@ -142,6 +158,18 @@ class BackwardPlanner:
             if not builder.has("tile_counters"):
                 zero_counters(builder)
             bindings["tile_counters"] = "tile_counters"
+        return self._call(plan, f"input gradient of {weight}", **bindings)
+
+    def _pull_back_quantized(self, operands: MatmulOperands, d_y: str, gather: str, weight: str) -> str:
+        """`_pull_back` through a weight that is decoded on the way."""
+        spec, layout, target = self.spec, self.layout, self.target
+        tuning = spec.matmul_tuning()
+        matmul = MatmulSpec(spec.weight_layout, gather, "row", None, None, spec.allow_tf32, tuning)
+        choice = choose_transposed_tile(operands, layout, matmul, target)
+        assert choice is not None, "backwards of the reference are one call"
+        plan = plan_matmul_quantized_transposed(operands, layout, matmul, target, composed=True)
+        bindings = {"x": d_y, "schedule": self._schedule(choice.config.block_m)} | self.layer | self._groups()
+        bindings |= bound_arrays(operands, "weight", f"experts.{weight}") | bound_arrays(operands, "up", "experts.up")
         return self._call(plan, f"input gradient of {weight}", **bindings)
 
     def _experts(self) -> str | None:

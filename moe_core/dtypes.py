@@ -31,7 +31,7 @@ _TRITON = {
     "float16": "fp16",
     "bfloat16": "bf16",
     "float64": "fp64",
-    "float8_e4m3fn": "fp8e4nv",
+    "float8_e4m3fn": "u8",
     "int64": "i64",
     "int32": "i32",
     "int8": "i8",
@@ -66,5 +66,8 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def triton_name(dtype: str) -> str:
-    """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`). Booleans are bytes, so kernels see `"u8"`."""
+    """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`).
+
+    Booleans are bytes, so kernels see `"u8"`, and fp8 too, which older architectures do not have: kernels cast the
+    pointer where they want the type."""
     return _TRITON[dtype]

@@ -10,6 +10,8 @@ from moe_core.arrays import ArraySpec, require_spec
 from moe_core.backward_rows import plan_cast_rows, plan_weighted_input
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.matmul_ogs import LAYOUT_INPUTS, TRANSPOSED, plan_matmul_ogs
+from moe_core.matmul_operands import quantized_operands, why_frozen
+from moe_core.matmul_quantized_transposed import plan_matmul_quantized_transposed
 from moe_core.operands import MatmulOperands, named_arrays
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.reduction import plan_reduce, plan_scale_rows
@@ -24,8 +26,17 @@ DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
     """Why a product has no gradients of the operands of these names; None where it has. layout: None for a dense one.
 
-    Of operands it only counts which are there.
+    Of operands it only counts which are there, and which are quantised.
     """
+    quantized = quantized_operands(operands)
+    if "x" in quantized:
+        return (
+            f"matmul_ogs has no gradient with a quantised x, got {quantized['x']}: what rounds x has none; pass x as a "
+            "plain array (the weights may stay quantised)"
+        )
+    frozen = why_frozen(names, quantized)
+    if frozen is not None:
+        return frozen
     if spec.activation is not None:
         return (
             "a matmul with a fused activation has no gradient: it does not keep what the activation was applied to; "
@@ -72,7 +83,8 @@ def plan_matmul_ogs_backward(
     row_weight g = cast(row_weight * c). d_x = cast(g . weight^T), and for gather `token` the fp32 sum of a token's such
     rows, cast once more; d_weight = cast(sum over an expert's rows of x^T g); d_bias = cast(sum of g); d_row_weight =
     <c, x . weight + bias> in fp32, for which the product runs again. Rows, slots and experts without each other get
-    exact zeros. operands, layout and spec are the forward's; its tuning is not used.
+    exact zeros. operands, layout and spec are the forward's; its tuning is not used. A quantised weight is dequantised
+    to the dtype of x for d_x, and has no gradient.
 
     Inputs: d_y, the operands given, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs:
     wanted, in that order, each as what it is the gradient of. Raises InvalidInput, and Unsupported where
@@ -95,6 +107,8 @@ def plan_matmul_ogs_backward(
         plan_matmul_ogs(operands, layout, spec, target)
         builder.sums("products and sums: the order of NumPy, fp32")
         constants = {"layout": layout, "spec": spec, "wanted": wanted}
+        tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
+        constants |= {"tensors": tensors} if tensors else {}
         builder.reference("matmul_backward:matmul_ogs_backward", {name: name for name in inputs}, constants, wanted)
         return builder.build()
     gradient = _cast_gradient(builder, operands)
@@ -152,11 +166,15 @@ def _plan_d_x(
     """The product with the transposed weight, from where y is scattered to where x is gathered."""
     target, by_token = builder.target, spec.gather == "token"
     scatter = "row" if by_token else spec.gather
-    transposed = MatmulSpec(TRANSPOSED[spec.weight_layout], spec.scatter, scatter, allow_tf32=spec.allow_tf32)
     pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer=operands.layer)
-    plan = plan_matmul_ogs(pulled, layout, transposed, target)
+    back = MatmulSpec(spec.weight_layout, spec.scatter, scatter, allow_tf32=spec.allow_tf32)
+    if quantized_operands(operands):
+        plan = plan_matmul_quantized_transposed(pulled, layout, back, target)
+    else:
+        transposed = dataclasses.replace(back, weight_layout=TRANSPOSED[spec.weight_layout])
+        plan = plan_matmul_ogs(pulled, layout, transposed, target)
     y = builder.scratch("d_rows", plan.spec("y")) if by_token else "d_x"
-    bindings = {"x": gradient, "weight": "weight", "y": y} | _layer(operands)
+    bindings = {name: name for name, _ in named_arrays(pulled)} | {"x": gradient, "y": y}
     known = (*LAYOUT_INPUTS, "row_of_slot")
     bindings |= {buffer.name: buffer.name for buffer in plan.inputs if buffer.name in known}
     builder.call(plan, "input gradient", bindings)

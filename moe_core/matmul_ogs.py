@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
-from moe_core import dtypes
 from moe_core.activation import row_stride
-from moe_core.arrays import ArraySpec, require_spec
+from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
 from moe_core.matmul_hopper import launch_hopper, why_not_hopper, zero_counters
+from moe_core.matmul_operands import MatmulSizes, check_operands, quantized_operands
+from moe_core.matmul_quantized import launch_quantized
 from moe_core.operands import MatmulOperands, named_arrays
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
+from moe_core.quantized_tiles import choose_quantized_tile, why_not_quantized
 from moe_core.routing import plan_schedule
-from moe_core.specs import INT32_LIMIT, LayoutSpec, MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
 from moe_core.tile_choice import TileChoice, choose_tile
 from moe_core.tuning import MatmulProblem, TileConfig, require_legal
@@ -23,19 +27,6 @@ from moe_core.tuning import MatmulProblem, TileConfig, require_legal
 TRANSPOSED = {"in_out": "out_in", "out_in": "in_out"}
 #: The layout's arrays a matmul reads, in plan order.
 LAYOUT_INPUTS = ("group_sizes", "group_start", "slot_of_row")
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What validation finds. d: reduction length; n: output columns; weight_n: columns of one weight buffer."""
-
-    d: int
-    n: int
-    weight_n: int
-    num_layers: int
-    expert_axes: int
-    rows: int
-    out_rows: int
 
 
 def matmul_problem(
@@ -53,67 +44,49 @@ def matmul_problem(
     return MatmulProblem(rows, groups, x.shape[1], n, x.dtype, 2 if gated else 1, spec.weight_layout, reason)
 
 
-def _validate(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, joined: bool) -> _Sizes:
-    x: ArraySpec = operands.x
-    require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
-    row_stride("x", x)
-    columns = x.shape[1]
-    if columns < (2 if joined else 1) or (joined and columns % 2):
-        need = "an even number of columns" if joined else "at least one column"
-        raise InvalidInput(f"x must have {need}, got {x.shape}; pass a wider array")
-    d = columns // 2 if joined else columns
-    weight: ArraySpec = operands.weight
-    axes = (0 if layout is None else 1) + (1 if operands.layer is not None else 0)
-    names = ("num_layers",) * (operands.layer is not None) + ((layout.num_experts,) if layout is not None else ())
-    matrix = (d, "n") if spec.weight_layout == "in_out" else ("n", d)
-    require_spec("weight", weight, (*names, *matrix), x.dtype)
-    weight_n = weight.shape[-1] if spec.weight_layout == "in_out" else weight.shape[-2]
-    num_layers = weight.shape[0] if operands.layer is not None else 1
-    if weight_n < 1 or num_layers < 1:
-        raise InvalidInput(f"weight must have no empty axis, got {weight.shape}; pass the full array")
-    if d * weight_n >= INT32_LIMIT:
-        raise Unsupported(f"one expert's weight must have fewer than 2**31 elements, got {d} x {weight_n}")
+def product_tile(
+    operands: MatmulOperands,
+    n: int,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    target: Target,
+    *,
+    name: str = "tuning.config",
+    joined: bool = False,
+) -> TileChoice | None:
+    """What `plan_matmul_ogs` computes a product with, n output columns wide; None where there are no tiles.
 
-    activation = spec.activation
-    separate = activation is not None and activation.gate_layout == "separate"
-    one_buffer = activation is not None and activation.gated and not separate
-    if one_buffer and weight_n % 2:
-        raise InvalidInput(f"weight must have an even width (gate and up), got {weight_n}; pass both halves")
-    n = weight_n // 2 if one_buffer else weight_n
-    if joined and (activation is not None or operands.bias is not None):
-        raise InvalidInput("joined must be False with an activation or a bias, got True; leave them out")
-    if separate or joined:
-        require_spec("up", operands.up, weight.shape, weight.dtype)
-    elif operands.up is not None:
-        raise InvalidInput("up must be None unless a gate_layout='separate' activation is fused; leave it out")
-    lead = weight.shape[:axes]
-    for name in ("bias", "up_bias"):
-        bias: ArraySpec | None = getattr(operands, name)
-        if bias is not None:
-            require_spec(name, bias, (*lead, weight_n), ("float32", x.dtype))
-    if operands.up_bias is not None and not separate:
-        raise InvalidInput("up_bias must be None unless up is given; put both halves into bias")
-    if operands.layer is not None:
-        require_spec("layer", operands.layer, (1,), "int32")
+    name: of the override in spec.tuning, for messages. Raises InvalidInput for one that is illegal, and Unsupported
+    where quantised operands have no kernel on the target.
+    """
+    if not quantized_operands(operands):
+        choice = choose_tile(matmul_problem(operands.x, n, layout, spec, joined), target, spec.tuning, name)
+        return choice if target.compiled else None
+    if not target.compiled:
+        return None
+    reason = why_not_quantized(operands, layout, spec, target)
+    if reason is not None:
+        raise Unsupported(f"quantised operands need a kernel for {target}, and there is none: {reason}")
+    return choose_quantized_tile(operands, layout, spec, target, name)
 
-    if layout is None:
-        if (spec.gather, spec.scatter) != ("row", "row"):
-            raise InvalidInput(
-                f"gather and scatter must be 'row' without a layout, got {spec.gather!r} and {spec.scatter!r}; "
-                "pass a layout"
-            )
-        rows = out_rows = x.shape[0]
-        slots = rows
-    else:
-        expected = {"row": layout.capacity, "token": layout.num_tokens, "slot": layout.num_slots}[spec.gather]
-        require_spec("x", x, (expected, columns), x.dtype, contiguous=False)
-        rows, slots = layout.capacity, layout.num_slots
-        out_rows = slots if spec.scatter == "slot" else rows
-    if operands.row_weight is not None:
-        by_token = layout is not None and operands.row_weight.rank == 2
-        shape = (layout.num_tokens, layout.top_k) if layout is not None and by_token else (slots,)
-        require_spec("row_weight", operands.row_weight, shape, "float32")
-    return _Sizes(d, n, weight_n, num_layers, axes, rows, out_rows)
+
+def _tile(
+    operands: MatmulOperands,
+    n: int,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    target: Target,
+    config: TileConfig | None,
+    joined: bool,
+) -> TileChoice | None:
+    """`product_tile`, or the caller's configuration."""
+    if config is None:
+        return product_tile(operands, n, layout, spec, target, joined=joined)
+    if quantized_operands(operands):
+        spec = dataclasses.replace(spec, tuning=MatmulTuning(config))
+        return product_tile(operands, n, layout, spec, target, name="config")
+    config = require_legal(config, matmul_problem(operands.x, n, layout, spec, joined), target)
+    return TileChoice(config, "given by the caller") if target.compiled else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,23 +103,29 @@ def plan_matmul_ogs(
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight)` for every row of the layout.
 
-    operands: a bundle of ArraySpecs (shapes in MatmulOperands). layout None = dense: x `[T, D]`, weight `[D, N]`
-    (`in_out`) or `[N, D]`. config: None = chosen by `tile_choice.choose_tile`, which follows spec.tuning.
-    Rows no expert writes become exact zeros.
+    operands: a bundle of ArraySpecs (shapes in MatmulOperands), weights and x possibly `QuantizedTensor`s of them
+    (what is computed then: docs/quantization.md). layout None = dense: x `[T, D]`, weight `[D, N]` or `[N, D]`.
+    config: None = chosen by `product_tile`, which follows spec.tuning. Rows no expert writes become exact zeros.
     stage: 0 or 1 as that product of a composed plan, which trusts its own layout, never reads rows that no expert
     writes (they are left unwritten) and brings two more inputs: the schedule of the config's block_m, and for the
     hopper family tile_counters int32 `[2]`, zeros. The reference engine has no tiles: it needs neither, and fills all.
     outputs: `y`, `pre` or both. pre is what the fused activation is applied to, cast to the dtype of x: `[rows of y,
     2N]` (ungated N), gate_layout `separate` as gate columns, then up; for composed and dense plans, in layout order.
     joined: x is twice as wide, and y = x[:, :D] @ weight + x[:, D:] @ up, one fp32 sum: of compiled targets only.
+    A quantised x has no pre and quantised weights are not joined: `moe_core.matmul_quantized_transposed` is for these.
     Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`, [schedule],
     [tile_counters]. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`). Raises InvalidInput, Unsupported.
     """
-    sizes = _validate(operands, layout, spec, joined)
+    sizes = check_operands(operands, layout, spec, joined)
+    quantized = quantized_operands(operands)
+    if quantized and (joined or ("x" in quantized and outputs != ("y",))):
+        raise Unsupported(
+            f"outputs must be ('y',) with a quantised x, and joined False with any quantised operand, got {outputs} "
+            f"and {joined} with {', '.join(quantized)} quantised; dequantise it"
+        )
     if joined and not target.compiled:
         raise Unsupported(f"joined products are planned for compiled targets, got {target}; plan two products")
     _validate_outputs(outputs, operands, layout, spec, stage)
-    out_dtype = spec.out_dtype or operands.x.dtype
     builder = PlanBuilder("matmul_ogs", target)
     present = {name: builder.input(name, array) for name, array in named_arrays(operands)}
     if layout is not None:
@@ -154,28 +133,18 @@ def plan_matmul_ogs(
         shapes = ((experts,), (experts + 1,), (layout.capacity,))
         for name, shape in zip(LAYOUT_INPUTS, shapes, strict=True):
             builder.input(name, ArraySpec(shape, "int32"))
-    activation = spec.activation
-    found = {"y": ArraySpec((sizes.out_rows, sizes.n), out_dtype)}
-    if activation is not None:
-        found["pre"] = ArraySpec((sizes.out_rows, activation.input_width(sizes.n)), operands.x.dtype)
-    problem = matmul_problem(operands.x, sizes.n, layout, spec, joined)
-    choice = choose_tile(problem, target, spec.tuning)
-    if config is not None:
-        choice = TileChoice(require_legal(config, problem, target), "given by the caller")
-    config = choice.config
-    if not target.compiled:
+    found = {"y": ArraySpec((sizes.out_rows, sizes.n), spec.out_dtype or operands.x.dtype)}
+    if "pre" in outputs and spec.activation is not None:
+        found["pre"] = ArraySpec((sizes.out_rows, spec.activation.input_width(sizes.n)), operands.x.dtype)
+    choice = _tile(operands, sizes.n, layout, spec, target, config, joined)
+    if choice is None:
         inputs = present | ({name: name for name in LAYOUT_INPUTS} if layout is not None else {})
         for name in outputs:
             builder.output(name, found[name])
-        if outputs == ("y",):
-            builder.reference("matmul:matmul_ogs", inputs, {"layout": layout, "spec": spec}, outputs)
-        else:
-            constants = {"layout": layout, "spec": spec, "outputs": outputs}
-            builder.reference("matmul:matmul_ogs_keeping", inputs, constants, outputs)
-        by_row = ", one row at a time" if spec.tuning is not None and spec.tuning.batch_invariant else ""
-        builder.sums(f"reference: float32 BLAS over the whole reduction axis{by_row}")
+        _add_reference(builder, inputs, quantized, layout, spec, outputs)
         return builder.build()
 
+    config = choice.config
     num_blocks = -(-sizes.rows // config.block_m)
     if layout is not None:
         num_blocks = layout.max_blocks(config.block_m)
@@ -194,18 +163,44 @@ def plan_matmul_ogs(
     for name in outputs:
         builder.output(name, found[name])
     if stage is None and layout is not None:
-        _fill_absent(builder, layout, spec, sizes)
-    if config.family == "hopper" and layout is not None:
+        _fill_absent(builder, layout, spec)
+    if quantized:
+        launch_quantized(builder, operands, layout, spec, config)
+    elif config.family == "hopper" and layout is not None:
         launch_hopper(builder, operands, layout, spec, config, trusted=stage is not None, counter=stage or 0)
     else:
         tiles = -(-sizes.n // config.block_n)
         arguments = _arguments(operands, layout, spec, sizes, config, num_blocks, outputs)
         builder.launch("matmul_ogs:matmul_ogs", (num_blocks * tiles,), arguments, config.num_warps, config.num_stages)
         builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, one dot per block; no split")
-    builder.note(
-        f"{config} for {problem.rows} rows, {problem.groups} experts, {problem.d} x {problem.n}; {choice.source}"
-    )
+    rows, groups = (operands.x.shape[0], 1) if layout is None else (layout.num_slots, layout.num_experts)
+    builder.note(f"{config} for {rows} rows, {groups} experts, {operands.x.shape[1]} x {sizes.n}; {choice.source}")
     return builder.build()
+
+
+def _add_reference(
+    builder: PlanBuilder,
+    inputs: dict[str, str],
+    quantized: dict[str, QuantizedTensor],
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    outputs: tuple[str, ...],
+) -> None:
+    """The NumPy twin in the place of launches."""
+    constants: dict[str, Any] = {"layout": layout, "spec": spec}
+    by_row = ", one row at a time" if spec.tuning is not None and spec.tuning.batch_invariant else ""
+    if quantized:
+        constants["tensors"] = tuple((name, tensor.spec) for name, tensor in quantized.items())
+        constants |= {} if outputs == ("y",) else {"outputs": outputs}
+        builder.reference("matmul:matmul_ogs_quantized", inputs, constants, outputs)
+        builder.note(", ".join(f"{name} {tensor}" for name, tensor in quantized.items()))
+        builder.sums(f"reference: float32 BLAS over every group of the reduction axis, in order{by_row}")
+        return
+    if outputs == ("y",):
+        builder.reference("matmul:matmul_ogs", inputs, constants, outputs)
+    else:
+        builder.reference("matmul:matmul_ogs_keeping", inputs, constants | {"outputs": outputs}, outputs)
+    builder.sums(f"reference: float32 BLAS over the whole reduction axis{by_row}")
 
 
 def _validate_outputs(
@@ -228,21 +223,27 @@ def _validate_outputs(
         raise InvalidInput(f"outputs must be ('y',) outside of a composed plan, got {outputs}; pass stage")
 
 
-def _fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec, sizes: _Sizes) -> None:
+def _fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> None:
     """Zero the output rows no expert writes: marked by slot_of_row, or by a slot's missing row."""
     markers = "slot_of_row"
     if spec.scatter == "slot":
         markers = builder.input("row_of_slot", ArraySpec((layout.num_slots,), "int32"))
-    columns = min(1024, 1 << (max(sizes.n, 16) - 1).bit_length())
+    zero_rows(builder, markers, "y")
+
+
+def zero_rows(builder: PlanBuilder, markers: str, y: str) -> None:
+    """Zero the rows of the buffer y `[rows, columns]` whose entry in the buffer markers int32 `[rows]` is -1."""
+    rows, width = builder.spec(y).shape
+    columns = min(1024, 1 << (max(width, 16) - 1).bit_length())
     block_m = 64 if builder.target.kind == "interpreter" else 8
     builder.launch(
         "reduction:zero_rows",
-        (-(-sizes.out_rows // block_m),),
+        (-(-rows // block_m),),
         {
             "markers": Pointer(markers),
-            "y": Pointer("y"),
-            "num_rows": Scalar(sizes.out_rows),
-            "WIDTH": Constant(sizes.n),
+            "y": Pointer(y),
+            "num_rows": Scalar(rows),
+            "WIDTH": Constant(width),
             "BLOCK_M": Constant(block_m),
             "BLOCK_N": Constant(columns),
         },
@@ -264,7 +265,7 @@ def _arguments(
     operands: MatmulOperands,
     layout: LayoutSpec | None,
     spec: MatmulSpec,
-    sizes: _Sizes,
+    sizes: MatmulSizes,
     config: TileConfig,
     num_blocks: int,
     outputs: tuple[str, ...],

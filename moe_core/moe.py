@@ -8,8 +8,10 @@ from typing import Any
 
 from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
-from moe_core.errors import InvalidInput
-from moe_core.matmul_ogs import matmul_problem, plan_matmul_ogs
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.expert_checks import check_weights, quantized_rows, shared_is_stacked, why_no_moe_gradient
+from moe_core.formats import QuantizedTensor
+from moe_core.matmul_ogs import plan_matmul_ogs, product_tile, zero_rows
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -21,11 +23,11 @@ from moe_core.operands import (
 )
 from moe_core.overlap import overlap_launches
 from moe_core.plan import LaunchPlan, PlanBuilder
+from moe_core.quantize_rows import plan_quantize_rows
 from moe_core.reduction import plan_reduce, plan_scale_rows
 from moe_core.routing import plan_layout, plan_route_and_layout, plan_router
 from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 from moe_core.target import Target
-from moe_core.tile_choice import choose_tile
 from moe_core.tuning import TileConfig
 
 Routing = RouterWeights | RouterLogits | TopK
@@ -57,7 +59,13 @@ def plan_moe(
     kept.group_start `[E + 1]`, kept.slot_of_row and kept.row_of_slot `[T * K]`; of a shared expert
     kept.shared_pre_activation `[T, 2S]` and kept.shared_gate fp32 `[T, 1]`. The output is still computed from the fp32
     accumulator of matmul 1, to the bits of a forward that keeps nothing. With spec.recompute no pre-activation is kept.
+
+    Experts may be quantised, and x and the hidden rows are then too if spec.activations says so: what is computed is in
+    docs/quantization.md. Nothing can be kept with spec.activations, whose rounding has no gradient.
     """
+    reason = why_no_moe_gradient(experts, spec, ()) if keep else None
+    if reason is not None:
+        raise Unsupported(reason)
     planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, keep)
     return overlap_launches(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
 
@@ -108,7 +116,7 @@ class _MoEPlanner:
         if self.shared is not None:
             for name, array in named_arrays(self.shared, "shared."):
                 builder.input(name, array)
-        num_local = self._check_weights()
+        num_local = check_weights(self.x, self.experts, self.shared, self.spec)
         builder.output("output", ArraySpec((self.tokens, self.d_model), self.out_dtype))
         builder.output("tokens_per_expert", ArraySpec((num_local,), "int32"))
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
@@ -130,62 +138,6 @@ class _MoEPlanner:
             declare(f"{KEPT}shared_pre_activation", kept_pre_activation(shared, self.x, self.spec, self.tokens))
         if shared is not None and shared.gate is not None:
             self.names["shared_gate"] = declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
-
-    def _matrix(self, inside: int | str, outside: int | str) -> tuple[int | str, int | str]:
-        """The last two axes of a weight from `inside` to `outside` features."""
-        return (inside, outside) if self.spec.weight_layout == "in_out" else (outside, inside)
-
-    def _check_weights(self) -> int:
-        """Check experts and shared against x under the names the caller knows; the number of local experts."""
-        experts, dtype = self.experts, self.x.dtype
-        stacked = experts.layer is not None
-        free = ("num_layers", "num_experts") if stacked else ("num_experts",)
-        gate_up = require_spec("experts.gate_up", experts.gate_up, (*free, *self._matrix(self.d_model, "width")), dtype)
-        lead = gate_up.shape[:-2]
-        num_local = lead[-1]
-        if 0 in gate_up.shape:
-            raise InvalidInput(f"experts.gate_up must have no empty axis, got {gate_up.shape}; pass the full array")
-        width = self._check_pair("experts", experts, lead)
-        columns = gate_up.shape[-1 if self.spec.weight_layout == "in_out" else -2]
-        biases = (("gate_up_bias", columns), ("up_bias", width), ("down_bias", self.d_model))
-        for name, size in biases:
-            bias = getattr(experts, name)
-            if bias is not None:
-                require_spec(f"experts.{name}", bias, (*lead, size), ("float32", dtype))
-        if experts.up_bias is not None and experts.up is None:
-            raise InvalidInput("experts.up_bias must be None without experts.up; put both halves into gate_up_bias")
-        if stacked:
-            require_spec("experts.layer", experts.layer, (1,), "int32")
-        shared = self.shared
-        if shared is not None:
-            lead = lead[:1] if self._shared_is_stacked() else ()
-            require_spec("shared.gate_up", shared.gate_up, (*lead, *self._matrix(self.d_model, "width")), dtype)
-            self._check_pair("shared", shared, lead)
-            if shared.gate is not None:
-                require_spec("shared.gate", shared.gate, self._matrix(self.d_model, 1), dtypes.MATMUL_DTYPES)
-        return num_local
-
-    def _shared_is_stacked(self) -> bool:
-        """Whether experts.layer picks the shared expert too: its matrices then have a layer axis."""
-        return self.experts.layer is not None and self.shared.gate_up.rank == 3
-
-    def _check_pair(self, name: str, bundle: ExpertWeights | SharedExpert, lead: tuple[int, ...]) -> int:
-        """Check up and down against gate_up; F."""
-        activation, dtype = self.spec.activation, self.x.dtype
-        width = bundle.gate_up.shape[-1 if self.spec.weight_layout == "in_out" else -2]
-        if activation.gate_layout in ("halves", "interleaved"):
-            if width % 2:
-                raise InvalidInput(f"{name}.gate_up must have an even width (gate and up), got {width}; pass both")
-            width //= 2
-        if activation.gate_layout == "separate":
-            require_spec(f"{name}.up", bundle.up, (*lead, *self._matrix(self.d_model, width)), dtype)
-        elif bundle.up is not None:
-            raise InvalidInput(
-                f"{name}.up must be None for gate_layout={activation.gate_layout!r}, got {bundle.up}; "
-                "set gate_layout='separate' or leave it out"
-            )
-        require_spec(f"{name}.down", bundle.down, (*lead, *self._matrix(width, self.d_model)), dtype)
-        return width
 
     def _mask(self) -> dict[str, str]:
         return {"token_mask": "token_mask"} if self.token_mask is not None else {}
@@ -238,27 +190,32 @@ class _MoEPlanner:
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         hidden_spec = ArraySpec((layout.capacity, width), self.x.dtype)
         on_input = spec.apply_router_weight_on_input
-        # What matmul 1 reads: x as it lies, or x times the weight, which is contiguous.
+        # What matmul 1 reads: x as it lies, or x times the weight, which is contiguous; or either, quantised.
         source = ArraySpec((self.tokens, self.d_model), self.x.dtype) if on_input else self.x
+        rows_1: ArraySpec | QuantizedTensor = source
+        rows_2: ArraySpec | QuantizedTensor = hidden_spec
+        out_dtype = None
+        if spec.activations is not None:
+            rows_1, rows_2 = (quantized_rows(array, spec.activations) for array in (source, hidden_spec))
+            out_dtype = self.x.dtype
         first = MatmulOperands(
-            source, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer=experts.layer
+            rows_1, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer=experts.layer
         )
         row_weight = None if on_input else builder.spec(weights)
         second = MatmulOperands(
-            hidden_spec, experts.down, bias=experts.down_bias, row_weight=row_weight, layer=experts.layer
+            rows_2, experts.down, bias=experts.down_bias, row_weight=row_weight, layer=experts.layer
         )
-        tuning_1, tuning_2 = spec.matmul_tuning(1), spec.matmul_tuning(2)
-        matmul_1 = MatmulSpec(spec.weight_layout, "token", "row", spec.activation, None, spec.allow_tf32, tuning_1)
-        matmul_2 = MatmulSpec(spec.weight_layout, "row", "slot", None, None, spec.allow_tf32, tuning_2)
-        problems = (
-            (matmul_problem(source, width, layout, matmul_1), tuning_1),
-            (matmul_problem(hidden_spec, self.d_model, layout, matmul_2), tuning_2),
+        plain = MatmulSpec(
+            spec.weight_layout, out_dtype=out_dtype, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate
         )
+        matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
+        matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
+        products = ((first, width, matmul_1), (second, self.d_model, matmul_2))
         choices = [
-            choose_tile(problem, target, tuning, f"tuning.matmul_{number}")
-            for number, (problem, tuning) in enumerate(problems, 1)
+            product_tile(operands, columns, layout, matmul, target, name=f"tuning.matmul_{number}")
+            for number, (operands, columns, matmul) in enumerate(products, 1)
         ]
-        configs = [choice.config if target.compiled else None for choice in choices]
+        configs = [None if choice is None else choice.config for choice in choices]
         if configs[1] is not None and configs[1].family == "hopper":
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             matmul_2 = dataclasses.replace(matmul_2, scatter="row")
@@ -271,15 +228,35 @@ class _MoEPlanner:
             x = builder.scratch("weighted_x", source)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
+        if isinstance(rows_1, QuantizedTensor):
+            x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale")
         hidden = builder.scratch("hidden", hidden_spec)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "y": hidden}
         names["pre"] = f"{KEPT}pre_activation"
         self._matmul(0, first, layout, matmul_1, configs[0], names)
+        if isinstance(rows_2, QuantizedTensor):
+            scale = "experts.down_input_scale"
+            if rows_2.format.group_rows is None and not builder.has(scale) and target.compiled:
+                # One scale for all rows is found from all rows, and matmul 1 leaves those of no slot as they were.
+                zero_rows(builder, self.names["slot_of_row"], hidden)
+            hidden = self._quantize("hidden", hidden, rows_2, scale)
         slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype))
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "row_weight": weights}
         self._matmul(1, second, layout, matmul_2, configs[1], names | {"layer": "experts.layer", "y": slots})
         return slots, matmul_2.scatter
+
+    def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str) -> str:
+        """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
+        the static scale, if it was given."""
+        builder, quantized = self.builder, f"quantized_{name}"
+        static = (scale,) if builder.has(scale) else ()
+        scales = builder.spec(scale) if static else None
+        plan = plan_quantize_rows(builder.spec(source), rows.format, self.target, scales=scales)
+        made = [builder.scratch(f"{quantized}.{part}", array) for part, array in named_arrays(rows)]
+        names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
+        builder.call(plan, f"quantize {name}", dict(zip(names, (source, *static, *made), strict=True)))
+        return quantized
 
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counted: bool) -> None:
         """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
@@ -317,8 +294,11 @@ class _MoEPlanner:
         schedule exists already; None where there are no tiles."""
         outputs = self._outputs if stage == 0 else ("y",)
         plan = plan_matmul_ogs(operands, layout, spec, self.target, stage=stage, outputs=outputs)
-        present = {name for name, _ in named_arrays(operands)} | set(outputs)
-        bindings = {name: buffer for name, buffer in names.items() if name in present}
+        bindings = {name: names[name] for name in outputs}
+        for name, _ in named_arrays(operands):
+            # Of a quantised operand: x.values, of the buffer that is bound to x.
+            operand, dot, part = name.partition(".")
+            bindings[name] = names[operand] + dot + part
         bindings |= {name: self.names[name] for name in ("group_start", "slot_of_row")}
         bindings["group_sizes"] = "tokens_per_expert"
         if config is not None:
@@ -352,7 +332,7 @@ class _MoEPlanner:
         shared, spec, builder = self.shared, self.spec, self.builder
         if shared is None:
             return None, None
-        layer = self.experts.layer if self._shared_is_stacked() else None
+        layer = self.experts.layer if shared_is_stacked(self.experts, shared) else None
         first = MatmulOperands(self.x, shared.gate_up, shared.up, layer=layer)
         options: dict[str, Any] = {"allow_tf32": spec.allow_tf32, "tuning": spec.matmul_tuning()}
         dense = MatmulSpec(spec.weight_layout, activation=spec.activation, **options)

@@ -8,14 +8,16 @@ from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.backward_stages import BackwardPlanner
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedTensor
 from moe_core.moe import plan_moe
-from moe_core.operands import MoEOperands, OutputGradients, RouterWeights, TopK, named_arrays
+from moe_core.operands import MoEOperands, OutputGradients, RouterWeights, TopK, named_arrays, named_fields
 from moe_core.plan import LaunchPlan, PlanBuilder
 from moe_core.specs import MoESpec
 from moe_core.target import Target
 
 #: Arrays of the bundles that have no gradient.
 _CONSTANTS = ("experts.layer", "routing.ids", "routing.correction_bias")
+_CONSTANTS += ("experts.gate_up_input_scale", "experts.down_input_scale")
 #: The matrices, whose gradients may be added to an array that is there already.
 _MATRICES = ("gate_up", "up", "down", "weight")
 #: Outputs of the forward that the backward does not read.
@@ -23,13 +25,17 @@ _UNREAD = ("output", "invalid_ids")
 
 
 def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
-    """Every gradient there is: `d_x`, then `d_` and the name of every array of the bundles that is differentiated."""
+    """Every gradient there is: `d_x`, then `d_` and the name of every array of the bundles that is differentiated.
+
+    Quantised matrices are frozen: gradients go through them, and none is theirs.
+    """
     arrays = (
-        *named_arrays(operands.experts, "experts."),
-        *named_arrays(operands.routing, "routing."),
-        *(named_arrays(operands.shared, "shared.") if operands.shared is not None else ()),
+        *named_fields(operands.experts, "experts."),
+        *named_fields(operands.routing, "routing."),
+        *(named_fields(operands.shared, "shared.") if operands.shared is not None else ()),
     )
-    return ("d_x", *(f"d_{name}" for name, _ in arrays if name not in _CONSTANTS))
+    differentiable = (name for name, value in arrays if not isinstance(value, QuantizedTensor))
+    return ("d_x", *(f"d_{name}" for name in differentiable if name not in _CONSTANTS))
 
 
 def _array_of(name: str, operands: MoEOperands) -> ArraySpec:
@@ -112,7 +118,8 @@ def plan_moe_backward(
     same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
     for all others. An experts.layer outside the stack makes d_x and the gradients of weights and logits NaN; those of
     the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The reference
-    raises.
+    raises. Experts may be quantised, x not (spec.activations): gradients go through weights that are dequantised to the
+    dtype of x, tile by tile.
 
     Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
     [weights], [logits] and `kept.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
@@ -134,6 +141,9 @@ def plan_moe_backward(
         builder.output(name, ArraySpec(shape, "float32" if name in accumulate else dtype))
     if not target.compiled:
         constants = {"spec": spec, "wanted": wanted, "accumulate": accumulate, "one_layer": one_layer}
+        fields = named_fields(operands.experts, "experts.")
+        tensors = tuple((name, value.spec) for name, value in fields if isinstance(value, QuantizedTensor))
+        constants |= {"tensors": tensors} if tensors else {}
         builder.sums("products and sums: the order of NumPy, fp32")
         builder.reference("backward_plan:moe_backward", {name: name for name in inputs}, constants, wanted)
         return builder.build()

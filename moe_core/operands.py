@@ -1,4 +1,7 @@
-"""Named bundles of a framework's arrays, shared by both front-ends (any array type with shape and dtype)."""
+"""Named bundles of a framework's arrays, shared by both front-ends (any array type with shape and dtype).
+
+Weights, and the rows of a matmul, may be `QuantizedTensor`s, which are bundles inside the bundle.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moe_core.formats.tensor import QuantizedTensor
 from moe_core.specs import LayoutSpec
 
 
-def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
-    """(name, array) of every array field that is not None, in field order; the order of a plan's inputs.
-
-    `named_arrays(ExpertWeights(a, b), "experts.")` -> `(("experts.gate_up", a), ("experts.down", b))`.
-    """
+def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
+    """(name, value) of every array field that is not None, in field order; a quantised tensor is one value."""
     return tuple(
         (prefix + field.name, getattr(bundle, field.name))
         for field in dataclasses.fields(bundle)
@@ -21,9 +22,24 @@ def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
     )
 
 
+def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
+    """(name, array) of every array of a bundle, in field order; the order of a plan's inputs.
+
+    `named_arrays(ExpertWeights(a, b), "experts.")` -> `(("experts.gate_up", a), ("experts.down", b))`; of a quantised
+    b instead of `experts.down`: `experts.down.values`, `experts.down.scales`[, `experts.down.zero_points`].
+    """
+    arrays: list[tuple[str, Any]] = []
+    for name, value in named_fields(bundle, prefix):
+        arrays += named_fields(value, f"{name}.") if isinstance(value, QuantizedTensor) else [(name, value)]
+    return tuple(arrays)
+
+
 def map_arrays(bundle: Any, function: Any) -> Any:
-    """The same bundle with `function` applied to every array field that is not None."""
-    changed = {name: function(value) for name, value in named_arrays(bundle)}
+    """The same bundle with `function` applied to every array, those of quantised tensors one by one."""
+    changed = {
+        name: map_arrays(value, function) if isinstance(value, QuantizedTensor) else function(value)
+        for name, value in named_fields(bundle)
+    }
     return dataclasses.replace(bundle, **changed)
 
 
@@ -34,6 +50,9 @@ class ExpertWeights:
     gate_up: `[E, D, 2F]` (gated, halves or interleaved), `[E, D, F]` (ungated, or the gate alone when `up` is given).
     up: `[E, D, F]` for gate_layout `separate`. down: `[E, F, D]`. Biases `[E, 2F]` or `[E, F]`, `[E, F]`, `[E, D]`.
     layer: int32 `[1]` on the device: every weight and bias then has a leading layer axis and layer picks one.
+    gate_up (with up, in its format) and down may be `QuantizedTensor`s. gate_up_input_scale, down_input_scale: fp32
+    `[1]` on the device, the scales of x and of the hidden rows where `MoESpec.activations` has one per tensor; None =
+    found from the rows.
     """
 
     gate_up: Any
@@ -43,6 +62,8 @@ class ExpertWeights:
     up_bias: Any = None
     down_bias: Any = None
     layer: Any = None
+    gate_up_input_scale: Any = None
+    down_input_scale: Any = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,9 @@ class MatmulOperands:
     gated activation with one buffer is fused. up: `[E, D, N]`, the second buffer of gate_layout `separate`.
     bias `[E, N]` and up_bias `[E, N]`: fp32 or the dtype of x. row_weight: fp32 `[T * K]` or `[T, K]`, by slot, applied
     after the activation. layer: int32 `[1]`: weights and biases then have a leading layer axis.
+
+    weight and up may be `QuantizedTensor`s of one format, whose layout is the spec's weight_layout; x too where they
+    are: `out_in`, groups of one row or of all, no zero points, and along D the weight's groups or all of it.
     """
 
     x: Any

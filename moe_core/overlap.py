@@ -36,7 +36,7 @@ _FIRST_ARCH = 90
 _LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
 _LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "reduction:reduce")
-_MATRICES = ("experts.gate_up", "experts.up", "experts.down")
+_MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
 #: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
 #: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/performance.md); between them nothing.
 MOST_EXPERT_BYTES = 16 * 10**6

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_core import dtypes
+from moe_core.arrays import WEIGHT_LAYOUTS
 from moe_core.checks import finite_float, require_at_least, require_choice, require_flag, require_kind
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
+from moe_core.formats.format import Format
 from moe_core.tile_table import TileTable
 from moe_core.tuning import TileConfig
 
@@ -19,7 +21,6 @@ ORDERS = ("softmax_then_topk", "topk_then_softmax")
 SLOT_ORDERS = ("score", "expert")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
-WEIGHT_LAYOUTS = ("in_out", "out_in")
 INT32_LIMIT = 2**31
 
 
@@ -285,8 +286,9 @@ class MatmulSpec:
     weight_layout: `in_out` `[E, D, N]` or `out_in` `[E, N, D]`.
     gather: which row of x feeds a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
     scatter: where a layout row is written: `row` (layout order) or `slot`.
-    activation: fused after the bias, or None. out_dtype: None = the dtype of x.
+    activation: fused after the bias, or None. out_dtype: None = the dtype of x (which a quantised x does not name).
     allow_tf32: fp32 inputs may use TF32 (else IEEE fp32). tuning: how tiles are chosen, None = by the defaults.
+    fast_accumulate: products of fp8 with fp8 may add up in the tensor cores over more than 128 columns.
     """
 
     weight_layout: str
@@ -296,10 +298,12 @@ class MatmulSpec:
     out_dtype: str | None = None
     allow_tf32: bool = False
     tuning: MatmulTuning | None = None
+    fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_kind("tuning", self.tuning, MatmulTuning, optional=True)
+        require_flag("fast_accumulate", self.fast_accumulate)
         require_choice("gather", self.gather, ("row", "token", "slot"))
         require_choice("scatter", self.scatter, ("row", "slot"))
         require_kind("activation", self.activation, Activation, optional=True)
@@ -320,6 +324,9 @@ class MoESpec:
     K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
     checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults.
 
+    Of quantised experts (docs/quantization.md). activations: the format that x and the hidden rows are quantised to
+    before each product, None = as they are. fast_accumulate: see `MatmulSpec`; of fp8 activations.
+
     Of training (docs/training.md). recompute: the forward keeps no pre-activation, and the backward runs matmul 1 again
     for it, to the same bits. main_grad (torch only): the backward adds the gradients of the matrices of experts and
     shared expert, in fp32, to the tensors that these hold as their attribute `main_grad`, and returns none for them.
@@ -336,8 +343,17 @@ class MoESpec:
     tuning: Tuning | None = None
     recompute: bool = False
     main_grad: bool = False
+    activations: Format | None = None
+    fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
+        require_kind("activations", self.activations, Format, optional=True)
+        require_flag("fast_accumulate", self.fast_accumulate)
+        if self.fast_accumulate and (self.activations is None or self.activations.element != "e4m3"):
+            raise InvalidInput(
+                f"fast_accumulate must be False unless activations are fp8, got True with {self.activations}; it is "
+                "about products of fp8 with fp8"
+            )
         require_kind("tuning", self.tuning, Tuning, optional=True)
         require_flag("recompute", self.recompute)
         require_flag("main_grad", self.main_grad)

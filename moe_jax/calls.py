@@ -19,12 +19,15 @@ from jax.core import Tracer
 
 from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import named_arrays
+from moe_core.formats import QuantizedTensor
+from moe_core.operands import named_fields
 from moe_core.plan import LaunchPlan
 from moe_core.target import Target
 from moe_jax import ffi, platforms
 
 T = TypeVar("T")
+#: What the ops take for an array; they return jax.Array.
+Array = jax.Array | np.ndarray
 
 #: The ops that have a gradient; none of them has a second one.
 DIFFERENTIABLE_OPS = ("moe", "router", "route", "matmul_ogs", "activation", "reduce")
@@ -55,20 +58,24 @@ class OpCall:
         self._op = op
         self._arrays: dict[str, Any] = {}
 
-    def array(self, name: str, value: Any) -> ArraySpec:
-        """Check and record an array; returns its spec. Raises InvalidInput for what is no array of a known dtype."""
+    def array(self, name: str, value: Any, argument: str | None = None) -> ArraySpec:
+        """Check and record an array; returns its spec. argument: what messages call it, None = the plan's name.
+
+        Raises InvalidInput for what is no array of a known dtype.
+        """
+        argument = argument or name
         if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise InvalidInput(
-                f"{name} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
+                f"{argument} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
                 "convert it with jax.numpy.asarray or moe_jax.from_dlpack"
             )
         if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
             raise InvalidInput(
-                f"{name} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
+                f"{argument} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
                 f"{jax.dtypes.canonicalize_dtype(value.dtype)}; convert the array first"
             )
         self._arrays[name] = value
-        return _spec(name, value.shape, value.dtype)
+        return _spec(argument, value.shape, value.dtype)
 
     def optional(self, name: str, value: Any) -> ArraySpec | None:
         """`array`, or None for None."""
@@ -76,14 +83,31 @@ class OpCall:
 
     def bundle(self, argument: str, value: T, prefix: str = "") -> T:
         """Record every array of an operand bundle under `prefix + field`; returns the same bundle of specs."""
-        specs = {}
-        for field, array in named_arrays(value):
-            specs[field] = self.array(prefix + field, array)
+        specs: dict[str, Any] = {}
+        for field, array in named_fields(value):
+            if isinstance(array, QuantizedTensor):
+                specs[field] = self._quantized(prefix + field, array)
+            else:
+                specs[field] = self.array(prefix + field, array)
         required = [field.name for field in dataclasses.fields(value) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
         for field in required:
             if field not in specs:
                 raise InvalidInput(f"{argument}.{field} must be an array, got None; pass it")
         return dataclasses.replace(value, **specs)  # type: ignore[type-var]
+
+    def _quantized(self, name: str, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Record the arrays of a quantised tensor under `name.values` and so on; returns the tensor of their specs.
+
+        A pytree library may have built it around anything: InvalidInput where the arrays are not those of its format.
+        """
+        specs = {field: self.array(f"{name}.{field}", array) for field, array in named_fields(tensor)}
+        for field in ("values", "scales"):
+            if field not in specs:
+                raise InvalidInput(f"{name}.{field} must be an array, got None; pass every array of the tensor")
+        try:
+            return QuantizedTensor(tensor.spec, **specs)
+        except InvalidInput as error:
+            raise InvalidInput(f"{name}: {error}") from error
 
     def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
         """Plan, then call: the plan's outputs, in order."""

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from moe_core.dtypes import numpy_dtype
 from moe_core.errors import Unsupported
+from moe_core.expert_checks import why_no_moe_gradient
 from moe_core.moe import plan_moe
 from moe_core.moe_backward import gradient_names, plan_moe_backward, plan_training
 from moe_core.operands import (
@@ -159,6 +160,10 @@ def _composed(call: _Call, *arrays: Any) -> tuple[Any, ...]:
 def _forward_rule(call: _Call, *primals: Any) -> tuple[tuple[Any, ...], Kept]:
     arrays = {name: primal.value for name, primal in zip(call.names, primals, strict=True)}
     perturbed = {name: primal.perturbed for name, primal in zip(call.names, primals, strict=True)}
+    differentiated = [name for name, is_perturbed in perturbed.items() if is_perturbed]
+    reason = why_no_moe_gradient(call.operands.experts, call.spec, differentiated)
+    if differentiated and reason is not None:
+        raise Unsupported(reason)
     asked = [perturbed[name.removeprefix("d_")] for name in gradient_names(call.operands)]
     outputs = call.forward(arrays, keep=any(asked))
     results = tuple(outputs[name] for name in call.results)

@@ -24,6 +24,7 @@ from moe_core import dtypes, runtime
 from moe_core import plan as plans
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import KEY_LENGTH, LaunchPlan
+from moe_jax.denormals import exact_denormals
 
 try:
     import jax_tvm_ffi
@@ -86,7 +87,12 @@ def _callback(key: str, stream: int, *tensors: Any) -> None:
     prepared = _prepared.get((key, device.type, device.index))
     if prepared is None:
         prepared = _prepare_late(key, device.type, device.index)
-    prepared([tensor.data_ptr() for tensor in tensors], stream)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    if device.type != "cpu":
+        prepared(pointers, stream)
+        return
+    with exact_denormals():
+        prepared(pointers, stream)
 
 
 def _prepare_late(key: str, platform: str, index: int) -> runtime.Prepared:

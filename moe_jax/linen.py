@@ -9,6 +9,10 @@ Parameters are in the collection `params`, boxed with MaxText's logical axes (`n
 correction bias is in `router_state`, which no gradient trains. With `mutable=["intermediates"]` every call also sows
 its MoEAux as `moe_aux`.
 
+Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's as they are
+stored, `layer = MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their arrays are in the
+collection `quantized`: `quantized/wi_0/values` and so on.
+
 Layers in a scan: make one MoE with num_layers=L, whose parameters are `[L, ...]`, and tell each call its layer. Weights
 stored in the compute dtype are then read where they are, and nothing is copied:
 
@@ -18,7 +22,7 @@ stored in the compute dtype are then read where they are, and nothing is copied:
             stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
             step = nn.scan(
                 lambda stack, x, index: (x + stack(x, layer=index), None),
-                variable_broadcast=("params", "router_state"),
+                variable_broadcast=("params", "router_state", "quantized"),
                 variable_axes={"intermediates": 0},
                 split_rngs={"params": False},
             )
@@ -33,7 +37,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from moe_core.errors import Unsupported
@@ -65,6 +68,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "QUANTIZED",
     "STATE",
     "Activation",
     "ExpertsSpec",
@@ -81,6 +85,8 @@ __all__ = [
 
 #: The collection of the correction bias.
 STATE = "router_state"
+#: That of the arrays of quantised experts.
+QUANTIZED = "quantized"
 #: (what is left of a leaf's path, the leaf)
 _Places = tuple[tuple[tuple[str, ...], Leaf], ...]
 
@@ -114,6 +120,7 @@ class MoE(nn.Module):
     tuning: Tuning | None = None
     recompute: bool = False
     main_grad: bool = False
+    fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.
@@ -187,9 +194,14 @@ class MoE(nn.Module):
         For a stack: those of each layer. See `moe_jax.layers.load_weights`.
         """
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
-        arrays = jax.tree.map(jnp.array, arrays)
-        state = {name: arrays["gate"].pop(name) for name in ("correction_bias",) if self.correction_bias}
-        return {"params": arrays, **({STATE: {"gate": state}} if state else {})}
+        variables: dict[str, dict[str, Any]] = {}
+        for leaf in layers.leaves(self.spec, self.num_layers):
+            place: Any = variables.setdefault(_collection(leaf), {})
+            *above, name = leaf.path
+            for key in above:
+                place = place.setdefault(key, {})
+            place[name] = jnp.array(layers.find(arrays, leaf.path))
+        return variables
 
     @nn.nowrap
     def export_weights(self, variables: Any) -> LayerWeights | list[LayerWeights]:
@@ -200,14 +212,14 @@ class MoE(nn.Module):
     def _parameters(self, variables: Any) -> dict[str, Any]:
         """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
         variables = nn.meta.unbox(variables)
-        parameters = dict(variables["params"])
-        if self.correction_bias:
-            parameters["gate"] = {**parameters["gate"], **variables[STATE]["gate"]}
-        return parameters
+        every = layers.leaves(self.spec, self.num_layers)
+        return layers.nested(
+            (leaf.path, layers.find(variables.get(_collection(leaf), {}), leaf.path)) for leaf in every
+        )
 
 
 class ParameterGroup(nn.Module):
-    """Parameters below one name: `gate`, `shared_experts`, `shared_experts/wi_0`."""
+    """Arrays below one name: `gate`, `shared_experts`, `shared_experts/wi_0`, the quantised `wi_0`."""
 
     places: _Places
     param_dtype: Any
@@ -232,6 +244,12 @@ def _declare(module: nn.Module, places: _Places, param_dtype: Any, kernel_init: 
 
 def _array(module: nn.Module, name: str, leaf: Leaf, param_dtype: Any, kernel_init: Initializer) -> Any:
     initial = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes)
-    if leaf.is_state:
-        return module.variable(STATE, name, initial, None, param_dtype, kernel_init).value
+    collection = _collection(leaf)
+    if collection != "params":
+        return module.variable(collection, name, initial, None, param_dtype, kernel_init).value
     return module.param(name, initial, param_dtype, kernel_init)
+
+
+def _collection(leaf: Leaf) -> str:
+    """Where a leaf is among the variables."""
+    return QUANTIZED if leaf.is_quantized else STATE if leaf.is_state else "params"

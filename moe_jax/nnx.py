@@ -18,6 +18,9 @@ stored in the compute dtype are then read where they are, and nothing is copied:
 
     y = step(stack, x, jnp.arange(24))
 
+Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's as it is
+stored, `MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
+
 Beside layers that are scanned over as usual, pass these with axis 0 and the stack with None. Several devices: call the
 layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
 """
@@ -69,6 +72,7 @@ __all__ = [
     "MoE",
     "MoEAux",
     "MoELayerSpec",
+    "QuantizedArray",
     "RouterSpec",
     "SharedExpertsSpec",
     "Tuning",
@@ -89,12 +93,20 @@ class CorrectionBias(nnx.Variable):
     """
 
 
+class QuantizedArray(nnx.Variable):
+    """One array of a quantised matrix, as its format stores it: no gradient trains it, so no nnx.Param."""
+
+
 class ParameterGroup(nnx.Module):
-    """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate)."""
+    """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate), and
+    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points)."""
 
     kernel: nnx.Param
     bias: nnx.Param
     correction_bias: CorrectionBias
+    values: QuantizedArray
+    scales: QuantizedArray
+    zero_points: QuantizedArray
     gate: ParameterGroup
     wi: ParameterGroup
     wi_0: ParameterGroup
@@ -116,10 +128,11 @@ class MoE(nnx.Module):
     """
 
     gate: ParameterGroup
-    wi: nnx.Param
-    wi_0: nnx.Param
-    wi_1: nnx.Param
-    wo: nnx.Param
+    # nnx.Param, or of quantised experts ParameterGroup: a union would make every reader of a plain layer prove it.
+    wi: Any
+    wi_0: Any
+    wi_1: Any
+    wo: Any
     wi_bias: nnx.Param
     wi_0_bias: nnx.Param
     wi_1_bias: nnx.Param
@@ -171,7 +184,8 @@ class MoE(nnx.Module):
     def from_weights(cls, weights: LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
         """A layer that holds the weights in the storage they have; nothing is drawn first.
 
-        param_dtype: None = that of the experts. For another storage, a stack or more options make an abstract layer,
+        param_dtype: None = that of the weights (`LayerWeights.dtype`). Quantised experts stay as their format stores
+        them. For another storage, a stack or more options make an abstract layer,
         `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
         """
         if not isinstance(weights, LayerWeights):
@@ -217,7 +231,12 @@ class MoE(nnx.Module):
         return layers.warmup(self.spec, tokens, **self._planned_for(), training=training)
 
     def _planned_for(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "num_layers": self.num_layers, "parameters": self.parameters()}
+        return {
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "num_layers": self.num_layers,
+            "parameters": self.parameters(),
+        }
 
     def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> None:
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
@@ -250,7 +269,7 @@ class MoE(nnx.Module):
 
 
 def _variable(leaf: Leaf, value: jax.Array) -> nnx.Variable:
-    kind = CorrectionBias if leaf.is_state else nnx.Param
+    kind = QuantizedArray if leaf.is_quantized else CorrectionBias if leaf.is_state else nnx.Param
     with nnx.use_eager_sharding(nnx.using_eager_sharding() and _can_shard(leaf)):
         return kind(value, out_sharding=leaf.logical_axes)
 

@@ -27,6 +27,7 @@ from moe_core.activation import plan_activation
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.dtypes import MATMUL_DTYPES, canonical
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, format_named, scheme_named
 from moe_core.matmul_ogs import LAYOUT_INPUTS, plan_matmul_ogs
 from moe_core.moe import plan_moe
 from moe_core.moe_backward import explain_training
@@ -47,8 +48,9 @@ from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, Matmu
 from moe_core.tile_table import TileTable
 from moe_core.tuning import TileConfig
 from moe_jax import pytrees as pytrees
-from moe_jax.calls import OpCall, require_type
+from moe_jax.calls import Array, OpCall, require_type
 from moe_jax.composed import moe_call, run_moe, training_plans
+from moe_jax.quantize import dequantize, quantize, quantize_rows
 from moe_jax.routing import run_route, run_router
 from moe_jax.stage_gradients import run_stage
 from moe_jax.trace import watched
@@ -56,6 +58,7 @@ from moe_jax.trace import watched
 __all__ = [
     "Activation",
     "ExpertWeights",
+    "Format",
     "LayoutSpec",
     "LogitsSpec",
     "MatmulOperands",
@@ -63,32 +66,38 @@ __all__ = [
     "MatmulTuning",
     "MoEOutput",
     "MoESpec",
+    "QuantizedSpec",
+    "QuantizedTensor",
     "RaggedLayout",
     "RouterLogits",
     "RouterSpec",
     "RouterWeights",
     "Routing",
+    "Scheme",
     "SharedExpert",
     "TileConfig",
     "TileTable",
     "TopK",
     "Tuning",
     "activation",
+    "dequantize",
     "explain_moe",
+    "format_named",
     "make_layout",
     "matmul_ogs",
     "moe",
     "pack_bitmatrix",
+    "quantize",
+    "quantize_rows",
     "reduce",
     "route",
     "router",
     "scale_rows",
+    "scheme_named",
     "unpack_bitmatrix",
 ]
 
 _PLAIN_LOGITS = LogitsSpec()
-#: What the ops take for an array; they return jax.Array.
-Array = jax.Array | np.ndarray
 
 
 def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS) -> jax.Array:
@@ -194,7 +203,8 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     """Ragged grouped matmul: row r of an expert's group is `epilogue(x[source of r] @ weight[expert])`.
 
     layout None: one dense product, x `[T, D]` and weight `[D, N]`. Result: `[capacity, N]` (`spec.scatter` row) or
-    `[T * K, N]` (slot), in `spec.out_dtype`; rows without an expert are zeros. Raises InvalidInput, Unsupported.
+    `[T * K, N]` (slot), in `spec.out_dtype`; rows without an expert are zeros. weight with up, and x with them, may be
+    `QuantizedTensor`s (docs/quantization.md). Raises InvalidInput, Unsupported.
     """
     call = OpCall("matmul_ogs")
     require_type("operands", operands, MatmulOperands)
@@ -294,12 +304,14 @@ def moe(
 
     routing: from x (RouterWeights), from logits (RouterLogits) or decided (TopK; ids and weights come back as given).
     token_mask: bool `[T]`, False = the token has no expert. expert_map: int32 `[E_global]`, global id -> local or -1.
-    shared: a dense expert for every token. Result: see MoEOutput; its logits are None for TopK.
+    shared: a dense expert for every token. Result: see MoEOutput; its logits are None for TopK. The matrices of experts
+    may be `QuantizedTensor`s, and `spec.activations` a format for what they are multiplied with (docs/quantization.md).
     checked: raise InvalidInput where ids lie outside [-1, E), which waits for the result and so works eagerly only
     (Unsupported while tracing). Raises InvalidInput, Unsupported.
 
     Gradients (reverse mode, once): of x, every weight and bias, the logits or weights given; not of correction_bias.
-    They flow in through output, weights and logits; ids and counts have none. Arrays that are not differentiated cost
+    They flow in through output, weights and logits; ids and counts have none, and neither have quantised weights, which
+    they flow through, or a forward with spec.activations. Arrays that are not differentiated cost
     nothing: no weight gradient is computed for a frozen weight. docs/training.md has the equations.
     """
     options = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}

@@ -12,8 +12,7 @@ from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, Shared
 from moe_core.specs import MoESpec
 from moe_core.warmup import WarmupReport
 from moe_torch.dispatch import require_one_device, target_of_device
-from moe_torch.ops import moe_arguments, training_plans
-from moe_torch.options import encode
+from moe_torch.ops import moe_request, training_plans
 
 #: Arrays of each kind of routing whose first axis is the tokens.
 _BY_TOKEN = {
@@ -45,10 +44,10 @@ def warmup(
     Returns the kernels with the seconds each took, and which existed before; on a CPU there are none. Raises
     InvalidInput, Unsupported.
     """
-    operator, arrays = moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
+    operator, arrays, options = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
     device = require_one_device(present)
-    by_token, options, target = _BY_TOKEN[type(routing)], encode(spec), target_of_device(device)
+    by_token, target = _BY_TOKEN[type(routing)], target_of_device(device)
     plans = []
     for count in core.token_counts(tokens):
         resized = [

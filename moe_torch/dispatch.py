@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from moe_core.arrays import ALIGNMENT, ArraySpec
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
 from moe_core.plan import LaunchPlan
 from moe_core.runtime import Prepared, prepare, target_of
 from moe_core.target import Target, cpu_target
@@ -78,8 +79,9 @@ class Ready(NamedTuple):
 def array_spec(name: str, tensor: Any) -> ArraySpec:
     """The spec of a tensor; symbolic sizes count as their hints. Raises InvalidInput for what is no dense tensor."""
     if not isinstance(tensor, torch.Tensor):
+        fix = "dequantize" if isinstance(tensor, QuantizedTensor) else "from_dlpack"
         raise InvalidInput(
-            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with moe_torch.from_dlpack"
+            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with moe_torch.{fix}"
         )
     if tensor.layout != torch.strided:
         raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
@@ -195,10 +197,9 @@ class Operator:
         given = dict(zip(self.names, specs, strict=True))
         # The planner derives the arrays of a layout from its sizes and has not seen the ones given.
         for buffer in plan.inputs:
-            if given[buffer.name] != buffer.spec:
-                raise InvalidInput(
-                    f"{buffer.name} must be {buffer.spec}, got {given[buffer.name]}; pass the layout's own array"
-                )
+            spec = given[_argument(buffer.name)]
+            if spec != buffer.spec:
+                raise InvalidInput(f"{buffer.name} must be {buffer.spec}, got {spec}; pass the layout's own array")
         return plan
 
     def _run_on_cpu(self, *arguments: Any) -> Any:
@@ -237,6 +238,13 @@ class Operator:
         scratch = plan.scratch + plan.outputs[1:]
         return self._made_ready(dataclasses.replace(plan, outputs=plan.outputs[:1], scratch=scratch), device)
 
+    def ready_placing(self, arguments: tuple[Any, ...], names: tuple[str, ...]) -> Ready:
+        """`ready` whose outputs are the plan's buffers of these names, in their order; all others are scratch."""
+        plan, device = self._planned(arguments)
+        buffers = {buffer.name: buffer for buffer in (*plan.outputs, *plan.scratch)}
+        outputs = tuple(buffers.pop(name) for name in names)
+        return self._made_ready(dataclasses.replace(plan, outputs=outputs, scratch=tuple(buffers.values())), device)
+
     def _planned(self, arguments: tuple[Any, ...]) -> tuple[LaunchPlan, torch.device]:
         *tensors, options = arguments
         device = require_one_device(self._present(tensors))
@@ -246,7 +254,7 @@ class Operator:
         index = {name: position for position, name in enumerate(self.names)}
         return Ready(
             prepare(plan, device.index or 0),
-            tuple(index[buffer.name] for buffer in plan.inputs),
+            tuple(index[_argument(buffer.name)] for buffer in plan.inputs),
             tuple(_dense(buffer.spec.shape, TORCH_DTYPES[buffer.spec.dtype]) for buffer in plan.outputs),
             _dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None,
             device,
@@ -310,11 +318,11 @@ class Operator:
                 )
             if torch.is_grad_enabled() and tensor.requires_grad:
                 if self._gradient is None:
-                    self._refuse_gradient(name)
+                    self._refuse_gradient(name, arguments)
                 asked = asked or name in self._differentiable
         return asked
 
-    def _refuse_gradient(self, name: str) -> NoReturn:
+    def _refuse_gradient(self, name: str, arguments: Sequence[Any]) -> NoReturn:
         raise Unsupported(
             f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch moe, router, "
             "route, matmul_ogs, activation and reduce do; call one of them, or call "
@@ -331,6 +339,11 @@ class Operator:
         raise Unsupported(
             f"{self.name} takes ordinary CPU and CUDA tensors, got {type(arguments[0]).__name__}; convert it"
         )
+
+
+def _argument(buffer: str) -> str:
+    """The name of the argument that a plan's input is; the values of a quantised tensor have the tensor's own."""
+    return buffer.removesuffix(".values")
 
 
 def _packing(returns: Sequence[Any]) -> Callable[[list[torch.Tensor]], Any]:

@@ -12,8 +12,8 @@ from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, Shared
 from moe_core.specs import MoESpec
 from moe_torch import eager
 from moe_torch.dispatch import Operator, Ready, array_spec, call_first, require_one_device, target_of_device
-from moe_torch.ops import moe_arguments, routing_arrays
-from moe_torch.options import encode, require_instance
+from moe_torch.ops import moe_request, routing_arrays
+from moe_torch.options import require_instance
 
 #: Plans one launcher remembers.
 _READY_LIMIT = 4096
@@ -44,8 +44,7 @@ def prepare_moe(
             f"routing must be a RouterWeights, or the class RouterLogits or TopK, got {_name(routing)}; bind the "
             "router, or bring logits or ids with each call"
         )
-    operator, arrays = moe_arguments(None, experts, known, spec, None, expert_map, shared)
-    return MoELauncher(operator, kind, arrays, encode(spec))
+    return MoELauncher(kind, *moe_request(None, experts, known, spec, None, expert_map, shared))
 
 
 def _name(value: object) -> str:
@@ -65,7 +64,7 @@ class MoELauncher:
     compilation, transforms, modes, profilers, or for gradients) takes the tensors as they are then.
     """
 
-    def __init__(self, operator: Operator, kind: type, arrays: Sequence[Any], options: str) -> None:
+    def __init__(self, kind: type, operator: Operator, arrays: Sequence[Any], options: str) -> None:
         names = operator.names
         named = [(name, array) for name, array in zip(names, arrays, strict=True) if array is not None]
         for name, tensor in named:

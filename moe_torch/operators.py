@@ -153,7 +153,7 @@ UNPACK_BITMATRIX = Operator(
 _OPERANDS = len(dataclasses.fields(MatmulOperands))
 
 
-def _plan_matmul_ogs(*request: Any) -> LaunchPlan:
+def plan_matmul_ogs_arrays(*request: Any) -> LaunchPlan:
     *arrays, spec, sizes, target = request
     layout = None
     if sizes is not None:
@@ -162,7 +162,7 @@ def _plan_matmul_ogs(*request: Any) -> LaunchPlan:
     return plan_matmul_ogs(MatmulOperands(*arrays[:_OPERANDS]), layout, spec, target)
 
 
-def _matmul_ogs_shapes(*request: Any) -> Outputs:
+def matmul_ogs_shapes(*request: Any) -> Outputs:
     *arrays, slot_of_row, row_of_slot, spec, _ = request
     x, weight = arrays[:2]
     if slot_of_row is None:
@@ -173,12 +173,11 @@ def _matmul_ogs_shapes(*request: Any) -> Outputs:
     return [((rows, width), _out_dtype(x, spec.out_dtype))]
 
 
-MATMUL_OGS = Operator(
-    "matmul_ogs(Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, Tensor? row_weight, Tensor? layer, "
-    "Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot, str options) -> Tensor",
-    _plan_matmul_ogs,
-    _matmul_ogs_shapes,
+MATMUL_TENSORS = (
+    "Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, Tensor? row_weight, Tensor? layer, "
+    "Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot"
 )
+MATMUL_OGS = Operator(f"matmul_ogs({MATMUL_TENSORS}, str options) -> Tensor", plan_matmul_ogs_arrays, matmul_ogs_shapes)
 
 
 # activation: options (Activation, out_dtype)
@@ -254,7 +253,7 @@ _REST = (
     "Tensor? token_mask, Tensor? expert_map, Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_up, "
     "Tensor? shared_gate"
 )
-_NUM_EXPERT_ARRAYS = len(dataclasses.fields(ExpertWeights))
+_NUM_EXPERT_ARRAYS = _EXPERTS.count("Tensor")
 #: The tensors of a moe operator in its schema, by kind of routing; the prefixes of their bundles.
 MOE_TENSORS = {kind: f"Tensor x, {_EXPERTS}, {routing}, {_REST}" for kind, routing in _ROUTINGS.items()}
 MOE_BUNDLES = ("experts", "routing", "shared")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, format_named, scheme_named
 from moe_core.moe_backward import explain_training, plan_training
 from moe_core.operands import (
     ExpertWeights,
@@ -42,11 +43,15 @@ from moe_core.tile_table import TileTable
 from moe_core.tuning import TileConfig
 from moe_torch import operators
 from moe_torch.dispatch import Operator, array_spec, call, require_one_device, target_of_device
+from moe_torch.matmul_request import is_quantized, matmul_request
 from moe_torch.options import dtype_name, encode, layout_spec, require_instance
+from moe_torch.quantization import dequantize, quantize, quantize_rows
+from moe_torch.quantized_operators import MOE_QUANTIZED, QuantizedOperator
 
 __all__ = [
     "Activation",
     "ExpertWeights",
+    "Format",
     "LayoutSpec",
     "LogitsSpec",
     "MatmulOperands",
@@ -54,26 +59,34 @@ __all__ = [
     "MatmulTuning",
     "MoEOutput",
     "MoESpec",
+    "QuantizedSpec",
+    "QuantizedTensor",
     "RaggedLayout",
     "RouterLogits",
     "RouterSpec",
     "RouterWeights",
     "Routing",
+    "Scheme",
     "SharedExpert",
     "TileConfig",
     "TileTable",
     "TopK",
     "Tuning",
     "activation",
+    "dequantize",
     "explain_moe",
+    "format_named",
     "make_layout",
     "matmul_ogs",
     "moe",
     "pack_bitmatrix",
+    "quantize",
+    "quantize_rows",
     "reduce",
     "route",
     "router",
     "scale_rows",
+    "scheme_named",
     "unpack_bitmatrix",
 ]
 
@@ -90,6 +103,8 @@ def _expert_arrays(experts: ExpertWeights) -> tuple[Any, ...]:
         experts.up_bias,
         experts.down_bias,
         experts.layer,
+        experts.gate_up_input_scale,
+        experts.down_input_scale,
     )
 
 
@@ -106,18 +121,6 @@ def _shared_arrays(shared: SharedExpert | None) -> tuple[Any, ...]:
         return None, None, None, None
     require_instance("shared", shared, SharedExpert)
     return shared.gate_up, shared.down, shared.up, shared.gate
-
-
-def _operand_arrays(operands: MatmulOperands) -> tuple[Any, ...]:
-    return (
-        operands.x,
-        operands.weight,
-        operands.up,
-        operands.bias,
-        operands.up_bias,
-        operands.row_weight,
-        operands.layer,
-    )
 
 
 def router(
@@ -203,18 +206,11 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
 
     operands: see MatmulOperands (x bf16, fp16 or fp32; rows may be strided). spec: gather, scatter, fused activation,
     weight layout. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`), N after gating; rows without an expert
-    are exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]` or `[N, D]`, y `[T, N]`.
+    are exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]` or `[N, D]`, y `[T, N]`. weight with up, and x with
+    them, may be `QuantizedTensor`s (docs/quantization.md); there is no gradient then.
     """
-    require_instance("operands", operands, MatmulOperands)
-    require_instance("spec", spec, MatmulSpec)
-    arrays = _operand_arrays(operands)
-    if layout is None:
-        return call(operators.MATMUL_OGS, *arrays, None, None, None, None, encode(spec, None))
-    require_instance("layout", layout, RaggedLayout)
-    sizes = layout.spec
-    text = encode(spec, (sizes.top_k, sizes.num_experts, sizes.alignment, sizes.max_rows))
-    grouping = (layout.group_sizes, layout.group_start, layout.slot_of_row, layout.row_of_slot)
-    return call(operators.MATMUL_OGS, *arrays, *grouping, text)
+    operator, arrays, text = matmul_request(operands, layout, spec)
+    return call(operator, *arrays, text)
 
 
 def activation(
@@ -281,10 +277,12 @@ def moe(
     given logits or weights. Into them flow those of output, and of weights and logits where they are computed here. The
     rest (ids, masks, correction_bias, layer) has none. The forward then keeps what docs/training.md lists. Second
     derivatives and forward mode raise Unsupported.
+
+    The matrices of experts may be `QuantizedTensor`s (docs/quantization.md). There is no gradient then.
     """
     _require_checkable(checked)
-    operator, arrays = moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
-    results = call(operator, *arrays, encode(spec))
+    operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
+    results = call(operator, *arrays, text)
     output, tokens_per_expert, invalid_ids = results[:3]
     if isinstance(routing, TopK):
         ids, weights, logits = routing.ids, routing.weights, None
@@ -312,18 +310,20 @@ def explain_moe(
 
     training: the forward of a training step, then its backward with every gradient.
     """
-    operator, arrays = moe_arguments(x, experts, routing, spec, token_mask, expert_map, shared)
+    operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
     target = target_of_device(require_one_device(present))
     if training:
         return explain_training(training_plans(operator, type(routing), arrays, spec, target))
-    return operator.plan(arrays, encode(spec), target).explain()
+    return operator.plan(arrays, text, target).explain()
 
 
 def training_plans(
     operator: Operator, kind: type, arrays: Sequence[Any], spec: MoESpec, target: Target
 ) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for the tensors of a moe operator (None where absent)."""
+    """The plans of a training step for the tensors of a moe operator (None where absent); not of quantised experts."""
+    if isinstance(operator, QuantizedOperator):
+        raise Unsupported(operator.why_no_gradient(arrays))
     # Checks what a call checks.
     operator.plan(arrays, encode(spec), target)
     x, *others = [
@@ -332,15 +332,25 @@ def training_plans(
     return plan_training(MoEOperands(x, *operators.split_moe(kind, others)), spec, target)
 
 
-def moe_arguments(
+def moe_request(
     x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any, expert_map: Any, shared: Any
-) -> tuple[Any, list[Any]]:
-    """The moe operator for a kind of routing, and its tensors in order (None where absent)."""
+) -> tuple[Operator, list[Any], str]:
+    """The moe operator for such routing and experts, its tensors in order (None where absent) and its options."""
     require_instance("experts", experts, ExpertWeights)
     require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
     require_instance("spec", spec, MoESpec)
-    arrays = [x, *_expert_arrays(experts), *routing_arrays(routing), token_mask, expert_map, *_shared_arrays(shared)]
-    return operators.MOE[type(routing)], arrays
+    *own, scale_1, scale_2 = _expert_arrays(experts)
+    arrays = [x, *own, *routing_arrays(routing), token_mask, expert_map, *_shared_arrays(shared)]
+    # Scales beside plain experts are refused by the planner, which that operator reaches with them.
+    if scale_1 is not None or scale_2 is not None or is_quantized(experts.gate_up, experts.down, experts.up):
+        operator = MOE_QUANTIZED[type(routing)]
+        return operator, operator.arguments(arrays, (scale_1, scale_2)), encode(spec, operator.formats(arrays))
+    return operators.MOE[type(routing)], arrays, encode(spec)
+
+
+def moe_arguments(*request: Any) -> tuple[Operator, list[Any]]:
+    """The operator and the tensors of `moe_request`."""
+    return moe_request(*request)[:2]
 
 
 def _require_checkable(checked: bool) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from moe_core import codec, dtypes, operands, specs
+from moe_core import codec, dtypes, formats, operands, specs
 from moe_core.errors import InvalidInput
 
 #: torch dtypes by canonical name, and the reverse.
@@ -88,7 +90,7 @@ def _unflatten(flat: Any) -> Any:
     if kind == "float":
         return float.fromhex(items[0])
     values = [_unflatten(item) for item in items]
-    return tuple(values) if kind == "tuple" else getattr(specs, kind)(*values)
+    return tuple(values) if kind == "tuple" else getattr(formats if hasattr(formats, kind) else specs, kind)(*values)
 
 
 @torch.compiler.assume_constant_result
@@ -148,3 +150,21 @@ def register_pytrees() -> None:
         operands.SharedExpert,
     ):
         torch.export.register_dataclass(bundle)
+    # Its spec is no leaf, and transformations fill its fields with what is no array.
+    pytree.register_pytree_node(
+        formats.QuantizedTensor,
+        lambda tensor: ([array for _, array in _keyed(tensor)], tensor.spec),
+        _quantized,
+        serialized_type_name="moe_core.formats.QuantizedTensor",
+        to_dumpable_context=codec.dumps,
+        from_dumpable_context=codec.loads,
+        flatten_with_keys_fn=lambda tensor: (_keyed(tensor), tensor.spec),
+    )
+
+
+def _keyed(tensor: formats.QuantizedTensor) -> list[tuple[Any, Any]]:
+    return [(pytree.GetAttrKey(name), getattr(tensor, name)) for name in ("values", "scales", "zero_points")]
+
+
+def _quantized(arrays: Iterable[Any], spec: formats.QuantizedSpec) -> formats.QuantizedTensor:
+    return formats.QuantizedTensor.unchecked(spec, *arrays)

@@ -39,18 +39,16 @@ from moe_core.operands import ExpertWeights, RouterWeights, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logits_spec, sizes_of
 from moe_torch import operators
 from moe_torch.options import decode, encode
+from moe_torch.quantized_operators import MOE_QUANTIZED
 from moe_torch.training import TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
-_KINDS: dict[Any, type] = {
-    operator.overload: kind for forwards in (operators.MOE, TRAINING) for kind, operator in forwards.items()
-}
+_FORWARDS: tuple[dict[type, Any], ...] = (operators.MOE, MOE_QUANTIZED, TRAINING)
+_KINDS: dict[Any, type] = {operator.overload: kind for forwards in _FORWARDS for kind, operator in forwards.items()}
 #: Forward -> the one of its sort that takes ids and weights.
 _TOP_K: dict[Any, Any] = {
-    operator.overload: forwards[TopK].overload
-    for forwards in (operators.MOE, TRAINING)
-    for operator in forwards.values()
+    operator.overload: forwards[TopK].overload for forwards in _FORWARDS for operator in forwards.values()
 }
 _ROUTER = operators.ROUTER.overload
 
@@ -122,7 +120,7 @@ class _Call:
     def __init__(self, overload: Any, kind: type, arguments: tuple[Any, ...]) -> None:
         self._overload, self.kind = overload, kind
         self.arguments = dict(zip(_names(overload), arguments, strict=True))
-        (self._spec,) = decode(self.arguments["options"])
+        self._spec, *self._formats = decode(self.arguments["options"])
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -131,14 +129,16 @@ class _Call:
         return sizes_of(experts, routing, self._spec, self.arguments["expert_map"])
 
     def _bundle(self, kind: type, prefix: str) -> Any:
-        return kind(**{field.name: self.arguments[f"{prefix}_{field.name}"] for field in dataclasses.fields(kind)})
+        names = [field.name for field in dataclasses.fields(kind)]
+        given = {name: self.arguments[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in self.arguments}
+        return kind(**given)
 
     def run(self) -> Any:
         return self._overload(*self.arguments.values())
 
     def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         """What the call returns with these ids and weights as its routing."""
-        options = encode(dataclasses.replace(self._spec, router=None))
+        options = encode(dataclasses.replace(self._spec, router=None), *self._formats)
         given = {**self.arguments, "routing_ids": ids, "routing_weights": weights, "options": options}
         forward = _TOP_K[self._overload]
         results = forward(*[given[name] for name in _names(forward)])

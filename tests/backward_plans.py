@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from moe_core import backward_rows
 from moe_core.activation_backward import plan_activation_backward, plan_expert_activation_backward
 from moe_core.arrays import ArraySpec
+from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.matmul_backward import plan_matmul_ogs_backward
+from moe_core.matmul_quantized_transposed import plan_matmul_quantized_transposed
 from moe_core.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
 from moe_core.plan import LaunchPlan
 from moe_core.router_backward import plan_router_backward
@@ -92,6 +94,23 @@ def product_plans(target: Target) -> Iterator[LaunchPlan]:
     yield plan_matmul_ogs_backward(y, second, layout, MatmulSpec("out_in", "row", "slot"), target, wanted=wanted)
 
 
+def quantized_plans(target: Target) -> Iterator[LaunchPlan]:
+    """Products with quantised weights read the other way: every element, both layouts, few rows and many."""
+    for name, layout, dtype, tokens in (
+        ("mxfp4", "out_in", "bfloat16", TOKENS),
+        ("int4_g32_zp", "in_out", "float16", 512),
+        ("int8_g64_zp", "in_out", "bfloat16", TOKENS),
+        ("fp8_block", "out_in", "float32", 512),
+    ):
+        rows = LayoutSpec(tokens, 4, 32)
+        shape = (32, 5760, 2880) if name == "mxfp4" else (32, 2048, 1408)
+        weight = quantized_specs(QuantizedSpec(format_named(name), layout), shape)
+        outputs = shape[1] if layout == "out_in" else shape[2]
+        up = weight if name == "int4_g32_zp" else None
+        operands = MatmulOperands(ArraySpec((rows.capacity, outputs * (1 if up is None else 2)), dtype), weight, up)
+        yield plan_matmul_quantized_transposed(operands, rows, MatmulSpec(layout), target, composed=True)
+
+
 def row_plans(target: Target) -> Iterator[LaunchPlan]:
     """What a gate, a weighted input, another dtype of the output's gradient and a second part of d_x need."""
     for dtype in ("bfloat16", "float32"):
@@ -110,3 +129,4 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     yield from routing_plans(target)
     yield from router_plans(target)
     yield from product_plans(target)
+    yield from quantized_plans(target)

@@ -33,7 +33,7 @@ from moe_core.operands import (
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
-from tests import backward_plans, hopper_plans, overlap_order
+from tests import backward_plans, hopper_plans, overlap_order, quantized_plans
 
 #: Multiprocessors of an A100, an H200 and a B200.
 NUM_SMS = {80: 108, 90: 132, 100: 148}
@@ -184,8 +184,7 @@ def _batch_invariant(target: Target) -> Iterator[LaunchPlan]:
 
 
 def _routing(target: Target) -> Iterator[LaunchPlan]:
-    logits, bias = ArraySpec((512, 384), "float32"), ArraySpec((384,), "float32")
-    mask = ArraySpec((512,), "bool")
+    logits, bias, mask = ArraySpec((512, 384), "float32"), ArraySpec((384,), "float32"), ArraySpec((512,), "bool")
     for router in (
         RouterSpec(6, renormalize=True),
         RouterSpec(6, order="topk_then_softmax", slot_order="expert"),
@@ -302,6 +301,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "hopper": _hopper,
     "overlap": overlap_order.plans,
     "backward_ops": backward_plans.plans,
+    **quantized_plans.GROUPS,
     "from_logits": _from_logits,
 }
 

@@ -265,10 +265,12 @@ def test_sizes_the_format_cannot_have(tmp_path):
         open_checkpoint(path).layer(0)
 
 
-def test_plain_weights_are_asked_for_by_name(gpt_oss):
+def test_layers_take_the_arrays_as_they_are(gpt_oss):
     path, _ = gpt_oss
-    with pytest.raises(InvalidInput, match=r"experts.gate_up must be a NumPy array, got QuantizedTensor"):
-        LayerWeights.from_checkpoint(open_checkpoint(path).layer(0))
+    layer = open_checkpoint(path).layer(0)
+    weights = LayerWeights.from_checkpoint(layer)
+    assert weights.experts.gate_up is layer.experts.gate_up
+    assert weights.layer_spec().experts.scheme == layer.scheme and weights.dtype == "bfloat16"
 
 
 # 8-bit floats of files

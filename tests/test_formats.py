@@ -97,6 +97,7 @@ def test_a_format_of_ones_own_is_one_object():
         (("x", "int8", 1, 32, "floor"), "scale_rule must be amax or power_of_two for int8, got 'floor'"),
         (("x", "e4m3", 1, 1, "amax", True), "zero_points must be False for e4m3, got True"),
         (("x", "int8", 1, 1, "amax", True), "zero_points must be False for int8, got True"),
+        (("x", "uint8", 8, 16, "amax", True), "group_rows must be 1 with zero_points"),
         (("x", "uint4", 1, 31), "group_columns must be a multiple of 2 for uint4, got 31"),
     ],
 )

@@ -140,12 +140,18 @@ LAYERS = {
         "selection",
         "routing",
         "routing_backward",
+        "matmul_operands",
         "matmul_hopper",
+        "quantized_tiles",
+        "matmul_quantized",
         "matmul_ogs",
+        "matmul_quantized_transposed",
         "activation",
         "activation_backward",
         "reduction",
         "overlap",
+        "quantize_rows",
+        "expert_checks",
         "weight_gradient_hopper",
         "weight_gradient",
         "backward_rows",
@@ -157,7 +163,7 @@ LAYERS = {
         "moe_backward",
     ),
     "runtime": ("cuda", "tensor_map", "compiler", "interpreter", "runtime", "warmup"),
-    "tools": ("checkpoint", "doctor", "layers", "parity", "trace", "tune"),
+    "tools": ("checkpoint", "doctor", "layers", "modular", "parity", "trace", "tune"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 FRONT_END_LEVEL = len(LAYERS)

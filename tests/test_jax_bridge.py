@@ -168,3 +168,12 @@ def test_what_cannot_travel_is_refused() -> None:
             pytest.fail(f"{name}: no error for {moe_jax.from_dlpack(exporter)}")
     with pytest.raises(moe_jax.Unsupported, match=r"platform"):
         moe_jax.from_dlpack(ElsewhereExporter())
+
+
+@on_engines
+def test_denormals_stay_what_they_are(engine: str) -> None:
+    """XLA's CPU threads flush them to zero, and run the bridge."""
+    x = np.array([[1.5e-38, 3e-39, -4e-45]], np.float32)
+    with running_on(engine):
+        y = moe_jax.scale_rows(jnp.asarray(x), jnp.full((1, 1), 0.5))
+    np.testing.assert_array_equal(np.asarray(y), x * np.float32(0.5))

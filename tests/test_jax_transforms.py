@@ -57,12 +57,16 @@ def program_text(lowered: Any) -> str:
     return text
 
 
+#: What programs call the dtypes of weights.
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+
+
 def weight_copies(compiled: str, stacked: moe_jax.ExpertWeights) -> list[str]:
     """The instructions of a compiled program that make an array as large as a weight, stacked or of one layer."""
     shapes = set()
     for _, array in named_arrays(stacked):
         for shape in (array.shape, array.shape[1:], (1, *array.shape[1:])):
-            shapes.add(f"{'bf16' if array.dtype == jnp.bfloat16 else 'f32'}[{','.join(map(str, shape))}]")
+            shapes.add(f"{HLO_DTYPES[array.dtype.name]}[{','.join(map(str, shape))}]")
     found = []
     for line in compiled.splitlines():
         match = re.search(r"= (\S+\[[\d,]*\])\S* ([\w-]+)\(", line)

@@ -15,6 +15,7 @@ from tests.faulty_kernels import KERNELS, plant
 from tests.hopper_faults import FAULTS as HOPPER_FAULTS
 from tests.overlap_faults import FAULTS as OVERLAP_FAULTS
 from tests.planted_faults import FAULTS, Fault
+from tests.quantized_faults import FAULTS as QUANTIZED_FAULTS
 
 ROOT = Path(__file__).parents[1]
 #: Kernel files whose faults share a process, since importing the frameworks takes longer than finding a fault.
@@ -48,7 +49,8 @@ def test_every_kernel_file_has_faults() -> None:
     # Gluon has no interpreter: tests/test_hopper.py runs the faults of the Hopper kernels on a GPU.
     # Waiting shows in what is compiled alone: tests/test_overlap.py runs the faults of launches that overlap.
     compiled = {name for found in (*HOPPER_FAULTS.values(), *OVERLAP_FAULTS.values()) for name in found}
-    assert set(FAULTS) | set(BACKWARD_FAULTS) | compiled == files
+    quantized = {name for found in QUANTIZED_FAULTS.values() for name, _ in found}
+    assert set(FAULTS) | set(BACKWARD_FAULTS) | quantized | compiled == files
     assert set(FAULTS) == {name for group in GROUPS for name in group}
 
 

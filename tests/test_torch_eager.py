@@ -23,6 +23,7 @@ from moe_core.doctor.poison import poisoned
 from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.specs import LogitsSpec
 from moe_torch import eager, operators, ops
+from moe_torch.matmul_request import operand_arrays
 from moe_torch.options import encode
 from tests.torch_support import D_MODEL, NUM_EXPERTS, REAL_KERNELS, on_engines, require_equal, running_on, torch_layer
 
@@ -298,7 +299,7 @@ def test_arguments_are_in_the_order_of_the_bundles() -> None:
     """The functions that take bundles apart name every field, in order."""
     takers = {
         ExpertWeights: ops._expert_arrays,
-        MatmulOperands: ops._operand_arrays,
+        MatmulOperands: operand_arrays,
         RouterWeights: ops.routing_arrays,
         RouterLogits: ops.routing_arrays,
         TopK: ops.routing_arrays,

@@ -26,7 +26,7 @@ from moe_core.checkpoint.quantized import (
 from moe_core.checkpoint.storage import Part, ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays
+from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
 from moe_core.specs import MoESpec
 
 #: What stands before `layers.<n>.`: the causal model, the bare model, and the nestings of multimodal models.
@@ -46,7 +46,7 @@ class MoELayer:
 
     Of a quantised checkpoint weights are `QuantizedTensor`s, bit by bit as stored, and all `out_in` (gpt_oss too, still
     interleaved); gate and up are apart (`separate`) where one group of the format would hold rows of both. scheme: the
-    formats config.json names, None for a plain layer. No op takes such a layer yet: see `dequantized`.
+    formats config.json names, None for a plain layer. `dequantized` makes a plain one.
     """
 
     layer: int
@@ -75,7 +75,7 @@ class MoELayer:
         def bundle(weights: Any) -> Any:
             plain = {
                 name: array if name.endswith("_bias") and array.dtype.name == "float32" else plain_array(array, dtype)
-                for name, array in named_arrays(weights)
+                for name, array in named_fields(weights)
             }
             return dataclasses.replace(weights, **plain)
 

@@ -93,6 +93,11 @@ class Format:
             raise InvalidInput(
                 f"zero_points must be False for {self.element}, got True; only unsigned integers have them"
             )
+        if self.zero_points and self.group_rows != 1:
+            raise InvalidInput(
+                f"group_rows must be 1 with zero_points, which every row has of its own, got {self.group_rows}; choose "
+                "1, or leave zero_points out"
+            )
         if own.per_byte > 1 and self.group_columns is not None and self.group_columns % own.per_byte:
             raise InvalidInput(
                 f"group_columns must be a multiple of {own.per_byte} for {self.element}, got {self.group_columns}; a "

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_core.arrays import ArraySpec
+from moe_core.arrays import WEIGHT_LAYOUTS, ArraySpec
 from moe_core.checks import require_choice, require_kind
 from moe_core.codec import plan_type
 from moe_core.dtypes import canonical, itemsize
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
-from moe_core.specs import WEIGHT_LAYOUTS
 
 
 @plan_type
@@ -94,9 +93,10 @@ class QuantizedTensor:
     last high nibble of an odd N is unused and 0. Examples: per tensor fp8 weights of E experts have scales `[E, 1, 1]`,
     per token activations `[T, 1]`. dtypes: see `Format`.
 
-    The fields work with `moe_core.operands.named_arrays` and `map_arrays`. Raises InvalidInput where the arrays
-    disagree with the format. A transformation that fills the fields with something else than arrays of this tensor
-    (tangents, axis numbers) uses `unchecked`.
+    The fields work with `moe_core.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and hash by
+    their fields, as plans need it, all others by identity. Raises InvalidInput where the arrays disagree with the
+    format. A transformation that fills the fields with something else than arrays of this tensor (tangents, axis
+    numbers) uses `unchecked`.
     """
 
     spec: QuantizedSpec
@@ -128,6 +128,20 @@ class QuantizedTensor:
         for name, value in (("spec", spec), ("values", values), ("scales", scales), ("zero_points", zero_points)):
             object.__setattr__(tensor, name, value)
         return tensor
+
+    @property
+    def _described(self) -> tuple[Any, ...] | None:
+        """The fields, where they are `ArraySpec`s: arrays of the libraries neither hash nor compare to one truth."""
+        return (self.spec, self.values, self.scales, self.zero_points) if isinstance(self.values, ArraySpec) else None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, QuantizedTensor):
+            return self is other
+        return self._described is not None and other._described is not None and self._described == other._described
+
+    def __hash__(self) -> int:
+        described = self._described
+        return id(self) if described is None else hash(described)
 
     @property
     def format(self) -> Format:

@@ -217,6 +217,7 @@ def scalar(value: int | float, dtype: str) -> Any:
 
 
 def pointer(address: int, dtype: str) -> Any:
-    """A pointer to `dtype` (a canonical name) as a tensor of the language."""
-    kind: Any = tl.str_to_ty("*" + dtypes.triton_name(dtype), None)
+    """A pointer to `dtype` (a canonical name) as a tensor of the language; the interpreter has fp8 on any machine."""
+    name = "fp8e4nv" if dtype == "float8_e4m3fn" else dtypes.triton_name(dtype)
+    kind: Any = tl.str_to_ty("*" + name, None)
     return tl.tensor(interpreter.TensorHandle(np.array([address], dtype=np.uint64), kind), kind)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.checks import require_kind
+from moe_core.errors import Unsupported
 from moe_core.layers.spec import Storage
 from moe_core.layers.weights import LayerWeights
 
@@ -43,7 +44,8 @@ def gate_place(gate_layout: str, is_up: bool, width: int) -> slice:
 def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
     """What to write where so that arrays of `storage` hold `weights`: every element of every array exactly once.
 
-    An array whose layout does not change is one placement of the whole. An ungated layer ignores gate_layout.
+    An array whose layout does not change is one placement of the whole. An ungated layer ignores gate_layout. The
+    arrays of a quantised matrix change their weight_layout like plain ones; another gate_layout is Unsupported.
     """
     require_kind("storage", storage, Storage)
     source, spec = weights.storage, weights.spec
@@ -60,6 +62,12 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
         # After the flip a weight's output axis is last for in_out; a bias has only that axis.
         axis = -1 if is_bias or storage.weight_layout == "in_out" else -2
         view = array.swapaxes(-1, -2) if flip else array
+        if not same_gate and field.startswith(("gate_up.", "up.")):
+            raise Unsupported(
+                f"gate_layout must stay {source.gate_layout!r} for quantised experts, whose groups may hold rows of "
+                f"gate and up, got {storage.gate_layout!r}; make the layer with ExpertsSpec(gate_layout="
+                f"{source.gate_layout!r}) or from these weights, or dequantise them"
+            )
         if same_gate or prefix == "router" or field not in ("gate_up", "up", "gate_up_bias", "up_bias"):
             yield Placement(name, WHOLE, view)
             continue

@@ -14,11 +14,14 @@ from moe_core import dtypes
 from moe_core.checks import require_at_least, require_choice, require_flag, require_kind
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, Scheme, quantized_shapes
 from moe_core.specs import GATE_LAYOUTS, WEIGHT_LAYOUTS, Activation, MoESpec, RouterSpec, Tuning
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 #: An activation has this layout where nobody stated one.
 _UNSTATED_GATE_LAYOUT = "halves"
+#: The e8m0 byte of 1.
+_E8M0_ONE = 127
 #: Capacity factors are fractions with denominators up to this.
 _FACTOR_DENOMINATOR = 1000
 
@@ -56,16 +59,19 @@ class ExpertsSpec:
 
     activation: gated or not. bias: each expert has biases behind both products. weight_layout, gate_layout: how the
     parameters are stored; None = the framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). A gate_layout
-    other than `halves` may be stated in the activation instead; here it is the same field.
+    other than `halves` may be stated in the activation instead; here it is the same field. scheme: the matrices are
+    quantised, and activations before each product where it says so (docs/quantization.md); None = plain.
     """
 
     activation: Activation = _SILU
     bias: bool = False
     weight_layout: str | None = None
     gate_layout: str | None = None
+    scheme: Scheme | None = None
 
     def __post_init__(self) -> None:
         require_kind("activation", self.activation, Activation)
+        require_kind("scheme", self.scheme, Scheme, optional=True)
         require_flag("bias", self.bias)
         if self.weight_layout is not None:
             require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
@@ -112,9 +118,11 @@ class SharedExpertsSpec:
 class Parameter:
     """One array of a layer.
 
-    name: dotted (`experts.gate_up`). role: `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at
-    zero) or `buffer` (fp32, starts at zero, never trained by gradients). fan_in: terms of the sum a weight takes part
-    in, 0 for others. axes: what each axis is, `experts`, `d_model`, `d_ff` or None (size 1).
+    name: dotted (`experts.gate_up`; of a quantised matrix `experts.gate_up.values`, `.scales`, `.zero_points`). role:
+    `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `buffer` (fp32, starts at zero,
+    never trained by gradients) or `quantized` (starts at fill, never trained or cast). fan_in: terms of the sum a
+    weight takes part in, 0 for others. axes: what each axis is, or is in groups of, `experts`, `d_model`, `d_ff` or
+    None (size 1). dtype: the one it must have, None = that of the layer.
     """
 
     name: str
@@ -122,10 +130,12 @@ class Parameter:
     role: str
     fan_in: int
     axes: tuple[str | None, ...]
+    dtype: str | None = None
+    fill: int = 0
 
 
 #: Fields of MoELayerSpec that say how a layer computes, and nothing about its weights.
-FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad")
+FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
 
 
 @plan_type
@@ -135,9 +145,9 @@ class MoELayerSpec:
 
     router: its top_k may be left out; a given one must be top_k. shared_experts: None = none. router_bias: logits have
     a bias `[E]`. correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from
-    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning, recompute, main_grad: see
-    MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots routed to it, in slot
-    order; later ones contribute nothing.
+    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning, recompute, main_grad,
+    fast_accumulate: see MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots
+    routed to it, in slot order; later ones contribute nothing.
     """
 
     d_model: int
@@ -156,6 +166,7 @@ class MoELayerSpec:
     tuning: Tuning | None = None
     recompute: bool = False
     main_grad: bool = False
+    fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -188,6 +199,15 @@ class MoELayerSpec:
                 )
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         self.moe_spec(HUGGING_FACE)
+        if self.experts.scheme is not None:
+            for name in ("recompute", "main_grad"):
+                if getattr(self, name):
+                    raise InvalidInput(
+                        f"{name} must be False with the scheme {self.experts.scheme}, got True: quantised experts are "
+                        "not trained; leave one of the two out"
+                    )
+            # Refuses sizes that the format does not take.
+            self.parameters(HUGGING_FACE)
 
     @property
     def gated(self) -> bool:
@@ -207,7 +227,7 @@ class MoELayerSpec:
         if activation.gated:
             gate_layout = storage.gate_layout
             activation = dataclasses.replace(activation, gate_layout=_UNSTATED_GATE_LAYOUT)
-        experts = ExpertsSpec(activation, self.experts.bias, storage.weight_layout, gate_layout)
+        experts = ExpertsSpec(activation, self.experts.bias, storage.weight_layout, gate_layout, self.experts.scheme)
         return dataclasses.replace(self, experts=experts)
 
     def moe_spec(self, default: Storage) -> MoESpec:
@@ -226,6 +246,8 @@ class MoELayerSpec:
             tuning=self.tuning,
             recompute=self.recompute,
             main_grad=self.main_grad,
+            activations=None if self.experts.scheme is None else self.experts.scheme.activations,
+            fast_accumulate=self.fast_accumulate,
         )
 
     def capacity_ratio(self) -> tuple[int, int] | None:
@@ -248,7 +270,7 @@ class MoELayerSpec:
 
         Names: `router.weight`, `router.bias`, `router.correction_bias`; `experts.gate_up`, `experts.up` (gate_layout
         `separate`), `experts.down`, `experts.gate_up_bias`, `experts.up_bias`, `experts.down_bias`;
-        `shared_experts.gate_up`, `.up`, `.down`, `.gate`.
+        `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is two or three arrays: see `Parameter`.
         """
         storage, (D, E) = self.storage(default), (self.d_model, self.num_experts)
         router = [_matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]
@@ -257,6 +279,9 @@ class MoELayerSpec:
         if self.correction_bias:
             router.append(Parameter("router.correction_bias", (E,), "buffer", 0, ("experts",)))
         experts = self._mlp("experts", storage, self.d_ff, (E,))
+        if self.experts.scheme is not None:
+            quantized = QuantizedSpec(self.experts.scheme.weights, storage.weight_layout)
+            experts = [part for matrix in experts for part in _quantized(matrix, quantized)]
         if self.experts.bias:
             width = self._gate_up_width(storage, self.d_ff)
             sizes = {"gate_up_bias": ("d_ff", width), "up_bias": ("d_ff", self.d_ff), "down_bias": ("d_model", D)}
@@ -295,3 +320,20 @@ def _matrix(
     first, second = (inside, outside) if layout == "in_out" else (outside, inside)
     axes = (*("experts" for _ in lead), first[0], second[0])
     return Parameter(name, (*lead, first[1], second[1]), "weight", inside[1], axes)
+
+
+def _quantized(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
+    """The arrays of a quantised matrix, which starts at exact zeros: their scales are 1."""
+    shapes, element = quantized_shapes(spec, matrix.shape), spec.format.own_element
+    # Of two codes in a byte either is the zero.
+    zero = (element.zero_point or 0) * (17 if element.per_byte == 2 else 1)
+    one = _E8M0_ONE if spec.format.has_e8m0_scales else 1
+    scales = ("scales", shapes.scales, spec.format.scale_dtypes[0], one)
+    arrays = [("values", shapes.values, element.dtype, zero), scales]
+    if shapes.zero_points is not None:
+        arrays.append(("zero_points", shapes.zero_points, element.dtype, zero))
+    found = []
+    for name, shape, dtype, fill in arrays:
+        axes = tuple(None if size == 1 else axis for size, axis in zip(shape, matrix.axes, strict=True))
+        found.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
+    return found

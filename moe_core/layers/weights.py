@@ -5,6 +5,7 @@ Checkpoints, torch layers and Flax layers all meet here: each writes `LayerWeigh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import numpy as np
 from moe_core import dtypes
 from moe_core.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, scheme_named, scheme_names
 from moe_core.layers.spec import (
     ExpertsSpec,
     MoELayerSpec,
@@ -21,7 +23,8 @@ from moe_core.layers.spec import (
     SharedExpertsSpec,
     Storage,
 )
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays
+from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays, named_fields
+from moe_core.reference.quantize import dequantize
 from moe_core.specs import MoESpec
 
 
@@ -36,6 +39,10 @@ class _CheckpointLayer(Protocol):
     def router(self) -> RouterWeights: ...
     @property
     def shared(self) -> SharedExpert | None: ...
+    @property
+    def scheme(self) -> Scheme | None: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +52,9 @@ class LayerWeights:
     Layouts are never guessed from shapes (square weights fit several): shapes are checked against the tags. experts
     and shared have one dtype; biases that or float32; the router and shared.gate any matmul dtype; correction_bias
     float32. experts.layer is None: one layer, not a stack. Raises InvalidInput.
+
+    The experts' matrices may be `QuantizedTensor`s, all in one format; those of shared are plain. Static input scales
+    have no place in a layer.
     """
 
     spec: MoESpec
@@ -61,6 +71,13 @@ class LayerWeights:
             raise InvalidInput("spec.router must be a RouterSpec, got None; a layer routes by itself")
         if self.experts.layer is not None:
             raise InvalidInput("experts.layer must be None, got a stack of layers; pass one layer's arrays")
+        for name in ("gate_up_input_scale", "down_input_scale"):
+            if getattr(self.experts, name) is not None:
+                raise InvalidInput(
+                    f"experts.{name} must be None, got an array: layers find the scales of their rows; call the moe op "
+                    "for static ones"
+                )
+        self._check_formats()
         for name, array in self.named().items():
             if not isinstance(array, np.ndarray):
                 raise InvalidInput(f"{name} must be a NumPy array, got {type(array).__name__}; convert it")
@@ -68,7 +85,7 @@ class LayerWeights:
         self._check_dtypes()
 
     def named(self) -> dict[str, Any]:
-        """name -> array, by the names of `MoELayerSpec.parameters`, in its order."""
+        """name -> array, by the names of `MoELayerSpec.parameters`, in its order; those of a quantised matrix too."""
         bundles = {"router.": self.router, "experts.": self.experts, "shared_experts.": self.shared}
         arrays = {
             name: array
@@ -76,7 +93,8 @@ class LayerWeights:
             if bundle is not None
             for name, array in named_arrays(bundle, prefix)
         }
-        return {name: arrays[name] for name in sorted(arrays, key=_NAMES.index)}
+        # Arrays of one matrix stay in their order.
+        return {name: arrays[name] for name in sorted(arrays, key=lambda name: _NAMES.index(_matrix_name(name)))}
 
     @property
     def storage(self) -> Storage:
@@ -86,8 +104,25 @@ class LayerWeights:
 
     @property
     def dtype(self) -> str:
-        """Canonical dtype of the experts' weights."""
-        return dtypes.canonical(self.experts.down.dtype)
+        """Canonical dtype of the experts' weights; of quantised ones, of the shared expert's or else the router's.
+
+        It is the dtype that the layer's x has.
+        """
+        if not isinstance(self.experts.down, QuantizedTensor):
+            return dtypes.canonical(self.experts.down.dtype)
+        return dtypes.canonical((self.router.weight if self.shared is None else self.shared.down).dtype)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The formats of quantised experts, None for plain ones: of the registered schemes where one has them."""
+        if not isinstance(self.experts.down, QuantizedTensor):
+            return None
+        weights, activations = self.experts.down.format, self.spec.activations
+        for name in scheme_names():
+            scheme = scheme_named(name)
+            if (scheme.weights, scheme.activations) == (weights, activations):
+                return scheme
+        return Scheme(f"{weights}_with_{'plain' if activations is None else activations}", weights, activations)
 
     def layer_spec(self) -> MoELayerSpec:
         """The layer these weights make, its experts' layouts stated as they are."""
@@ -105,6 +140,7 @@ class LayerWeights:
                 bias=self.experts.down_bias is not None,
                 weight_layout=storage.weight_layout,
                 gate_layout=storage.gate_layout if spec.activation.gated else None,
+                scheme=self.scheme,
             ),
             shared_experts=None
             if shared is None
@@ -117,12 +153,24 @@ class LayerWeights:
             tuning=spec.tuning,
             recompute=spec.recompute,
             main_grad=spec.main_grad,
+            fast_accumulate=spec.fast_accumulate,
         )
 
     @classmethod
     def from_checkpoint(cls, layer: _CheckpointLayer) -> LayerWeights:
-        """The weights of a layer that `moe_core.checkpoint` read; nothing is copied."""
-        return cls(layer.spec, layer.experts, layer.router, layer.shared)
+        """The weights of a layer that `moe_core.checkpoint` read; no expert is copied.
+
+        A quantised layer computes as its scheme says, activations included. Its shared experts, which no op takes
+        quantised, are dequantised to the dtype of the layer.
+        """
+        spec, shared = layer.spec, layer.shared
+        if layer.scheme is not None:
+            spec = dataclasses.replace(spec, activations=layer.scheme.activations)
+        if shared is not None:
+            packed = {name: array for name, array in named_fields(shared) if isinstance(array, QuantizedTensor)}
+            plain = {name: dequantize(array, layer.dtype) for name, array in packed.items()}
+            shared = dataclasses.replace(shared, **plain)
+        return cls(spec, layer.experts, layer.router, shared)
 
     @classmethod
     def from_named(cls, arrays: Mapping[str, Any], spec: MoELayerSpec, default: Storage) -> LayerWeights:
@@ -133,18 +181,51 @@ class LayerWeights:
         wanted = [parameter.name for parameter in spec.parameters(default)]
         _require_names("arrays", list(arrays), wanted)
 
+        scheme, layout = spec.experts.scheme, spec.storage(default).weight_layout
+
         def bundle(kind: type, prefix: str) -> Any:
-            return kind(**{name.removeprefix(prefix): arrays[name] for name in wanted if name.startswith(prefix)})
+            fields: dict[str, Any] = {}
+            for name in wanted:
+                if name.startswith(prefix):
+                    field, _, part = name.removeprefix(prefix).partition(".")
+                    fields[field] = {**fields.get(field, {}), part: arrays[name]} if part else arrays[name]
+            for field, parts in fields.items():
+                if isinstance(parts, dict) and scheme is not None:
+                    fields[field] = QuantizedTensor(QuantizedSpec(scheme.weights, layout), **parts)
+            return kind(**fields)
 
         shared = None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts.")
         experts, router = bundle(ExpertWeights, "experts."), bundle(RouterWeights, "router.")
         return cls(spec.moe_spec(default), experts, router, shared)
 
+    def _check_formats(self) -> None:
+        """Check that all of the experts' matrices are quantised alike, or none, and nothing else is."""
+        spec, experts, down = self.spec, self.experts, self.experts.down
+        format = down.format if isinstance(down, QuantizedTensor) else None
+        if spec.activations is not None and format is None:
+            raise InvalidInput(
+                f"spec.activations must be None with plain experts, got {spec.activations}; quantise the experts"
+            )
+        for name, bundle in (("router", self.router), ("experts", experts), ("shared", self.shared)):
+            for field, array in () if bundle is None else named_fields(bundle, f"{name}."):
+                wanted = format if field in _MATRICES else None
+                given = array.format if isinstance(array, QuantizedTensor) else None
+                if given != wanted:
+                    raise InvalidInput(
+                        f"{field} must be {_plainly(wanted)}, got {_plainly(given)}; quantise gate_up, up and down of "
+                        "experts in one format and nothing else"
+                    )
+                if given is not None and array.layout != spec.weight_layout:
+                    raise InvalidInput(
+                        f"{field} must be {spec.weight_layout} like spec.weight_layout, got {array}; correct the tags"
+                    )
+
     def _check_shapes(self) -> None:
-        ranks = {"router.weight": 2, "experts.down": 3, "shared_experts.down": 2}
+        ranks = {"router.weight": 2, "experts.down": 3, "experts.down.values": 3, "shared_experts.down": 2}
         arrays = self.named()
+        present = {_matrix_name(name) for name in arrays}
         for name in _REQUIRED:
-            if name not in arrays and (self.shared is not None or not name.startswith("shared")):
+            if name not in present and (self.shared is not None or not name.startswith("shared")):
                 raise InvalidInput(f"{name} must be an array, got None; pass it")
         for name, rank in ranks.items():
             if name in arrays and arrays[name].ndim != rank:
@@ -160,9 +241,12 @@ class LayerWeights:
 
     def _check_dtypes(self) -> None:
         own = self.dtype
-        require_choice("experts.down's dtype", own, dtypes.MATMUL_DTYPES)
+        label = "experts.down" if self.scheme is None else "the layer"
+        require_choice(f"{label}'s dtype", own, dtypes.MATMUL_DTYPES)
         for name, array in self.named().items():
             allowed: tuple[str, ...] = (own,)
+            if _matrix_name(name) != name:
+                continue  # Arrays of a quantised matrix have what its format says.
             if name == "router.correction_bias":
                 allowed = ("float32",)
             elif name.startswith("router.") or name == "shared_experts.gate":
@@ -191,7 +275,18 @@ def _every_name() -> tuple[str, ...]:
 
 
 _NAMES = _every_name()
+#: The arrays that may be quantised.
+_MATRICES = ("experts.gate_up", "experts.up", "experts.down")
 _REQUIRED = ("router.weight", "experts.gate_up", "experts.down", "shared_experts.gate_up", "shared_experts.down")
+
+
+def _matrix_name(name: str) -> str:
+    """`experts.down` of `experts.down.scales`; names of plain arrays as they are."""
+    return ".".join(name.split(".")[:2])
+
+
+def _plainly(format: Format | None) -> str:
+    return "plain" if format is None else f"in {format}"
 
 
 def _show(parameter: Parameter) -> str:

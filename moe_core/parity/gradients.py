@@ -16,10 +16,11 @@ import numpy as np
 from moe_core.moe_backward import gradient_names
 from moe_core.operands import MoEOperands, OutputGradients, TopK, named_arrays
 from moe_core.parity.case import Case
+from moe_core.parity.gradient_tolerance import gradient_tolerances
 from moe_core.parity.reference_engine import reference_stages
 from moe_core.parity.report import AGREE, DIFFER, NOT_TESTED, BitwiseRow, CaseReport, Report, StageRow
 from moe_core.parity.run import same_bits
-from moe_core.parity.tolerance import Tolerance, gradient_tolerances, measure
+from moe_core.parity.tolerance import Tolerance, measure
 from moe_core.reference.backward_moe import moe_backward_stages
 from moe_core.reference.rounding import round_to
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_core.formats import QuantizedTensor
 from moe_core.operands import TopK
 from moe_core.parity.case import Case
 from moe_core.parity.compare import ids_row, logit_tolerance, stage_row
@@ -79,9 +80,17 @@ class Yardstick:
 
     def tolerances(self, routed_from: str) -> dict[str, Tolerance]:
         """The derived tolerance of every stage of this case."""
-        case = self.case
-        sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
-        return stage_tolerances(case.spec, case.dtype, **sizes, num_experts=case.num_experts, routed_from=routed_from)
+        case, gate_up = self.case, self.case.experts.gate_up
+        return stage_tolerances(
+            case.spec,
+            case.dtype,
+            d_model=case.d_model,
+            d_ff=case.d_ff,
+            top_k=case.top_k,
+            num_experts=case.num_experts,
+            routed_from=routed_from,
+            weights_format=gate_up.format if isinstance(gate_up, QuantizedTensor) else None,
+        )
 
 
 def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], object]) -> CaseReport:

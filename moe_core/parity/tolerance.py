@@ -17,13 +17,19 @@ lies between them: then they differ by one unit in the last place, at most 2u. T
 elements, so the Frobenius error after the cast is sqrt(2u f), never more than u on top of f; the worst element gains
 2u. This keeps the Frobenius tolerance far below u, so that one rounding too many (0.4 u) is caught.
 
+Quantised operands. Both sides dequantise to the same bits, so that products with plain rows are as above. Codes of
+quantised rows are exact in bf16, and so is the product of two: as bf16 inputs. int8 sums are exact, what is added up in
+fp32 are the groups. Hopper adds fp8 products up with 13 bits behind the point: DeepSeek-V3 Technical Report, section
+3.3.2 (arXiv 2412.19437), and SageAttention2, section 3.3 (arXiv 2411.10958): 2^-13 for every instruction of 32 columns,
+over 128 columns or, with fast_accumulate, over all. Rows known to a share f of their size, their scale known as well,
+get another code where a rounding boundary lies between: of the share 2f / step, which makes sqrt(2f step).
+
 Worst elements are allowed six standard deviations: 2e-9 for one element, nothing in arrays of millions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +39,14 @@ import numpy as np
 from moe_core import dtypes
 from moe_core.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
-from moe_core.specs import Activation, MoESpec
+from moe_core.formats import Format
+from moe_core.specs import Activation, MatmulSpec, MoESpec
 
 #: Half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_FP32 = UNIT_ROUNDOFF["float32"]
+FP32 = UNIT_ROUNDOFF["float32"]
 _TF32_TRUNCATION = 2.0**-10
-_DEVIATIONS = 6.0
+DEVIATIONS = 6.0
 #: Roundings of bias, row weight and dequantisation scale, on both sides.
 _EPILOGUE_ROUNDINGS = 4
 #: Slope of an activation over the ratio of its rms to that of its input. Worst: where one factor of a gated
@@ -49,6 +56,11 @@ _ACTIVATION_GAIN, _ACTIVATION_WORST_GAIN = 4.0, 8.0
 _ACTIVATION_ROUNDINGS, _ACTIVATION_WORST_ROUNDINGS = 8, 32
 #: An absolute error of a logit is a relative error of its weight: logits of up to this many times their rms count.
 _LOGIT_GAIN = 16.0
+#: Columns of fp8 products after which partial sums are added up in fp32, and what an instruction of 32 columns drops.
+_PROMOTED, _FP8_TRUNCATION = 128, 2.0**-13
+#: From one code to the next, over an element's scale: usually, and at worst. int8: a row's amax is 4, at worst 16 times
+#: its rms. e2m1: half of the element, or an eighth of its group's amax, at worst 8 times the rms.
+_STEPS = {"e4m3": (2.0**-3, 2.0**-3), "int8": (2.0**-5, 2.0**-3), "e2m1": (2.0**-1, 1.0)}
 #: Rows at least this wide have a reliable rms of their own.
 _WIDE_ROW = 16
 #: So many elements of a small array may be at their worst at once.
@@ -79,30 +91,60 @@ class Tolerance:
 EXACT = Tolerance(0.0, 0.0)
 
 
-def _rounded(before: Tolerance, dtype: str) -> Tolerance:
+def rounded(before: Tolerance, dtype: str) -> Tolerance:
     """After one cast of both sides."""
     unit = UNIT_ROUNDOFF[dtype]
     flips = math.sqrt(2 * unit * min(before.relative_frobenius, unit / 2))
     return Tolerance(before.relative_frobenius + flips, before.worst + 2 * unit)
 
 
-def _product(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
+def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
     """The fp32 result of a product over `length` terms whose left operand is known to `source`."""
-    sums = (math.sqrt(length) + _EPILOGUE_ROUNDINGS) * _FP32
+    sums = (math.sqrt(length) + _EPILOGUE_ROUNDINGS) * FP32
     if in_dtype != "float32":
-        sums += length / 16 * _FP32
+        sums += length / 16 * FP32
     elif allow_tf32:
         sums += _TF32_TRUNCATION
+    return _carried(source, length, sums)
+
+
+def _quantized_product(
+    source: Tolerance, dtype: str, length: int, weights: Format, spec: MatmulSpec | MoESpec, rows: Format | None
+) -> Tolerance:
+    """`product_tolerance` where weights are quantised, and rows if they have a format; dtype: that of plain rows."""
+    if rows is None:
+        return product_tolerance(source, dtype, length, spec.allow_tf32)
+    if rows.element == "int8":
+        groups = 1 if weights.group_columns is None else -(-length // weights.group_columns)
+        return _carried(source, length, (math.sqrt(groups) + _EPILOGUE_ROUNDINGS) * FP32)
+    own = product_tolerance(source, "bfloat16", length, False)
+    microscaled = rows.has_e8m0_scales and weights.has_e8m0_scales
+    if (rows.element, weights.element) != ("e4m3", "e4m3") or microscaled:
+        return own
+    unpromoted = length if spec.fast_accumulate else min(length, _PROMOTED)
+    truncation = unpromoted / 32 * _FP8_TRUNCATION
+    return Tolerance(own.relative_frobenius + truncation, own.worst + DEVIATIONS * truncation)
+
+
+def _requantized(before: Tolerance, format: Format) -> Tolerance:
+    """Rows known to `before`, after both sides have quantised them."""
+    step, worst_step = _STEPS[format.element]
+    flips = math.sqrt(step * min(2 * before.relative_frobenius, step))
+    return Tolerance(2 * before.relative_frobenius + flips, 2 * before.worst + worst_step)
+
+
+def _carried(source: Tolerance, length: int, sums: float) -> Tolerance:
+    """The result of sums that are wrong by a share `sums` themselves, of terms whose left factor has `source`."""
     # One row of a short operand may hold more than its share of elements at their worst.
     row = source.relative_frobenius + source.worst * math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(length, 1)))
-    return Tolerance(source.relative_frobenius + sums, _DEVIATIONS * (row + sums))
+    return Tolerance(source.relative_frobenius + sums, DEVIATIONS * (row + sums))
 
 
-def _activated(before: Tolerance) -> Tolerance:
+def activated(before: Tolerance) -> Tolerance:
     """After an activation in fp32."""
     return Tolerance(
-        _ACTIVATION_GAIN * before.relative_frobenius + _ACTIVATION_ROUNDINGS * _FP32,
-        _ACTIVATION_WORST_GAIN * before.worst + _ACTIVATION_WORST_ROUNDINGS * _FP32,
+        _ACTIVATION_GAIN * before.relative_frobenius + _ACTIVATION_ROUNDINGS * FP32,
+        _ACTIVATION_WORST_GAIN * before.worst + _ACTIVATION_WORST_ROUNDINGS * FP32,
     )
 
 
@@ -122,8 +164,22 @@ def matmul_tolerance(
     """A matmul over reduction_length terms with its epilogue (bias, `activation` where fused, row weight, one cast)."""
     _check(in_dtype, out_dtype)
     require_at_least("reduction_length", reduction_length, 0)
-    before = _product(EXACT, in_dtype, reduction_length, allow_tf32)
-    return _rounded(before if activation is None else _activated(before), out_dtype)
+    before = product_tolerance(EXACT, in_dtype, reduction_length, allow_tf32)
+    return rounded(before if activation is None else activated(before), out_dtype)
+
+
+def quantized_matmul_tolerance(
+    dtype: str, reduction_length: int, weights: Format, spec: MatmulSpec, *, rows: Format | None = None
+) -> Tolerance:
+    """A matmul with quantised weights, and rows where they have a format, and its epilogue, cast to spec.out_dtype.
+
+    dtype: of plain rows, and of the result where spec.out_dtype is None.
+    """
+    out_dtype = spec.out_dtype or dtype
+    _check(dtype, out_dtype)
+    require_at_least("reduction_length", reduction_length, 0)
+    before = _quantized_product(EXACT, dtype, reduction_length, weights, spec, rows)
+    return rounded(before if spec.activation is None else activated(before), out_dtype)
 
 
 def router_tolerance(reduction_length: int, logits_dtype: str = "float32") -> Tolerance:
@@ -133,23 +189,23 @@ def router_tolerance(reduction_length: int, logits_dtype: str = "float32") -> To
 
 def routing_weights_tolerance(num_experts: int, logits: Tolerance = EXACT) -> Tolerance:
     """Router weights where the ids agree: exp, a sum over experts, divisions. logits: the tolerance of the logits."""
-    own = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * _FP32
-    worst = (_ACTIVATION_WORST_ROUNDINGS + math.sqrt(num_experts)) * _FP32
+    own = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * FP32
+    worst = (_ACTIVATION_WORST_ROUNDINGS + math.sqrt(num_experts)) * FP32
     before = Tolerance(_LOGIT_GAIN * logits.relative_frobenius + own, _LOGIT_GAIN * logits.worst + worst)
-    return _rounded(before, "float32")
+    return rounded(before, "float32")
 
 
 def activation_tolerance(out_dtype: str) -> Tolerance:
     """The activation op on equal inputs."""
     _check("float32", out_dtype)
-    return _rounded(_activated(EXACT), out_dtype)
+    return rounded(activated(EXACT), out_dtype)
 
 
 def reduce_tolerance(out_dtype: str, top_k: int) -> Tolerance:
     """The top-k reduction of equal slots, with or without a gated shared expert: the order of the sum is fixed."""
     _check("float32", out_dtype)
-    sums = (math.sqrt(top_k) + _ACTIVATION_ROUNDINGS) * _FP32
-    return _rounded(Tolerance(sums, _DEVIATIONS * sums), out_dtype)
+    sums = (math.sqrt(top_k) + _ACTIVATION_ROUNDINGS) * FP32
+    return rounded(Tolerance(sums, DEVIATIONS * sums), out_dtype)
 
 
 def scale_rows_tolerance(dtype: str) -> Tolerance:
@@ -167,11 +223,12 @@ def stage_tolerances(
     top_k: int,
     num_experts: int,
     routed_from: str = "x",
+    weights_format: Format | None = None,
 ) -> dict[str, Tolerance]:
     """The tolerance of every stage of `moe_core.reference.moe.moe_stages`, errors carried from stage to stage.
 
     dtype: that of x. routed_from: `x`, `logits` or `ids`, the first of them both sides were given. The stages behind
-    the ids are comparable only where the ids agree.
+    the ids are comparable only where the ids agree. weights_format: of quantised experts, None of plain ones.
     """
     _check(dtype, spec.out_dtype or dtype)
     require_choice("routed_from", routed_from, ("x", "logits", "ids"))
@@ -179,74 +236,34 @@ def stage_tolerances(
     weights = EXACT if routed_from == "ids" else routing_weights_tolerance(num_experts, logits)
     source, slot_weights = EXACT, weights
     if spec.apply_router_weight_on_input:
-        source, slot_weights = _rounded(weights, dtype) if weights != EXACT else EXACT, EXACT
-    first = _product(source, dtype, d_model, spec.allow_tf32)
-    hidden = _rounded(_activated(first), dtype)
-    second = _product(hidden, dtype, d_ff, spec.allow_tf32)
+        source, slot_weights = rounded(weights, dtype) if weights != EXACT else EXACT, EXACT
+
+    def product(source: Tolerance, length: int) -> Tolerance:
+        if weights_format is None:
+            return product_tolerance(source, dtype, length, spec.allow_tf32)
+        if spec.activations is not None and source != EXACT:
+            source = _requantized(source, spec.activations)
+        return _quantized_product(source, dtype, length, weights_format, spec, spec.activations)
+
+    first = product(source, d_model)
+    hidden = rounded(activated(first), dtype)
+    second = product(hidden, d_ff)
     weighted = Tolerance(second.relative_frobenius + slot_weights.relative_frobenius, second.worst + slot_weights.worst)
-    slots = _rounded(weighted, dtype)
-    sums = math.sqrt(top_k) * _FP32
+    slots = rounded(weighted, dtype)
+    sums = math.sqrt(top_k) * FP32
     # At worst the errors of a token's slots add up, while its slots add up like sqrt(K).
-    summed = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k) * slots.worst + _DEVIATIONS * sums)
+    summed = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k) * slots.worst + DEVIATIONS * sums)
     return {
         "logits": logits,
         "ids": EXACT,
         "weights": weights,
-        "matmul1": _rounded(first, dtype),
+        "matmul1": rounded(first, dtype),
         "activation": hidden,
         "matmul2": slots,
-        "output": _rounded(summed, spec.out_dtype or dtype),
+        "output": rounded(summed, spec.out_dtype or dtype),
         "tokens_per_expert": EXACT,
         "invalid_ids": EXACT,
     }
-
-
-def gradient_tolerances(
-    spec: MoESpec, dtype: str, *, num_tokens: int, d_model: int, d_ff: int, top_k: int
-) -> Callable[[str], Tolerance]:
-    """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, behind equal ids, weights and logits.
-
-    docs/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one rounding of
-    one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is clamped may
-    change with its last bit, which no tolerance covers.
-    """
-    _check(dtype, dtype)
-    one_side = 0.0 if dtype == "float32" else UNIT_ROUNDOFF[dtype]
-    sizes = {"d_model": d_model, "d_ff": d_ff, "top_k": top_k, "num_experts": 1}
-    pre = stage_tolerances(spec, dtype, **sizes, routed_from="ids")["matmul1"]
-
-    def product(source: Tolerance, *lengths: int) -> Tolerance:
-        every = [_product(source, dtype, length, spec.allow_tf32) for length in lengths]
-        return Tolerance(max(one.relative_frobenius for one in every), max(one.worst for one in every))
-
-    def both(one: Tolerance, other: Tolerance) -> Tolerance:
-        return Tolerance(one.relative_frobenius + other.relative_frobenius, one.worst + other.worst)
-
-    z, hidden = both(product(EXACT, d_model), Tolerance(one_side, one_side)), _activated(pre)
-    # The derivative of the activation is as steep as the activation, and z one factor beside it.
-    d_pre = _rounded(both(hidden, z), dtype)
-    slots = _rounded(product(d_pre, spec.activation.input_width(d_ff)), dtype)
-    sums = math.sqrt(top_k + 1) * _FP32
-    d_x = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k + 1) * slots.worst + _DEVIATIONS * sums)
-    # d_w is a sum over F of products of either sign, and what reaches a logit a difference of two such sums.
-    d_weight = both(product(z, d_ff), product(hidden, d_ff))
-    d_logits = both(d_weight, d_weight)
-    table = {
-        "x": _rounded(both(d_x, d_logits), dtype),
-        "down": product(_rounded(hidden, dtype), 1, num_tokens),
-        "down_bias": product(EXACT, 1, num_tokens),
-        "weight": product(d_logits, 1, num_tokens),
-        "bias": product(d_logits, 1, num_tokens),
-        "gate": product(d_logits, 1, num_tokens),
-    }
-    of_pre = product(d_pre, 1, num_tokens)
-
-    def of(name: str) -> Tolerance:
-        """name: of a gradient."""
-        field = name.removeprefix("d_").rpartition(".")[2]
-        return _rounded(table.get(field, of_pre), dtype)
-
-    return of
 
 
 def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Tolerance:
@@ -255,7 +272,7 @@ def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Toler
     require_at_least("roundings", roundings, 1)
     unit = UNIT_ROUNDOFF[dtype]
     return Tolerance(
-        tolerance.relative_frobenius + roundings * unit, tolerance.worst + _DEVIATIONS * (roundings - 1) * unit
+        tolerance.relative_frobenius + roundings * unit, tolerance.worst + DEVIATIONS * (roundings - 1) * unit
     )
 
 

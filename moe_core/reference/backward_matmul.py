@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core import dtypes
-from moe_core.reference.matmul import matmul_ogs
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.reference.matmul import Matrix, matmul_ogs, pick_layer, quantized_from
+from moe_core.reference.quantize import dequantize
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, MatmulSpec
 
@@ -19,11 +21,11 @@ TRANSPOSED = {"in_out": "out_in", "out_in": "in_out"}
 
 def input_gradient(
     d_y: np.ndarray,
-    weight: np.ndarray,
+    weight: Matrix,
     group_sizes: np.ndarray | None = None,
     group_start: np.ndarray | None = None,
     slot_of_row: np.ndarray | None = None,
-    up: np.ndarray | None = None,
+    up: Matrix | None = None,
     layer: np.ndarray | None = None,
     *,
     layout: LayoutSpec | None,
@@ -34,21 +36,34 @@ def input_gradient(
     weight `[E, D, N]` (`in_out`) or `[E, N, D]`, as the forward had it. spec: weight_layout is the forward's; gather
     says where d_y `[*, N]` lies and scatter where d_x `[*, D]` goes; out_dtype None = the dtype of d_y. up: the second
     weight of gate_layout `separate`; d_y is then `[*, 2N]`, the gate's columns first, and both products share one fp32
-    sum. Rows without an expert are exact zeros. layout None: dense, weight `[D, N]`.
+    sum. Rows without an expert are exact zeros. layout None: dense, weight `[D, N]`. Quantised weights are dequantised
+    to the dtype of d_y: a scale is of some addends of the sum, and cannot be multiplied with it.
     """
+    matrices = [weight] if up is None else [weight, up]
+    if isinstance(weight, QuantizedTensor):
+        matrices = [dequantize(pick_layer(matrix, layer), dtypes.canonical(d_y.dtype)) for matrix in matrices]
+        layer = None
     out_dtype = spec.out_dtype or dtypes.canonical(d_y.dtype)
     options = MatmulSpec(TRANSPOSED[spec.weight_layout], spec.gather, spec.scatter, None, "float32", spec.allow_tf32)
 
-    def product(values: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    def product(values: np.ndarray, matrix: Matrix) -> np.ndarray:
         return matmul_ogs(
             values, matrix, group_sizes, group_start, slot_of_row, layer=layer, layout=layout, spec=options
         )
 
     if up is None:
-        return round_to(product(d_y, weight), out_dtype)
+        return round_to(product(d_y, matrices[0]), out_dtype)
     width = d_y.shape[1] // 2
     with np.errstate(all="ignore"):
-        return round_to(product(d_y[:, :width], weight) + product(d_y[:, width:], up), out_dtype)
+        return round_to(product(d_y[:, :width], matrices[0]) + product(d_y[:, width:], matrices[1]), out_dtype)
+
+
+def quantized_input_gradient(
+    *, layout: LayoutSpec | None, spec: MatmulSpec, tensors: tuple[tuple[str, QuantizedSpec], ...], **arrays: np.ndarray
+) -> np.ndarray:
+    """`input_gradient` by the names of `plan_matmul_quantized_transposed`'s inputs; tensors: see `quantized_from`."""
+    operands = quantized_from(arrays, tensors)
+    return input_gradient(operands.pop("x"), **operands, layout=layout, spec=spec)
 
 
 def _sources(

@@ -92,7 +92,7 @@ def _matrix_gradients(
     return {
         prefix + name: request.stacked(prefix + name, product(name, *factors[name]), getattr(bundle, name), layer)
         for name in factors
-        if request.wants(prefix + name) and getattr(bundle, name) is not None
+        if request.wants(prefix + name) and isinstance(getattr(bundle, name), np.ndarray)
     }
 
 
@@ -272,6 +272,7 @@ def moe_backward_stages(
 
     d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), + the shared
     expert's, + its gate's, + the router's; one cast. A stacked array has a zero gradient but for the layer used.
+    Quantised matrices have none; what goes back through them is `input_gradient`'s.
     Raises InvalidInput where ids are given and a gradient of what comes before them is too.
     """
     backward = _MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from moe_core import dtypes
+from moe_core.formats import QuantizedSpec
 from moe_core.operands import ExpertWeights, OutputGradients, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.reference.backward_moe import Request, moe_backward_stages
 from moe_core.reference.backward_routing import router_backward
-from moe_core.reference.matmul import matmul_ogs
+from moe_core.reference.matmul import matmul_ogs, quantized_from
 from moe_core.reference.reduction import scale_rows
 from moe_core.reference.rounding import round_to
 from moe_core.reference.routing import layout as make_layout
@@ -43,14 +44,21 @@ def _pre_activation(
 
 
 def moe_backward(
-    *, spec: MoESpec, wanted: tuple[str, ...], accumulate: tuple[str, ...], one_layer: bool, **arrays: np.ndarray
+    *,
+    spec: MoESpec,
+    wanted: tuple[str, ...],
+    accumulate: tuple[str, ...],
+    one_layer: bool,
+    tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
+    **arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
 
     The pre-activation comes from `kept.pre_activation` (by layout row; `kept.row_of_slot` finds a slot's) or, without
     it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. one_layer: of a stack,
-    only the layer used.
+    only the layer used. tensors: quantised inputs, see `quantized_from`.
     """
+    arrays = quantized_from(arrays, tensors)
     x, experts = arrays["x"], _bundle(ExpertWeights, "experts.", arrays)
     routing = next(_bundle(kind, "routing.", arrays) for name, kind in _ROUTING.items() if name in arrays)
     shared = _bundle(SharedExpert, "shared.", arrays) if "shared.gate_up" in arrays else None
@@ -76,7 +84,8 @@ def moe_backward(
     gradients = _bundle(OutputGradients, "gradients.", arrays)
     found = moe_backward_stages(gradients, x, experts, routing, spec, stages, shared=shared, request=request, **masks)
     if one_layer and experts.layer is not None:
-        rank = {"d_experts": experts.down.ndim, "d_shared": experts.down.ndim - 1}
+        whole = len(experts.down.shape)
+        rank = {"d_experts": whole, "d_shared": whole - 1}
         index = int(experts.layer[0])
         for name in wanted:
             bundle, _, field = name.partition(".")

@@ -3,42 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.operands import map_arrays
 from moe_core.reference.activation import apply, split
+from moe_core.reference.matmul_quantized import quantized_product
+from moe_core.reference.product import product
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, MatmulSpec
 
+Matrix = np.ndarray | QuantizedTensor
 
-def pick_layer(array: np.ndarray | None, layer: np.ndarray | None) -> np.ndarray | None:
-    """`array[layer[0]]`, or `array` where there is no layer axis; a layer outside the array raises InvalidInput."""
+
+def pick(array: Any, index: int) -> Any:
+    """`array[index]` of an array, or of every array of a quantised tensor."""
+    return map_arrays(array, lambda part: part[index]) if isinstance(array, QuantizedTensor) else array[index]
+
+
+def pick_layer(array: Any, layer: np.ndarray | None) -> Any:
+    """`array[layer[0]]`, or `array` where there is no layer axis; a layer outside the array raises InvalidInput.
+
+    array: None, an array or a quantised tensor.
+    """
     if array is None or layer is None:
         return array
-    index = int(layer[0])
-    if not 0 <= index < len(array):
-        raise InvalidInput(f"layer must be in [0, {len(array)}), got {index}; pass the index of a stacked layer")
-    return array[index]
+    index, count = int(layer[0]), array.shape[0]
+    if not 0 <= index < count:
+        raise InvalidInput(f"layer must be in [0, {count}), got {index}; pass the index of a stacked layer")
+    return pick(array, index)
 
 
-def product(x: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool) -> np.ndarray:
-    """fp32 `[R, N]` = x `[R, D]` . weight. batch_invariant: row by row, because the order of BLAS depends on R."""
-    matrix, rows = to_float32(weight), to_float32(x)
-    matrix = matrix if weight_layout == "in_out" else matrix.T
-    return np.matmul(rows[:, None, :], matrix)[:, 0, :] if batch_invariant else rows @ matrix
+def _rows(x: Matrix, rows: np.ndarray) -> Matrix:
+    """Rows of x; a scale of all rows stays what it is."""
+    if isinstance(x, QuantizedTensor):
+        scales = x.scales if x.format.group_rows is None else x.scales[rows]
+        return QuantizedTensor(x.spec, x.values[rows], scales)
+    return x[rows]
 
 
-def _with_bias(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, spec: MatmulSpec) -> np.ndarray:
+def _with_bias(x: Matrix, weight: Matrix, bias: np.ndarray | None, spec: MatmulSpec) -> np.ndarray:
     invariant = spec.tuning is not None and spec.tuning.batch_invariant
-    result = product(x, weight, spec.weight_layout, invariant)
+    if isinstance(weight, QuantizedTensor):
+        result = quantized_product(x, weight, invariant)
+    elif isinstance(x, QuantizedTensor):
+        raise InvalidInput(f"weight must be quantised where x is, got a plain one beside {x}; quantise it")
+    else:
+        result = product(x, weight, spec.weight_layout, invariant)
     return result if bias is None else result + to_float32(bias)
 
 
+def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
+    if spec.out_dtype is not None:
+        return dtypes.numpy_dtype(spec.out_dtype)
+    if isinstance(x, QuantizedTensor):
+        raise InvalidInput(
+            "spec.out_dtype must be given where x is quantised, got None; pass MatmulSpec(out_dtype=...)"
+        )
+    return x.dtype
+
+
 def _epilogue(
-    x: np.ndarray,
-    weights: tuple[np.ndarray | None, ...],
+    x: Matrix,
+    weights: tuple[Any, ...],
     row_weight: np.ndarray | None,
     spec: MatmulSpec,
 ) -> np.ndarray:
@@ -57,12 +88,12 @@ def _epilogue(
 
 
 def matmul_ogs(
-    x: np.ndarray,
-    weight: np.ndarray,
+    x: Matrix,
+    weight: Matrix,
     group_sizes: np.ndarray | None = None,
     group_start: np.ndarray | None = None,
     slot_of_row: np.ndarray | None = None,
-    up: np.ndarray | None = None,
+    up: Matrix | None = None,
     bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     row_weight: np.ndarray | None = None,
@@ -75,10 +106,11 @@ def matmul_ogs(
 
     Shapes as in `moe_core.operands.MatmulOperands`; y is `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`), rows
     without an expert exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]`, bias `[N]`, row_weight `[T]`.
-    allow_tf32 permits less, so nothing changes here: products are always IEEE fp32.
+    allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
+    spec.out_dtype.
     """
     weights = tuple(pick_layer(array, layer) for array in (weight, up, bias, up_bias))
-    out_dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
+    out_dtype = _out_dtype(x, spec)
     if layout is None:
         return round_to(_epilogue(x, weights, row_weight, spec), out_dtype)
     assert group_sizes is not None and group_start is not None and slot_of_row is not None and weights[0] is not None
@@ -88,24 +120,51 @@ def matmul_ogs(
     num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
     row_weight = None if row_weight is None else row_weight.reshape(-1)
     y = np.zeros((num_rows, width), out_dtype)
-    for expert in np.flatnonzero(group_sizes):
+    for expert in np.flatnonzero(group_sizes).tolist():
         rows = np.arange(group_start[expert], group_start[expert] + group_sizes[expert])
         slots = slot_of_row[rows]
         rows, slots = rows[slots >= 0], slots[slots >= 0]
         source = {"row": rows, "slot": slots, "token": slots // layout.top_k}[spec.gather]
-        own = tuple(None if array is None else array[expert] for array in weights)
-        values = _epilogue(x[source], own, None if row_weight is None else row_weight[slots], spec)
+        own = tuple(None if array is None else pick(array, expert) for array in weights)
+        values = _epilogue(_rows(x, source), own, None if row_weight is None else row_weight[slots], spec)
         y[rows if spec.scatter == "row" else slots] = round_to(values, out_dtype)
     return y
 
 
+def quantized_from(arrays: dict[str, np.ndarray], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
+    """Arrays by the names of a plan's inputs, those of quantised tensors (`weight.values`, `weight.scales`, ...) put
+    together. tensors: (name, what its arrays mean) of each."""
+    parts, rest = ("values", "scales", "zero_points"), dict(arrays)
+    built = {
+        name: QuantizedTensor(meaning, *(rest.pop(f"{name}.{part}", None) for part in parts))
+        for name, meaning in tensors
+    }
+    return rest | built
+
+
+def matmul_ogs_quantized(
+    *,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    tensors: tuple[tuple[str, QuantizedSpec], ...],
+    outputs: tuple[str, ...] = ("y",),
+    **arrays: np.ndarray,
+) -> np.ndarray | tuple[np.ndarray, ...]:
+    """`matmul_ogs`, or with other outputs `matmul_ogs_keeping`, whose quantised operands come as their arrays: see
+    `quantized_from`."""
+    operands = quantized_from(arrays, tensors)
+    if outputs == ("y",):
+        return matmul_ogs(**operands, layout=layout, spec=spec)
+    return matmul_ogs_keeping(**operands, layout=layout, spec=spec, outputs=outputs)
+
+
 def matmul_ogs_keeping(
     x: np.ndarray,
-    weight: np.ndarray,
+    weight: Matrix,
     group_sizes: np.ndarray | None = None,
     group_start: np.ndarray | None = None,
     slot_of_row: np.ndarray | None = None,
-    up: np.ndarray | None = None,
+    up: Matrix | None = None,
     bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     layer: np.ndarray | None = None,

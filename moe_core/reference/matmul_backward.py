@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from moe_core import dtypes
+from moe_core.formats import QuantizedSpec
 from moe_core.reference.backward_matmul import bias_gradient, input_gradient, weight_gradient
-from moe_core.reference.matmul import matmul_ogs, pick_layer
+from moe_core.reference.matmul import Matrix, matmul_ogs, pick_layer, quantized_from
 from moe_core.reference.reduction import reduce, scale_rows
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, MatmulSpec
 
 
 def matmul_ogs_backward(
+    *, tensors: tuple[tuple[str, QuantizedSpec], ...] = (), **arguments: Any
+) -> tuple[np.ndarray, ...]:
+    """`gradients_of` of a plan's inputs by name; tensors: quantised ones, see `quantized_from`."""
+    return gradients_of(**quantized_from(arguments, tensors))
+
+
+def gradients_of(
     d_y: np.ndarray,
     x: np.ndarray,
-    weight: np.ndarray,
+    weight: Matrix,
     bias: np.ndarray | None = None,
     row_weight: np.ndarray | None = None,
     layer: np.ndarray | None = None,
@@ -50,6 +59,7 @@ def matmul_ogs_backward(
             dtype = dtypes.canonical(x.dtype)
             found["d_x"] = reduce(found["d_x"], row_of_slot, top_k=layout.top_k, order="row", out_dtype=dtype)
     if "d_weight" in wanted:
+        assert isinstance(weight, np.ndarray)
         (left, of_left), (right, of_right) = (x, spec.gather), (g, spec.scatter)
         if spec.weight_layout == "out_in":
             (left, of_left), (right, of_right) = (right, of_right), (left, of_left)

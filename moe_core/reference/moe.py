@@ -6,9 +6,11 @@ import numpy as np
 
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.reference.activation import activation
-from moe_core.reference.matmul import matmul_ogs
+from moe_core.reference.matmul import Matrix, matmul_ogs
+from moe_core.reference.quantize import quantize_rows
 from moe_core.reference.reduction import reduce, scale_rows
 from moe_core.reference.rounding import round_to
 from moe_core.reference.routing import layout as make_layout
@@ -49,6 +51,13 @@ def _shared_output(
     return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
 
 
+def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None) -> Matrix:
+    """Rows in the format spec.activations, or as they are."""
+    if spec.activations is None:
+        return rows
+    return QuantizedTensor(QuantizedSpec(spec.activations), *quantize_rows(rows, static_scale, format=spec.activations))
+
+
 def moe_stages(
     x: np.ndarray,
     experts: ExpertWeights,
@@ -67,7 +76,7 @@ def moe_stages(
     zeros where a slot has no expert; they and the output (unless spec.out_dtype says otherwise) have the dtype of x.
     matmul1 is rounded for this report only: the activation is computed from the fp32 accumulator. For gate_layout
     `separate` its columns are gate, then up. Logits that are given are used as they are. A shared expert visits masked
-    tokens too.
+    tokens too. Experts may be quantised (docs/quantization.md); the stage activation is then what is quantised.
 
     Raises InvalidInput where apply_router_weight_on_input meets K > 1, where spec.router is missing, or where
     experts.layer lies outside the stack.
@@ -89,7 +98,7 @@ def moe_stages(
         stages["ids"], expert_map, token_mask, layout=spec_of_layout
     )
 
-    def by_slot(values: np.ndarray, weight: np.ndarray, gather: str, out_dtype: str, **options: np.ndarray | None):
+    def by_slot(values: Matrix, weight: Matrix, gather: str, out_dtype: str, **options: np.ndarray | None):
         matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32)
         return matmul_ogs(
             values,
@@ -103,13 +112,15 @@ def moe_stages(
             **options,
         )
 
+    source = _quantized(source, spec, experts.gate_up_input_scale)
     gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
     up = None if experts.up is None else by_slot(source, experts.up, "token", "float32", bias=experts.up_bias)
     slot_dtype = dtypes.canonical(x.dtype)
     hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
     before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
     row_weight = None if spec.apply_router_weight_on_input else weights
-    slots = by_slot(hidden, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
+    rows = _quantized(hidden, spec, experts.down_input_scale)
+    slots = by_slot(rows, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
     extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer)
     output = reduce(
         slots, row_of_slot, extra, extra_gate, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype

@@ -296,6 +296,42 @@ def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
     return result
 
 
+def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
+    """(codes `[rows, columns]`, scales `[rows or 1, column groups]`) of a matrix without zero points, both fp32.
+
+    Rows are outputs or tokens in either layout; a scale of several rows is repeated for each of them.
+    """
+    values, scales = tensor.values, tensor.scales
+    if tensor.layout == "in_out":
+        values, scales = values.T, scales.T
+    format = tensor.format
+    codes = _decode(unpack_nibbles(values) if format.own_element.per_byte == 2 else values, None, format)
+    factors = e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales)
+    if format.group_rows is not None and format.group_rows > 1:
+        factors = np.repeat(factors, format.group_rows, axis=0)[: len(codes)]
+    return codes, factors
+
+
+def quantize_rows(
+    x: np.ndarray, static_scale: np.ndarray | None = None, *, format: Format
+) -> tuple[np.ndarray, np.ndarray]:
+    """(values, scales) of activations x `[R, D]`, `out_in`. static_scale: fp32 `[1]`, given instead of found.
+
+    Under a static scale every element stands alone: a NaN stays one where the element has it (e4m3) and becomes 0
+    elsewhere, an infinity becomes the largest number, and a scale of zero or NaN gives codes of zero.
+    """
+    if static_scale is None:
+        tensor = quantize(x, format)
+        return tensor.values, tensor.scales
+    with np.errstate(all="ignore"):
+        quotients = np.where(static_scale > 0, to_float32(x) / static_scale, np.float32(0))
+        # One NaN for all: its sign depends on where it came from.
+        unknown = np.float32(np.nan if format.element == "e4m3" else 0)
+        codes = _encode(np.where(np.isnan(quotients), unknown, quotients), None, format)
+    values = pack_nibbles(codes) if format.own_element.per_byte == 2 else codes
+    return values, static_scale.reshape(1, 1).copy()
+
+
 class ErrorSum:
     """The relative Frobenius error |restored - original| / |original| over arrays added one after the other."""
 

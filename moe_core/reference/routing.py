@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.reference.activation import sigmoid
-from moe_core.reference.matmul import product
+from moe_core.reference.product import product
 from moe_core.reference.rounding import round_to, to_float32
 from moe_core.specs import LayoutSpec, LogitsSpec, RouterSpec
 

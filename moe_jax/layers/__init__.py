@@ -6,6 +6,11 @@ otherwise: `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `w
 `wo_bias`. `gate/correction_bias` is no parameter but state. Shared experts: `shared_experts/wi_0/kernel` and so on, and
 `shared_experts/gate/kernel`. A stack of L layers has the same names with a leading axis `[L, ...]` on every array.
 
+Experts with a scheme (`ExpertsSpec(scheme=...)`) are quantised: `wi_0`, `wi_1` and `wo` then are no arrays, but hold
+`values`, `scales` and, of formats that have them, `zero_points`, as in `QuantizedTensor` (sub-byte values packed in
+uint8). They start as zeros, to be loaded, are never cast, and have no gradient; those of everything else flow through
+them, unless the scheme quantises activations too.
+
 Logical axes are MaxText's: ("exp", "embed_no_exp", "mlp") for `wi_0`, ("embed", None) for gates, "layers" for a stack.
 Rule sets of recent MaxText say embed_moe and mlp_moe where experts say embed_no_exp and mlp: map these too.
 
@@ -33,6 +38,7 @@ from moe_jax.layers.parameters import (
     Initializer,
     Leaf,
     Parameters,
+    find,
     initialize,
     leaves,
     nested,
@@ -56,6 +62,7 @@ __all__ = [
     "Tuning",
     "explain",
     "export_weights",
+    "find",
     "forward",
     "initialize",
     "layer_spec_from_config",

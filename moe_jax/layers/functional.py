@@ -18,6 +18,7 @@ from jax.core import Tracer
 from moe_core import dtypes
 from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.moe import plan_moe
 from moe_core.moe_backward import explain_training
@@ -32,7 +33,7 @@ from moe_jax import ops
 from moe_jax.calls import OpCall
 from moe_jax.compile_ahead import make_ready
 from moe_jax.composed import moe_call, training_plans
-from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, leaves, nested
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_quantized, leaves, nested
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
@@ -67,7 +68,8 @@ def forward(
 ) -> Any:
     """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
 
-    dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it. token_mask:
+    dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it (of quantised
+    experts: of x and the shared experts, if there are any). token_mask:
     bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer: where
     parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the compute
     dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack is
@@ -104,7 +106,7 @@ def explain(
 
     parameters: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = every array has param_dtype, as
     `initialize` makes them, while loaded gates and biases may be wider. x is taken to have `dtype`, or that of the
-    experts where it is None. Nothing is computed. Raises InvalidInput, Unsupported.
+    experts where it is None; of quantised ones, param_dtype. Nothing is computed. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
     forward, steps = _plans_for(spec, shape, dtype, param_dtype, num_layers, parameters, training)
@@ -157,7 +159,7 @@ def _plans_for(
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
             return find(parameters, leaf.path).dtype
-        return jnp.float32 if leaf.is_state else param_dtype
+        return leaf.parameter.dtype or (jnp.float32 if leaf.is_state else param_dtype)
 
     every = leaves(spec, num_layers)
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
@@ -168,7 +170,9 @@ def _plans_for(
         found.append(_plans(call, spec, training))
         return x
 
-    jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype or arrays["wo"].dtype))
+    if dtype is None:
+        dtype = param_dtype if spec.experts.scheme is not None else arrays["wo"].dtype
+    jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype))
     return found[0]
 
 
@@ -238,9 +242,12 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
             )
         token_mask = token_mask.reshape(-1)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec)}
-    dtype = jnp.result_type(x.dtype, arrays["experts.down"].dtype) if dtype is None else jnp.dtype(dtype)
-    arrays, index, layer_exists = _one_layer(arrays, dtype, layer)
+    if dtype is None:
+        matrix = next((arrays[name] for name in ("experts.down", "shared_experts.down") if name in arrays), x)
+        dtype = jnp.result_type(x.dtype, matrix.dtype)
+    arrays, index, layer_exists = _one_layer(arrays, jnp.dtype(dtype), layer)
     arrays = {name: array.astype(_used_dtype(name, array, dtype)) for name, array in arrays.items()}
+    arrays = _assembled(arrays, spec)
 
     def bundle(kind: type, prefix: str, **more: Any) -> Any:
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -256,9 +263,23 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
     )
 
 
+def _assembled(arrays: dict[str, Any], spec: MoELayerSpec) -> dict[str, Any]:
+    """The arrays of quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
+    if spec.experts.scheme is None:
+        return arrays
+    found: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
+    own = QuantizedSpec(spec.experts.scheme.weights, spec.storage(MAXTEXT).weight_layout)
+    parts = [name.rpartition(".") for name in arrays if is_quantized(name)]
+    for matrix in dict.fromkeys(matrix for matrix, _, _ in parts):
+        fields = {field: arrays[f"{matrix}.{field}"] for of, _, field in parts if of == matrix}
+        # The op checks them, and names what is wrong.
+        found[matrix] = QuantizedTensor.unchecked(own, **fields)
+    return found
+
+
 def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
     """What an array is cast to before use."""
-    as_stored = is_gate(name) or (name.endswith("_bias") and array.dtype == jnp.float32)
+    as_stored = is_gate(name) or is_quantized(name) or (name.endswith("_bias") and array.dtype == jnp.float32)
     return array.dtype if as_stored else dtype
 
 
@@ -268,9 +289,10 @@ def _one_layer(
     """(the arrays of one layer of a stack, the index of those left stacked or None, whether a traced layer that was cut
     out exists or None).
 
-    Gates are always cut out (a few numbers per feature); matrices only where they must be cast anyway.
+    Gates are always cut out (a few numbers per feature); matrices only where they must be cast anyway, which quantised
+    ones never are, so that plain shared experts may be cut out beside them.
     """
-    down = arrays["experts.down"]
+    down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
     if down.ndim == 3 and layer is None:
         return arrays, None, None
     if down.ndim != 4 or layer is None:
@@ -285,11 +307,14 @@ def _one_layer(
     if not is_traced and not 0 <= int(given) < num_layers:
         raise InvalidInput(f"layer must be in [0, {num_layers}), got {int(given)}; pass the index of a stacked layer")
     index = jnp.asarray(given, jnp.int32).reshape(1)
-    in_place = all(array.dtype == _used_dtype(name, array, dtype) for name, array in arrays.items())
+    cast = {name for name, array in arrays.items() if array.dtype != _used_dtype(name, array, dtype)}
+    # Biases are few: those of a stack read in place are cast as a stack.
+    in_place = not any(name.startswith("experts.") and not name.endswith("_bias") for name in cast)
+    shared_in_place = in_place and not any(name.startswith("shared_experts.") for name in cast)
     cut = {
         name: jax.lax.dynamic_index_in_dim(array, index[0], keepdims=False)
         for name, array in arrays.items()
-        if not in_place or is_gate(name)
+        if is_gate(name) or not (shared_in_place if name.startswith("shared_experts.") else in_place)
     }
     if in_place:
         return arrays | cut, index, None

@@ -37,7 +37,7 @@ _FIXED_PATHS: dict[str, Path] = {
 #: What MaxText calls the axes of each group of arrays.
 _LOGICAL_AXES: dict[str, dict[str | None, str | None]] = {
     "router": {"d_model": "embed", "experts": None},
-    "experts": {"experts": "exp", "d_model": "embed_no_exp", "d_ff": "mlp"},
+    "experts": {"experts": "exp", "d_model": "embed_no_exp", "d_ff": "mlp", None: None},
     "expert biases": {"experts": "exp", "d_model": "activation_embed", "d_ff": "activation_mlp"},
     "shared_experts": {"d_model": "embed", "d_ff": "mlp", None: None},
 }
@@ -57,14 +57,23 @@ class Leaf:
 
     @property
     def is_state(self) -> bool:
-        """Whether no gradient ever trains it."""
+        """Whether it is the correction bias: no gradient ever trains it."""
         return self.parameter.role == "buffer"
 
-    def initial(self, key: jax.Array, dtype: Any, kernel_init: Initializer) -> jax.Array:
-        """Biases and state start at zero (state in fp32). Every matrix is drawn by itself, with a key of its own: the
-        scale depends on its inputs, never on how many experts or layers lie beside it."""
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is one of the arrays of a quantised matrix: never trained, never cast."""
+        return self.parameter.role == "quantized"
+
+    def initial(self, key: jax.Array | None, dtype: Any, kernel_init: Initializer) -> jax.Array:
+        """Biases and state start at zero (state in fp32), quantised matrices at codes of zero with scales of one. Every
+        other matrix is drawn by itself, with a key of its own: the scale depends on its inputs, never on how many
+        experts or layers lie beside it."""
+        if self.is_quantized:
+            return jnp.full(self.shape, self.parameter.fill, self.parameter.dtype)
         if self.parameter.role != "weight":
             return jnp.zeros(self.shape, jnp.float32 if self.is_state else dtype)
+        assert key is not None
         lead, matrix = self.shape[:-2], self.shape[-2:]
         if self.out_in:
             matrix = matrix[::-1]
@@ -85,8 +94,8 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None) -> tuple[Leaf, ...
     first = "wi_0" if spec.gated and storage.gate_layout == "separate" else "wi"
     found = []
     for parameter in spec.parameters(MAXTEXT):
-        group, _, field = parameter.name.partition(".")
-        path = _FIXED_PATHS.get(parameter.name)
+        group, field, *part = parameter.name.split(".")
+        path = _FIXED_PATHS.get(f"{group}.{field}")
         if path is None:
             path = (field.replace("gate_up", first),) if group == "experts" else (group, first, "kernel")
         names = _LOGICAL_AXES["expert biases" if group == "experts" and parameter.role == "bias" else group]
@@ -94,7 +103,7 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None) -> tuple[Leaf, ...
         if num_layers is not None:
             shape, axes = (num_layers, *shape), (STACK_AXIS, *axes)
         layout = storage.router_weight_layout if group == "router" else storage.weight_layout
-        found.append(Leaf(path, parameter, shape, axes, parameter.role == "weight" and layout == "out_in"))
+        found.append(Leaf((*path, *part), parameter, shape, axes, parameter.role == "weight" and layout == "out_in"))
     return tuple(found)
 
 
@@ -131,14 +140,25 @@ def is_gate(name: str) -> bool:
     return name.startswith("router.") or name == "shared_experts.gate"
 
 
+def is_quantized(name: str) -> bool:
+    """Whether a parameter is one of the arrays of a quantised matrix: `experts.down.scales`."""
+    return name.count(".") == 2
+
+
 def find(parameters: Parameters, path: Path) -> Any:
     """The array at a path of nested parameters; InvalidInput names what is missing."""
     place: Any = parameters
     for depth, key in enumerate(path):
-        if key not in place:
+        if not isinstance(place, Mapping) or key not in place:
+            got = (", ".join(sorted(place)) or "nothing") if isinstance(place, Mapping) else "one array"
             raise InvalidInput(
-                f"parameters must hold {'/'.join(path)}, got {', '.join(sorted(place))} in "
+                f"parameters must hold {'/'.join(path)}, got {got} in "
                 f"{'/'.join(path[:depth]) or 'the top level'}; make them with the layer's own spec"
             )
         place = place[key]
+    if isinstance(place, Mapping):
+        raise InvalidInput(
+            f"parameters must hold one array as {'/'.join(path)}, got {', '.join(sorted(place))}, as a quantised layer "
+            "has; make them with the layer's own spec"
+        )
     return place

@@ -25,9 +25,10 @@ def load_weights(
 
     With num_layers: weights of that many layers, one after the other; each is copied into the stack before the next is
     asked for, so an iterator that reads a checkpoint holds one layer at a time. Arrays whose layout and dtype do not
-    change are not copied. Matrices of experts are stored in param_dtype, which must hold their values exactly; gates
-    and biases in the wider of param_dtype and their own. Raises InvalidInput for weights of another kind of layer,
-    another number of layers, and where param_dtype would round.
+    change are not copied. Matrices of experts are stored in param_dtype, which must hold their values exactly, and
+    quantised ones as they are; gates and biases in the wider of param_dtype and their own. Raises InvalidInput for
+    weights of another kind of layer, another number of layers, and where param_dtype would round; Unsupported where
+    quantised gate and up would have to move.
     """
     every = leaves(spec, num_layers)
     if num_layers is None:
@@ -104,6 +105,8 @@ def _arrays(weights: LayerWeights, spec: MoELayerSpec, every: tuple[Leaf, ...], 
 
 def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
     own = dtypes.canonical(array.dtype)
+    if leaf.is_quantized:
+        return dtypes.numpy_dtype(own)
     exact = own == param_dtype or param_dtype == "float32"
     if leaf.is_state:
         return np.dtype(np.float32)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,17 +15,41 @@ from moe_core.router_backward import ROUTER_GRADIENTS
 from moe_core.specs import LogitsSpec, MoESpec
 from moe_core.target import Target
 from moe_torch import operators, ops
-from moe_torch.dispatch import call
+from moe_torch.dispatch import Operator, call
 from moe_torch.options import decode, encode
+from moe_torch.quantized_operators import MOE_QUANTIZED
 from moe_torch.router_gradients import ROUTE_BACKWARD, ROUTER_BACKWARD
 
-_OPERATOR = operators.MOE[TopK]
-_GIVEN, _WANTED = operators.MOE[RouterWeights].names, _OPERATOR.names
-_ROUTING = [_GIVEN.index(f"routing.{name}") for name in ("weight", "bias", "correction_bias")]
-_MASK = _GIVEN.index("token_mask")
-_IDS, _WEIGHTS = _WANTED.index("routing.ids"), _WANTED.index("routing.weights")
-#: (position among the arguments wanted, among those given). Ids know the token mask already.
-_COPIED = [(_WANTED.index(name), place) for place, name in enumerate(_GIVEN) if name in _WANTED and place != _MASK]
+
+class _Operators:
+    """Two operators and where they take their arrays: `given` routes from x, `wanted` takes ids and weights."""
+
+    def __init__(self, moe: Mapping[type, Operator]) -> None:
+        self.operator = moe[TopK]
+        given, self.wanted = moe[RouterWeights].names, self.operator.names
+        self.routing = [given.index(f"routing.{name}") for name in ("weight", "bias", "correction_bias")]
+        self.mask = given.index("token_mask")
+        #: (position among the arguments wanted, among those given). Ids know the token mask already.
+        self.copied = [
+            (self.wanted.index(name), place)
+            for place, name in enumerate(given)
+            if name in self.wanted and place != self.mask
+        ]
+        self.ids, self.weights = self.wanted.index("routing.ids"), self.wanted.index("routing.weights")
+
+    def arguments(
+        self, arrays: Sequence[torch.Tensor | None], ids: torch.Tensor, weights: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """The operator's arrays with the routing decided."""
+        found: list[torch.Tensor | None] = [None] * len(self.wanted)
+        for wanted, given in self.copied:
+            found[wanted] = arrays[given]
+        found[self.ids], found[self.weights] = ids, weights
+        return found
+
+
+#: By whether experts are quantised.
+_OPERATORS = {False: _Operators(operators.MOE), True: _Operators(MOE_QUANTIZED)}
 
 
 class CapacityLimit:
@@ -35,20 +60,27 @@ class CapacityLimit:
     constant of its kernels, and a changing number of tokens would compile them again.
     """
 
-    def __init__(self, spec: MoELayerSpec, moe_spec: MoESpec) -> None:
+    def __init__(self, spec: MoELayerSpec, moe_spec: MoESpec, *formats: Any) -> None:
         ratio = spec.capacity_ratio()
         assert ratio is not None and spec.router == moe_spec.router
         self._spec, self._ratio = spec, ratio
         self._logits = LogitsSpec(moe_spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
-        self._options = encode(dataclasses.replace(moe_spec, router=None))
+        # Behind the spec, the formats of quantised experts are options of their operator.
+        self._options = encode(dataclasses.replace(moe_spec, router=None), *formats)
+        self._is_quantized = bool(formats)
+
+    @property
+    def _operators(self) -> _Operators:
+        return _OPERATORS[self._is_quantized]
 
     def __call__(self, arrays: Sequence[torch.Tensor | None]) -> MoEOutput:
         """One forward; arrays: those of the operator that routes from x. ids are -1 where a slot was dropped,
         tokens_per_expert counts the slots before."""
-        weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
+        moe = self._operators
+        weight, bias, correction_bias = (arrays[place] for place in moe.routing)
         x = arrays[0]
         assert x is not None and weight is not None
-        mask = arrays[_MASK]
+        mask = arrays[moe.mask]
         rows = x
         if mask is not None and torch.is_grad_enabled() and weight.requires_grad:
             # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
@@ -57,7 +89,7 @@ class CapacityLimit:
         ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=mask)
         layout = ops.make_layout(ids, self._spec.num_experts)
         kept = self._within(ids, layout)
-        output, _, invalid_ids = call(_OPERATOR, *_arguments(arrays, kept, weights), self._options)
+        output, _, invalid_ids = call(moe.operator, *moe.arguments(arrays, kept, weights), self._options)
         return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
 
     def _within(self, ids: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
@@ -70,7 +102,8 @@ class CapacityLimit:
 
     def plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
         """The plans of a forward, in order."""
-        weight, bias, correction_bias = (arrays[place] for place in _ROUTING)
+        moe = self._operators
+        weight, bias, correction_bias = (arrays[place] for place in moe.routing)
         x, spec = arrays[0], self._spec
         assert x is not None
         num_tokens = x.shape[0]
@@ -81,22 +114,23 @@ class CapacityLimit:
             operators.ROUTER.plan([x, weight, bias], encode(self._logits), target),
             operators.ROUTE.plan([logits, correction_bias, None], encode(spec.router), target),
             operators.MAKE_LAYOUT.plan([ids, None, None], encode(spec.num_experts, 1, None), target),
-            _OPERATOR.plan(_arguments(arrays, ids, weights), self._options, target),
+            moe.operator.plan(moe.arguments(arrays, ids, weights), self._options, target),
         )
 
     def training_plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
         """What a training step runs behind `plans`: the forward that keeps, then the backwards of operator, routing and
         router."""
-        weight, bias, _ = (arrays[place] for place in _ROUTING)
+        moe = self._operators
+        weight, bias, _ = (arrays[place] for place in moe.routing)
         x, spec = arrays[0], self._spec
         assert x is not None and weight is not None
         logits = x.new_empty(x.shape[0], spec.num_experts, dtype=torch.float32)
         ids = x.new_empty(x.shape[0], spec.top_k, dtype=torch.int32)
         weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
-        (given,) = decode(self._options)
+        given, *_ = decode(self._options)
         wanted = ROUTER_GRADIENTS if bias is not None else ROUTER_GRADIENTS[:2]
         return (
-            *ops.training_plans(_OPERATOR, TopK, _arguments(arrays, ids, weights), given, target),
+            *ops.training_plans(moe.operator, TopK, moe.arguments(arrays, ids, weights), given, target),
             ROUTE_BACKWARD.plan([weights, logits, ids, None], encode(spec.router), target),
             ROUTER_BACKWARD.plan([logits, x, weight, bias], encode(self._logits, wanted), target),
         )
@@ -109,14 +143,3 @@ class CapacityLimit:
         *routing, whole = self.plans(arrays, target)
         steps = self.training_plans(arrays, target) if training else (whole,)
         return "\n\n".join([*(plan.explain() for plan in routing), limit, *(plan.explain() for plan in steps)])
-
-
-def _arguments(
-    arrays: Sequence[torch.Tensor | None], ids: torch.Tensor, weights: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """The operator's arrays with the routing decided."""
-    found: list[torch.Tensor | None] = [None] * len(_WANTED)
-    for wanted, given in _COPIED:
-        found[wanted] = arrays[given]
-    found[_IDS], found[_WEIGHTS] = ids, weights
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[report
 from moe_core import dtypes
 from moe_core.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec
 from moe_core.layers import (
     HUGGING_FACE,
     ExpertsSpec,
@@ -26,26 +28,28 @@ from moe_core.operands import RouterWeights
 from moe_core.specs import RouterSpec
 from moe_core.warmup import WarmupReport, token_counts, warmup
 from moe_torch import operators
-from moe_torch.dispatch import call, call_first, target_of_device
+from moe_torch.dispatch import Operator, call, call_first, target_of_device
 from moe_torch.layers.auxiliary import router_losses
 from moe_torch.layers.capacity import CapacityLimit
 from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
 from moe_torch.ops import training_plans
 from moe_torch.options import TORCH_DTYPES, encode, require_instance
+from moe_torch.quantized_operators import MOE_QUANTIZED
 
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
-_OPERATOR = operators.MOE[RouterWeights]
+_OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
 #: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
 _DTYPES = tuple(TORCH_DTYPES[name] for name in dtypes.MATMUL_DTYPES)
-_MASK, _WEIGHT = _OPERATOR.names.index("token_mask"), _OPERATOR.names.index("experts.gate_up")
 
 
-def _place(part: str, name: str) -> tuple[int, str, str]:
-    """(position among the operator's arguments, part, name) of an array."""
-    return _OPERATOR.names.index(f"{_PREFIXES[part]}.{name}"), part, name
+def _place(operator: Operator, part: str, *path: str) -> tuple[int, str, str]:
+    """(position among the operator's arguments, module, name in it) of an array."""
+    # The values of a quantised matrix have its name among the arguments.
+    name = ".".join((_PREFIXES[part], *path)).removesuffix(".values")
+    return operator.names.index(name), ".".join((part, *path[:-1])), path[-1]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,6 +89,10 @@ class MoE(torch.nn.Module):
     `shared_experts.gate_up` `[2S, D]`, `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. Shard them with
     `fully_shard` on the layer or a module around it: the submodules have no forward of their own.
 
+    Quantised experts (`ExpertsSpec(scheme=...)`): each matrix is two or three buffers, `experts.gate_up.values`,
+    `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. Such a layer is frozen: no parameter
+    of it requires a gradient, and asking for one, of x too, raises Unsupported.
+
     Differentiable by x and every parameter, auxiliary losses included (docs/training.md says what training keeps).
     Raises InvalidInput for options that contradict each other.
     """
@@ -122,33 +130,56 @@ class MoE(torch.nn.Module):
 
     @classmethod
     def from_weights(cls, weights: LayerWeights, *, device: torch.device | str | None = None) -> MoE:
-        """A layer with copies of these weights: every dtype and the experts' storage as they are (the router's weight
-        becomes `[E, D]`)."""
+        """A layer with copies of these weights: every dtype and the experts' storage as they are, quantised or not (the
+        router's weight becomes `[E, D]`)."""
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
         for name, tensor in owned_tensors(convert_weights(weights, layer.storage), device):
-            part, _, field = name.partition(".")
-            group = getattr(layer, part)
-            setattr(group, field, tensor if field in group._buffers else torch.nn.Parameter(tensor))
+            path, _, field = name.rpartition(".")
+            group = layer.get_submodule(path)
+            if field not in group._buffers:
+                trained = group.get_parameter(field).requires_grad
+                tensor = torch.nn.Parameter(tensor, requires_grad=trained)
+            setattr(group, field, tensor)
         return layer
 
     def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         _require_dtype(dtype)
         self.spec, self.storage = spec, spec.storage(HUGGING_FACE)
-        parameters = spec.parameters(HUGGING_FACE)
+        parameters, scheme = spec.parameters(HUGGING_FACE), spec.experts.scheme
+        quantized = None if scheme is None else QuantizedSpec(scheme.weights, self.storage.weight_layout)
         for part, group in _PARTS.items():
             own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
-            setattr(self, part, group(own, device, dtype) if own else None)
-        self._places = tuple(_place(*parameter.name.split(".")) for parameter in parameters)
+            setattr(self, part, group(own, device, dtype, quantized) if own else None)
+        self._is_quantized = quantized is not None
+        places = [_place(self._operator, *parameter.name.split(".")) for parameter in parameters]
+        self._places = tuple(place for place in places if place[1] in _PARTS)
+        # Those of quantised matrices lie a module deeper.
+        self._deep_places = tuple(place for place in places if place[1] not in _PARTS)
+        # Where the operator takes the token mask, and what has the dtype that x must have.
+        like = "experts.gate_up"
+        if quantized is not None:
+            like = "routing.weight" if self.shared_experts is None else "shared.gate_up"
+        names = self._operator.names
+        self._count = len(names)
+        self._mask_place, self._like_place = names.index("token_mask"), names.index(like)
         self._moe_spec = spec.moe_spec(HUGGING_FACE)
+        formats = ()
+        if quantized is not None:
+            formats = ((quantized, quantized, None if self.experts.up is None else quantized),)
         # Encoded once: a forward hashes no spec.
-        self._options = encode(self._moe_spec)
-        self._limit = None if spec.capacity_factor is None else CapacityLimit(spec, self._moe_spec)
+        self._options = encode(self._moe_spec, *formats)
+        self._limit = None if spec.capacity_factor is None else CapacityLimit(spec, self._moe_spec, *formats)
         self.reset_parameters()
 
+    @property
+    def _operator(self) -> Operator:
+        # No attribute: layers are copied and pickled.
+        return _QUANTIZED_OPERATOR if self._is_quantized else _OPERATOR
+
     def reset_parameters(self) -> None:
-        """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs), biases and the
-        correction bias zero."""
+        """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); biases, the
+        correction bias and quantised matrices zero."""
         tensors = self._tensors()
         with torch.no_grad():
             for parameter in self.spec.parameters(HUGGING_FACE):
@@ -156,30 +187,31 @@ class MoE(torch.nn.Module):
                 if parameter.role == "weight":
                     tensor.normal_(std=parameter.fan_in**-0.5)
                 else:
-                    tensor.zero_()
+                    tensor.fill_(parameter.fill)
 
     def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None, *, return_aux: bool = False) -> Any:
         """y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
 
-        x: the dtype of the parameters. token_mask bool `[...]`: tokens that are False visit no routed expert (their
-        rows are zero, or what shared experts give) and are left out of every statistic. One operator runs unless the
-        layer has a capacity limit. Raises InvalidInput for wrong shapes, dtypes and devices.
+        x: the dtype of the experts' weights, or where these are quantised of the shared experts' or else the router's.
+        token_mask bool `[...]`: tokens that are False visit no routed expert (their rows are zero, or what shared
+        experts give) and are left out of every statistic. One operator runs unless the layer has a capacity limit.
+        Raises InvalidInput for wrong shapes, dtypes and devices.
         """
-        arrays = self._arrays()
-        arrays[0] = self._rows(x, arrays[_WEIGHT])
+        arrays, operator = self._arrays(), self._operator
+        arrays[0] = self._rows(x, arrays[self._like_place])
         if token_mask is not None:
-            arrays[_MASK] = self._mask(x, token_mask)
+            arrays[self._mask_place] = self._mask(x, token_mask)
         if self._limit is None and not return_aux:
-            output = call_first(_OPERATOR, *arrays, self._options)
+            output = call_first(operator, *arrays, self._options)
             return output if x.dim() == 2 else output.view_as(x)
         if self._limit is None:
-            output, counts, invalid, ids, chosen, logits = call(_OPERATOR, *arrays, self._options)
+            output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
         else:
             output, ids, chosen, logits, counts, invalid = self._limit(arrays)
         y = output if x.dim() == 2 else output.view_as(x)
         if not return_aux:
             return y
-        balance, z = router_losses(logits, counts, arrays[_MASK], self.spec.router)
+        balance, z = router_losses(logits, counts, arrays[self._mask_place], self.spec.router)
         return y, MoEAux(balance, z, counts, ids, chosen, invalid)
 
     def _rows(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -219,17 +251,18 @@ class MoE(torch.nn.Module):
         or reparametrised.
         """
         modules = self._modules
-        arrays = [None] * len(_OPERATOR.names)
+        arrays = [None] * self._count
         for place, part, name in self._places:
             group: Any = modules[part]
             parameters = group._parameters
             arrays[place] = parameters[name] if name in parameters else getattr(group, name)
+        for place, path, name in self._deep_places:
+            arrays[place] = getattr(self.get_submodule(path), name)
         return arrays
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, in the order of `MoELayerSpec.parameters`."""
-        names = [parameter.name for parameter in self.spec.parameters(HUGGING_FACE)]
-        return {name: getattr(getattr(self, name.partition(".")[0]), name.partition(".")[2]) for name in names}
+        return {parameter.name: attrgetter(parameter.name)(self) for parameter in self.spec.parameters(HUGGING_FACE)}
 
     def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
         """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
@@ -243,12 +276,12 @@ class MoE(torch.nn.Module):
                     f"got {tuple(tokens)}; pass x.shape"
                 )
             tokens = math.prod(tuple(tokens)[:-1])
-        arrays, target = self._arrays_for(tokens), target_of_device(self.experts.down.device)
+        arrays, target = self._arrays_for(tokens), target_of_device(self.router.weight.device)
         if self._limit is not None:
             return self._limit.explain(arrays, target, training)
         if training:
-            return explain_training(training_plans(_OPERATOR, RouterWeights, arrays, self._moe_spec, target))
-        return _OPERATOR.plan(arrays, self._options, target).explain()
+            return explain_training(training_plans(self._operator, RouterWeights, arrays, self._moe_spec, target))
+        return self._operator.plan(arrays, self._options, target).explain()
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
         """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
@@ -257,7 +290,7 @@ class MoE(torch.nn.Module):
         forward and backward, in which every parameter is trained. Returns the kernels, with the seconds each
         took; on a CPU there are none. Raises InvalidInput, Unsupported.
         """
-        device, plans = self.experts.down.device, []
+        device, plans = self.router.weight.device, []
         target = target_of_device(device)
         for count in token_counts(tokens):
             arrays = self._arrays_for(count)
@@ -265,15 +298,16 @@ class MoE(torch.nn.Module):
                 plans += self._limit.plans(arrays, target)
                 plans += self._limit.training_plans(arrays, target) if training else ()
                 continue
-            plans.append(_OPERATOR.plan(arrays, self._options, target))
+            plans.append(self._operator.plan(arrays, self._options, target))
             if training:
-                plans += training_plans(_OPERATOR, RouterWeights, arrays, self._moe_spec, target)
+                plans += training_plans(self._operator, RouterWeights, arrays, self._moe_spec, target)
         return warmup(plans, (device.index or 0,))
 
     def _arrays_for(self, num_tokens: int) -> list[Any]:
         """The operator's arguments for an x of so many tokens, which has no memory."""
         arrays = self._arrays()
-        arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=self.experts.down.dtype, device="meta")
+        dtype = arrays[self._like_place].dtype
+        arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
         return arrays
 
     @torch.no_grad()
@@ -302,8 +336,8 @@ class MoE(torch.nn.Module):
         """Copy canonical weights in, whatever their storage; dtypes must be equal or widen (to float32).
 
         Nothing is held twice: views of the arrays are copied straight into the parameters. Raises InvalidInput if the
-        weights are of another layer (sizes, routing, activation, parts), would be rounded, or the layer is on `meta`;
-        Unsupported for sharded parameters.
+        weights are of another layer (sizes, routing, activation, parts, format), would be rounded, or the layer is on
+        `meta`; Unsupported for sharded parameters, and for another gate_layout of quantised ones.
         """
         require_instance("weights", weights, LayerWeights)
         require_same_layer(self.spec, weights)
@@ -322,6 +356,8 @@ class MoE(torch.nn.Module):
         parts.append(f"storage={self.storage.weight_layout}/{self.storage.gate_layout}")
         if spec.shared_experts is not None:
             parts.append(f"shared_d_ff={spec.shared_experts.d_ff}")
+        if spec.experts.scheme is not None:
+            parts.append(f"scheme={spec.experts.scheme}")
         if spec.capacity_factor is not None:
             parts.append(f"capacity_factor={spec.capacity_factor:g}")
         return ", ".join(parts)

@@ -7,32 +7,81 @@ from typing import Any, ClassVar
 
 import torch
 
+from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.layers import Parameter
+from moe_torch.options import TORCH_DTYPES
+
+
+class QuantizedMatrix(torch.nn.Module):
+    """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None where the format has none).
+
+    They move with the module and keep their dtypes whatever it is cast to.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+
+    def __init__(self, spec: QuantizedSpec, parameters: Sequence[Parameter], device: torch.device | str | None) -> None:
+        super().__init__()
+        self.spec = spec
+        present = {parameter.name.rpartition(".")[2]: parameter for parameter in parameters}
+        for name in ("values", "scales", "zero_points"):
+            own = present.get(name)
+            made = None
+            if own is not None:
+                assert own.dtype is not None
+                made = torch.empty(own.shape, dtype=TORCH_DTYPES[own.dtype], device=device)
+            self.register_buffer(name, made)
+
+    def tensor(self) -> QuantizedTensor:
+        """The same arrays as a bundle."""
+        return QuantizedTensor(self.spec, self.values, self.scales, self.zero_points)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedMatrix:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                # Bytes, since casts of a module leave integers alone.
+                raw = buffer.view(torch.uint8)
+                moved = fn(raw)
+                self._buffers[name] = (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}"
 
 
 class ParameterGroup(torch.nn.Module):
     """The arrays of one part of a layer. It has no forward: the layer reads them.
 
     NAMES: every array the part can have; absent ones are None. Buffers stay float32 whatever dtype the module is cast
-    to.
+    to. quantized: format and layout of those matrices that are quantised; nothing is trained beside them.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self, parameters: Sequence[Parameter], device: torch.device | str | None, dtype: torch.dtype | None
+        self,
+        parameters: Sequence[Parameter],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        quantized: QuantizedSpec | None = None,
     ) -> None:
         super().__init__()
-        present = {parameter.name.rpartition(".")[2]: parameter for parameter in parameters}
+        present = {parameter.name.split(".")[1]: parameter for parameter in parameters}
         for name in self.NAMES:
             parameter = present.get(name)
             if parameter is None:
                 self.register_parameter(name, None)
+            elif parameter.role == "quantized":
+                assert quantized is not None
+                arrays = [array for array in parameters if array.name.split(".")[1] == name]
+                self.add_module(name, QuantizedMatrix(quantized, arrays, device))
             elif parameter.role == "buffer":
                 self.register_buffer(name, torch.empty(parameter.shape, dtype=torch.float32, device=device))
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
-                self.register_parameter(name, torch.nn.Parameter(value))
+                self.register_parameter(name, torch.nn.Parameter(value, requires_grad=quantized is None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParameterGroup:
         before = dict(self._buffers)
@@ -54,12 +103,13 @@ class RouterParameters(ParameterGroup):
 
 
 class ExpertParameters(ParameterGroup):
-    """The fields of `moe_core.operands.ExpertWeights`."""
+    """The fields of `moe_core.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`."""
 
     NAMES = ("gate_up", "down", "up", "gate_up_bias", "up_bias", "down_bias")
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    up: torch.Tensor | None
+    # Tensors, or of quantised experts QuantizedMatrix: a union would make every reader of a plain layer prove it.
+    gate_up: Any
+    down: Any
+    up: Any
     gate_up_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None

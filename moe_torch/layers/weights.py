@@ -16,25 +16,34 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import FREE_FIELDS, HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
 from moe_torch.options import DTYPE_NAMES, TORCH_DTYPES
 
+#: What NumPy and torch pass to each other as bits: (NumPy's dtype, the bits, torch's dtype).
+_BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
+    (ml_dtypes.bfloat16, np.int16, torch.bfloat16),
+    (ml_dtypes.float8_e4m3fn, np.uint8, torch.float8_e4m3fn),
+)
+
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A tensor that shares the array's memory (bfloat16 and read-only arrays too, which `torch.from_numpy` refuses).
+    """A tensor that shares the array's memory (bfloat16, fp8 and read-only arrays too, which `torch.from_numpy`
+    refuses).
 
     The caller must not write to it.
     """
     if not array.flags.writeable:
         view = TensorView.from_numpy(array)
         array = host_array(view.pointer, view.spec, owner=array)
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    for own, bits, dtype in _BY_BITS:
+        if array.dtype == own:
+            return torch.from_numpy(array.view(bits)).view(dtype)
     return torch.from_numpy(array)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as a row-major NumPy array (ml_dtypes for bfloat16); a tensor on a CPU shares its memory."""
+    """A tensor as a row-major NumPy array (ml_dtypes for bfloat16 and fp8); a tensor on a CPU shares its memory."""
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    for own, bits, dtype in _BY_BITS:
+        if tensor.dtype == dtype:
+            return tensor.view(torch.from_numpy(np.empty(0, bits)).dtype).numpy().view(own)
     return tensor.numpy()
 
 
@@ -42,6 +51,10 @@ def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
     """Raise InvalidInput that names the first field in which the weights are of another layer than `spec`."""
     own, given = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
     given = dataclasses.replace(given, **{name: getattr(own, name) for name in FREE_FIELDS})
+    scheme = own.experts.scheme
+    if scheme is not None and given.experts.scheme is not None and given.experts.scheme.weights == scheme.weights:
+        # What rows are quantised to is the layer's affair too.
+        given = dataclasses.replace(given, experts=dataclasses.replace(given.experts, scheme=scheme))
     for field in dataclasses.fields(MoELayerSpec):
         mine, theirs = getattr(own, field.name), getattr(given, field.name)
         if mine != theirs:

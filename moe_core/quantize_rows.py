@@ -1,0 +1,141 @@
+"""Planning of the quantisation of activations, row by row or as a whole (`kernels.quantize_rows`)."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core import dtypes
+from moe_core.activation import row_stride
+from moe_core.arrays import ArraySpec, require_spec
+from moe_core.checks import require_kind
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.layout import padded
+from moe_core.plan import Argument, Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
+from moe_core.target import Target
+
+#: Elements that activations have.
+_ELEMENTS = ("e4m3", "e2m1", "int8")
+#: Programs that look for the largest magnitude of a whole array; a power of two, since the next launch reads all.
+_MAXIMA = 512
+#: Elements of a tile: 16 of a thread of 4 warps.
+_TILE = 2048
+#: Columns of the widest group, which is one tile.
+_WIDEST_GROUP = 16384
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_quantize_rows(x: ArraySpec, format: Format, target: Target, *, scales: ArraySpec | None = None) -> LaunchPlan:
+    """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
+
+    x: bf16, fp16 or fp32, rows may be strided. format: of e4m3, e2m1 or int8, whose scales are of one row, of groups of
+    its columns, or of all. scales: fp32 `[1]`, a static scale for all elements, of formats with one scale per tensor;
+    None = chosen from x. Inputs: x, [static_scale]; outputs: values, scales. Bit by bit what
+    `moe_core.reference.quantize.quantize_rows` gives. Raises InvalidInput, and Unsupported for other formats
+    and, on compiled targets, groups of more than 16384 columns.
+    """
+    require_kind("format", format, Format)
+    require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
+    stride = row_stride("x", x)
+    if format.element not in _ELEMENTS or format.group_rows not in (None, 1):
+        raise Unsupported(
+            f"format must be of {', '.join(_ELEMENTS)} with scales of one row or of all, got {format.name}; its "
+            "quantiser is moe_core.reference.quantize.quantize, in NumPy"
+        )
+    if format.group_rows is None and format.group_columns is not None:
+        raise Unsupported(f"format must not share scales over all rows but not over all columns, got {format.name}")
+    if x.shape[1] < 1:
+        raise InvalidInput(f"x must have at least one column, got {x.shape}; pass a wider array")
+    shapes = quantized_shapes(QuantizedSpec(format), x.shape)
+    if scales is not None:
+        require_spec("scales", scales, (1,), "float32")
+        if format.group_rows is not None or format.has_e8m0_scales:
+            raise InvalidInput(
+                f"scales must be None for {format.name}, whose scales are found row by row; a static one goes with "
+                "one fp32 scale per tensor"
+            )
+    builder = PlanBuilder("quantize_rows", target)
+    inputs = {"x": builder.input("x", x)}
+    if scales is not None:
+        inputs["static_scale"] = builder.input("static_scale", scales)
+    values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype))
+    found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]))
+    if not target.compiled:
+        builder.reference("quantize:quantize_rows", inputs, {"format": format}, (values, found))
+        return builder.build()
+    if format.group_columns is not None:
+        _add_groups(builder, format, stride)
+    else:
+        _add_whole_rows(builder, format, stride)
+    return builder.build()
+
+
+def _rule(format: Format) -> dict[str, Argument]:
+    """The kernels' constants that say what codes and scales are."""
+    element = format.own_element
+    return {
+        "ELEMENT": Constant(element.name),
+        "RULE": Constant(format.scale_rule),
+        "LARGEST": Constant(element.largest),
+        "TOP_EXPONENT": Constant(element.top_exponent or 0),
+    }
+
+
+def _rows_of_tile(columns: int, rows: int, target: Target) -> int:
+    """Rows of a tile that has so many columns."""
+    # The number of rows is not looked at on devices: a kernel serves every batch.
+    return padded(rows) if target.kind == "interpreter" else max(1, _TILE // columns)
+
+
+def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
+    (rows, width), group = builder.spec("x").shape, format.group_columns
+    assert group is not None
+    groups = builder.spec("scales").shape[1]
+    block_k = padded(group)
+    if block_k > _WIDEST_GROUP:
+        raise Unsupported(
+            f"format must have groups of at most {_WIDEST_GROUP} columns on {builder.target}, got {format.name} with "
+            f"{group}; share scales over whole rows, or in smaller groups"
+        )
+    block_m = _rows_of_tile(block_k, rows, builder.target)
+    num_warps = min(16, max(4, block_k // 512))
+    arguments: dict[str, Argument] = {
+        **{name: Pointer(name) for name in ("x", "values", "scales")},
+        "num_rows": Scalar(rows),
+        "WIDTH": Constant(width),
+        "STRIDE": Constant(stride),
+        "GROUP": Constant(group),
+        "GROUPS": Constant(groups),
+        **_rule(format),
+        "BLOCK_M": Constant(block_m),
+        "BLOCK_K": Constant(block_k),
+    }
+    builder.launch("quantize_rows:quantize_groups", (-(-rows // block_m), groups), arguments, num_warps, 1)
+
+
+def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
+    rows, width = builder.spec("x").shape
+    whole, static = format.group_rows is None, builder.has("static_scale")
+    block_k = min(padded(width), _TILE)
+    block_m = _rows_of_tile(block_k, rows, builder.target)
+    shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
+    tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k)}
+    partials = 1 if builder.target.kind == "interpreter" else _MAXIMA
+    if whole and not static:
+        builder.scratch("partials", ArraySpec((partials,), "int32"))
+        arguments = {"x": Pointer("x"), "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
+        builder.launch("quantize_rows:partial_maxima", (partials,), arguments, 4, 1)
+    arguments = {
+        "x": Pointer("x"),
+        "partials": Pointer("partials") if whole and not static else Constant(None),
+        "given": Pointer("static_scale") if static else Constant(None),
+        **{name: Pointer(name) for name in ("values", "scales")},
+        "num_rows": Scalar(rows),
+        **shape,
+        "PARTIALS": Constant(partials),
+        **_rule(format),
+        **tile,
+    }
+    # One scale of all rows is written even where there are none.
+    programs = max(-(-rows // block_m), 1 if whole else 0)
+    builder.launch("quantize_rows:quantize_whole_rows", (programs,), arguments, 4, 1)

@@ -1,0 +1,77 @@
+"""Quantising on JAX arrays: rows in any program, weights once, when they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from moe_core import dtypes
+from moe_core.errors import Unsupported
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
+from moe_core.operands import map_arrays
+from moe_core.quantize_rows import plan_quantize_rows
+from moe_core.reference import quantize as reference
+from moe_jax.calls import Array, OpCall, require_type
+
+
+def quantize_rows(x: Array, format: Format, *, scales: Array | None = None) -> QuantizedTensor:
+    """Activations x `[R, D]` in a format, `out_in`: one custom call, under every transformation the ops work in.
+
+    x: bf16, fp16 or fp32. format: of rows, groups of columns or the whole (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`,
+    `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...). scales: fp32 `[1]`, a static scale, for formats with one per tensor; None =
+    found from x. Equals `moe_core.reference.quantize.quantize_rows` bit for bit. It has no derivative. Raises
+    InvalidInput, Unsupported.
+    """
+    call = OpCall("quantize_rows")
+    require_type("format", format, Format)
+    rows = call.array("x", x)
+    given = None if scales is None else call.array("static_scale", scales, "scales")
+    values, chosen = call.run(plan_quantize_rows, rows, format, scales=given)
+    return QuantizedTensor(QuantizedSpec(format), values, chosen)
+
+
+def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
+    """A weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`) in a format, where `weight` is.
+
+    For loading: NumPy computes it on the host, exactly as `moe_core.reference.quantize.quantize` says, so that it works
+    eagerly only (Unsupported while tracing). Raises InvalidInput.
+    """
+    require_type("format", format, Format)
+    place, array = _on_host("quantize", "weight", weight)
+    return map_arrays(reference.quantize(array, format, layout=layout), place)
+
+
+def dequantize(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
+    """The numbers of a quantised tensor in its layout: code x scale in fp32, cast to dtype (bf16, fp16 or fp32).
+
+    NumPy computes it on the host, as `moe_core.reference.quantize.dequantize`, so that it works eagerly only
+    (Unsupported while tracing). Raises InvalidInput.
+    """
+    require_type("tensor", tensor, QuantizedTensor)
+    place, _ = _on_host("dequantize", "tensor.values", tensor.values)
+    on_host = map_arrays(tensor, lambda array: _on_host("dequantize", "an array of tensor", array)[1])
+    return place(reference.dequantize(on_host, dtypes.canonical(dtype)))
+
+
+def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
+    """(what puts a NumPy array where `array` is, `array` in NumPy)."""
+    if isinstance(array, Tracer):
+        raise Unsupported(
+            f"{op} computes on the host, got {name} inside jit or another transformation; call it outside and pass the "
+            "result in (rows are quantised anywhere by quantize_rows)"
+        )
+    OpCall(op).array(name, array)
+    if not isinstance(array, jax.Array):
+        return jnp.asarray, np.asarray(array)
+    sharding = array.sharding
+    if len(sharding.device_set) > 1 and not sharding.is_fully_replicated:
+        raise Unsupported(
+            f"{op} takes arrays of one device, got {name} split over several ({sharding}); call it before placing them"
+        )
+    if not array.committed:
+        return jnp.asarray, np.asarray(array)
+    return lambda result: jax.device_put(result, sharding), np.asarray(array)

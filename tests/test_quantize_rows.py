@@ -1,0 +1,129 @@
+"""Quantisation of activations on real kernels: the bits of the reference."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moe_core import InvalidInput, Unsupported
+from moe_core.arrays import ArraySpec
+from moe_core.formats import FP8_TENSOR, FP8_TOKEN, INT8_TOKEN, MXFP4, Format, format_named, format_names
+from moe_core.plan import KernelLaunch
+from moe_core.quantize_rows import plan_quantize_rows
+from moe_core.reference.quantize import quantize_rows
+from moe_core.target import Target
+from tests.harness import engine_target, run_plan
+
+NAMES = [
+    name
+    for name in format_names()
+    if format_named(name).element in ("e4m3", "e2m1", "int8") and format_named(name).group_rows in (None, 1)
+]
+INT8_TENSOR = Format("int8_tensor", "int8", None, None)
+E2M1_TENSOR = Format("e2m1_tensor", "e2m1", None, None)
+
+
+def hard_rows(rows: int, d: int, dtype: str, whole: bool = False) -> np.ndarray:
+    """Every magnitude; zeros, denormals, ties of every element, NaN and infinity (not where all share a scale)."""
+    random = np.random.default_rng(rows)
+    x = random.standard_normal((rows, d)) * np.exp2(random.integers(-30, 30, (rows, 1)))
+    if rows > 8:
+        x[0] = 0
+        x[1] = -0.0
+        x[2] = 2.0**-149 * random.integers(0, 9, d)
+        x[3] *= 1e-37
+        x[4] = np.linspace(-448, 448, d)
+        x[5] = np.resize(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]), d) * random.choice([-1, 1], d)
+        x[6] = np.resize(np.array([127, 0.5, 1.5, 2.5, -63.5, -126.5]), d)
+        if not whole:
+            x[7, d // 2], x[8, d - 1] = np.nan, np.inf
+    return x.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
+def assert_same_bits(x: np.ndarray, format: Format, static_scale: np.ndarray | None = None) -> None:
+    given = {} if static_scale is None else {"static_scale": static_scale}
+    scales = None if static_scale is None else ArraySpec((1,), "float32")
+    described = ArraySpec(x.shape, x.dtype.name)
+    found = run_plan(plan_quantize_rows(described, format, engine_target(), scales=scales), {"x": x} | given)
+    expected = quantize_rows(x, static_scale, format=format)
+    for name, wanted in zip(("values", "scales"), expected, strict=True):
+        different = np.argwhere(found[name].view(np.uint8) != wanted.view(np.uint8))
+        assert found[name].shape == wanted.shape and not different.size, f"{format} {name} differs at {different[:5]}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_of_the_reference(name: str) -> None:
+    format = format_named(name)
+    odd = 5 if format.allows_partial_groups or format.element == "int8" else 0
+    whole = format.group_rows is None
+    for rows, dtype in ((20, "float32"), (13, "bfloat16"), (0, "float16")):
+        assert_same_bits(hard_rows(rows, 160 + odd, dtype, whole), format)
+    if whole:
+        assert_same_bits(hard_rows(20, 37, "float32"), format)
+
+
+@pytest.mark.parametrize("format", [FP8_TENSOR, INT8_TENSOR, E2M1_TENSOR], ids=str)
+def test_a_static_scale_stands_for_all(format: Format) -> None:
+    x = hard_rows(20, 38, "float32")
+    x[7, 0] = np.copysign(np.float32(np.nan), np.float32(-1))
+    for scale in (0.01, 3.0, 0.0, np.nan, np.inf):
+        assert_same_bits(x, format, np.array([scale], np.float32))
+
+
+def test_groups_wider_than_a_usual_tile() -> None:
+    for width in (5000, 3000):
+        assert_same_bits(hard_rows(9, width, "float32"), Format("wide", "e4m3", 1, 4096))
+    too_wide = Format("too_wide", "e4m3", 1, 20000)
+    with pytest.raises(Unsupported, match="groups of at most 16384 columns"):
+        plan_quantize_rows(ArraySpec((4, 64), "bfloat16"), too_wide, engine_target())
+
+
+def test_the_reference_engine_runs_the_same_plan() -> None:
+    plan = plan_quantize_rows(
+        ArraySpec((20, 37), "float32"), FP8_TENSOR, Target("reference"), scales=ArraySpec((1,), "float32")
+    )
+    x, scale = hard_rows(20, 37, "float32"), np.array([0.01], np.float32)
+    found = run_plan(plan, {"x": x, "static_scale": scale})
+    assert found["values"].tobytes() == quantize_rows(x, scale, format=FP8_TENSOR)[0].tobytes()
+
+
+def test_every_fp8_number_and_every_tie() -> None:
+    """Numbers of e4m3 and all midpoints between neighbours: a group of 448 has the scale 1."""
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    row = np.concatenate([numbers, middles, np.nextafter(middles, 500, dtype=np.float32), np.array([448], np.float32)])
+    assert_same_bits(np.stack([row, -row]), FP8_TOKEN)
+
+
+def test_strided_rows() -> None:
+    x = hard_rows(9, 64, "float32")
+    plan = plan_quantize_rows(ArraySpec((9, 32), "float32", (64, 1)), MXFP4, engine_target())
+    found = run_plan(plan, {"x": x[:, :32]})
+    assert found["values"].tobytes() == quantize_rows(x[:, :32], format=MXFP4)[0].tobytes()
+
+
+def test_a_kernel_serves_every_number_of_rows() -> None:
+    for format in (FP8_TENSOR, INT8_TOKEN, MXFP4):
+        plans = [
+            plan_quantize_rows(ArraySpec((rows, 96), "bfloat16"), format, Target("cuda", 90, 132)) for rows in (1, 999)
+        ]
+        few, many = ([step for step in plan.steps if isinstance(step, KernelLaunch)] for plan in plans)
+        for one, other in zip(few, many, strict=True):
+            assert dict(one.arguments) | {"num_rows": None} == dict(other.arguments) | {"num_rows": None}
+
+
+@pytest.mark.parametrize(
+    ("format", "scales", "error", "words"),
+    [
+        (format_named("fp8_block"), None, Unsupported, "scales of one row or of all"),
+        (format_named("int4_g32"), None, Unsupported, "must be of e4m3, e2m1, int8"),
+        (Format("bands", "e4m3", None, 64), None, Unsupported, "not over all columns"),
+        (FP8_TOKEN, ArraySpec((1,), "float32"), InvalidInput, "scales must be None for fp8_token"),
+        (FP8_TENSOR, ArraySpec((2,), "float32"), InvalidInput, r"scales must be \[1\]"),
+    ],
+    ids=str,
+)
+def test_refused(format: Format, scales: ArraySpec | None, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        plan_quantize_rows(ArraySpec((4, 64), "bfloat16"), format, engine_target(), scales=scales)
