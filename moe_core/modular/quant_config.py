@@ -1,0 +1,142 @@
+"""How the weights of one layer's experts are quantised, and the arrays that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.checks import require_at_least, require_choice, require_flag
+from moe_core.errors import InvalidInput
+
+#: What `FusedMoEQuantConfig.scheme` can be, beside None.
+SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4", "mxfp4_w4a16")
+#: Schemes whose activations are quantised.
+_QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
+#: Arrays that only quantised weights have.
+QUANTIZATION_ARRAYS = ("w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale")
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMoEQuantConfig:
+    """One scheme, or None for weights in bf16, fp16 or fp32, and the arrays beside the weights.
+
+    scheme: a name of SCHEMES. per_act_token_quant: activations have a scale per token (weights one per output channel),
+    else one per tensor. block_shape: (rows, columns) of weights that share a scale, None = as the scheme has it.
+    w1_bias fp32 `[E, N]`, w2_bias fp32 `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. a1_scale, a2_scale:
+    static scales of the activations before the first and the second product, None = chosen as they come.
+    w1_precision, w2_precision: upstream's precision objects; `expert_weights` says what becomes of them.
+    Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions.
+    """
+
+    scheme: str | None = None
+    per_act_token_quant: bool = False
+    block_shape: tuple[int, int] | None = None
+    w1_bias: Any = None
+    w2_bias: Any = None
+    w1_precision: Any = None
+    w2_precision: Any = None
+    w1_scale: Any = None
+    w2_scale: Any = None
+    w1_zp: Any = None
+    w2_zp: Any = None
+    a1_scale: Any = None
+    a2_scale: Any = None
+
+    def __post_init__(self) -> None:
+        require_flag("per_act_token_quant", self.per_act_token_quant)
+        if self.scheme is not None:
+            require_choice("scheme", self.scheme, SCHEMES)
+        if self.block_shape is not None:
+            rows_columns = tuple(self.block_shape)
+            if len(rows_columns) != 2:
+                raise InvalidInput(f"block_shape must be (rows, columns), got {self.block_shape}; pass two numbers")
+            # 0 rows is how checkpoints of grouped integers say "no grouping of output channels".
+            require_at_least("block_shape rows", rows_columns[0], 0)
+            require_at_least("block_shape columns", rows_columns[1], 1)
+            object.__setattr__(self, "block_shape", rows_columns)
+        if self.per_act_token_quant and self.scheme not in (*_QUANTIZED_ACTIVATIONS, None):
+            raise InvalidInput(
+                f"per_act_token_quant must be False for {self.scheme}, whose activations are not quantised, got True; "
+                "leave it out"
+            )
+        if self.scheme is None:
+            given = [name for name in ("block_shape", *QUANTIZATION_ARRAYS) if getattr(self, name) is not None]
+            given += ["per_act_token_quant"] if self.per_act_token_quant else []
+            if given:
+                raise InvalidInput(
+                    f"{given[0]} must not be given without a scheme, got one; name the scheme, as in "
+                    "FusedMoEQuantConfig.make(use_fp8_w8a8=True)"
+                )
+
+    @classmethod
+    def make(
+        cls,
+        use_fp8_w8a8: bool = False,
+        use_int8_w8a8: bool = False,
+        use_int8_w8a16: bool = False,
+        use_int4_w4a16: bool = False,
+        use_mxfp4_w4a4: bool = False,
+        per_act_token_quant: bool = False,
+        block_shape: Sequence[int] | None = None,
+        **arrays: Any,
+    ) -> FusedMoEQuantConfig:
+        """The configuration of at most one scheme (more: InvalidInput, a ValueError). arrays: the other fields."""
+        flags = {
+            "fp8_w8a8": use_fp8_w8a8,
+            "int8_w8a8": use_int8_w8a8,
+            "int8_w8a16": use_int8_w8a16,
+            "int4_w4a16": use_int4_w4a16,
+            "mxfp4_w4a4": use_mxfp4_w4a4,
+        }
+        for name, flag in flags.items():
+            require_flag(f"use_{name}", flag)
+        chosen = [name for name, flag in flags.items() if flag]
+        if len(chosen) > 1:
+            raise InvalidInput(
+                f"at most one of {', '.join(f'use_{name}' for name in flags)} must be True, got "
+                f"{' and '.join(f'use_{name}' for name in chosen)}; choose one"
+            )
+        known = {field.name for field in dataclasses.fields(cls)} - {"scheme", "per_act_token_quant", "block_shape"}
+        for name in arrays:
+            if name not in known:
+                raise InvalidInput(f"make takes no {name}; its arrays are {', '.join(sorted(known))}")
+        block = None if block_shape is None else tuple(block_shape)
+        return cls(chosen[0] if chosen else None, per_act_token_quant, block, **arrays)  # pyright: ignore[reportArgumentType]
+
+    def with_arrays(self, **arrays: Any) -> FusedMoEQuantConfig:
+        """The configuration with arrays that a call brings, None = none; InvalidInput for one that it has already."""
+        given = {name: array for name, array in arrays.items() if array is not None}
+        for name, array in given.items():
+            own = getattr(self, name)
+            if own is not None and own is not array:
+                raise InvalidInput(f"{name} must not be given twice, got it in the configuration and with the call")
+        return dataclasses.replace(self, **given) if given else self
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return self.scheme in _QUANTIZED_ACTIVATIONS
+
+    @property
+    def use_fp8_w8a8(self) -> bool:
+        return self.scheme == "fp8_w8a8"
+
+    @property
+    def use_int8_w8a8(self) -> bool:
+        return self.scheme == "int8_w8a8"
+
+    @property
+    def use_int8_w8a16(self) -> bool:
+        return self.scheme == "int8_w8a16"
+
+    @property
+    def use_int4_w4a16(self) -> bool:
+        return self.scheme == "int4_w4a16"
+
+    @property
+    def use_mxfp4_w4a4(self) -> bool:
+        return self.scheme == "mxfp4_w4a4"
+
+
+FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()

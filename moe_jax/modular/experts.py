@@ -1,0 +1,186 @@
+"""Experts as pure functions: fused into one call, open between the stages, and on batched tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput
+from moe_core.modular import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    FusedMoEQuantConfig,
+    activation_of,
+    activation_quantization,
+    expert_weights,
+    moe_problem_size,
+    rows_are_alone,
+)
+from moe_core.operands import ExpertWeights, MatmulOperands, RaggedLayout, TopK
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, Tuning
+from moe_jax import ops
+from moe_jax.calls import require_type
+from moe_jax.modular.finalize import rows_by_slot
+from moe_jax.modular.prepare import as_routing
+
+#: `activation_function(activation, input, layout) -> output`: rows by slot `[M * topk, N]` to `[M * topk, F]`.
+ActivationFunction = Callable[[Any, jax.Array, RaggedLayout], jax.Array]
+#: `moe_sum(input, layout) -> output`: weighted slots `[M, topk, K]` to `[M, K]`.
+SumFunction = Callable[[jax.Array, RaggedLayout], jax.Array]
+
+
+def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
+    """w1 and w2 with what the configuration has beside them."""
+    require_type("quant_config", quant_config, FusedMoEQuantConfig)
+    return expert_weights(w1, w2, quant_config, weight_layout)
+
+
+def _require_experts(num_local: int, global_num_experts: int, expert_map: jax.Array | None) -> None:
+    known = (-1, num_local) if expert_map is None else (-1, num_local, expert_map.shape[0])
+    if global_num_experts not in known:
+        raise InvalidInput(
+            f"global_num_experts must be {known[-1]} or -1, got {global_num_experts}; pass the expert_map of all "
+            "experts"
+        )
+
+
+def fused_experts(
+    hidden_states: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    activation: str | Activation = "silu",
+    global_num_experts: int = -1,
+    expert_map: jax.Array | None = None,
+    apply_router_weight_on_input: bool = False,
+    *,
+    quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
+    weight_layout: str = "out_in",
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]`: one composed plan.
+
+    w1 `[E, N, K]`, w2 `[E, K, F]` (weight_layout `in_out`: the last two axes swapped). apply_router_weight_on_input:
+    `prepare` has applied the weight. Raises InvalidInput, Unsupported.
+    """
+    weights, ids = as_routing(topk_weights, topk_ids)
+    experts = weights_of(w1, w2, quant_config, weight_layout)
+    _require_experts(w1.shape[0], global_num_experts, expert_map)
+    if apply_router_weight_on_input:
+        weights = jnp.ones_like(weights)
+    spec = MoESpec(
+        activation_of(activation),
+        weight_layout=weight_layout,
+        tuning=tuning,
+        activations=activation_quantization(quant_config),
+    )
+    return ops.moe(hidden_states, experts, TopK(ids, weights), spec, expert_map=expert_map).output
+
+
+def _product(
+    operands: MatmulOperands, layout: RaggedLayout, spec: MatmulSpec, quant_config: FusedMoEQuantConfig, scale: Any
+) -> jax.Array:
+    """`matmul_ogs`, x quantised first where the configuration quantises activations (scale: fp32 `[1]`, or None)."""
+    format = activation_quantization(quant_config)
+    if format is not None:
+        spec = dataclasses.replace(spec, out_dtype=operands.x.dtype.name)
+        operands = dataclasses.replace(operands, x=ops.quantize_rows(operands.x, format, scales=scale))
+    return ops.matmul_ogs(operands, layout, spec)
+
+
+def activate(activation: str | Activation, input: jax.Array, layout: RaggedLayout) -> jax.Array:
+    """The activation of rows `[M * topk, N]`: what `unfused_experts` runs unless another function is given."""
+    return ops.activation(input, activation_of(activation))
+
+
+def moe_sum(input: jax.Array, layout: RaggedLayout) -> jax.Array:
+    """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast; slots without an expert are
+    zeros."""
+    tokens, top_k, columns = input.shape
+    every = jnp.arange(tokens * top_k, dtype=jnp.int32)
+    return ops.reduce(input.reshape(-1, columns), rows_by_slot(every, top_k))
+
+
+def unfused_experts(
+    hidden_states: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    activation: str | Activation = "silu",
+    global_num_experts: int = -1,
+    expert_map: jax.Array | None = None,
+    apply_router_weight_on_input: bool = False,
+    *,
+    activation_function: ActivationFunction = activate,
+    moe_sum: SumFunction = moe_sum,
+    quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
+    weight_layout: str = "in_out",
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """`fused_experts` stage by stage, w1 `[E, K, N]`, w2 `[E, F, K]`; the two functions are where LoRA goes.
+
+    Both get the layout, on which further grouped matmuls run. What lies between stages is rounded to the dtype of the
+    hidden states; slots without an expert are zeros after either product.
+    """
+    weights, ids = as_routing(topk_weights, topk_ids)
+    experts = weights_of(w1, w2, quant_config, weight_layout)
+    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, weight_layout)
+    _require_experts(size.E, global_num_experts, expert_map)
+    if apply_router_weight_on_input:
+        weights = jnp.ones_like(weights)
+    layout = ops.make_layout(ids, size.E, expert_map=expert_map)
+    tunings = [None if tuning is None else tuning.of_product(number) for number in (1, 2)]
+    first = MatmulSpec(weight_layout, "token", "slot", tuning=tunings[0])
+    operands = MatmulOperands(hidden_states, experts.gate_up, bias=experts.gate_up_bias)
+    before = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
+    rows = activation_function(activation, before, layout)
+    second = MatmulSpec(weight_layout, "slot", "slot", tuning=tunings[1])
+    operands = MatmulOperands(rows, experts.down, bias=experts.down_bias, row_weight=weights.reshape(-1))
+    slots = _product(operands, layout, second, quant_config, experts.down_input_scale)
+    return moe_sum(slots.reshape(size.M, size.topk, size.K), layout)
+
+
+def batched_experts(
+    hidden_states: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    expert_num_tokens: jax.Array,
+    activation: str | Activation = "silu",
+    *,
+    quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
+    weight_layout: str = "out_in",
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """Blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced; w1 `[E, N, K]`, w2 `[E, K, F]`.
+
+    Rows past expert_num_tokens int32 `[E]` are not read, and come out as zeros.
+    """
+    experts = weights_of(w1, w2, quant_config, weight_layout)
+    if hidden_states.ndim != 3:
+        raise InvalidInput(
+            f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
+        )
+    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), weight_layout)
+    total = size.E * size.M
+    rows = jnp.arange(total, dtype=jnp.int32)
+    starts = jnp.arange(size.E + 1, dtype=jnp.int32) * size.M
+    slots = jnp.where(rows % size.M < jnp.repeat(expert_num_tokens, size.M), rows, -1)
+    spec = LayoutSpec(total, 1, size.E, max_rows=size.M)
+    layout = RaggedLayout(spec, expert_num_tokens, starts, slots, slots, jnp.zeros(1, jnp.int32))
+    tunings = [None if tuning is None else tuning.of_product(number) for number in (1, 2)]
+    first = MatmulSpec(weight_layout, activation=activation_of(activation), tuning=tunings[0])
+    x = hidden_states.reshape(total, hidden_states.shape[2])
+    if not rows_are_alone(quant_config):
+        # The one scale is found from all rows: those that are not used must not have a say.
+        x = jnp.where(slots[:, None] >= 0, x, 0)
+    operands = MatmulOperands(x, experts.gate_up, bias=experts.gate_up_bias)
+    hidden = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
+    second = MatmulSpec(weight_layout, tuning=tunings[1])
+    operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias)
+    blocks = _product(operands, layout, second, quant_config, experts.down_input_scale)
+    return blocks.reshape(size.E, size.M, size.K)

@@ -1,0 +1,110 @@
+"""What comes before the experts: the router's weight on the input, and the format of the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_core.checks import require_at_least
+from moe_core.errors import InvalidInput
+from moe_core.operands import RaggedLayout
+from moe_jax import ops
+
+_INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+
+
+@dataclass(frozen=True)
+class PreparedTokens:
+    """a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]` and the layout that
+    `finalize_batched` reads. A pytree."""
+
+    a1q: jax.Array
+    expert_num_tokens: jax.Array | None = None
+    layout: RaggedLayout | None = None
+
+
+jax.tree_util.register_dataclass(PreparedTokens, data_fields=["a1q", "expert_num_tokens", "layout"], meta_fields=[])
+
+
+def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
+    """weights fp32 and ids int32 `[M, topk]`; InvalidInput for other ranks and kinds."""
+    if topk_ids.ndim != 2 or topk_ids.dtype.name not in _INTEGERS:
+        raise InvalidInput(
+            f"topk_ids must be integers [num_tokens, topk], got {topk_ids.dtype} {topk_ids.shape}; pass the ids of a "
+            "top-k"
+        )
+    if topk_weights.shape != topk_ids.shape or not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+        raise InvalidInput(
+            f"topk_weights must be floats {topk_ids.shape} like topk_ids, got {topk_weights.dtype} "
+            f"{topk_weights.shape}; pass the weights of the same top-k"
+        )
+    if topk_ids.dtype.name == "int64":
+        # What int32 cannot hold stays out of range; NumPy's, as JAX may cut the type first.
+        clip = np.clip if isinstance(topk_ids, np.ndarray) else jnp.clip
+        topk_ids = clip(topk_ids, -2, 2**31 - 1)
+    return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(topk_ids, jnp.int32)
+
+
+def weighted_rows(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows."""
+    return (rows.astype(jnp.float32) * weights).astype(rows.dtype)
+
+
+def prepare(
+    a1: jax.Array, topk_weights: jax.Array, topk_ids: jax.Array, apply_router_weight_on_input: bool = False
+) -> PreparedTokens:
+    """Tokens for experts of the Standard format: a1 `[M, K]`, times its weight where asked for (topk 1 only)."""
+    weights, ids = as_routing(topk_weights, topk_ids)
+    if ids.shape[0] != a1.shape[0]:
+        raise InvalidInput(
+            f"topk_ids must have a row for each of the {a1.shape[0]} tokens of a1, got {ids.shape}; route the same "
+            "tokens"
+        )
+    if not apply_router_weight_on_input:
+        return PreparedTokens(a1)
+    if ids.shape[1] != 1:
+        raise InvalidInput(
+            f"topk must be 1 with apply_router_weight_on_input, got {ids.shape[1]}; weight the output instead"
+        )
+    return PreparedTokens(weighted_rows(a1, weights))
+
+
+def prepare_batched(
+    a1: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    num_local_experts: int,
+    max_num_tokens: int,
+    rank: int = 0,
+    expert_map: jax.Array | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> PreparedTokens:
+    """Tokens for experts of the batched format: blocks `[num_local_experts, max_num_tokens, K]`, unused rows zero.
+
+    The local experts are num_local_experts ids from rank * num_local_experts on, or what expert_map int32 `[E_global]`
+    says. M is at most max_num_tokens, and a token names an expert at most once. Raises InvalidInput.
+    """
+    require_at_least("rank", rank, 0)
+    require_at_least("max_num_tokens", max_num_tokens, 1)
+    if a1.shape[0] > max_num_tokens:
+        raise InvalidInput(
+            f"a1 must have at most max_num_tokens = {max_num_tokens} rows, got {a1.shape[0]}; raise max_num_tokens or "
+            "split the batch"
+        )
+    a1 = prepare(a1, topk_weights, topk_ids, apply_router_weight_on_input).a1q
+    _, ids = as_routing(topk_weights, topk_ids)
+    if expert_map is None:
+        own = ids - rank * num_local_experts
+        ids = jnp.where((own >= 0) & (own < num_local_experts), own, -1)
+    layout = ops.make_layout(ids, num_local_experts, expert_map=expert_map, max_rows=max_num_tokens)
+    slots = layout.slot_of_row
+    # Padding looks at a row of zeros behind the last token.
+    tokens = jnp.where(slots >= 0, slots // topk_ids.shape[1], a1.shape[0])
+    source = jnp.concatenate([a1, jnp.zeros((1, a1.shape[1]), a1.dtype)])
+    rows = source[tokens]
+    blocks = rows.reshape(num_local_experts, max_num_tokens, a1.shape[1])
+    return PreparedTokens(blocks, layout.group_sizes, layout)

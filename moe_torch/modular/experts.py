@@ -1,0 +1,271 @@
+"""The interface of experts: permute, two products, unpermute."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from typing import Any, TypeVar
+
+import torch
+
+from moe_core.checks import require_choice, require_kind
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    ProblemSize,
+    QuantKey,
+    activation_of,
+    activation_quantization,
+    expert_weights,
+    moe_problem_size,
+    quant_key,
+    weight_quantization,
+    why_unsupported,
+    width_after,
+)
+from moe_core.operands import ExpertWeights
+from moe_core.specs import WEIGHT_LAYOUTS, Activation, Tuning
+from moe_torch.dispatch import target_of_device
+from moe_torch.modular.into import write_into
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
+from moe_torch.operators import ACTIVATION
+from moe_torch.options import encode
+
+Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
+#: What activations can be quantised to.
+_ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
+#: (workspace13, workspace2, output)
+WorkspaceShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class FusedMoEPermuteExpertsUnpermute(abc.ABC):
+    """Experts: what `FusedMoEModularKernel` runs between `prepare` and `finalize`.
+
+    quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
+    `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`); None = the class's default, which is its family's.
+    tuning: how tiles are chosen, `batch_invariant` among it. Letters: M tokens, E local experts, K hidden, N columns of
+    the first product (2F if gated), F after the activation.
+
+    Raises Unsupported for a quantisation that `supports` has a reason against.
+    """
+
+    #: The family's; `out_in` or `in_out`.
+    default_weight_layout: str
+    #: Whether `apply` computes the activation inside the first product, without calling `activation`.
+    fuses_activation = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.fuses_activation and "activation" in cls.__dict__ and "apply" not in cls.__dict__:
+            raise Unsupported(
+                f"{cls.__name__} must not override activation alone: the apply it inherits fuses it into the "
+                "first product and would never call it; derive from UnfusedOAITritonExperts, or override apply too"
+            )
+
+    def __init__(
+        self,
+        quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
+        *,
+        weight_layout: str | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        require_kind("quant_config", quant_config, FusedMoEQuantConfig)
+        reason = why_unsupported(quant_config)
+        if reason is not None:
+            raise Unsupported(reason)
+        self.weight_layout = self.default_weight_layout if weight_layout is None else weight_layout
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_kind("tuning", tuning, Tuning, optional=True)
+        self.quant_config, self.tuning = quant_config, tuning
+
+    @property
+    @abc.abstractmethod
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        """Of the input and of the output of `apply`."""
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """Of the input."""
+        return self.activation_formats[0]
+
+    @abc.abstractmethod
+    def supports_chunking(self) -> bool:
+        """Whether `apply` to some of the tokens gives their rows of the whole."""
+
+    @abc.abstractmethod
+    def supports_expert_map(self) -> bool:
+        """Whether `apply` takes an expert_map."""
+
+    @abc.abstractmethod
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """What is left to do with what `apply` writes."""
+
+    @abc.abstractmethod
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: str | Activation,
+    ) -> WorkspaceShapes:
+        """(workspace13, workspace2, output). 13 serves the first and the last product, 2 the activation."""
+
+    def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
+        """That of the workspaces."""
+        return activation_dtype
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str | Activation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write output; hidden_states are as `prepare` left them.
+
+        topk_weights fp32 and topk_ids int32 `[M, topk]`, -1 = no expert. Shapes of the workspaces and of output: those
+        of `workspace_shapes`. apply_router_weight_on_input: the weight is on hidden_states already, and is not applied.
+        """
+
+    def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast; N = 2F where it is gated.
+
+        Classes that fuse the activation into the first product (`fuses_activation`), all but UnfusedOAITritonExperts,
+        do not call it, and refuse a subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does
+        not exist.
+        """
+        chosen = activation_of(activation)
+        dtype = str(output.dtype).removeprefix("torch.")
+        write_into(ACTIVATION, {"y": output}, input, None, encode(chosen, dtype))
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> ProblemSize:
+        """(E, M, N, K, topk), read off axes that no format packs; of batched a1 `[E, max_num_tokens, K]` M is
+        max_num_tokens."""
+        return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
+
+    def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
+        """F: N // 2 where the activation is gated."""
+        return width_after(N, activation)
+
+    def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
+        """w1 and w2 with what the configuration has beside them."""
+        return expert_weights(w1, w2, self.quant_config, self.weight_layout)
+
+    def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
+        """The same experts with another configuration, a shallow copy."""
+        if quant_config is self.quant_config:
+            return self
+        reason = why_unsupported(quant_config)
+        if reason is not None:
+            raise Unsupported(reason)
+        changed = copy.copy(self)
+        changed.quant_config = quant_config
+        return changed
+
+    def chunked_as_whole(
+        self: Self,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        size: ProblemSize,
+        activation: str | Activation,
+    ) -> Self:
+        """The same experts, whose sums in every chunk of x `[M, K]` have the order they have for all of it.
+
+        The modular kernel calls it before it splits a batch; classes that support chunking make it true.
+        """
+        return self
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        """Whether there are kernels for the device that torch would use, or an engine for the CPU."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return _why_not_device(device) is None
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        """Whether activations that are not gated run."""
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """Whether weights and activations of these keys run, of some sizes at least; None = not quantised.
+
+        Activations are quantised only beside weights, to floats or int8.
+        """
+        if activation_key is None:
+            return True
+        return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
+
+    @staticmethod
+    def _supports_activation(activation: str | Activation) -> bool:
+        """Whether the activation exists."""
+        try:
+            activation_of(activation)
+        except InvalidInput:
+            return False
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(parallel_config: FusedMoEParallelConfig) -> bool:
+        """Whether the experts run on each rank of it: tensor parallelism gives them narrower weights, expert
+        parallelism fewer; neither is seen here."""
+        return True
+
+    @classmethod
+    def supports(
+        cls,
+        config: FusedMoEQuantConfig,
+        device: torch.device,
+        *,
+        activation: str | Activation | None = None,
+        parallel_config: FusedMoEParallelConfig | None = None,
+    ) -> str | None:
+        """The reason this class cannot run a configuration on a device, None if it can.
+
+        activation, parallel_config: asked too where they are given.
+        """
+        reason = _why_not_device(torch.device(device)) or why_unsupported(config)
+        if reason is not None:
+            return reason
+        weights, activations = weight_quantization(config), activation_quantization(config)
+        keys = (
+            None if weights is None else quant_key(weights, static=True),
+            None if activations is None else quant_key(activations, static=config.a1_scale is not None),
+        )
+        if not cls._supports_quant_scheme(*keys):
+            return f"{cls.__name__} does not run weights and activations of {keys}"
+        if activation is not None and not cls._supports_activation(activation):
+            return f"{cls.__name__} has no activation {activation!r}"
+        if parallel_config is not None and not cls._supports_parallel_config(parallel_config):
+            return f"{cls.__name__} does not run under {parallel_config}"
+        return None
+
+
+def _why_not_device(device: torch.device) -> str | None:
+    try:
+        target_of_device(device)
+    except (Unsupported, InvalidInput) as error:
+        return str(error)
+    return None

@@ -1,0 +1,154 @@
+"""What experts on the grouped matmul share: checks, the composed forward, the same sums in chunks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TypeVar
+
+import torch
+
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format
+from moe_core.modular import ProblemSize, activation_of, activation_quantization, rows_are_alone, tuning_of_whole
+from moe_core.operands import TopK, map_arrays
+from moe_core.specs import Activation, MatmulSpec, MatmulTuning, MoESpec, Tuning
+from moe_torch import ops
+from moe_torch.dispatch import array_spec, target_of_device
+from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
+from moe_torch.modular.into import write_into
+from moe_torch.modular.stages import Stages
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Self = TypeVar("Self", bound="GroupedExperts")
+
+
+def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The beginning of a workspace as a dense tensor of that shape. Raises InvalidInput where it is too small."""
+    rows, columns = shape
+    if torch.compiler.is_compiling():
+        return workspace.reshape(-1)[: rows * columns].view(rows, columns)
+    if workspace.numel() < rows * columns:
+        raise InvalidInput(
+            f"the workspace must have {rows * columns} elements, got {list(workspace.shape)}; allocate what "
+            "workspace_shapes says"
+        )
+    if tuple(workspace.shape) == shape:
+        return workspace
+    return workspace.view(-1)[: rows * columns].view(rows, columns)
+
+
+def _moe_spec(activation: Activation, weight_layout: str, tuning: Tuning | None, activations: Format | None) -> MoESpec:
+    return MoESpec(activation, weight_layout=weight_layout, tuning=tuning, activations=activations)
+
+
+_known_moe_spec = functools.lru_cache(maxsize=1024)(_moe_spec)
+
+
+def moe_spec(
+    activation: str | Activation, weight_layout: str, tuning: Tuning | None, activations: Format | None
+) -> MoESpec:
+    """The spec of the composed forward; one object for equal values, as its text is remembered by object."""
+    make = _moe_spec if torch.compiler.is_compiling() else _known_moe_spec
+    return make(activation_of(activation), weight_layout, tuning, activations)
+
+
+class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
+    """Experts whose products are the core's grouped matmuls."""
+
+    def supports_chunking(self) -> bool:
+        return rows_are_alone(self.quant_config)
+
+    def require_input(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+    ) -> None:
+        """Raise InvalidInput for hidden states that are quantised already, and for scales that are not those of the
+        configuration."""
+        if a1q_scale is not None:
+            raise InvalidInput(
+                "a1q_scale must be None, as these experts quantise activations themselves, got a tensor; pass "
+                "hidden states in bf16, fp16 or fp32"
+            )
+        if a2_scale is not None and a2_scale is not self.quant_config.a2_scale:
+            raise InvalidInput("a2_scale must be that of quant_config, got another tensor; put it there")
+        if hidden_states.dtype not in _DTYPES:
+            raise InvalidInput(f"hidden_states must be bf16, fp16 or fp32, got {hidden_states.dtype}; cast them")
+        if self.quant_config.scheme is None and hidden_states.dtype != w1.dtype:
+            raise InvalidInput(
+                f"hidden_states must have the dtype of w1, {w1.dtype}, got {hidden_states.dtype}; cast one of them, or "
+                "pass a quant_config that says how w1 is quantised"
+            )
+
+    def require_experts(self, w1: torch.Tensor, global_num_experts: int, expert_map: torch.Tensor | None) -> None:
+        """Raise InvalidInput where ids cannot be of so many experts."""
+        local = w1.shape[0]
+        if expert_map is not None:
+            if global_num_experts not in (-1, local, expert_map.shape[0]):
+                raise InvalidInput(
+                    f"global_num_experts must be {expert_map.shape[0]}, the entries of expert_map, got "
+                    f"{global_num_experts}; pass the map of all experts"
+                )
+        elif global_num_experts not in (-1, local):
+            raise InvalidInput(
+                f"global_num_experts must be {local}, the experts of w1, or -1 without an expert_map, got "
+                f"{global_num_experts}; pass expert_map"
+            )
+
+    def run_composed(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        weights: ops.ExpertWeights,
+        routing: TopK,
+        activation: str | Activation,
+        expert_map: torch.Tensor | None,
+        memory: dict[str, torch.Tensor],
+    ) -> None:
+        """One composed plan from ids to output `[M, K]`; memory: where its `hidden` and `slots` may lie."""
+        spec = moe_spec(activation, self.weight_layout, self.tuning, self.activations)
+        operator, arrays, text = ops.moe_request(hidden_states, weights, routing, spec, None, expert_map, None)
+        write_into(operator, {"output": output, **memory}, *arrays, text)
+
+    @property
+    def activations(self) -> Format | None:
+        """What the rows of both products are quantised to."""
+        return activation_quantization(self.quant_config)
+
+    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
+        """The specs of both products: those of the composed plan."""
+        first = MatmulSpec(self.weight_layout, "token", "row", activation_of(activation), tuning=self.matmul_tuning(1))
+        return first, MatmulSpec(self.weight_layout, "row", "slot", tuning=self.matmul_tuning(2))
+
+    def stages(self, weights: ops.ExpertWeights) -> Stages:
+        """Both products one by one."""
+        tunings = self.matmul_tuning(1), self.matmul_tuning(2)
+        return Stages(weights, self.weight_layout, tunings, self.activations)
+
+    def matmul_tuning(self, number: int) -> MatmulTuning | None:
+        return None if self.tuning is None else self.tuning.of_product(number)
+
+    def chunked_as_whole(
+        self: Self,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        size: ProblemSize,
+        activation: str | Activation,
+    ) -> Self:
+        specs = map_arrays(self.weights(w1, w2), lambda array: array_spec("weights", array))
+        rows, target = array_spec("hidden_states", x), target_of_device(x.device)
+        found = tuning_of_whole(rows, specs, size, self.products(activation), target, self.activations)
+        if found is None:
+            return self
+        changed = copy.copy(self)
+        changed.tuning = found
+        return changed
+
+
+def weights_left(topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:
+    """The weights that the experts apply: ones, which change no bit, where the weight is on the input already."""
+    return torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights

@@ -1,0 +1,257 @@
+"""The modular kernel: prepare, experts, finalize, and the memory between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_core.arrays import ALIGNMENT
+from moe_core.checks import require_at_least, require_flag
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import ExpertTokensMetadata, ProblemSize
+from moe_core.modular.quant_config import QUANTIZATION_ARRAYS
+from moe_core.specs import Activation
+from moe_torch.dispatch import target_of_device
+from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens
+from moe_torch.modular.rows import as_ids, as_weights
+from moe_torch.modular.workspaces import Workspaces
+from moe_torch.options import require_instance
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What every chunk of a forward has in common."""
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    activation: str | Activation
+    global_num_experts: int
+    expert_map: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    on_input: bool
+
+
+class FusedMoEModularKernel(torch.nn.Module):
+    """`kernel(hidden_states, w1, w2, topk_weights, topk_ids)`: prepare -> experts -> finalize.
+
+    chunk_size: experts get at most so many tokens at a time, which bounds the workspaces; a multiple of 16, None = all.
+    The result is bitwise that of all tokens at once: every chunk adds up in the order of the whole batch. All tokens
+    run at once on the reference engine, whose order depends on the batch, and under `torch.compile`. workspaces:
+    scratch to share with other kernels, None = its own. Raises InvalidInput where the formats of the two parts differ,
+    and for a chunk_size that the experts cannot do.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalize,
+        fused_experts: FusedMoEPermuteExpertsUnpermute,
+        *,
+        chunk_size: int | None = None,
+        workspaces: Workspaces | None = None,
+    ) -> None:
+        super().__init__()
+        require_instance("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize)
+        require_instance("fused_experts", fused_experts, FusedMoEPermuteExpertsUnpermute)
+        ours, theirs = prepare_finalize.activation_format, fused_experts.activation_formats[0]
+        if ours != theirs:
+            raise InvalidInput(
+                f"prepare_finalize and fused_experts must have one activation format, got {ours.name} of "
+                f"{type(prepare_finalize).__name__} and {theirs.name} of {type(fused_experts).__name__}; choose two "
+                "that fit"
+            )
+        if chunk_size is not None:
+            require_at_least("chunk_size", chunk_size, 1)
+            # A slice of rows then starts at an address that kernels take, whatever the rows.
+            if chunk_size % ALIGNMENT:
+                raise InvalidInput(f"chunk_size must be a multiple of {ALIGNMENT}, got {chunk_size}; round it up")
+            if not fused_experts.supports_chunking():
+                raise InvalidInput(
+                    f"chunk_size must be None for {type(fused_experts).__name__}, which supports no chunking, got "
+                    f"{chunk_size}; leave it out"
+                )
+        self.prepare_finalize, self.fused_experts, self.chunk_size = prepare_finalize, fused_experts, chunk_size
+        self.workspaces = Workspaces() if workspaces is None else workspaces
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        inplace: bool = False,
+        activation: str | Activation = "silu",
+        global_num_experts: int = -1,
+        expert_map: torch.Tensor | None = None,
+        w1_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
+        w1_zp: torch.Tensor | None = None,
+        w2_zp: torch.Tensor | None = None,
+        a1_scale: torch.Tensor | None = None,
+        a2_scale: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+    ) -> torch.Tensor:
+        """output `[M, K]` of hidden_states `[M, K]`, in their dtype: bf16, fp16 or fp32, that of w1 and w2.
+
+        w1, w2: in the weight_layout of the experts. topk_weights floats, topk_ids integers `[M, topk]`, -1 = no expert;
+        ids outside count as -1. inplace: the output is written over hidden_states, and returned. global_num_experts: -1
+        = the experts of w1. expert_map int32 `[global_num_experts]`: global ids to local ones, or -1. Scales and zero
+        points: in addition to those of the experts' quant_config. apply_router_weight_on_input: on hidden_states, once
+        (topk 1). Raises InvalidInput, Unsupported.
+        """
+        ids = as_ids(topk_ids)
+        weights = as_weights(topk_weights, ids)
+        scales = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
+        experts = self.fused_experts
+        if any(scale is not None for scale in scales):
+            arrays = dict(zip(QUANTIZATION_ARRAYS, scales, strict=True))
+            experts = experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
+        size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
+        if global_num_experts == -1:
+            global_num_experts = size.E if expert_map is None else expert_map.shape[0]
+        output = _output_for(hidden_states, inplace)
+        on_input = apply_router_weight_on_input
+        prepared: Any = self.prepare_finalize.prepare(
+            hidden_states, a1_scale, a2_scale, weights, ids, global_num_experts, expert_map, on_input
+        )
+        if not isinstance(prepared, PreparedTokens):
+            prepared = PreparedTokens(*prepared)
+        mapped = None if self.prepare_finalize.maps_experts else expert_map
+        call = _Call(w1, w2, activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale, on_input)
+        given_weights = weights if prepared.topk_weights is None else prepared.topk_weights
+        given_ids = ids if prepared.topk_ids is None else prepared.topk_ids
+        impl = experts.finalize_weight_and_reduce_impl()
+        place = output if self.prepare_finalize.writes_output(impl) else None
+        if prepared.a1q is not hidden_states:
+            size = experts.moe_problem_size(prepared.a1q, w1, w2, given_ids)
+        result = self._run(experts, call, size, prepared, given_weights, given_ids, place)
+        self.prepare_finalize.finalize(output, result, weights, ids, on_input, impl, prepared)
+        return output
+
+    def _check(
+        self,
+        experts: FusedMoEPermuteExpertsUnpermute,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> ProblemSize:
+        """The sizes; InvalidInput for arguments that do not fit together."""
+        if hidden_states.dim() != 2:
+            raise InvalidInput(
+                f"hidden_states must be [num_tokens, hidden], got {list(hidden_states.shape)}; flatten the batch axes "
+                "first"
+            )
+        size = experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        if hidden_states.shape[1] != size.K:
+            raise InvalidInput(
+                f"hidden_states must have the {size.K} columns that w2 gives with weight_layout "
+                f"{experts.weight_layout!r}, got {list(hidden_states.shape)}; check the layout of the weights"
+            )
+        if topk_ids.shape[0] != hidden_states.shape[0]:
+            raise InvalidInput(
+                f"topk_ids must have a row for each of the {hidden_states.shape[0]} tokens, got "
+                f"{list(topk_ids.shape)}; route the same tokens"
+            )
+        if expert_map is not None and not (experts.supports_expert_map() or self.prepare_finalize.maps_experts):
+            raise InvalidInput(
+                f"expert_map must be None for {type(experts).__name__}, which supports none, got a tensor; choose "
+                "other experts"
+            )
+        return size
+
+    def _run(
+        self,
+        experts: FusedMoEPermuteExpertsUnpermute,
+        call: _Call,
+        size: ProblemSize,
+        prepared: PreparedTokens,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        output: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The experts' output: `output`, or None: scratch memory."""
+        a1q, counts = prepared.a1q, prepared.expert_num_tokens
+        meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
+        dtype = experts.workspace_dtype(a1q.dtype)
+        sizes = (size.N, size.K, size.topk, call.global_num_experts, size.E, meta, call.activation)
+        if output is None:
+            shape = experts.workspace_shapes(size.M, *sizes)[2]
+            output = self.workspaces.take("output", shape, dtype, a1q.device)
+        if not self._splits(size.M, a1q.device):
+            self._apply(experts, call, sizes, (output, a1q, topk_weights, topk_ids), meta)
+            return output
+        assert self.chunk_size is not None
+        experts = experts.chunked_as_whole(a1q, call.w1, call.w2, size, call.activation)
+        for begin in range(0, size.M, self.chunk_size):
+            part = slice(begin, min(begin + self.chunk_size, size.M))
+            tokens = (output[part], a1q[part], topk_weights[part], topk_ids[part])
+            # Counts are of all tokens; experts of the Standard format count for themselves.
+            self._apply(experts, call, sizes, tokens, None)
+        return output
+
+    def _splits(self, num_tokens: int, device: torch.device) -> bool:
+        """Whether tokens go to the experts in chunks."""
+        if self.chunk_size is None or num_tokens <= self.chunk_size:
+            return False
+        if torch.compiler.is_compiling():
+            # The compiler has the memory, and one program is for every number of tokens.
+            return False
+        return target_of_device(device).compiled
+
+    def _apply(
+        self,
+        experts: FusedMoEPermuteExpertsUnpermute,
+        call: _Call,
+        sizes: tuple[Any, ...],
+        tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        meta: ExpertTokensMetadata | None,
+    ) -> None:
+        """The experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
+        output, a1q, topk_weights, topk_ids = tokens
+        dtype = experts.workspace_dtype(a1q.dtype)
+        shape13, shape2, _ = experts.workspace_shapes(a1q.shape[-2], *sizes)
+        experts.apply(
+            output,
+            a1q,
+            call.w1,
+            call.w2,
+            topk_weights,
+            topk_ids,
+            call.activation,
+            call.global_num_experts,
+            call.expert_map,
+            call.a1q_scale,
+            call.a2_scale,
+            self.workspaces.take("workspace13", shape13, dtype, a1q.device),
+            self.workspaces.take("workspace2", shape2, dtype, a1q.device),
+            meta,
+            call.on_input,
+        )
+
+
+def _output_for(hidden_states: torch.Tensor, inplace: bool) -> torch.Tensor:
+    """The memory of the output: new, or that of hidden_states."""
+    require_flag("inplace", inplace)
+    if not inplace:
+        return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    if not hidden_states.is_contiguous():
+        raise InvalidInput(
+            f"hidden_states must be contiguous with inplace=True, got strides {hidden_states.stride()}; call "
+            "contiguous() or leave inplace out"
+        )
+    if torch.is_grad_enabled():
+        if hidden_states.requires_grad:
+            raise Unsupported(
+                "inplace=True writes over hidden_states, which a backward would read; leave it out, or call under "
+                "torch.no_grad()"
+            )
+        if not torch.compiler.is_compiling() and not hidden_states.is_inference():
+            # Kernels write past autograd, which must still notice that a tensor it may have kept has changed.
+            torch.autograd.graph.increment_version(hidden_states)
+    return hidden_states

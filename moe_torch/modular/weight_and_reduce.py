@@ -1,0 +1,159 @@
+"""How the outputs of experts become one row per token: by whom, and from which format."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+
+from moe_core.checks import require_at_least
+from moe_core.errors import InvalidInput, Unsupported
+from moe_torch import ops
+from moe_torch.modular.rows import as_ids, as_weights, slots_with_expert, sum_by_token, weighted_rows
+
+
+class TopKWeightAndReduce(abc.ABC):
+    """What `FusedMoEPermuteExpertsUnpermute.finalize_weight_and_reduce_impl` answers; comparable by value."""
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Weight, unless the weight was on the input, and reduce into output `[M, K]` (None: a new tensor), which is
+        returned. topk_weights and topk_ids `[M, topk]`; fused_expert_output: see the class."""
+
+
+def _output_for(output: torch.Tensor | None, fused_expert_output: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    shape = (topk_ids.shape[0], fused_expert_output.shape[-1])
+    if output is None:
+        return fused_expert_output.new_empty(shape)
+    if output.shape != shape:
+        raise InvalidInput(f"output must be {list(shape)}, a row per token, got {list(output.shape)}; pass such memory")
+    return output
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
+    """The experts have weighted and reduced: fused_expert_output is `[M, K]`; copied unless it is the output."""
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        if output is None or output is fused_expert_output:
+            return fused_expert_output
+        if output.shape != fused_expert_output.shape:
+            raise InvalidInput(
+                f"fused_expert_output must be {list(output.shape)}, weighted and reduced, got "
+                f"{list(fused_expert_output.shape)}; finalize it with TopKWeightAndReduceContiguous"
+            )
+        return output.copy_(fused_expert_output)
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
+    """The experts have done neither, and prepare_finalize chooses how: it knows the format."""
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        raise Unsupported(
+            "TopKWeightAndReduceDelegate leaves the choice to prepare_finalize, whose finalize must replace it, by "
+            "TopKWeightAndReduceContiguous for example"
+        )
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
+    """fused_expert_output is `[M, topk, K]` or `[M * topk, K]`, by slot, not weighted.
+
+    Each row times its weight in fp32, rounded to its dtype; then the sum in fp32 in the order k = 0..topk-1, one cast.
+    Rows whose id is negative are not read.
+    """
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        ids = as_ids(topk_ids)
+        rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
+        if rows.shape[0] != ids.numel():
+            raise InvalidInput(
+                f"fused_expert_output must be [M, topk, K] with [M, topk] = {list(ids.shape)}, got "
+                f"{list(fused_expert_output.shape)}; pass a row for every slot"
+            )
+        output = _output_for(output, fused_expert_output, ids)
+        if not apply_router_weight_on_input:
+            rows = weighted_rows(rows, as_weights(topk_weights, ids).reshape(-1, 1))
+        sum_by_token(output, rows, slots_with_expert(ids), ids.shape[1], "slot")
+        return output
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
+    """fused_expert_output is `[E, max_num_tokens, K]`, not weighted; rank's experts are E ids from rank * E on.
+
+    An expert's rows are those of its tokens in order, as `BatchedPrepareAndFinalize` puts them. Rounding as in
+    TopKWeightAndReduceContiguous.
+    """
+
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least("rank", self.rank, 0)
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        num_experts, max_rows, _ = fused_expert_output.shape
+        ids = as_ids(topk_ids)
+        layout = ops.make_layout(ids_of_rank(ids, self.rank, num_experts), num_experts, max_rows=max_rows)
+        output = _output_for(output, fused_expert_output, ids)
+        weights = None if apply_router_weight_on_input else as_weights(topk_weights, ids)
+        reduce_batched(output, fused_expert_output, layout, weights)
+        return output
+
+
+def ids_of_rank(topk_ids: torch.Tensor, rank: int, num_experts: int) -> torch.Tensor:
+    """Global ids int32 as ids of a rank that has num_experts experts from rank * num_experts on; others -1."""
+    own = topk_ids - rank * num_experts
+    return torch.where((own >= 0) & (own < num_experts), own, -1)
+
+
+def reduce_batched(
+    output: torch.Tensor, rows: torch.Tensor, layout: ops.RaggedLayout, weights: torch.Tensor | None
+) -> None:
+    """Weight the rows `[E, max_num_tokens, K]` of a batched layout (weights `[M, topk]`; None: as they are), and sum
+    them by token into output."""
+    if not output.shape[0]:
+        return
+    rows = rows.reshape(-1, rows.shape[-1])
+    if weights is not None:
+        slots = layout.slot_of_row
+        by_row = torch.where(slots >= 0, weights.reshape(-1)[slots.clamp(min=0).long()], 0.0)
+        rows = weighted_rows(rows, by_row[:, None])
+    sum_by_token(output, rows, layout.row_of_slot, layout.spec.top_k, "row")
