@@ -1,0 +1,1 @@
+"""Interfaces of other libraries on our ops: code that was written for them runs with another import."""

@@ -1,0 +1,167 @@
+"""Objects of the other library's as ours, and ours as its.
+
+Classes are told by the module and the name they have there, and carried over field by field, so that several releases
+work; nothing is copied but swizzled memory. Tuples, lists and mappings are carried over element by element, tensors and
+other values as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_torch.compat.triton_kernels import matmul_ogs, numerics, routing, swiglu, tensor
+
+_INSTALL = (
+    "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
+    "distribution named triton-kernels on the package index is an unrelated project"
+)
+#: The module and name of every class there, and ours.
+_CLASSES: dict[tuple[str, str], type] = {
+    ("routing", "RoutingData"): routing.RoutingData,
+    ("routing", "GatherIndx"): routing.GatherIndx,
+    ("routing", "ScatterIndx"): routing.ScatterIndx,
+    ("routing", "ExptData"): routing.ExptData,
+    ("matmul_ogs", "FnSpecs"): matmul_ogs.FnSpecs,
+    ("matmul_ogs", "FusedActivation"): matmul_ogs.FusedActivation,
+    ("matmul_ogs", "Epilogue"): matmul_ogs.Epilogue,
+    ("matmul_ogs", "FlexCtx"): matmul_ogs.FlexCtx,
+    ("matmul_ogs", "PrecisionConfig"): matmul_ogs.PrecisionConfig,
+    ("swiglu", "FlexCtx"): swiglu.FlexCtx,
+    ("swiglu", "PrecisionConfig"): swiglu.PrecisionConfig,
+    ("numerics", "InFlexData"): numerics.InFlexData,
+    ("numerics", "OutFlexData"): numerics.OutFlexData,
+    ("tensor", "Storage"): tensor.Storage,
+    ("tensor", "IntegerType"): tensor.IntegerType,
+    ("tensor", "FloatType"): tensor.FloatType,
+    ("tensor", "Tensor"): tensor.Tensor,
+    ("tensor", "Bitmatrix"): tensor.Bitmatrix,
+}
+_NAMES = {ours: name for name, ours in _CLASSES.items()}
+_PLAIN_TYPES = (torch.dtype, bool, int, float, str, tuple, type(None))
+#: What is carried over as it is.
+_PLAIN = (torch.Tensor, torch.dtype, bool, int, float, str, type(None))
+#: A function that converts a value inside of another one.
+_Convert = Callable[[Any], Any]
+
+
+def from_upstream(value: Any) -> Any:
+    """Ours for an object of triton_kernels: `from_upstream(routing(logits, 4))` gives our three.
+
+    Swizzled memory is brought back to plain memory, K contiguous. Raises InvalidInput for a class that is not carried
+    over, Unsupported for a fused function that our kernels do not have.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    found = _elements(value, from_upstream)
+    if found is not None:
+        return found
+    name = (type(value).__module__.rpartition(".")[2], type(value).__name__)
+    ours = _CLASSES.get(name)
+    if ours is None:
+        raise InvalidInput(
+            f"value must be an object of {', '.join(sorted({kind for _, kind in _CLASSES}))}, or of these, got "
+            f"{type(value).__module__}.{type(value).__name__}; convert its parts"
+        )
+    if ours is tensor.Storage:
+        return tensor.Storage(_plain_memory(value))
+    if ours is matmul_ogs.FnSpecs:
+        return dataclasses.replace(_rebuilt(_without_fn(value), ours, from_upstream), fn=_our_function(value.fn))
+    return _rebuilt(value, ours, from_upstream)
+
+
+def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
+    """An object of triton_kernels, or of a package like it, for ours.
+
+    A RoutingData gets the tiles that kernels there read. Raises InvalidInput for what is not ours, and Unsupported
+    where the package cannot be imported or has no place for a value.
+    """
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        found = _elements(value, convert)
+        if found is not None:
+            return found
+        if type(value) not in _NAMES:
+            raise InvalidInput(
+                f"value must be of moe_torch.compat.triton_kernels, got {type(value).__module__}."
+                f"{type(value).__name__}; convert its parts"
+            )
+        if isinstance(value, routing.RoutingData):
+            value = routing.filled(value)
+        target = _upstream_class(package, *_NAMES[type(value)])
+        if isinstance(value, tensor.Storage):
+            return target(value.data)
+        if isinstance(value, matmul_ogs.FnSpecs):
+            fields = _rebuilt(_without_fn(value), target, convert)
+            fn = None if value.fn is None else _upstream_class(package, "swiglu", "swiglu_fn")
+            if value.fn not in (None, swiglu.swiglu_fn):
+                raise Unsupported(f"{value.name!r} has no counterpart in {package}, which has that of swiglu_fn")
+            return dataclasses.replace(fields, fn=fn)
+        return _rebuilt(value, target, convert)
+
+    return convert(value)
+
+
+def _elements(value: Any, convert: _Convert) -> Any:
+    """A tuple, list or mapping with converted elements; None for anything else."""
+    if isinstance(value, Mapping):
+        return {key: convert(element) for key, element in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(convert(element) for element in value)
+    return None
+
+
+def _rebuilt(value: Any, target: type, convert: _Convert) -> Any:
+    """A target with the fields of value; those that only value has must be at their defaults."""
+    names, known = _fields(type(value)), _fields(target)
+    for name, default in names.items():
+        held = getattr(value, name)
+        if name not in known and not (held is default or (isinstance(held, _PLAIN_TYPES) and held == default)):
+            raise Unsupported(
+                f"{type(value).__name__}.{name} has no counterpart in {target.__module__}, got {held!r}; leave it out"
+            )
+    return target(**{name: convert(getattr(value, name)) for name in names if name in known})
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    """The names of what makes an object of a class, and the defaults."""
+    if kind.__name__ == "Bitmatrix":
+        # Unlike its base it says by itself what its elements are.
+        return dict.fromkeys(("storage", "shape", "shape_max", "scratchpad"))
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
+
+
+def _without_fn(specs: Any) -> Any:
+    return dataclasses.replace(specs, fn=None)
+
+
+def _our_function(fn: Any) -> Any:
+    """swiglu_fn for that of triton_kernels, a compiled function."""
+    if fn is None:
+        return None
+    if str(getattr(fn, "__name__", "")).strip("_") == "swiglu_fn":
+        return swiglu.swiglu_fn
+    raise Unsupported(f"fused function {fn!r} is none that our kernels have; they have swiglu_fn")
+
+
+def _plain_memory(storage: Any) -> torch.Tensor:
+    """The memory of a storage, in place where it is not swizzled."""
+    layout = storage.layout
+    if layout is None or getattr(layout, "name", None) is None:
+        return storage.data
+    data = layout.unswizzle_data(storage.data)
+    return data.mT.contiguous().mT
+
+
+def _upstream_class(package: str, module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(f"{package}.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"{package} cannot be used ({error}); {_INSTALL}") from error

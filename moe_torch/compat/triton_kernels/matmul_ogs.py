@@ -1,0 +1,267 @@
+"""Grouped matmul with gather, scatter, fused activation and reduction over a token's experts.
+
+    y[rows of e] = gammas * activation(out_alpha * (x[gather(rows of e)] @ w[e] + betas * bias[e]))
+    with scatter: y[token] = sum of the rows of its slots, in fp32, in the order of the slots
+
+Everything up to the cast of a row is fp32. gammas never come before the activation, which the original lets them do
+where it scatters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_core.checks import finite_float
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedTensor
+from moe_core.specs import Activation, MatmulSpec
+from moe_torch import ops
+from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Weight, memory_of, rows_of, weight_of
+from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
+    Epilogue,
+    EpilogueSpecs,
+    FlexCtx,
+    FnName,
+    FnSpecs,
+    FusedActivation,
+    PrecisionConfig,
+    activation_of,
+    checked_precision,
+    require_no_epilogue,
+    tuning_of,
+)
+from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import (
+    Rows,
+    batched_rows,
+    dense_rows,
+    ragged_rows,
+    require_indices,
+    scattered,
+)
+from moe_torch.compat.triton_kernels.numerics import InFlexData, OutFlexData
+from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx
+from moe_torch.compat.triton_kernels.tensor import FP4, Tensor, wrap_torch_tensor
+
+__all__ = [
+    "FP4",
+    "Epilogue",
+    "EpilogueSpecs",
+    "FlexCtx",
+    "FnName",
+    "FnSpecs",
+    "FusedActivation",
+    "GatherIndx",
+    "InFlexData",
+    "OutFlexData",
+    "PrecisionConfig",
+    "RoutingData",
+    "ScatterIndx",
+    "Tensor",
+    "matmul_ogs",
+    "wrap_torch_tensor",
+]
+
+
+def matmul_ogs(
+    x: Any,
+    w: Any,
+    bias: torch.Tensor | None,
+    routing_data: RoutingData | None = None,
+    gather_indx: GatherIndx | None = None,
+    scatter_indx: ScatterIndx | None = None,
+    precision_config: PrecisionConfig | None = None,
+    betas: torch.Tensor | None = None,
+    gammas: torch.Tensor | None = None,
+    out_alpha: float | None = None,
+    y: torch.Tensor | None = None,
+    fused_activation: FusedActivation | None = None,
+    epilogue: Epilogue | None = None,
+) -> torch.Tensor:
+    """The product of the rows of x with the matrices of w; a torch tensor.
+
+    With routing_data: w `[E, K, N]`, bias `[E, N]`; x `[T, K]` with gather_indx, else a row for every row of the
+    routing; result `[rows, N]`, or with scatter_indx `[rows / n_expts_act, N]`. Without: x `[M, K]`, w `[K, N]`, bias
+    `[N]`; or x `[B, M, K]`, w `[B, K, N]`, bias `[B, N]`, result `[B, M, N]`. N is halved by a fused `swiglu_fn`. betas
+    and gammas: `[rows]`, of a batch `[M]`. y: memory for the result, of one matrix or routing with a leading axis of 1.
+
+    Rows of bf16, fp16 or fp32; w the same, or mxfp4, mxfp8 or fp8 with its scales in precision_config (and x fp8).
+    Rows without an expert are zeros. There are gradients as those of `moe_torch.matmul_ogs`. Raises InvalidInput, and
+    Unsupported for options and formats that we do not have.
+    """
+    precision, activation = checked_precision(precision_config), activation_of(fused_activation)
+    require_no_epilogue(epilogue)
+    routing = require_indices(routing_data, gather_indx, scatter_indx)
+    weight, shape = weight_of(w, precision), memory_of("x", x).shape
+    alpha = None if out_alpha is None else finite_float("out_alpha", out_alpha)
+    batch = shape[0] if len(shape) == 3 else None
+    values, rows = _rows(x, weight, precision, routing, (gather_indx, scatter_indx), routing_data is not None)
+    if rows.layout is None:
+        weight = weight._replace(array=_only(weight.array, len(weight.shape)), shape=weight.shape[-2:])
+    product = _Product(values, weight, _bias(bias, weight, values, rows), rows, precision, activation)
+    row_betas, row_gammas = _factors("betas", betas, rows.count, batch), _factors("gammas", gammas, rows.count, batch)
+    result, order = product.run(row_betas, row_gammas, alpha, scatter_indx)
+    if scatter_indx is not None:
+        result = ops.reduce(result, scattered(scatter_indx, routing.n_expts_act), order=order)
+    result = result[None] if batch is None else result.reshape(batch, shape[1], result.shape[-1])
+    if y is not None:
+        if y.shape != result.shape or y.dtype != result.dtype:
+            raise InvalidInput(
+                f"y must be {result.dtype} {list(result.shape)}, got {y.dtype} {list(y.shape)}; allocate it so"
+            )
+        result = y.copy_(result)
+    return result.squeeze(0) if batch is None else result
+
+
+def _rows(
+    x: Any,
+    weight: Weight,
+    precision: PrecisionConfig,
+    routing: RoutingData,
+    indices: tuple[GatherIndx | None, ScatterIndx | None],
+    routed: bool,
+) -> tuple[Any, Rows]:
+    """x as our op takes it, and what its rows are."""
+    gather, scatter = indices
+    shape = memory_of("x", x).shape
+    if len(shape) == 3:
+        if routed or gather is not None or scatter is not None:
+            raise InvalidInput(
+                f"routing_data, gather_indx and scatter_indx must be None for x [B, M, K], got x {list(shape)}; "
+                "flatten x"
+            )
+        if weight.shape[:-2] != shape[:1]:
+            raise InvalidInput(f"w must be [{shape[0]}, K, N] like x, got {list(weight.shape)}; pass a matrix for each")
+        values = rows_of(memory_of("x", x).reshape(-1, shape[-1]), precision)
+        return values, batched_rows(shape[0], shape[1], memory_of("x", x).device)
+    if len(shape) != 2:
+        raise InvalidInput(f"x must be [M, K] or [B, M, K], got {list(shape)}; reshape it")
+    values = rows_of(x, precision)
+    if routing.expt_hist is None:
+        if len(weight.shape) == 3 and weight.shape[0] != 1:
+            raise InvalidInput(
+                f"w must be [K, N] or [1, K, N] without routing_data, got {list(weight.shape)}; pass the routing, or x "
+                "[B, M, K]"
+            )
+        if gather is not None:
+            values = _gathered(values, gather.src_indx, routing.n_expts_act)
+        return values, dense_rows(values.shape[0])
+    if weight.shape[:-2] != (routing.n_expts_tot,):
+        raise InvalidInput(
+            f"w must be [{routing.n_expts_tot}, K, N] for this routing, got {list(weight.shape)}; pass every expert's"
+        )
+    rows = ragged_rows(routing, gather, scatter, shape[0])
+    assert rows.layout is not None
+    wanted = rows.layout.spec.num_tokens
+    if shape[0] < wanted:
+        raise InvalidInput(f"x must have {wanted} rows for this routing, got {shape[0]}; pass all tokens")
+    if shape[0] > wanted:
+        values = _first(values, wanted)
+    return values, rows
+
+
+def _gathered(values: Any, src_indx: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Rows of x for one matrix, whose kernel reads rows in order."""
+    if isinstance(values, QuantizedTensor):
+        raise InvalidInput(
+            "gather_indx must be None for a quantised x without routing_data, got indices; index x and its scales"
+        )
+    rows = values[(src_indx.clamp(min=0) // top_k).long()]
+    return torch.where(src_indx[:, None] >= 0, rows, 0)
+
+
+def _first(values: Any, count: int) -> Any:
+    if isinstance(values, QuantizedTensor):
+        scales = values.scales if values.format.group_rows is None else values.scales[:count]
+        return replace(values, values=values.values[:count], scales=scales)
+    return values[:count]
+
+
+def _only(array: Any, rank: int) -> Any:
+    """The only matrix of w."""
+    if rank == 2:
+        return array
+    if isinstance(array, QuantizedTensor):
+        return replace(array, values=array.values[0], scales=array.scales[0])
+    return array[0]
+
+
+def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | None) -> torch.Tensor | None:
+    """fp32 factors of all rows; those of a batch are the same for each of its matrices."""
+    if given is None:
+        return None
+    wanted = count if batch is None else count // max(batch, 1)
+    if tuple(given.shape) != (wanted,):
+        raise InvalidInput(f"{name} must be [{wanted}], one for each row, got {list(given.shape)}; pass such a tensor")
+    given = given.to(torch.float32)
+    return given if batch is None else given.repeat(batch)
+
+
+def _bias(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) -> torch.Tensor | None:
+    """`[E, N]`, `[N]` of one matrix; fp32 unless it has the dtype of x."""
+    if bias is None:
+        return None
+    plain = None if isinstance(values, QuantizedTensor) else values.dtype
+    bias = bias if bias.dtype == plain else bias.to(torch.float32)
+    if rows.layout is None and bias.ndim == 2 and bias.shape[0] == 1:
+        bias = bias[0]
+    wanted = (*weight.shape[:-2], weight.shape[-1])
+    if tuple(bias.shape) != wanted:
+        raise InvalidInput(f"bias must be {list(wanted)}, got {list(bias.shape)}; pass one row per matrix")
+    return bias.contiguous()
+
+
+class _Product:
+    """The rows of a product, before they are added up."""
+
+    def __init__(
+        self,
+        values: Any,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        rows: Rows,
+        precision: PrecisionConfig,
+        activation: Activation | None,
+    ) -> None:
+        self._values, self._weight, self._bias, self._rows = values, weight, bias, rows
+        self._activation = activation
+        self._out_dtype = values.dtype if precision.out_dtype is None else precision.out_dtype
+        self._spec = MatmulSpec(
+            weight.weight_layout,
+            gather=rows.gather,
+            activation=activation,
+            out_dtype=str(self._out_dtype).removeprefix("torch."),
+            allow_tf32=precision.allow_tf32,
+            tuning=tuning_of(precision),
+        )
+
+    def run(
+        self,
+        betas: torch.Tensor | None,
+        gammas: torch.Tensor | None,
+        alpha: float | None,
+        scatter: ScatterIndx | None,
+    ) -> tuple[torch.Tensor, str]:
+        """(`[rows, N]`, their order): one op, unless something that ours does not fuse comes before the activation."""
+        betas = None if self._bias is None else betas
+        if betas is None and alpha in (None, 1.0):
+            row_weight = None if gammas is None else self._rows.by_slot(gammas)
+            operands = ops.MatmulOperands(self._values, self._weight.array, bias=self._bias, row_weight=row_weight)
+            # Written where they are added up if the way back is that of the rows: then weights have gradients too.
+            order = "slot" if scatter is not None and self._rows.leads_back(scatter) else "row"
+            return ops.matmul_ogs(operands, self._rows.layout, replace(self._spec, scatter=order)), order
+        spec = replace(self._spec, activation=None, out_dtype="float32")
+        result = ops.matmul_ogs(ops.MatmulOperands(self._values, self._weight.array), self._rows.layout, spec)
+        if self._bias is not None:
+            expert = self._rows.expert_of_row()
+            bias = self._bias.float() if expert is None else self._bias.float()[expert]
+            result = result + (bias if betas is None else bias * betas[:, None])
+        if alpha is not None:
+            result = result * alpha
+        if self._activation is not None:
+            result = ops.activation(result, self._activation)
+        if gammas is not None:
+            result = result * gammas[:, None]
+        return self._rows.without_absent(result).to(self._out_dtype), "row"

@@ -1,0 +1,1 @@
+"""What `matmul_ogs` is made of."""

@@ -1,0 +1,175 @@
+"""Where x, w and their scales become operands of our ops: arrays, or `QuantizedTensor`s.
+
+Bytes of w are mxfp4 codes, two along the reduction; fp8 has one scale for each tensor (or expert), or mxfp8 scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import FP8_TENSOR, MXFP4, MXFP8, Format, QuantizedSpec, QuantizedTensor
+from moe_torch.compat.triton_kernels.matmul_ogs_details.options import PrecisionConfig
+from moe_torch.compat.triton_kernels.numerics import InFlexData
+from moe_torch.compat.triton_kernels.tensor import FP4, Tensor
+
+_FP8 = torch.float8_e4m3fn
+
+
+class Weight(NamedTuple):
+    """array: w, or a QuantizedTensor of it, as weight_layout says; shape: logical, `[(E,) K, N]`."""
+
+    array: Any
+    weight_layout: str
+    shape: tuple[int, ...]
+
+
+def memory_of(name: str, array: Any) -> torch.Tensor:
+    """The tensor behind a Tensor; a tensor as it is. Raises InvalidInput, and Unsupported for foreign layouts."""
+    if isinstance(array, Tensor):
+        layout = array.storage.layout
+        if layout is None or layout.name is not None:
+            raise Unsupported(
+                f"{name} must be in plain memory, got {type(layout).__name__}: our kernels read no other; convert it "
+                "with convert_layout(..., StridedLayout) or from_upstream"
+            )
+        if array.dtype == FP4:
+            if array.data.dtype != torch.uint8:
+                raise InvalidInput(
+                    f"{name} must be bytes where its elements are FP4, got {array.data.dtype}; pack them"
+                )
+            if not _is_pairs(array):
+                raise Unsupported(
+                    f"{name} must have two FP4 elements in each byte of its memory, got {array.shape} in "
+                    f"{[*array.data.shape]}: no kernel reads a part; slice the memory"
+                )
+        elif not isinstance(array.dtype, torch.dtype):
+            raise Unsupported(f"{name} must have elements of torch or FP4, got {array.dtype}: no kernel reads others")
+        elif any(isinstance(size, torch.Tensor) for size in array.shape) or list(array.shape) != [*array.data.shape]:
+            raise Unsupported(
+                f"{name} must have the sizes of its memory, got {array.shape} in {[*array.data.shape]}: no kernel "
+                "reads a part; slice the memory"
+            )
+        array = array.data
+    if not isinstance(array, torch.Tensor):
+        raise InvalidInput(
+            f"{name} must be a torch.Tensor or a Tensor, got {type(array).__name__}; wrap_torch_tensor it"
+        )
+    return array
+
+
+def _is_pairs(array: Tensor) -> bool:
+    """Whether its sizes are those of its memory, of one axis twice those."""
+    if any(isinstance(size, torch.Tensor) for size in array.shape) or len(array.shape) != array.data.ndim:
+        return False
+    ratios = [(size, held) for size, held in zip(array.shape, array.data.shape, strict=True) if size != held]
+    return not array.data.numel() or (len(ratios) == 1 and ratios[0][0] == 2 * ratios[0][1])
+
+
+def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
+    """w `[(E,) K, N]` with its scales. Column-major memory (stride(-2) == 1) is our `out_in`: nothing is copied.
+
+    Raises InvalidInput, and Unsupported for formats and layouts without kernels.
+    """
+    flex = precision.flex_ctx.rhs_data
+    data = flex.reinterpret(memory_of("w", w))
+    if data.ndim not in (2, 3):
+        raise InvalidInput(f"w must be [K, N] or [E, K, N], got {list(data.shape)}; reshape it")
+    columns_first = data.stride(-2) == 1 and data.stride(-1) != 1
+    layout = "out_in" if columns_first else "in_out"
+    held = data.mT if columns_first else data
+    if precision.weight_scale is not None:
+        if flex.scale is not None:
+            raise InvalidInput("flex_ctx.rhs_data.scale must be None beside weight_scale, got both; keep one of them")
+        quantized = _microscaled("w", data, held, precision.weight_scale, layout)
+        return Weight(quantized, layout, _outputs_last(quantized))
+    if data.dtype == _FP8:
+        scales = _per_tensor("flex_ctx.rhs_data.scale", flex, data, (*data.shape[:-2], 1, 1))
+        _require_dense("w", held)
+        return Weight(QuantizedTensor(QuantizedSpec(FP8_TENSOR, layout), held, scales), layout, tuple(data.shape))
+    _require_unscaled("w", data, flex, "weight_scale")
+    return Weight(held, layout, tuple(data.shape))
+
+
+def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTensor:
+    """x `[M, K]` with its scales. Raises InvalidInput, and Unsupported for formats without kernels."""
+    flex, scale = precision.flex_ctx.lhs_data, precision.act_scale
+    data = flex.reinterpret(memory_of("x", x))
+    if scale is None and data.dtype != _FP8:
+        _require_unscaled("x", data, flex, "act_scale")
+        return data
+    if data.ndim != 2:
+        raise Unsupported(f"x must be [M, K] where it is quantised, got {list(data.shape)}; call matmul_ogs per matrix")
+    if scale is not None and flex.scale is not None:
+        raise InvalidInput("flex_ctx.lhs_data.scale must be None beside act_scale, got both; keep one of them")
+    if precision.out_dtype is None:
+        raise Unsupported(
+            "precision_config.out_dtype must be bf16, fp16 or fp32 where x is quantised, got None, which means the "
+            f"dtype of x, {data.dtype}: there are no such results"
+        )
+    if scale is not None:
+        return _microscaled("x", data.mT, data, scale, "out_in")
+    _require_dense("x", data)
+    return QuantizedTensor(QuantizedSpec(FP8_TENSOR), data, _per_tensor("flex_ctx.lhs_data.scale", flex, data, (1, 1)))
+
+
+def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, layout: str) -> QuantizedTensor:
+    """held, with a scale for every 32 elements along the reduction; data: the same, K before the last axis."""
+    format = _microscaled_format(name, data)
+    if format is MXFP4 and layout != "out_in":
+        raise Unsupported(
+            f"{name} must have two mxfp4 codes of neighbours along K in a byte and K contiguous (stride(-2) == 1), got "
+            f"strides {data.stride()}: codes packed along N have no kernel; pack along K"
+        )
+    option = "weight_scale" if name == "w" else "act_scale"
+    scales = memory_of(option, scale).view(torch.uint8)
+    scales = scales.mT if name == "w" and layout == "out_in" else scales
+    _require_dense(name, held)
+    _require_dense(option, scales)
+    return QuantizedTensor(QuantizedSpec(format, layout), held, scales)
+
+
+def _microscaled_format(name: str, data: torch.Tensor) -> Format:
+    if data.dtype == torch.uint8:
+        if name == "x":
+            raise Unsupported(
+                "x must be fp8 e4m3 with act_scale, got bytes: activations in mxfp4 come from quantize_rows"
+            )
+        return MXFP4
+    if data.dtype == _FP8:
+        return MXFP8
+    raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
+
+
+def _outputs_last(tensor: QuantizedTensor) -> tuple[int, ...]:
+    *stack, first, second = tensor.shape
+    return (*stack, second, first) if tensor.layout == "out_in" else (*stack, first, second)
+
+
+def _per_tensor(name: str, flex: InFlexData, data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    scale = flex.scale
+    if scale is None:
+        return torch.ones(shape, device=data.device)
+    if scale.numel() not in (1, shape[0]):
+        raise InvalidInput(f"{name} must have 1 or {shape[0]} elements, got {list(scale.shape)}; pass one per tensor")
+    return scale.to(torch.float32).reshape(-1, *[1] * (len(shape) - 1)).expand(shape).contiguous()
+
+
+def _require_unscaled(name: str, data: torch.Tensor, flex: InFlexData, option: str) -> None:
+    if data.dtype == torch.uint8:
+        raise InvalidInput(f"{name} must have its scales in precision_config.{option} where it is bytes, got None")
+    if data.dtype == torch.float8_e5m2:
+        raise Unsupported(f"{name} must be e4m3 where it is fp8, got e5m2, which has no kernel; convert it")
+    if flex.scale is not None or flex.dtype not in (None, data.dtype):
+        raise Unsupported(f"{name} must have no flex data where it is {data.dtype}; multiply it, or use out_alpha")
+
+
+def _require_dense(name: str, held: torch.Tensor) -> None:
+    """held: as a QuantizedTensor takes it."""
+    if not held.is_contiguous():
+        raise InvalidInput(
+            f"{name} must be dense, values and scales of one tensor in the same order of axes, got strides "
+            f"{held.stride()}; write x.mT.contiguous().mT for memory with K contiguous"
+        )

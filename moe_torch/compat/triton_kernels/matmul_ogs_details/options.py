@@ -1,0 +1,178 @@
+"""The options of `matmul_ogs`, and what they become for our ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from moe_core.checks import require_flag
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs import Activation, MatmulTuning
+from moe_torch.compat.triton_kernels.numerics import (
+    PLAIN_INPUT,
+    PLAIN_OUTPUT,
+    InFlexData,
+    OutFlexData,
+    why_not_plain_output,
+)
+from moe_torch.compat.triton_kernels.swiglu import swiglu_activation, swiglu_fn
+from moe_torch.compat.triton_kernels.tensor import Tensor
+from moe_torch.options import require_instance
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class FnSpecs:
+    """A function to be fused, by its name and the names of its arguments. fn: None, or `swiglu.swiglu_fn`.
+
+    fn_arg_do_not_specialize is about compilation in the original and changes no result.
+    """
+
+    name: str
+    fn: Any
+    fn_arg_names: tuple[str, ...]
+    fn_arg_do_not_specialize: tuple[str, ...] = ()
+
+    @staticmethod
+    def default() -> FnSpecs:
+        return FnSpecs("dflt", None, ())
+
+
+NO_FUNCTION = FnSpecs.default()
+
+
+@dataclass(frozen=True)
+class FusedActivation:
+    """fn_args: values, in the order of specs.fn_arg_names. reduction_n: columns that become one."""
+
+    specs: FnSpecs = NO_FUNCTION
+    fn_args: tuple[Any, ...] = ()
+    reduction_n: int = 1
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What is done to results before they are stored; only the default, nothing, is supported."""
+
+    specs: FnSpecs = NO_FUNCTION
+    fn_arg_values_matmul: tuple[Any, ...] = ()
+    fn_arg_values_finalize: tuple[Any, ...] = ()
+    effective_itemsize: float | None = None
+
+
+class FnName(Enum):
+    QUANTIZE_MXFP8 = auto()
+
+
+EpilogueSpecs = FnSpecs
+
+
+@dataclass(frozen=True, eq=False)
+class FlexCtx:
+    """Scales of x, w and the result, each of a whole tensor (w: or of every expert)."""
+
+    lhs_data: InFlexData = PLAIN_INPUT
+    rhs_data: InFlexData = PLAIN_INPUT
+    out_data: OutFlexData = PLAIN_OUTPUT
+
+
+PLAIN_FLEX = FlexCtx()
+
+
+@dataclass(eq=False)
+class PrecisionConfig:
+    """allow_tf32: fp32 products may use TF32, as is the default here. flex_ctx: None = no scales. act_scale,
+    weight_scale: bytes of e8m0 scales, one for 32 elements along the reduction. out_dtype: None = that of x.
+    enforce_bitwise_invariance: one summation order for any number of rows. max_num_imprecise_acc permits less exact
+    sums than ours, and changes nothing.
+
+    Fields may be assigned to, as ported code does.
+    """
+
+    max_num_imprecise_acc: int | None = None
+    allow_tf32: bool = True
+    flex_ctx: Any = None
+    acc_scale: float = 1.0
+    flexpoint_saturate_inf: bool = False
+    report_quantization_err_fn: Any = None
+    act_scale: Tensor | torch.Tensor | None = None
+    weight_scale: Tensor | torch.Tensor | None = None
+    out_scale: Tensor | torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    enforce_bitwise_invariance: bool = False
+
+    def __post_init__(self) -> None:
+        # A default of the field itself could not be made while a program is compiled.
+        if self.flex_ctx is None:
+            self.flex_ctx = PLAIN_FLEX
+
+
+_DEFAULT = PrecisionConfig()
+
+
+def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
+    """The options, None = the defaults. Raises Unsupported where one of them cannot be honoured."""
+    if precision is None:
+        return _DEFAULT
+    require_instance("precision_config", precision, PrecisionConfig)
+    require_instance("flex_ctx", precision.flex_ctx, FlexCtx)
+    require_flag("allow_tf32", precision.allow_tf32)
+    require_flag("enforce_bitwise_invariance", precision.enforce_bitwise_invariance)
+    reason = why_not_plain_output(precision.flex_ctx.out_data, precision.flexpoint_saturate_inf)
+    if precision.acc_scale != 1.0:
+        reason = f"acc_scale must be 1, got {precision.acc_scale}: sums are not scaled while they grow; use out_alpha"
+    if precision.report_quantization_err_fn is not None:
+        reason = "report_quantization_err_fn must be None: results are not quantised"
+    if precision.out_scale is not None:
+        reason = "out_scale must be None: results are bf16, fp16 or fp32 and have no scales; quantise them afterwards"
+    if precision.out_dtype is not None and precision.out_dtype not in _OUT_DTYPES:
+        reason = f"out_dtype must be bf16, fp16 or fp32, got {precision.out_dtype}: there are no other results"
+    if reason is not None:
+        raise Unsupported(reason)
+    return precision
+
+
+def tuning_of(precision: PrecisionConfig) -> MatmulTuning | None:
+    return MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
+
+
+def activation_of(fused: FusedActivation | None) -> Activation | None:
+    """What a fused activation is for our kernels, None for none. Raises InvalidInput; Unsupported for a function that
+    is not `swiglu_fn`."""
+    if fused is None:
+        return None
+    require_instance("fused_activation", fused, FusedActivation)
+    fn, width = fused.specs.fn, fused.reduction_n
+    if fn is None:
+        if width != 1 or fused.fn_args:
+            raise InvalidInput(
+                f"fused_activation must have reduction_n 1 and no fn_args without a function, got {width} and "
+                f"{fused.fn_args}; give specs the function"
+            )
+        return None
+    if fn is not swiglu_fn:
+        raise Unsupported(
+            f"fused_activation {fused.specs.name!r} cannot be compiled into our kernels, which fuse swiglu_fn of "
+            "moe_torch.compat.triton_kernels.swiglu; pass that one, or apply the function to the result"
+        )
+    if width != 2 or len(fused.fn_args) != 2:
+        raise InvalidInput(
+            f"fused_activation must have reduction_n 2 and fn_args (alpha, limit) for swiglu_fn, got {width} and "
+            f"{fused.fn_args}; pass these"
+        )
+    return swiglu_activation(*fused.fn_args)
+
+
+def require_no_epilogue(epilogue: Epilogue | None) -> None:
+    """Raise Unsupported for an epilogue that does something."""
+    if epilogue is None:
+        return
+    require_instance("epilogue", epilogue, Epilogue)
+    if epilogue.specs.fn is not None or epilogue.fn_arg_values_matmul or epilogue.fn_arg_values_finalize:
+        raise Unsupported(
+            f"epilogue {epilogue.specs.name!r} cannot be compiled into our kernels; apply it to the result"
+        )

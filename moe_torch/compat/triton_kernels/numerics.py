@@ -1,0 +1,66 @@
+"""Scales of whole tensors, and the largest numbers of fp8 formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_FINITE_FLOAT8E5 = 57344.0
+MAX_FINITE_FLOAT8E4NV = 448.0
+MAX_FINITE_FLOAT8E4B8 = 240.0
+
+
+@dataclass(frozen=True, eq=False)
+class BaseFlexData:
+    """dtype: what bytes are read as, None = what they say."""
+
+    dtype: torch.dtype | None = None
+
+    def view(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dtype is None else x.view(self.dtype)
+
+    def reinterpret(self, x: torch.Tensor) -> torch.Tensor:
+        """x, read as dtype where its elements are bytes."""
+        return x if self.dtype is None or x.dtype.itemsize > 1 else x.view(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class InFlexData(BaseFlexData):
+    """scale fp32 `[1]` or, of weights, `[E]`: multiplies what is read; None = 1."""
+
+    scale: torch.Tensor | None = None
+
+    @property
+    def is_per_batch(self) -> bool:
+        return self.scale is not None and len(self.scale) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class OutFlexData(BaseFlexData):
+    """Scales of fp8 results; none of our ops writes these."""
+
+    expected_scale: torch.Tensor | None = None
+    actual_scale: torch.Tensor | None = None
+    checksum_scale: torch.Tensor | None = None
+
+    def __iter__(self):
+        return iter((self.expected_scale, self.actual_scale, self.checksum_scale))
+
+
+#: No scales: the defaults.
+PLAIN_INPUT, PLAIN_OUTPUT = InFlexData(), OutFlexData()
+
+
+def why_not_plain_output(data: OutFlexData, saturate_inf: bool) -> str | None:
+    """The reason a result cannot be written as these options say, None where they are the defaults."""
+    given = [
+        name
+        for name in ("dtype", "expected_scale", "actual_scale", "checksum_scale")
+        if getattr(data, name) is not None
+    ]
+    if given:
+        return f"results are bf16, fp16 or fp32 and have no scale, so {given[0]} of the output's flex data must be None"
+    if saturate_inf:
+        return "results are never saturated, which is about fp8 ones"
+    return None
