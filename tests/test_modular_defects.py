@@ -97,7 +97,11 @@ def test_the_router_weight_enters_once(experts: Any) -> None:
     np.testing.assert_allclose(to_numpy(result), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("parts", [MoEPrepareAndFinalizeNoEP(), modular.BatchedPrepareAndFinalize(40, E)], ids=str)
+@pytest.mark.parametrize(
+    "parts",
+    [MoEPrepareAndFinalizeNoEP(), modular.BatchedPrepareAndFinalize(40, E)],
+    ids=lambda parts: type(parts).__name__,
+)
 def test_prepare_leaves_its_input_alone(parts: Any) -> None:
     x, _, _, weights, ids = to_torch(tuple(draw_problem(topk=1)))
     before = x.clone()
