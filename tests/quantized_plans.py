@@ -70,12 +70,15 @@ def layers(target: Target) -> Iterator[LaunchPlan]:
     yield plan_quantize_rows(ArraySpec((64, 37), "float32"), FP8_TENSOR, target, scales=ArraySpec((1,), "float32"))
 
 
-def variants(target: Target) -> Iterator[LaunchPlan]:
-    """Every scheme in both layouts, and fp16 and fp32 rows."""
+def _every_scheme(target: Target, layout: str, rows: int) -> Iterator[LaunchPlan]:
+    activation = Activation("swiglu_oai", gate_layout="interleaved" if layout == "out_in" else "halves")
     for name in scheme_names():
-        for layout, rows in (("out_in", 2), ("out_in", 200), ("in_out", 24)):
-            activation = Activation("swiglu_oai", gate_layout="interleaved" if layout == "out_in" else "halves")
-            yield from _pair(scheme_named(name), (8, 512, 256), rows, activation, target, layout)
+        yield from _pair(scheme_named(name), (8, 512, 256), rows, activation, target, layout)
+
+
+def few_rows(target: Target) -> Iterator[LaunchPlan]:
+    """Every scheme with few rows per expert, and fp16 and fp32 rows."""
+    yield from _every_scheme(target, "out_in", 2)
     for name in ("mxfp4", "int4_g32", "fp8_block"):
         for dtype in ("float16", "float32"):
             weight = quantized_specs(QuantizedSpec(format_named(name)), (8, 256, 512))
@@ -84,9 +87,24 @@ def variants(target: Target) -> Iterator[LaunchPlan]:
                 yield plan_matmul_ogs(operands, LayoutSpec(rows, 1, 8), MatmulSpec("out_in", "token"), target)
 
 
+def many_rows(target: Target) -> Iterator[LaunchPlan]:
+    """Every scheme with many rows per expert."""
+    yield from _every_scheme(target, "out_in", 200)
+
+
+def in_out(target: Target) -> Iterator[LaunchPlan]:
+    """Every scheme in the layout that is not the fast one."""
+    yield from _every_scheme(target, "in_out", 24)
+
+
 def _quantises_rows(format: Format) -> bool:
     return format.element in ("e4m3", "e2m1", "int8") and format.group_rows in (None, 1)
 
 
 #: Groups of the compile gate.
-GROUPS = {"quantized_layers": layers, "quantized_variants": variants}
+GROUPS = {
+    "quantized_layers": layers,
+    "quantized_few_rows": few_rows,
+    "quantized_many_rows": many_rows,
+    "quantized_in_out": in_out,
+}
