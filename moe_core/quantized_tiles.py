@@ -196,7 +196,7 @@ def _heuristics(operands: MatmulOperands, sizes: ProductSizes, rows: float, targ
     # Weight rows of a tile: 64, the least that Hopper's fast instruction takes, of which gate and up have half each.
     wide = 1 if sizes.buffers == 2 else 2
     if method.dot == "float32":
-        config = TileConfig(16 if rows <= 16 else 32, 32 * wide, 32, 4, 2)
+        config = TileConfig(16, 32 * wide, 32, 4, 2) if rows <= 16 else TileConfig(32, 32 * wide, 32, 8, 2)
     elif rows <= 24:
         # Twice the mean, so that few experts have rows for a second tile, which decodes the same weights again.
         config = TileConfig(16 if rows <= 10 else 32, 32 * wide, block_k, 4, 4)
