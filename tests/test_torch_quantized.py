@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_core.formats import format_named, scheme_named
 from moe_core.operands import map_arrays
+from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.reference import quantize as reference
 from moe_core.reference.moe import moe_stages
 from moe_torch import MatmulOperands, MatmulSpec, RouterLogits, TopK, prepare_moe, trace
@@ -151,12 +152,13 @@ def test_products_of_quantised_rows() -> None:
         weight, chosen = layer.experts.gate_up, moe_torch.moe(*layer)
         rows = moe_torch.quantize_rows(layer.x, format_named("fp8_group"))
         layout = moe_torch.make_layout(chosen.ids, NUM_EXPERTS)
-        found = moe_torch.matmul_ogs(
-            MatmulOperands(rows, weight), layout, MatmulSpec("out_in", "token", "slot", out_dtype="float32")
-        )
+        spec = MatmulSpec("out_in", "token", "slot", out_dtype="float32")
+        found = moe_torch.matmul_ogs(MatmulOperands(rows, weight), layout, spec)
         inputs = moe_torch.dequantize(rows)[:, None].expand(-1, 2, -1).reshape(-1, D_MODEL)
         experts = moe_torch.dequantize(weight)[chosen.ids.reshape(-1)]
-        torch.testing.assert_close(found, torch.einsum("td,tnd->tn", inputs, experts), rtol=1e-4, atol=1e-4)
+        expected = torch.einsum("td,tnd->tn", inputs.double(), experts.double()).float()
+        tolerance = quantized_matmul_tolerance("float32", D_MODEL, weight.format, spec, rows=rows.format)
+        assert_close(to_numpy(found), to_numpy(expected), tolerance, label="by expert")
         one = map_arrays(weight, lambda array: array[0])
         dense = moe_torch.matmul_ogs(MatmulOperands(rows, one), None, MatmulSpec("out_in", out_dtype="bfloat16"))
         expected = moe_torch.dequantize(rows) @ moe_torch.dequantize(one).T
