@@ -15,9 +15,11 @@ _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
 _POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
 #: Where a TMA copy puts its box: rows in panels of 128 bytes, swizzled over 8 rows.
 _SWIZZLED = (
-    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, "
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2, transposed=False, fp4_padded=False, "
     "cga_layout=[])"
 )
+#: Elements of a box by their own type where pointers have another: only sm_90 has TMA, and fp8 it has too.
+_BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
 
 
 def load_kernel(name: str) -> Any:
@@ -41,8 +43,9 @@ def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str,
         if isinstance(value, Pointer):
             kind = "*" + dtypes.triton_name(plan.spec(value.buffer).dtype)
         elif isinstance(value, TensorMap):
-            box = ",".join(str(size) for size in value.box)
-            kind = f"tensordesc<{dtypes.triton_name(plan.spec(value.buffer).dtype)}[{box}],{_SWIZZLED}>"
+            dtype, box = plan.spec(value.buffer).dtype, ",".join(str(size) for size in value.box)
+            element = _BOX_TYPES.get(dtype) or dtypes.triton_name(dtype)
+            kind = f"tensordesc<{element}[{box}],{_SWIZZLED.format(bits=8 * dtypes.itemsize(dtype))}>"
         elif isinstance(value, Constant):
             kind = "constexpr"
         else:
@@ -94,6 +97,10 @@ def _compile(
         source = ASTSource(function, dict(signature), dict(constants), attributes)
     # Floating-point fusion is stated because Triton's default for it changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    registers = dict(constants).get("REGISTERS")
+    if registers is not None:
+        # Of a thread, so that several blocks of a kernel that asks for it share a multiprocessor.
+        options["maxnreg"] = registers
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     scratch = getattr(compiled.metadata, "global_scratch_size", 0)
     if scratch:

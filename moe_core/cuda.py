@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Iterator
 
+from moe_core import dtypes
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.target import Target
 
@@ -54,7 +55,7 @@ DEPENDENT_LAUNCH = LaunchAttribute(id=6, value=1)
 
 #: Bytes of a `CUtensorMap` of cuda.h, and what its address must be a multiple of.
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
-_TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9}
+_TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0, "int8": 0, "uint8": 0}
 _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
 
 
@@ -129,13 +130,14 @@ class Driver:
     def encode_tensor_map(
         self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
     ) -> None:
-        """Write the `CUtensorMap` of a 16-bit matrix to the address `into` (TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES).
+        """Write the `CUtensorMap` of a matrix of 8- or 16-bit elements to the address `into` (TENSOR_MAP_ALIGNMENT,
+        TENSOR_MAP_BYTES).
 
         shape: (rows, columns); pitch: elements between rows; panel: (rows, columns) of one copy, 128 bytes wide.
         Elements outside the matrix are read as zeros and not written.
         """
         sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
-        pitches = (ctypes.c_uint64 * 1)(2 * pitch)
+        pitches = (ctypes.c_uint64 * 1)(dtypes.itemsize(dtype) * pitch)
         box, steps = (ctypes.c_uint32 * 2)(panel[1], panel[0]), (ctypes.c_uint32 * 2)(1, 1)
         code = self.lib.cuTensorMapEncodeTiled(
             ctypes.c_void_p(into), _TENSOR_MAP_TYPES[dtype], 2, ctypes.c_void_p(address), sizes, pitches, box, steps,

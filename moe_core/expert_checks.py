@@ -9,7 +9,15 @@ from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
-from moe_core.matmul_operands import logical_spec, require_like, require_weight, why_frozen, why_not_together
+from moe_core.matmul_operands import (
+    check_tiling,
+    logical_spec,
+    require_like,
+    require_weight,
+    why_frozen,
+    why_not_together,
+    why_prepared,
+)
 from moe_core.operands import ExpertWeights, SharedExpert, named_fields
 from moe_core.specs import MoESpec
 
@@ -19,6 +27,8 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     d_model, dtype = x.shape[1], x.dtype
     stacked = experts.layer is not None
     free = ("num_layers", "num_experts") if stacked else ("num_experts",)
+    check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
+    check_tiling(experts.down, None, "experts.down")
     gate_up = _matrix("experts.gate_up", experts.gate_up, (*free, *_axes(d_model, "width", spec)), dtype, spec)
     lead = gate_up.shape[:-2]
     if 0 in gate_up.shape:
@@ -49,22 +59,23 @@ def shared_is_stacked(experts: ExpertWeights, shared: SharedExpert) -> bool:
     return experts.layer is not None and len(shared.gate_up.shape) == 3
 
 
-def quantized_experts(experts: ExpertWeights) -> tuple[str, ...]:
-    """Names of the matrices that are quantised."""
-    return tuple(name for name, value in named_fields(experts, "experts.") if isinstance(value, QuantizedTensor))
+def quantized_experts(experts: ExpertWeights) -> dict[str, QuantizedTensor]:
+    """The matrices that are quantised, by name."""
+    return {name: value for name, value in named_fields(experts, "experts.") if isinstance(value, QuantizedTensor)}
 
 
 def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[str]) -> str | None:
     """Why a layer has no gradients of the arrays of these names (`x`, `experts.gate_up.scales`); None where it has.
 
-    Of experts it only counts which are quantised.
+    Of experts it only counts which are quantised, and whether they are tiled.
     """
     if spec.activations is not None:
         return (
             f"moe has no gradient with activations {spec.activations}: what rounds x and the hidden rows has none; "
             "leave activations out, which trains through quantised weights, or dequantise the experts"
         )
-    return why_frozen(names, quantized_experts(experts))
+    quantized = quantized_experts(experts)
+    return why_prepared(quantized) or why_frozen(names, quantized)
 
 
 def quantized_rows(rows: ArraySpec, activations: Format) -> QuantizedTensor:

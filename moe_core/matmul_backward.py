@@ -10,7 +10,7 @@ from moe_core.arrays import ArraySpec, require_spec
 from moe_core.backward_rows import plan_cast_rows, plan_weighted_input
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.matmul_ogs import LAYOUT_INPUTS, TRANSPOSED, plan_matmul_ogs
-from moe_core.matmul_operands import quantized_operands, why_frozen
+from moe_core.matmul_operands import quantized_operands, why_frozen, why_prepared
 from moe_core.matmul_quantized_transposed import plan_matmul_quantized_transposed
 from moe_core.operands import MatmulOperands, named_arrays
 from moe_core.plan import LaunchPlan, PlanBuilder
@@ -26,7 +26,7 @@ DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
     """Why a product has no gradients of the operands of these names; None where it has. layout: None for a dense one.
 
-    Of operands it only counts which are there, and which are quantised.
+    Of operands it only counts which are there, which are quantised, and which are tiled.
     """
     quantized = quantized_operands(operands)
     if "x" in quantized:
@@ -34,9 +34,9 @@ def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, 
             f"matmul_ogs has no gradient with a quantised x, got {quantized['x']}: what rounds x has none; pass x as a "
             "plain array (the weights may stay quantised)"
         )
-    frozen = why_frozen(names, quantized)
-    if frozen is not None:
-        return frozen
+    refused = why_prepared(quantized) or why_frozen(names, quantized)
+    if refused is not None:
+        return refused
     if spec.activation is not None:
         return (
             "a matmul with a fused activation has no gradient: it does not keep what the activation was applied to; "

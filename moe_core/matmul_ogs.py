@@ -12,6 +12,9 @@ from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.matmul_hopper import launch_hopper, why_not_hopper, zero_counters
+from moe_core.matmul_hopper_fp8 import launch_hopper_fp8
+from moe_core.matmul_mixed import FAMILY as MIXED
+from moe_core.matmul_mixed import launch_mixed
 from moe_core.matmul_operands import MatmulSizes, check_operands, quantized_operands
 from moe_core.matmul_quantized import launch_quantized
 from moe_core.operands import MatmulOperands, named_arrays
@@ -125,6 +128,8 @@ def plan_matmul_ogs(
         )
     if joined and not target.compiled:
         raise Unsupported(f"joined products are planned for compiled targets, got {target}; plan two products")
+    if outputs != ("y",) and any(tensor.spec.tiling is not None for tensor in quantized.values()):
+        raise Unsupported(f"outputs must be ('y',) with tiled weights, got {outputs}; restore the weights to train")
     _validate_outputs(outputs, operands, layout, spec, stage)
     builder = PlanBuilder("matmul_ogs", target)
     present = {name: builder.input(name, array) for name, array in named_arrays(operands)}
@@ -155,7 +160,7 @@ def plan_matmul_ogs(
             builder.scratch("schedule", schedule)
             bindings = {"group_sizes": "group_sizes", "schedule": "schedule"}
             builder.call(plan_schedule(layout, config.block_m, target), "schedule", bindings)
-        if config.family == "hopper":
+        if config.counts_tiles:
             if stage is not None:
                 builder.input("tile_counters", ArraySpec((2,), "int32"))
             else:
@@ -164,10 +169,16 @@ def plan_matmul_ogs(
         builder.output(name, found[name])
     if stage is None and layout is not None:
         _fill_absent(builder, layout, spec)
-    if quantized:
-        launch_quantized(builder, operands, layout, spec, config)
+    if config.family == MIXED and layout is not None:
+        launch_mixed(builder, operands, sizes.n, layout, spec, config, counter=stage or 0)
     elif config.family == "hopper" and layout is not None:
-        launch_hopper(builder, operands, layout, spec, config, trusted=stage is not None, counter=stage or 0)
+        counted = {"trusted": stage is not None, "counter": stage or 0}
+        if quantized:
+            launch_hopper_fp8(builder, operands, layout, spec, config, **counted)
+        else:
+            launch_hopper(builder, operands, layout, spec, config, **counted)
+    elif quantized:
+        launch_quantized(builder, operands, layout, spec, config)
     else:
         tiles = -(-sizes.n // config.block_n)
         arguments = _arguments(operands, layout, spec, sizes, config, num_blocks, outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.operands import MatmulOperands, named_fields
-from moe_core.specs import INT32_LIMIT, LayoutSpec, MatmulSpec
+from moe_core.specs import INT32_LIMIT, Activation, LayoutSpec, MatmulSpec
 
 #: Elements whose values are weights only: they lie on a grid that is not centred.
 _UNSIGNED = ("uint8", "uint4")
@@ -131,6 +131,40 @@ def why_not_together(activations: Format, weights: Format) -> str | None:
     return None
 
 
+def check_tiling(weight: object, activation: Activation | None, name: str) -> None:
+    """Check that the rows of a tiled weight lie in the order of the product that it is in; other weights pass.
+
+    activation: the one that is fused with the product, None without one. Raises InvalidInput.
+    """
+    tiling = weight.spec.tiling if isinstance(weight, QuantizedTensor) else None
+    if tiling is None:
+        return
+    gate_layout = activation.gate_layout if activation is not None and activation.gated else None
+    if gate_layout == "separate":
+        raise InvalidInput(
+            f"{name} must be in its published layout where gate and up are two buffers (gate_layout 'separate'), got "
+            f"{weight}; call restore_weights, or store both in one buffer before prepare_weights"
+        )
+    wanted = "rows" if gate_layout is None else gate_layout
+    if tiling.order != wanted:
+        raise InvalidInput(
+            f"{name} must be tiled in order {wanted!r} for "
+            f"{'a product without gates' if gate_layout is None else f'gate_layout {gate_layout!r}'}, got {weight}; "
+            f"call restore_weights, then prepare_weights with gate_layout={gate_layout!r}"
+        )
+
+
+def why_prepared(matrices: Mapping[str, QuantizedTensor]) -> str | None:
+    """The reason nothing has a gradient beside these matrices: one of them is tiled. None if none is."""
+    for name, matrix in matrices.items():
+        if matrix.spec.tiling is not None:
+            return (
+                f"{name} is {matrix}, and there is no product with the transpose of prepared weights; train with the "
+                "weights that restore_weights gives"
+            )
+    return None
+
+
 def why_frozen(names: Iterable[str], quantized: Iterable[str]) -> str | None:
     """The reason arrays of these names have no gradient: they are of matrices quantised. None if they are of others."""
     matrices = set(quantized)
@@ -186,6 +220,7 @@ def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
         )
     if isinstance(weight, QuantizedTensor):
         require_weight("weight", weight, spec.weight_layout)
+        check_tiling(weight, spec.activation, "weight")
     if not isinstance(x, QuantizedTensor):
         return require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False).dtype
     if not isinstance(weight, QuantizedTensor):
@@ -194,6 +229,8 @@ def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
         )
     if x.layout != "out_in":
         raise InvalidInput(f"x must be out_in, its rows along the reduction, got {x}; quantise it in that layout")
+    if x.spec.tiling is not None:
+        raise InvalidInput(f"x must not be tiled, which weights alone may be, got {x}; call restore_weights")
     _require_contiguous("x", x)
     reason = why_not_together(x.format, weight.format)
     if reason is not None:

@@ -110,6 +110,7 @@ def launch_quantized(
     group_start, slot_of_row and the schedule of config.block_m.
     """
     weight: QuantizedTensor = operands.weight
+    assert weight.spec.tiling is None, "quantized_tiles chooses no tile for these"
     x, weights, activation = operands.x, weight.format, spec.activation
     sizes, method = product_sizes(operands, layout, spec), product_method(operands, builder.target)
     ragged, stacked = layout is not None, operands.layer is not None

@@ -12,7 +12,7 @@ from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.matmul_ogs import LAYOUT_INPUTS, zero_rows
-from moe_core.matmul_operands import quantized_operands, require_like, require_weight
+from moe_core.matmul_operands import quantized_operands, require_like, require_weight, why_prepared
 from moe_core.operands import MatmulOperands, named_arrays
 from moe_core.plan import Argument, Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
 from moe_core.quantized_tiles import FAMILY
@@ -99,6 +99,9 @@ def _validate(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulS
     if spec.fast_accumulate:
         raise InvalidInput("fast_accumulate must be False where weights are decoded, got True; leave it out")
     require_weight("weight", weight, spec.weight_layout)
+    prepared = why_prepared({"weight": weight})
+    if prepared is not None:
+        raise Unsupported(prepared)
     if operands.up is not None:
         require_like("up", operands.up, "weight", weight)
     shape = weight.shape

@@ -10,8 +10,9 @@ from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.expert_checks import check_weights, quantized_rows, shared_is_stacked, why_no_moe_gradient
-from moe_core.formats import QuantizedTensor
-from moe_core.matmul_ogs import plan_matmul_ogs, product_tile, zero_rows
+from moe_core.formats import Format, QuantizedTensor
+from moe_core.matmul_codes import plan_matmul_codes, why_two_launches
+from moe_core.matmul_ogs import plan_matmul_ogs, product_tile
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -23,7 +24,7 @@ from moe_core.operands import (
 )
 from moe_core.overlap import overlap_launches
 from moe_core.plan import LaunchPlan, PlanBuilder
-from moe_core.quantize_rows import plan_quantize_rows
+from moe_core.quantize_rows import chooses_one_scale, plan_quantize_rows
 from moe_core.reduction import plan_reduce, plan_scale_rows
 from moe_core.routing import plan_layout, plan_route_and_layout, plan_router
 from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
@@ -219,7 +220,7 @@ class _MoEPlanner:
         if configs[1] is not None and configs[1].family == "hopper":
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             matmul_2 = dataclasses.replace(matmul_2, scatter="row")
-        counted = any(config is not None and config.family == "hopper" for config in configs)
+        counted = any(config is not None and config.counts_tiles for config in configs)
         block_ms = tuple(dict.fromkeys(config.block_m for config in configs if config is not None))
         self._layout(ids, layout, block_ms, counted)
 
@@ -229,33 +230,39 @@ class _MoEPlanner:
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
         if isinstance(rows_1, QuantizedTensor):
-            x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale")
-        hidden = builder.scratch("hidden", hidden_spec)
+            x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
-        names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "y": hidden}
-        names["pre"] = f"{KEPT}pre_activation"
-        self._matmul(0, first, layout, matmul_1, configs[0], names)
-        if isinstance(rows_2, QuantizedTensor):
-            scale = "experts.down_input_scale"
-            if rows_2.format.group_rows is None and not builder.has(scale) and target.compiled:
-                # One scale for all rows is found from all rows, and matmul 1 leaves those of no slot as they were.
-                zero_rows(builder, self.names["slot_of_row"], hidden)
-            hidden = self._quantize("hidden", hidden, rows_2, scale)
+        names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "pre": f"{KEPT}pre_activation"}
+        if isinstance(rows_2, QuantizedTensor) and not why_two_launches(
+            first, width, matmul_1, configs[0], rows_2.format
+        ):
+            hidden = "quantized_hidden"
+            for part, array in named_arrays(rows_2, f"{hidden}."):
+                builder.scratch(part, array)
+            self._matmul(0, first, layout, matmul_1, configs[0], names | {"y": hidden}, rows_2.format)
+        else:
+            hidden = builder.scratch("hidden", hidden_spec)
+            self._matmul(0, first, layout, matmul_1, configs[0], names | {"y": hidden})
+            if isinstance(rows_2, QuantizedTensor):
+                hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
         slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype))
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "row_weight": weights}
         self._matmul(1, second, layout, matmul_2, configs[1], names | {"layer": "experts.layer", "y": slots})
         return slots, matmul_2.scatter
 
-    def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str) -> str:
+    def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
         """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
-        the static scale, if it was given."""
+        the static scale, if it was given. users: the layout's array that tells which rows a slot reads."""
         builder, quantized = self.builder, f"quantized_{name}"
-        static = (scale,) if builder.has(scale) else ()
-        scales = builder.spec(scale) if static else None
-        plan = plan_quantize_rows(builder.spec(source), rows.format, self.target, scales=scales)
+        given = {"static_scale": scale} if builder.has(scale) else {}
+        if chooses_one_scale(rows.format, bool(given)):
+            # It is found from rows that something reads: those of masked tokens, and of no slot, may hold anything.
+            given = {"used_by": self.names[users]}
+        scales, used_by = (builder.spec(given[key]) if key in given else None for key in ("static_scale", "used_by"))
+        plan = plan_quantize_rows(builder.spec(source), rows.format, self.target, scales=scales, used_by=used_by)
         made = [builder.scratch(f"{quantized}.{part}", array) for part, array in named_arrays(rows)]
-        names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
-        builder.call(plan, f"quantize {name}", dict(zip(names, (source, *static, *made), strict=True)))
+        outputs = dict(zip((buffer.name for buffer in plan.outputs), made, strict=True))
+        builder.call(plan, f"quantize {name}", {"x": source} | given | outputs)
         return quantized
 
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counted: bool) -> None:
@@ -289,13 +296,18 @@ class _MoEPlanner:
         spec: MatmulSpec,
         config: TileConfig | None,
         names: dict[str, str],
+        codes: Format | None = None,
     ) -> None:
         """Inline one matmul; `names` may bind more than the operands present. config: what its plan chooses, whose
-        schedule exists already; None where there are no tiles."""
-        outputs = self._outputs if stage == 0 else ("y",)
-        plan = plan_matmul_ogs(operands, layout, spec, self.target, stage=stage, outputs=outputs)
-        bindings = {name: names[name] for name in outputs}
-        for name, _ in named_arrays(operands):
+        schedule exists already; None where there are no tiles. codes: the format its result is stored in."""
+        if codes is None:
+            outputs = self._outputs if stage == 0 else ("y",)
+            plan = plan_matmul_ogs(operands, layout, spec, self.target, stage=stage, outputs=outputs)
+        else:
+            plan = plan_matmul_codes(operands, layout, spec, codes, self.target)
+            outputs = tuple(buffer.name for buffer in plan.outputs)
+        bindings = {}
+        for name in (*outputs, *(name for name, _ in named_arrays(operands))):
             # Of a quantised operand: x.values, of the buffer that is bound to x.
             operand, dot, part = name.partition(".")
             bindings[name] = names[operand] + dot + part
@@ -303,7 +315,7 @@ class _MoEPlanner:
         bindings["group_sizes"] = "tokens_per_expert"
         if config is not None:
             bindings["schedule"] = f"schedule_{config.block_m}"
-            if config.family == "hopper":
+            if config.counts_tiles:
                 bindings["tile_counters"] = "tile_counters"
         self.builder.call(plan, f"matmul {stage + 1}", bindings)
 

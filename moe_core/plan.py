@@ -68,7 +68,7 @@ class Scalar:
 @plan_type
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel argument: the TMA descriptor of a buffer seen as a matrix of 16-bit elements, its rows contiguous.
+    """A kernel argument: the TMA descriptor of a buffer seen as a matrix of 8- or 16-bit elements, its rows contiguous.
 
     shape: (rows, columns); pitch: elements from one row to the next; box: (rows, columns) that one copy moves, the
     columns in panels of 128 bytes, as the tensor cores read them. Neither shape nor pitch is compiled in.

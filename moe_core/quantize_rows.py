@@ -25,14 +25,23 @@ _WIDEST_GROUP = 16384
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_quantize_rows(x: ArraySpec, format: Format, target: Target, *, scales: ArraySpec | None = None) -> LaunchPlan:
+def plan_quantize_rows(
+    x: ArraySpec,
+    format: Format,
+    target: Target,
+    *,
+    scales: ArraySpec | None = None,
+    used_by: ArraySpec | None = None,
+) -> LaunchPlan:
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 
     x: bf16, fp16 or fp32, rows may be strided. format: of e4m3, e2m1 or int8, whose scales are of one row, of groups of
     its columns, or of all. scales: fp32 `[1]`, a static scale for all elements, of formats with one scale per tensor;
-    None = chosen from x. Inputs: x, [static_scale]; outputs: values, scales. Bit by bit what
-    `moe_core.reference.quantize.quantize_rows` gives. Raises InvalidInput, and Unsupported for other formats
-    and, on compiled targets, groups of more than 16384 columns.
+    None = chosen from x. used_by: int32 `[R * n]`, of formats whose one scale is chosen from x: a row all of whose n
+    entries are negative is not read, has no part in the scale and gets codes of zero (row_of_slot of a layout for
+    tokens, slot_of_row for its rows); None = every row counts. Inputs: x, [static_scale], [used_by]; outputs: values,
+    scales. Bit by bit what `moe_core.reference.quantize.quantize_rows` gives. Raises InvalidInput, and Unsupported for
+    other formats and, on compiled targets, groups of more than 16384 columns.
     """
     require_kind("format", format, Format)
     require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
@@ -54,10 +63,14 @@ def plan_quantize_rows(x: ArraySpec, format: Format, target: Target, *, scales: 
                 f"scales must be None for {format.name}, whose scales are found row by row; a static one goes with "
                 "one fp32 scale per tensor"
             )
+    if used_by is not None:
+        _require_users(used_by, x, format, scales)
     builder = PlanBuilder("quantize_rows", target)
     inputs = {"x": builder.input("x", x)}
     if scales is not None:
         inputs["static_scale"] = builder.input("static_scale", scales)
+    if used_by is not None:
+        inputs["used_by"] = builder.input("used_by", used_by)
     values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype))
     found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]))
     if not target.compiled:
@@ -68,6 +81,24 @@ def plan_quantize_rows(x: ArraySpec, format: Format, target: Target, *, scales: 
     else:
         _add_whole_rows(builder, format, stride)
     return builder.build()
+
+
+def chooses_one_scale(format: Format, static: bool) -> bool:
+    """Whether rows in this format share a scale that is found from them; static: one is given."""
+    return format.group_rows is None and not static
+
+
+def _require_users(used_by: ArraySpec, x: ArraySpec, format: Format, scales: ArraySpec | None) -> None:
+    if not chooses_one_scale(format, scales is not None):
+        why = "given" if scales is not None else "found row by row"
+        raise InvalidInput(f"used_by must be None for {format.name} where scales are {why}, got an array; leave it out")
+    require_spec("used_by", used_by, ("entries",), "int32")
+    rows, entries = x.shape[0], used_by.shape[0]
+    if entries % max(rows, 1) or (rows > 0 and entries < rows):
+        raise InvalidInput(
+            f"used_by must have as many entries for every one of the {rows} rows of x, got {entries}; pass row_of_slot "
+            "of a layout for its tokens, slot_of_row for its rows"
+        )
 
 
 def _rule(format: Format) -> dict[str, Argument]:
@@ -121,12 +152,15 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
     tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k)}
     partials = 1 if builder.target.kind == "interpreter" else _MAXIMA
+    used = builder.has("used_by")
+    shape["USERS"] = Constant(builder.spec("used_by").shape[0] // max(rows, 1) if used else 0)
+    read: dict[str, Argument] = {"x": Pointer("x"), "used_by": Pointer("used_by") if used else Constant(None)}
     if whole and not static:
         builder.scratch("partials", ArraySpec((partials,), "int32"))
-        arguments = {"x": Pointer("x"), "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
+        arguments = {**read, "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
         builder.launch("quantize_rows:partial_maxima", (partials,), arguments, 4, 1)
     arguments = {
-        "x": Pointer("x"),
+        **read,
         "partials": Pointer("partials") if whole and not static else Constant(None),
         "given": Pointer("static_scale") if static else Constant(None),
         **{name: Pointer(name) for name in ("values", "scales")},

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.matmul_hopper_fp8 import hopper_fp8_config, why_illegal_hopper_fp8, why_not_hopper_fp8
+from moe_core.matmul_mixed import FAMILY as MIXED
+from moe_core.matmul_mixed import mixed_config, why_illegal_mixed, why_not_mixed
 from moe_core.operands import MatmulOperands
 from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
@@ -20,6 +23,8 @@ FAMILY = "quantized"
 _FP8_ARCH = 89
 #: Columns after which partial sums of fp8 products are added up in fp32.
 _PROMOTED = 128
+#: Mean rows per expert from which the hopper family multiplies fp8 with fp8 faster (measured).
+_HOPPER_ROWS = 48
 #: Rows per expert that one configuration for every batch is chosen for.
 _INVARIANT_ROWS = 64.0
 
@@ -98,6 +103,8 @@ def why_not_quantized(
     """The reason the kernel cannot compute a product of these (valid) operands on a compiled target, None if it can."""
     if not isinstance(operands.weight, QuantizedTensor):
         return "its weight must be quantised, and only the rows are; quantise the weight too"
+    if operands.weight.spec.tiling is not None:
+        return why_not_mixed(operands, product_sizes(operands, layout, spec).n, layout, spec, target)
     method = product_method(operands, target)
     if method.group and method.group < method.least_k:
         return (
@@ -107,9 +114,20 @@ def why_not_quantized(
     return None
 
 
-def why_illegal(config: TileConfig, operands: MatmulOperands, spec: MatmulSpec, target: Target) -> str | None:
+def why_illegal(
+    config: TileConfig, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, target: Target
+) -> str | None:
     """The reason a configuration cannot run a product on the target, or None."""
+    if operands.weight.spec.tiling is not None:
+        if config.family != MIXED:
+            return f"family must be {MIXED!r} for tiled weights, got {config.family!r}"
+        return why_illegal_mixed(config, spec, target)
     method = product_method(operands, target)
+    if config.family == "hopper":
+        reason = why_not_hopper_fp8(operands, product_sizes(operands, layout, spec).n, layout, spec, target)
+        if reason:
+            return f"the hopper family cannot run this product: {reason}"
+        return why_illegal_hopper_fp8(config, spec)
     if config.family != FAMILY:
         return f"family must be {FAMILY!r} for quantised weights, got {config.family!r}"
     for name, least in (("block_m", 16), ("block_n", 16), ("block_k", method.least_k)):
@@ -161,7 +179,7 @@ def choose_quantized_tile(
     """
     tuning = spec.tuning or MatmulTuning()
     if tuning.config is not None:
-        reason = why_illegal(tuning.config, operands, spec, target)
+        reason = why_illegal(tuning.config, operands, layout, spec, target)
         if reason is not None:
             raise InvalidInput(
                 f"{name} must be legal on {target}, got {tuning.config}: {reason}; give another, or None for one that "
@@ -170,8 +188,11 @@ def choose_quantized_tile(
         return TileChoice(tuning.config, "given for this call")
     sizes = product_sizes(operands, layout, spec)
     rows = _INVARIANT_ROWS if tuning.batch_invariant else sizes.rows_per_group
-    config = _heuristics(operands, sizes, rows, target)
-    while (reason := why_illegal(config, operands, spec, target)) is not None:
+    config = _heuristics(operands, spec, sizes, rows, target)
+    fits_hopper = sizes.rows_per_group >= _HOPPER_ROWS and not tuning.batch_invariant
+    if fits_hopper and not why_not_hopper_fp8(operands, sizes.n, layout, spec, target):
+        config = hopper_fp8_config(spec)
+    while (reason := why_illegal(config, operands, layout, spec, target)) is not None:
         # Only the pipeline's depth and the length of its steps can be too much for shared memory.
         assert config.num_stages > 1 or config.block_k > 32, reason
         if config.num_stages > 2:
@@ -184,8 +205,12 @@ def choose_quantized_tile(
     return TileChoice(config, source or f"heuristics: {rows:.1f} rows per expert, {operands.weight.format} weights")
 
 
-def _heuristics(operands: MatmulOperands, sizes: ProductSizes, rows: float, target: Target) -> TileConfig:
+def _heuristics(
+    operands: MatmulOperands, spec: MatmulSpec, sizes: ProductSizes, rows: float, target: Target
+) -> TileConfig:
     """By rows per expert and what is multiplied; block_n counts output columns, of which gated products have two."""
+    if operands.weight.spec.tiling is not None:
+        return mixed_config(rows, spec, target)
     method = product_method(operands, target)
     block_k = min(128, _round_up_to_power_of_two(sizes.d, 32), method.group or 128)
     if operands.weight.layout == "in_out" and method.dot not in ("e4m3", "int8"):

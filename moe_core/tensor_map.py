@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
+from moe_core import dtypes
 from moe_core.cuda import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, driver
 from moe_core.plan import TensorMap
 
-#: Columns of 16-bit elements in a panel of 128 bytes, the widest that the swizzle takes.
-_PANEL_COLUMNS = 64
+#: Bytes of a panel's row, the most that the swizzle takes.
+_PANEL_BYTES = 128
 
 
 class HostTensorMap:
@@ -32,6 +33,6 @@ class HostTensorMap:
         """Describe the buffer at an address."""
         self.address = None
         request = self.request
-        panel = (request.box[0], _PANEL_COLUMNS)
+        panel = (request.box[0], _PANEL_BYTES // dtypes.itemsize(self.dtype))
         driver().encode_tensor_map(self._map, address, self.dtype, request.shape, request.pitch, panel)
         self.address = address

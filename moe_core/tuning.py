@@ -35,7 +35,8 @@ class TileConfig:
     row blocks share a column tile before the next (group_m).
 
     family: `portable` runs everywhere; `hopper` is warp-specialised with TMA for sm_90: block_m 128, block_k 64,
-    block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer.
+    block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer. With quantised weights
+    `quantized` takes the place of `portable`, and `mixed` is for tiled ones on sm_90.
     """
 
     block_m: int
@@ -45,6 +46,11 @@ class TileConfig:
     num_stages: int = 3
     group_m: int = 8
     family: str = "portable"
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether blocks of its kernel take their tiles from a counter, which has to be 0 before."""
+        return self.family in ("hopper", "mixed")
 
 
 @plan_type

@@ -37,6 +37,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moe_core.errors import Unsupported
@@ -147,7 +148,8 @@ class MoE(nn.Module):
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
         spec = self.spec
-        places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers))
+        prepared = layers.is_prepared(self.variables.get(QUANTIZED, {}))
+        places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepared))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         result = layers.forward(
             _declare(self, places, self.param_dtype, self.kernel_init),
@@ -194,14 +196,31 @@ class MoE(nn.Module):
         For a stack: those of each layer. See `moe_jax.layers.load_weights`.
         """
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
-        variables: dict[str, dict[str, Any]] = {}
-        for leaf in layers.leaves(self.spec, self.num_layers):
-            place: Any = variables.setdefault(_collection(leaf), {})
-            *above, name = leaf.path
-            for key in above:
-                place = place.setdefault(key, {})
-            place[name] = jnp.array(layers.find(arrays, leaf.path))
-        return variables
+        return self._variables(jax.tree.map(jnp.array, arrays))
+
+    @nn.nowrap
+    def prepare_weights(self, variables: Any) -> dict[str, Any]:
+        """Variables (unboxed) with the experts' quantised matrices in the order of Hopper's kernel, to be called when
+        weights are loaded: `quantized/wi/tiled_values` and so on, in checkpoints too. See
+        `moe_jax.layers.prepare_weights`. Collections of other modules are not kept. Raises InvalidInput."""
+        return self._variables(layers.prepare_weights(self._parameters(variables), self.spec, self.num_layers))
+
+    @nn.nowrap
+    def restore_weights(self, variables: Any) -> dict[str, Any]:
+        """The inverse of `prepare_weights`."""
+        return self._variables(layers.restore_weights(self._parameters(variables), self.spec, self.num_layers))
+
+    @nn.nowrap
+    def _variables(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The layer's parameters as its collections."""
+        every = layers.leaves(self.spec, self.num_layers, layers.is_prepared(arrays))
+        collections = dict.fromkeys(_collection(leaf) for leaf in every)
+        return {
+            name: layers.nested(
+                (leaf.path, layers.find(arrays, leaf.path)) for leaf in every if _collection(leaf) == name
+            )
+            for name in collections
+        }
 
     @nn.nowrap
     def export_weights(self, variables: Any) -> LayerWeights | list[LayerWeights]:
@@ -212,7 +231,8 @@ class MoE(nn.Module):
     def _parameters(self, variables: Any) -> dict[str, Any]:
         """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
         variables = nn.meta.unbox(variables)
-        every = layers.leaves(self.spec, self.num_layers)
+        prepared = layers.is_prepared(variables.get(QUANTIZED, {}))
+        every = layers.leaves(self.spec, self.num_layers, prepared)
         return layers.nested(
             (leaf.path, layers.find(variables.get(_collection(leaf), {}), leaf.path)) for leaf in every
         )

@@ -99,7 +99,7 @@ class QuantizedArray(nnx.Variable):
 
 class ParameterGroup(nnx.Module):
     """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate), and
-    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points)."""
+    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points; prepared: tiled_values, tiled_scales)."""
 
     kernel: nnx.Param
     bias: nnx.Param
@@ -107,6 +107,8 @@ class ParameterGroup(nnx.Module):
     values: QuantizedArray
     scales: QuantizedArray
     zero_points: QuantizedArray
+    tiled_values: QuantizedArray
+    tiled_scales: QuantizedArray
     gate: ParameterGroup
     wi: ParameterGroup
     wi_0: ParameterGroup
@@ -216,8 +218,7 @@ class MoE(nnx.Module):
 
     def parameters(self) -> dict[str, Any]:
         """Every array of the layer as nested dicts, for the functions of `moe_jax.layers`."""
-        every = layers.leaves(self.spec, self.num_layers)
-        return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in every)
+        return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in self._leaves())
 
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
         """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
@@ -242,8 +243,15 @@ class MoE(nnx.Module):
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
 
         Every array goes where the one it replaces was, and shares no memory with `weights`; a layer made by
-        `nnx.eval_shape` needs none to replace. See `moe_jax.layers.load_weights`.
+        `nnx.eval_shape` needs none to replace. See `moe_jax.layers.load_weights`. A prepared layer is so again after.
         """
+        if self.is_prepared:
+            self.restore_weights()
+            try:
+                self.load_weights(weights)
+            finally:
+                self.prepare_weights()
+            return
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         for leaf in layers.leaves(self.spec, self.num_layers):
             variable = self._variable_of(leaf)
@@ -258,14 +266,51 @@ class MoE(nnx.Module):
             variable.set_value(placed)
 
     def export_weights(self) -> LayerWeights | list[LayerWeights]:
-        """The weights as NumPy arrays in the canonical form, as stored here; for a stack, of each layer."""
+        """The weights as NumPy arrays in the canonical form, as stored here (prepared ones as published); for a stack,
+        of each layer."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
-    def _variable_of(self, leaf: Leaf) -> nnx.Variable:
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the experts' matrices lie as `prepare_weights` puts them. InvalidInput for both layouts at once."""
+        groups = {name: getattr(self, name, None) for name in ("wi", "wo")}
+        return layers.is_prepared(
+            {name: vars(group) for name, group in groups.items() if isinstance(group, ParameterGroup)}
+        )
+
+    def prepare_weights(self) -> None:
+        """Put the experts' quantised matrices into the order of Hopper's kernel, in place; call it when the weights are
+        loaded. `wi.values` and `wi.scales` become `wi.tiled_values` and `wi.tiled_scales`, in states and checkpoints
+        too. See `moe_jax.layers.prepare_weights`. Raises InvalidInput."""
+        self._hold(layers.prepare_weights(self.parameters(), self.spec, self.num_layers))
+
+    def restore_weights(self) -> None:
+        """The inverse of `prepare_weights`, in place; a layer that is not prepared stays as it is."""
+        self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers))
+
+    def _hold(self, parameters: dict[str, Any]) -> None:
+        """Take over quantised matrices from parameters that may have other names for their arrays."""
+        before = [leaf for leaf in self._leaves() if leaf.is_quantized]
+        after = layers.leaves(self.spec, self.num_layers, layers.is_prepared(parameters))
+        for leaf in before:
+            delattr(self._group_of(leaf), leaf.path[-1])
+        for leaf in after:
+            if leaf.is_quantized:
+                variable = _variable(leaf, layers.find(parameters, leaf.path))
+                setattr(self._group_of(leaf), leaf.path[-1], variable)
+
+    def _leaves(self) -> tuple[Leaf, ...]:
+        return layers.leaves(self.spec, self.num_layers, self.is_prepared)
+
+    def _group_of(self, leaf: Leaf) -> Any:
+        """What has the leaf's variable."""
         place: Any = self
-        for key in leaf.path:
+        for key in leaf.path[:-1]:
             place = getattr(place, key)
         return place
+
+    def _variable_of(self, leaf: Leaf) -> nnx.Variable:
+        return getattr(self._group_of(leaf), leaf.path[-1])
 
 
 def _variable(leaf: Leaf, value: jax.Array) -> nnx.Variable:

@@ -27,7 +27,7 @@ from moe_core.activation import plan_activation
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.dtypes import MATMUL_DTYPES, canonical
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, format_named, scheme_named
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.matmul_ogs import LAYOUT_INPUTS, plan_matmul_ogs
 from moe_core.moe import plan_moe
 from moe_core.moe_backward import explain_training
@@ -50,6 +50,7 @@ from moe_core.tuning import TileConfig
 from moe_jax import pytrees as pytrees
 from moe_jax.calls import Array, OpCall, require_type
 from moe_jax.composed import moe_call, run_moe, training_plans
+from moe_jax.prepared import prepare_weights, restore_weights
 from moe_jax.quantize import dequantize, quantize, quantize_rows
 from moe_jax.routing import run_route, run_router
 from moe_jax.stage_gradients import run_stage
@@ -77,6 +78,7 @@ __all__ = [
     "SharedExpert",
     "TileConfig",
     "TileTable",
+    "Tiling",
     "TopK",
     "Tuning",
     "activation",
@@ -87,9 +89,11 @@ __all__ = [
     "matmul_ogs",
     "moe",
     "pack_bitmatrix",
+    "prepare_weights",
     "quantize",
     "quantize_rows",
     "reduce",
+    "restore_weights",
     "route",
     "router",
     "scale_rows",

@@ -18,19 +18,22 @@ from moe_core.reference import quantize as reference
 from moe_jax.calls import Array, OpCall, require_type
 
 
-def quantize_rows(x: Array, format: Format, *, scales: Array | None = None) -> QuantizedTensor:
+def quantize_rows(
+    x: Array, format: Format, *, scales: Array | None = None, used_by: Array | None = None
+) -> QuantizedTensor:
     """Activations x `[R, D]` in a format, `out_in`: one custom call, under every transformation the ops work in.
 
     x: bf16, fp16 or fp32. format: of rows, groups of columns or the whole (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`,
     `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...). scales: fp32 `[1]`, a static scale, for formats with one per tensor; None =
-    found from x. Equals `moe_core.reference.quantize.quantize_rows` bit for bit. It has no derivative. Raises
-    InvalidInput, Unsupported.
+    found from x. used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative
+    are not read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows). Equals
+    `moe_core.reference.quantize.quantize_rows` bit for bit. It has no derivative. Raises InvalidInput, Unsupported.
     """
     call = OpCall("quantize_rows")
     require_type("format", format, Format)
     rows = call.array("x", x)
     given = None if scales is None else call.array("static_scale", scales, "scales")
-    values, chosen = call.run(plan_quantize_rows, rows, format, scales=given)
+    values, chosen = call.run(plan_quantize_rows, rows, format, scales=given, used_by=call.optional("used_by", used_by))
     return QuantizedTensor(QuantizedSpec(format), values, chosen)
 
 

@@ -56,7 +56,7 @@ def warmup(
         ]
         plans.append(operator.plan(resized, options, target))
         if training:
-            plans += training_plans(operator, type(routing), resized, spec, target)
+            plans += training_plans(operator, type(routing), resized, options, target)
     return core.warmup(plans, (device.index or 0,))
 
 

@@ -353,6 +353,11 @@ def _packing(returns: Sequence[Any]) -> Callable[[list[torch.Tensor]], Any]:
     return list if str(returns[0].type).startswith("List") else itemgetter(0)
 
 
+def argument_names(tensors: str, bundles: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """What a schema's tensors are called in plans and messages: `Tensor x, Tensor? experts_up` -> x, experts.up."""
+    return tuple(_shown(tensor.split()[-1], bundles) for tensor in tensors.split(", "))
+
+
 def _shown(name: str, bundles: tuple[str, ...]) -> str:
     for prefix in bundles:
         if name.startswith(f"{prefix}_"):

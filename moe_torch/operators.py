@@ -17,7 +17,15 @@ from moe_core.activation import plan_activation
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.matmul_ogs import plan_matmul_ogs
 from moe_core.moe import plan_moe
-from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    MoEOperands,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+)
 from moe_core.plan import LaunchPlan
 from moe_core.reduction import plan_reduce, plan_scale_rows
 from moe_core.routing import (
@@ -27,7 +35,7 @@ from moe_core.routing import (
     plan_routing,
     plan_unpack_bitmatrix,
 )
-from moe_core.specs import Activation, LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MoESpec, RouterSpec
 from moe_core.target import Target
 from moe_torch.dispatch import Operator
 from moe_torch.options import TORCH_DTYPES
@@ -47,6 +55,11 @@ def _activated(width: Any, activation: Activation | None) -> Any:
     """Columns after the activation of a buffer of `width` columns."""
     one_buffer = activation is not None and activation.gate_layout in ("halves", "interleaved")
     return width // 2 if one_buffer else width
+
+
+def hidden_width(gate_up: torch.Tensor, spec: MoESpec) -> Any:
+    """F of the experts or the shared expert with this gate_up. No format packs the axis that it is read from."""
+    return _activated(_width(gate_up, spec.weight_layout), spec.activation)
 
 
 def _out_dtype(x: torch.Tensor, name: str | None) -> torch.dtype:
@@ -259,24 +272,32 @@ MOE_TENSORS = {kind: f"Tensor x, {_EXPERTS}, {routing}, {_REST}" for kind, routi
 MOE_BUNDLES = ("experts", "routing", "shared")
 
 
-def split_moe(routing_type: type, arrays: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any]:
-    """(experts, routing, token_mask, expert_map, shared) of a moe operator's arrays after x."""
+def moe_operands(routing_type: type, arrays: Sequence[Any], input_scales: Sequence[Any] = ()) -> MoEOperands:
+    """The arrays of a moe operator as bundles. input_scales: those of gate_up and down, where there are any."""
+    x, *others = arrays
     end = _NUM_EXPERT_ARRAYS + len(dataclasses.fields(routing_type))
-    token_mask, expert_map, *rest = arrays[end:]
+    token_mask, expert_map, *rest = others[end:]
     shared = SharedExpert(*rest) if any(array is not None for array in rest) else None
-    routing = routing_type(*arrays[_NUM_EXPERT_ARRAYS:end])
-    return ExpertWeights(*arrays[:_NUM_EXPERT_ARRAYS]), routing, token_mask, expert_map, shared
+    routing = routing_type(*others[_NUM_EXPERT_ARRAYS:end])
+    experts = ExpertWeights(*others[:_NUM_EXPERT_ARRAYS], *input_scales)
+    return MoEOperands(x, experts, routing, token_mask, expert_map, shared)
 
 
-def _plan_moe(routing_type: type, x: ArraySpec, *request: Any) -> LaunchPlan:
+def plan_moe_of(given: MoEOperands, spec: MoESpec, target: Target, *, keep: bool = False) -> LaunchPlan:
+    """`plan_moe` of bundles."""
+    options = {"token_mask": given.token_mask, "expert_map": given.expert_map, "shared": given.shared}
+    return plan_moe(given.x, given.experts, given.routing, spec, target, keep=keep, **options)
+
+
+def _plan_moe(routing_type: type, *request: Any) -> LaunchPlan:
     *arrays, spec, target = request
-    experts, routing, token_mask, expert_map, shared = split_moe(routing_type, arrays)
-    return plan_moe(x, experts, routing, spec, target, token_mask=token_mask, expert_map=expert_map, shared=shared)
+    return plan_moe_of(moe_operands(routing_type, arrays), spec, target)
 
 
 def moe_shapes(routing_type: type, x: torch.Tensor, *request: Any) -> Outputs:
     *arrays, spec = request
-    experts, routing, *_ = split_moe(routing_type, arrays)
+    given = moe_operands(routing_type, (x, *arrays))
+    experts, routing = given.experts, given.routing
     num_experts = experts.gate_up.shape[0 if experts.layer is None else 1]
     outputs: Outputs = [
         ((x.shape[0], x.shape[1]), _out_dtype(x, spec.out_dtype)),

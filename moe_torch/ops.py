@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, format_named, scheme_named
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.moe_backward import explain_training, plan_training
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
-    MoEOperands,
     MoEOutput,
     RaggedLayout,
     RouterLogits,
@@ -44,7 +43,8 @@ from moe_core.tuning import TileConfig
 from moe_torch import operators
 from moe_torch.dispatch import Operator, array_spec, call, require_one_device, target_of_device
 from moe_torch.matmul_request import is_quantized, matmul_request
-from moe_torch.options import dtype_name, encode, layout_spec, require_instance
+from moe_torch.options import decode, dtype_name, encode, layout_spec, require_instance
+from moe_torch.prepared import prepare_weights, restore_weights
 from moe_torch.quantization import dequantize, quantize, quantize_rows
 from moe_torch.quantized_operators import MOE_QUANTIZED, QuantizedOperator
 
@@ -70,6 +70,7 @@ __all__ = [
     "SharedExpert",
     "TileConfig",
     "TileTable",
+    "Tiling",
     "TopK",
     "Tuning",
     "activation",
@@ -80,9 +81,11 @@ __all__ = [
     "matmul_ogs",
     "moe",
     "pack_bitmatrix",
+    "prepare_weights",
     "quantize",
     "quantize_rows",
     "reduce",
+    "restore_weights",
     "route",
     "router",
     "scale_rows",
@@ -207,7 +210,8 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     operands: see MatmulOperands (x bf16, fp16 or fp32; rows may be strided). spec: gather, scatter, fused activation,
     weight layout. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`), N after gating; rows without an expert
     are exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]` or `[N, D]`, y `[T, N]`. weight with up, and x with
-    them, may be `QuantizedTensor`s (docs/quantization.md); there is no gradient then.
+    them, may be `QuantizedTensor`s (docs/quantization.md). Gradients go through quantised weights, which have none
+    themselves; with a quantised x there are none.
     """
     operator, arrays, text = matmul_request(operands, layout, spec)
     return call(operator, *arrays, text)
@@ -278,7 +282,9 @@ def moe(
     rest (ids, masks, correction_bias, layer) has none. The forward then keeps what docs/training.md lists. Second
     derivatives and forward mode raise Unsupported.
 
-    The matrices of experts may be `QuantizedTensor`s (docs/quantization.md). There is no gradient then.
+    The matrices of experts may be `QuantizedTensor`s (docs/quantization.md). They are frozen: gradients go through
+    them, and one of their tensors that requires one raises Unsupported. With `spec.activations`, which quantises x and
+    the hidden rows, nothing has a gradient, and whatever requires one raises Unsupported.
     """
     _require_checkable(checked)
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
@@ -314,22 +320,24 @@ def explain_moe(
     present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
     target = target_of_device(require_one_device(present))
     if training:
-        return explain_training(training_plans(operator, type(routing), arrays, spec, target))
+        return explain_training(training_plans(operator, type(routing), arrays, text, target))
     return operator.plan(arrays, text, target).explain()
 
 
 def training_plans(
-    operator: Operator, kind: type, arrays: Sequence[Any], spec: MoESpec, target: Target
+    operator: Operator, kind: type, tensors: Sequence[Any], options: str, target: Target
 ) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for the tensors of a moe operator (None where absent); not of quantised experts."""
-    if isinstance(operator, QuantizedOperator):
-        raise Unsupported(operator.why_no_gradient(arrays))
+    """The plans of a training step for the tensors of a moe operator (None where absent) and its options."""
     # Checks what a call checks.
-    operator.plan(arrays, encode(spec), target)
-    x, *others = [
-        None if array is None else array_spec(name, array) for name, array in zip(operator.names, arrays, strict=True)
+    operator.plan(tensors, options, target)
+    arrays: list[Any] = [
+        None if tensor is None else array_spec(name, tensor)
+        for name, tensor in zip(operator.names, tensors, strict=True)
     ]
-    return plan_training(MoEOperands(x, *operators.split_moe(kind, others)), spec, target)
+    (spec, *formats), input_scales = decode(options), []
+    if isinstance(operator, QuantizedOperator):
+        arrays, input_scales = operator.joined(arrays, *formats)
+    return plan_training(operators.moe_operands(kind, arrays, input_scales), spec, target)
 
 
 def moe_request(

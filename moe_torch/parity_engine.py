@@ -20,18 +20,22 @@ FAMILY = "moebius"
 
 
 def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A NumPy array (bfloat16 too, which torch cannot read from NumPy) as a tensor of its own on a device."""
+    """A NumPy array (bfloat16 and fp8 too, which torch cannot read from NumPy) as a tensor of its own on a device."""
     array = np.ascontiguousarray(array)
     if array.dtype == ml_dtypes.bfloat16:
         return torch.tensor(array.view(np.int16), device=device).view(torch.bfloat16)
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.tensor(array.view(np.uint8), device=device).view(torch.float8_e4m3fn)
     return torch.tensor(array, device=device)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor on any device as a NumPy array (ml_dtypes for bfloat16)."""
+    """A tensor on any device as a NumPy array (ml_dtypes for bfloat16 and fp8)."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return tensor.numpy()
 
 

@@ -19,6 +19,7 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_s
 from moe_core.operands import named_arrays
 from moe_torch.dispatch import array_spec, call
 from moe_torch.options import TORCH_DTYPES, dtype_name, encode, require_instance
+from moe_torch.prepared import restore_weights
 from moe_torch.quantized_operators import QUANTIZE_ROWS
 
 _MANTISSA_BITS, _MANTISSA_MASK = 23, 2**23 - 1
@@ -29,16 +30,19 @@ _SMALLEST_AMAX = 1e-10
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def quantize_rows(x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None) -> QuantizedTensor:
+def quantize_rows(
+    x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
+) -> QuantizedTensor:
     """x `[R, D]` (bf16, fp16 or fp32; rows may be strided) in a format of activations, `out_in`.
 
     format: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or for all of x. scales:
-    fp32 `[1]`, a static scale, of formats with one per tensor; None = found from x. Bits of
-    `moe_core.reference.quantize.quantize_rows`. An operator: it works in compiled and exported programs and in CUDA
-    graphs. It has no gradient. Raises InvalidInput, Unsupported.
+    fp32 `[1]`, a static scale, of formats with one per tensor; None = found from x. used_by: int32 `[R * n]`, where one
+    scale is found from x: rows all of whose n entries are negative are not read, and become zeros (a layout's
+    row_of_slot for tokens, slot_of_row for its rows). Bits of `moe_core.reference.quantize.quantize_rows`. An operator:
+    it works in compiled and exported programs and in CUDA graphs. It has no gradient. Raises InvalidInput, Unsupported.
     """
     require_instance("format", format, Format)
-    values, found = call(QUANTIZE_ROWS, x, scales, encode(format))
+    values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))
     # Shapes are the operator's; a check would fix a symbolic number of rows.
     return QuantizedTensor.unchecked(QuantizedSpec(format), values, found)
 
@@ -83,7 +87,7 @@ def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32
     name = dtype_name("dtype", dtype)
     assert name is not None
     _require_matmul_dtype("dtype", name)
-    format = tensor.format
+    format, tensor = tensor.format, restore_weights(tensor)
     result = tensor.values.new_empty(tensor.shape, dtype=TORCH_DTYPES[name])
     for matrix, codes, scales, *points in _matrices(tensor, result):
         zero_points = points[0] if points else None

@@ -2,7 +2,8 @@
 
 Each op's autograd layer keeps the op's own arguments and later runs one operator, `moebius::matmul_ogs_backward` or
 `moebius::activation_backward`, for the gradients asked for and no others; that of `reduce` copies rows, in torch's own
-operations. What has no gradient, and why: `moe_core.matmul_backward.why_no_gradient`, and `_refuse` below.
+operations. What has no gradient, and why: `moe_core.matmul_backward.why_no_gradient`, and `_refuse` below. A product
+with quantised weights has those of its other operands, by `moebius::matmul_ogs_quantized_backward`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from moe_core.activation_backward import plan_activation_backward
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import Unsupported
+from moe_core.formats import QuantizedTensor
 from moe_core.matmul_backward import DIFFERENTIABLE, plan_matmul_ogs_backward, why_no_gradient
 from moe_core.operands import MatmulOperands
 from moe_core.plan import LaunchPlan
@@ -22,17 +24,25 @@ from moe_core.specs import Activation, LayoutSpec
 from moe_core.target import Target
 from moe_torch.backward_operator import BackwardOperator
 from moe_torch.dispatch import Operator, call
-from moe_torch.operators import ACTIVATION, MATMUL_OGS, REDUCE, Outputs
+from moe_torch.operators import ACTIVATION, MATMUL_OGS, MATMUL_TENSORS, REDUCE, Outputs
 from moe_torch.options import decode, encode
+from moe_torch.quantized_operators import MATMUL_OGS_QUANTIZED, PRODUCT_MATRICES, QuantizedOperator
 
-_NUM_OPERANDS = len(MATMUL_OGS.names) - 4
+_LAYOUT = ("group_sizes", "group_start", "slot_of_row", "row_of_slot")
+_NUM_OPERANDS = len(MATMUL_OGS.names) - len(_LAYOUT)
 #: By op: the arguments that may be asked for a gradient; where one cannot be had `_refuse` says so.
 _GRADIENTS = {
     "matmul_ogs": (*DIFFERENTIABLE, "up", "up_bias"),
+    "matmul_ogs_quantized": tuple(name for name in MATMUL_OGS_QUANTIZED.names if name not in ("layer", *_LAYOUT)),
     "activation": ("x", "up"),
     "reduce": ("y", "shared", "shared_gate"),
 }
-_OPERATORS = {"matmul_ogs": MATMUL_OGS, "activation": ACTIVATION, "reduce": REDUCE}
+_OPERATORS = {
+    "matmul_ogs": MATMUL_OGS,
+    "matmul_ogs_quantized": MATMUL_OGS_QUANTIZED,
+    "activation": ACTIVATION,
+    "reduce": REDUCE,
+}
 
 
 # matmul_ogs_backward: options are those of matmul_ogs, then the gradients wanted
@@ -53,12 +63,25 @@ def _matmul_backward_shapes(d_y: torch.Tensor, *request: Any) -> Outputs:
     return [(tuple(array.shape), array.dtype) for array in found]
 
 
+_BACKWARD_TENSORS = f"Tensor d_y, {MATMUL_TENSORS}"
 _MATMUL_OGS_BACKWARD = BackwardOperator(
-    "matmul_ogs_backward(Tensor d_y, Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, "
-    "Tensor? row_weight, Tensor? layer, Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, "
-    "Tensor? row_of_slot, str options) -> Tensor[]",
+    f"matmul_ogs_backward({_BACKWARD_TENSORS}, str options) -> Tensor[]",
     _plan_matmul_backward,
     _matmul_backward_shapes,
+)
+
+
+class _QuantizedBackward(BackwardOperator, QuantizedOperator):
+    """That of a product with quantised weights, whose formats follow in the options."""
+
+
+_MATMUL_OGS_QUANTIZED_BACKWARD = _QuantizedBackward(
+    "matmul_ogs_quantized_backward",
+    _BACKWARD_TENSORS,
+    PRODUCT_MATRICES,
+    _plan_matmul_backward,
+    _matmul_backward_shapes,
+    returns="Tensor[]",
 )
 
 
@@ -81,9 +104,10 @@ _ACTIVATION_BACKWARD = BackwardOperator(
 
 
 def _matmul_gradients(gradient: torch.Tensor, given: dict[str, Any], text: str, asked: list[str]) -> dict[str, Any]:
-    wanted = tuple(f"d_{name}" for name in asked)
-    found = call(_MATMUL_OGS_BACKWARD, gradient, *given.values(), encode(*decode(text), wanted))
-    return dict(zip(asked, found, strict=True))
+    spec, sizes, *formats = decode(text)
+    operator = _MATMUL_OGS_QUANTIZED_BACKWARD if formats else _MATMUL_OGS_BACKWARD
+    options = encode(spec, sizes, tuple(f"d_{name}" for name in asked), *formats)
+    return dict(zip(asked, call(operator, gradient, *given.values(), options), strict=True))
 
 
 def _activation_gradients(gradient: torch.Tensor, given: dict[str, Any], text: str, asked: list[str]) -> dict[str, Any]:
@@ -110,14 +134,22 @@ def _reduce_gradients(gradient: torch.Tensor, given: dict[str, Any], text: str, 
     return found
 
 
-_BACKWARDS = {"matmul_ogs": _matmul_gradients, "activation": _activation_gradients, "reduce": _reduce_gradients}
+_BACKWARDS = {
+    "matmul_ogs": _matmul_gradients,
+    "matmul_ogs_quantized": _matmul_gradients,
+    "activation": _activation_gradients,
+    "reduce": _reduce_gradients,
+}
 
 
 def _refuse(op: str, given: dict[str, Any], text: str, asked: set[str]) -> None:
     """Raise Unsupported where this call of an op has no gradient."""
-    if op == "matmul_ogs":
-        spec, sizes = decode(text)
-        operands = MatmulOperands(*[given[name] for name in MATMUL_OGS.names[:_NUM_OPERANDS]])
+    if op in ("matmul_ogs", "matmul_ogs_quantized"):
+        spec, sizes, *formats = decode(text)
+        arrays = list(given.values())
+        for chosen in formats:
+            arrays, _ = MATMUL_OGS_QUANTIZED.joined(arrays, chosen, QuantizedTensor.unchecked)
+        operands = MatmulOperands(*arrays[:_NUM_OPERANDS])
         reason = why_no_gradient(operands, sizes, spec, asked)
         if reason is not None:
             raise Unsupported(reason)
@@ -169,7 +201,7 @@ class _StageBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.name = inputs[0].name.removesuffix("_backward")
+        ctx.name = inputs[0].name.removesuffix("_backward").removesuffix("_quantized")
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
@@ -189,7 +221,7 @@ def _second_gradient(operator: Operator, *arguments: Any) -> list[torch.Tensor]:
 
 def define_stage_gradients() -> None:
     """Give the three ops their gradients."""
-    for backward in (_MATMUL_OGS_BACKWARD, _ACTIVATION_BACKWARD):
+    for backward in (_MATMUL_OGS_BACKWARD, _MATMUL_OGS_QUANTIZED_BACKWARD, _ACTIVATION_BACKWARD):
         backward.define_gradient(frozenset(backward.names), functools.partial(_second_gradient, backward))
     for op, operator in _OPERATORS.items():
         operator.define_gradient(_GRADIENTS[op], functools.partial(_Stage.apply, op))

@@ -40,11 +40,11 @@ from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logi
 from moe_torch import operators
 from moe_torch.options import decode, encode
 from moe_torch.quantized_operators import MOE_QUANTIZED
-from moe_torch.training import TRAINING
+from moe_torch.training import QUANTIZED_TRAINING, TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
-_FORWARDS: tuple[dict[type, Any], ...] = (operators.MOE, MOE_QUANTIZED, TRAINING)
+_FORWARDS: tuple[dict[type, Any], ...] = (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
 _KINDS: dict[Any, type] = {operator.overload: kind for forwards in _FORWARDS for kind, operator in forwards.items()}
 #: Forward -> the one of its sort that takes ids and weights.
 _TOP_K: dict[Any, Any] = {

@@ -3,6 +3,7 @@
 The API of its 3.5 releases: `routing`, then `matmul_ogs`. Needs a GPU. Upstream orders a token's experts by ascending
 id, has no router product (it is handed the reference's logits) and one fused activation, the clamped swiglu on
 interleaved weights; for silu it is handed the reference's activations, so that routing and both products are compared.
+Of quantised weights it takes mxfp4, in the layouts that it chooses for the GPU itself.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ import torch
 
 from moe_core.cuda import cuda_target, driver
 from moe_core.errors import Unsupported
+from moe_core.formats import QuantizedTensor
 from moe_core.operands import TopK
 from moe_core.parity.case import Case
 from moe_core.parity.devices import use_gpu
 from moe_core.parity.engines import EngineRun
 from moe_core.parity.reference_engine import reference_stages
 from moe_core.reference.routing import router
+from moe_core.reference.tiling import untile
 from moe_torch.parity_engine import to_numpy, to_torch
 
 _INSTALL = (
     "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
     "distribution named triton-kernels on the package index is an unrelated project"
 )
+
+
+#: What upstream's layout of scales is made for: the warps of its kernels of mxfp4 weights on Hopper.
+_SCALE_LAYOUT_WARPS = 8
 
 
 class _Upstream:
@@ -40,12 +47,22 @@ class _Upstream:
             )
             self.routing, self.matmul_ogs, self.precision = routing.routing, matmul.matmul_ogs, matmul.PrecisionConfig
             self._fused, self._specs, self._swiglu = matmul.FusedActivation, matmul.FnSpecs, swiglu.swiglu_fn
+            self._tensor = importlib.import_module("triton_kernels.tensor")
+            self._layout = importlib.import_module("triton_kernels.tensor_details.layout")
         except (ImportError, AttributeError) as error:
             raise Unsupported(f"upstream triton_kernels cannot be used ({error}); {_INSTALL}") from error
 
     def swiglu(self, alpha: float, limit: float | None) -> Any:
         """The fused activation argument of matmul_ogs: two columns become one."""
         return self._fused(self._specs("swiglu", self._swiglu, ("alpha", "limit")), (alpha, limit), 2)
+
+    def mxfp4(self, values: torch.Tensor, scales: torch.Tensor) -> tuple[Any, Any]:
+        """(weight, its scales) in upstream's layouts for this GPU, from uint8 `[E, K / 2, N]` and `[E, K / 32, N]`."""
+        tensor, layout = self._tensor, self._layout
+        chosen, options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        weight = tensor.convert_layout(tensor.wrap_torch_tensor(values, dtype=tensor.FP4), chosen, **options)
+        chosen, options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=_SCALE_LAYOUT_WARPS)
+        return weight, tensor.convert_layout(tensor.wrap_torch_tensor(scales), chosen, **options)
 
 
 class TritonKernelsEngine:
@@ -74,6 +91,9 @@ class TritonKernelsEngine:
             return "upstream has no token mask"
         if case.shared is not None:
             return "upstream has no shared experts"
+        scheme = case.scheme
+        if scheme is not None and (scheme.weights.element != "e2m1" or scheme.activations is not None):
+            return f"of quantised weights upstream takes mxfp4 with plain rows, the case is {scheme}"
         if case.spec.apply_router_weight_on_input:
             return "upstream weights the second product, the case its input"
         if not self._fuses(case) and case.spec.activation.name == "swiglu_oai":
@@ -125,21 +145,29 @@ class _Forward:
         slots[self._slot_of_row] = rows
         return slots
 
-    def _weight(self, weight: np.ndarray) -> torch.Tensor:
-        """`[E, inputs, outputs]`, as upstream takes weights."""
-        return to_torch(weight if self._case.spec.weight_layout == "in_out" else weight.swapaxes(1, 2), self._device)
+    def _weight(self, weight: Any) -> tuple[Any, Any]:
+        """`[E, inputs, outputs]`, as upstream takes weights, and the PrecisionConfig with its scales, if it has any."""
+        in_out = self._case.spec.weight_layout == "in_out"
+        if not isinstance(weight, QuantizedTensor):
+            return to_torch(weight if in_out else weight.swapaxes(1, 2), self._device), self._upstream.precision()
+        weight = untile(weight)
+        # Upstream wants bytes that neighbour each other along the inputs.
+        rows = [array.swapaxes(1, 2) if in_out else array for array in (weight.values, weight.scales)]
+        packed, scales = self._upstream.mxfp4(*(to_torch(array, self._device).mT for array in rows))
+        return packed, self._upstream.precision(weight_scale=scales)
 
     def _bias(self, bias: np.ndarray | None) -> torch.Tensor | None:
         return None if bias is None else to_torch(bias, self._device).float()
 
-    def _first(self, weight: np.ndarray, bias: np.ndarray | None, fused: Any = None) -> np.ndarray:
+    def _first(self, weight: Any, bias: np.ndarray | None, fused: Any = None) -> np.ndarray:
+        matrix, precision = self._weight(weight)
         rows = self._upstream.matmul_ogs(
             self._x,
-            self._weight(weight),
+            matrix,
             self._bias(bias),
             self._data,
             gather_indx=self._gather,
-            precision_config=self._upstream.precision(),
+            precision_config=precision,
             fused_activation=fused,
         )
         return self._by_slot(to_numpy(rows))
@@ -162,8 +190,9 @@ class _Forward:
         """(weighted slots `[T * K, D]`, their sum per token `[T, D]`)."""
         experts = self._case.experts
         rows = to_torch(hidden[self._slot_of_row], self._device)
-        operands = (rows, self._weight(experts.down), self._bias(experts.down_bias), self._data)
-        options = {"precision_config": self._upstream.precision(), "gammas": self._data.gate_scal}
+        matrix, precision = self._weight(experts.down)
+        operands = (rows, matrix, self._bias(experts.down_bias), self._data)
+        options = {"precision_config": precision, "gammas": self._data.gate_scal}
         slots = self._upstream.matmul_ogs(*operands, **options)
         output = self._upstream.matmul_ogs(*operands, scatter_indx=self._scatter, **options)
         return self._by_slot(to_numpy(slots)), to_numpy(output)

@@ -18,16 +18,23 @@ from pathlib import Path
 import numpy as np
 
 from moe_core.compiler import compile_launch
+from moe_core.formats import MXFP4
+from moe_core.matmul_mixed import mixed_config
 from moe_core.matmul_ogs import plan_matmul_ogs
-from moe_core.operands import map_arrays
-from moe_core.parity.tolerance import Tolerance, assert_close, matmul_tolerance
+from moe_core.operands import map_arrays, named_arrays
+from moe_core.parity.tolerance import EXACT, Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
 from moe_core.plan import KernelLaunch, LaunchPlan
-from moe_core.specs import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
 from moe_core.tuning import TileConfig
 from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
 from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
 from tests.faulty_kernels import OpFault, run_on_copy
+from tests.harness import engine_target, run_plan
+from tests.hopper_fp8_cases import CASES, CODES, plan_codes, plan_codes_apart
+from tests.quantized_support import spec_of as described
+from tests.routing_cases import draw_ids, layout_arrays
+from tests.test_hopper_mixed import draw_product, prepared, run_product
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul, specs_of
 from tests.test_weight_gradient import Ragged, expected_of, many_rows, run_op, spec_of
 
@@ -71,6 +78,33 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
             OpFault("piece = first if part == 0 else last", "piece = first"),
             OpFault("[start + first, RIGHT_START + n]", "[start, RIGHT_START + n]"),
             OpFault("group * M + m, m, n", "group * M + m, m, n // 2"),
+        ),
+    },
+    "fp8": {
+        "hopper_fp8": (
+            OpFault("x_scale * first_scale, x_scale * last_scale", "x_scale * last_scale, x_scale * first_scale"),
+            OpFault("gl.minimum(block + 1, BLOCKS - 1)", "gl.minimum(block, BLOCKS - 1)"),
+        ),
+    },
+    "codes": {
+        "hopper_codes": (OpFault("((N + WIDTH - 1) // WIDTH) + tile", "((N + WIDTH - 1) // WIDTH) + tile // 2"),),
+    },
+    "prepared": {
+        "hopper_mixed": (
+            OpFault("row = column + side * N", "row = column"),
+            OpFault(
+                "gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))",
+                "up, gate = gl.split(gl.permute(values, [0, 2, 3, 1]))",
+            ),
+            OpFault("exists = (within < rows) & (slot >= 0)", "exists = (within < rows - 1) & (slot >= 0)"),
+        ),
+        "hopper_mixed_producer": (
+            OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
+            OpFault("((block + pair) * STEPS + step) * LINES", "(block * STEPS + step) * LINES"),
+        ),
+        "decode_words": (
+            OpFault("0x3f003f00", "0x3e803e80"),
+            OpFault("[1, 0, 2, 3, 8, 7, 6, 4, 5]", "[1, 0, 2, 3, 7, 8, 6, 4, 5]"),
         ),
     },
 }
@@ -130,6 +164,66 @@ class Gradient:
         return run_op(*request), expected_of(*request)
 
 
+class Fp8:
+    """A product of fp8 with fp8, or with codes for its result one against that of two launches."""
+
+    kernel = "hopper_fp8:matmul_fp8"
+
+    def __init__(self, codes: bool) -> None:
+        self.case, self.codes = CODES if codes else CASES["halves"], codes
+        self.outputs = ("values", "scales") if codes else ("y",)
+        self.operands, self.layout = self.case.operands(300), self.case.layout(300)
+        self.arrays = layout_arrays(draw_ids("uniform", 300, 2, 4, 0), self.layout)
+        scheme = self.case.scheme
+        tolerance = quantized_matmul_tolerance(
+            "bfloat16", self.case.d, scheme.weights, self.case.spec, rows=scheme.activations
+        )
+        self.tolerance = EXACT if codes else tolerance
+
+    def plan(self, target: Target) -> LaunchPlan:
+        if self.codes:
+            return plan_codes(self.operands, self.case, 300, target)
+        return plan_matmul_ogs(map_arrays(self.operands, described), self.layout, self.case.tuned, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        given = dict(named_arrays(self.operands)) | self.arrays
+
+        def run(plan: LaunchPlan) -> dict[str, np.ndarray]:
+            found = run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})
+            return {name: array.astype(np.float32) for name, array in found.items()}
+
+        found, filled = run(self.plan(engine_target())), filled_rows(self.layout, self.arrays)
+        if not self.codes:
+            operands = map_arrays(self.operands, described)
+            return found, run(plan_matmul_ogs(operands, self.layout, self.case.spec, Target("reference")))
+        expected = run(plan_codes_apart(self.operands, self.case, 300, engine_target()))
+        return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
+
+
+class Prepared:
+    """A product with tiled weights, gated, by token and with biases; experts with several tiles of rows."""
+
+    outputs = ("y",)
+    kernel = "hopper_mixed:matmul_mixed"
+    layout = LayoutSpec(70, 2, 4)
+
+    def __init__(self) -> None:
+        epilogue = (Activation("silu", gate_layout="halves"), "token", "slot", True, True, False)
+        self.operands, spec = draw_product(epilogue, self.layout, 416, 96, 0)
+        self.spec = replace(spec, tuning=MatmulTuning(mixed_config(1, spec, Target("cuda", 90, 132))))
+        self.arrays = layout_arrays(draw_ids("uniform", 70, 2, 4, 0), self.layout)
+        self.tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        operands = map_arrays(prepared(self.operands, self.spec), described)
+        return plan_matmul_ogs(operands, self.layout, self.spec, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        ours, spec = prepared(self.operands, self.spec), replace(self.spec, tuning=None)
+        expected = run_product(self.operands, self.layout, self.arrays, spec, Target("reference"))
+        return {"y": run_product(ours, self.layout, self.arrays, self.spec, engine_target())}, {"y": expected}
+
+
 def _case(scatter: str, activation: Activation, **options: object) -> Case:
     """Groups of two row blocks and more, three column tiles, the last one narrow."""
     spec = MatmulSpec("in_out", "token", scatter, activation)
@@ -141,10 +235,13 @@ PRODUCTS = {
     "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
     "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
     "gradient": Gradient(),
+    "fp8": Fp8(codes=False),
+    "codes": Fp8(codes=True),
+    "prepared": Prepared(),
 }
 
 
-def _compile(product: Product | Gradient, folder: Path) -> int:
+def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
     target = Target("cuda", 90, 132)
     plan = product.plan(target)
     (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
@@ -155,7 +252,7 @@ def _compile(product: Product | Gradient, folder: Path) -> int:
     return 0
 
 
-def _run(product: Product | Gradient, folder: Path) -> int:
+def _run(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
     # Outside of the comparison: a write out of bounds is an error of its own.
     found, expected = product.results()
     try:

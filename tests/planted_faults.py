@@ -84,6 +84,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("value * weight[:, None]", "value", "llama4", "matmul1"),
         Fault("zeros = tl.zeros((BLOCK_M, BLOCK_N)", "zeros = 1 + tl.zeros((BLOCK_M, BLOCK_N)", "qwen2_moe", "matmul1"),
     ),
+    "matmul_quantized": (Fault("return column + side * N", "return column", "deepseek_v3_fp8_block", "activation"),),
+    "quantize_rows": (Fault("0x7FFFF + ((size >> 20) & 1)", "0x7FFF", "deepseek_v3_fp8_block", "quantized_x"),),
 }
 
 

@@ -29,5 +29,6 @@ FAULTS: dict[str, tuple[tuple[str, OpFault], ...]] = {
         ("quantize_rows", OpFault("0x7FFFF + ((size >> 20) & 1)", "0x80000")),
         ("quantize_rows", OpFault("- TOP_EXPONENT", "- TOP_EXPONENT + 1")),
         ("quantize_rows", OpFault("low | (high << 4)", "high | (low << 4)")),
+        ("quantize_rows", OpFault("return last >= 0", "return exists")),
     ),
 }

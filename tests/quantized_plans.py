@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from benchmarks.shapes import SHAPES
 from moe_core.arrays import ArraySpec
 from moe_core.formats import (
+    FP8_GROUP,
     FP8_TENSOR,
     Format,
     QuantizedSpec,
@@ -18,12 +19,15 @@ from moe_core.formats import (
     scheme_named,
     scheme_names,
 )
+from moe_core.matmul_codes import plan_matmul_codes
 from moe_core.matmul_ogs import plan_matmul_ogs
-from moe_core.operands import MatmulOperands
+from moe_core.operands import MatmulOperands, map_arrays
 from moe_core.plan import LaunchPlan
 from moe_core.quantize_rows import plan_quantize_rows
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.target import Target
+from tests import hopper_fp8_cases, tiled_plans
+from tests.quantized_support import spec_of
 
 #: Released models and the schemes their checkpoints, or others' of them, come in.
 LAYERS = (("gptoss120b", "mxfp4_w4a16"), ("qwen3", "fp8_block"), ("mixtral", "fp8_block"), ("qwen3", "int4_w4a16_zp"))
@@ -68,6 +72,9 @@ def layers(target: Target) -> Iterator[LaunchPlan]:
             yield plan_quantize_rows(ArraySpec((64, 2880), "bfloat16"), format, target)
             yield plan_quantize_rows(ArraySpec((64, 64), "float32", (96, 1)), format, target)
     yield plan_quantize_rows(ArraySpec((64, 37), "float32"), FP8_TENSOR, target, scales=ArraySpec((1,), "float32"))
+    for users in (1, 8):
+        users_of_rows = ArraySpec((64 * users,), "int32")
+        yield plan_quantize_rows(ArraySpec((64, 2880), "bfloat16"), FP8_TENSOR, target, used_by=users_of_rows)
 
 
 def _every_scheme(target: Target, layout: str, rows: int) -> Iterator[LaunchPlan]:
@@ -101,10 +108,22 @@ def _quantises_rows(format: Format) -> bool:
     return format.element in ("e4m3", "e2m1", "int8") and format.group_rows in (None, 1)
 
 
+def hopper(target: Target) -> Iterator[LaunchPlan]:
+    """The hopper family's products of fp8 with fp8, sm_90 only: of layouts that are not ours, and results as codes."""
+    for case in hopper_fp8_cases.CASES.values():
+        operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
+        yield plan_matmul_ogs(operands, layout, case.tuned, target)
+    for case in (hopper_fp8_cases.CODES, hopper_fp8_cases.CASES["halves"]):
+        operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
+        yield plan_matmul_codes(operands, layout, case.tuned, FP8_GROUP, target)
+
+
 #: Groups of the compile gate.
 GROUPS = {
+    "quantized_hopper": hopper,
     "quantized_layers": layers,
     "quantized_few_rows": few_rows,
     "quantized_many_rows": many_rows,
     "quantized_in_out": in_out,
+    **tiled_plans.GROUPS,
 }

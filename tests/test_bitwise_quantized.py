@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs both frameworks")
 
 import moe_jax
 import moe_torch
-from moe_core.formats import FP8_BLOCK, FP8_GROUP, INT8_TOKEN, MXFP4, MXFP8, format_named, scheme_named
+from moe_core.formats import FP8_BLOCK, FP8_GROUP, FP8_TENSOR, INT8_TOKEN, MXFP4, MXFP8, format_named, scheme_named
 from moe_core.operands import ExpertWeights, RouterWeights, map_arrays, named_arrays
 from moe_core.parity.devices import use_gpu
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
@@ -83,6 +83,15 @@ def test_quantised_rows_and_their_product(format: Any) -> None:
     spec = MatmulSpec("out_in", out_dtype="bfloat16")
     y = moe_jax.matmul_ogs(moe_jax.MatmulOperands(ours, weight), None, spec)
     assert bits(y) == bits(moe_torch.matmul_ogs(moe_torch.MatmulOperands(theirs, shared(weight)), None, spec))
+
+
+def test_rows_of_one_scale_that_some_use() -> None:
+    x, used_by = draw(np.random.default_rng(4), T, D).at[2].set(np.nan), np.repeat(np.arange(T), 2).astype(np.int32)
+    used_by[4:6] = -1
+    users = put(used_by)
+    ours = moe_jax.quantize_rows(x, FP8_TENSOR, used_by=users)
+    assert bits(ours) == bits(moe_torch.quantize_rows(shared(x), FP8_TENSOR, used_by=shared(users)))
+    assert np.isfinite(np.asarray(ours.scales)).all() and not np.asarray(ours.values.view("uint8"))[2].any()
 
 
 def test_fp8_travels_both_ways_without_a_copy() -> None:

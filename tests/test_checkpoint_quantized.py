@@ -23,9 +23,6 @@ from moe_core.formats import (
 )
 from moe_core.layers import LayerWeights
 from moe_core.operands import named_arrays
-from moe_core.parity import cli
-from moe_core.parity.checkpoint_case import CheckpointInput, checkpoint_case
-from moe_core.reference.moe import moe_stages
 from moe_core.reference.quantize import dequantize
 from tests.checkpoint_files import write
 from tests.quantized_files import (
@@ -87,29 +84,6 @@ def test_gpt_oss_equals_the_dequantisation_of_transformers(gpt_oss, dtype):
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=getattr(torch, dtype))
         assert weight.dtype.name == dtype
         np.testing.assert_array_equal(weight.swapaxes(-1, -2).astype(np.float32), theirs.float().numpy())
-
-
-def test_gpt_oss_computes_what_the_module_of_transformers_computes(gpt_oss):
-    torch = pytest.importorskip("torch")
-    from transformers import GptOssConfig
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    path, tensors = gpt_oss
-    layer = open_checkpoint(path).layer(0).dequantized("float32")
-    module = GptOssExperts(GptOssConfig(num_local_experts=E, hidden_size=64, intermediate_size=96))
-    with torch.no_grad():
-        for name in ("gate_up_proj", "down_proj"):
-            blocks, scales = (torch.from_numpy(tensors[f"{EXPERTS}{name}_{part}"]) for part in ("blocks", "scales"))
-            getattr(module, name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-            bias = tensors[f"{EXPERTS}{name}_bias"].astype(np.float32)
-            getattr(module, f"{name}_bias").copy_(torch.from_numpy(bias))
-    x = np.random.default_rng(2).standard_normal((12, 64)).astype(np.float32)
-    stages = moe_stages(x, layer.experts, layer.router, layer.spec)
-    ids, weights = torch.from_numpy(stages["ids"]).long(), torch.from_numpy(stages["weights"])
-    with torch.no_grad():
-        theirs = module(torch.from_numpy(x), ids, weights).numpy()
-    assert np.linalg.norm(stages["output"] - theirs) <= 1e-6 * np.linalg.norm(theirs)
 
 
 def test_progress_counts_packed_bytes(gpt_oss):
@@ -300,20 +274,3 @@ def test_other_tensors_of_a_quantised_checkpoint(gpt_oss):
     (path / "config.json").write_text(json.dumps(config))
     ((name, array),) = other_tensors(open_checkpoint(path))
     assert name.endswith("q_proj.weight") and array.dtype == attention.dtype and (array == attention).all()
-
-
-# The parity tool
-
-
-@pytest.mark.parametrize("dtype", [None, "float32"])
-def test_a_case_dequantises_on_load_and_says_so(gpt_oss, dtype):
-    case = checkpoint_case(CheckpointInput(gpt_oss[0], dtype=dtype))
-    wanted = dtype or "bfloat16"
-    assert f"; weights stored in mxfp4, dequantised to {wanted} on load; hidden states" in case.description
-    assert case.dtype == case.experts.down.dtype.name == case.routing.weight.dtype.name == wanted
-
-
-def test_the_tool_takes_a_quantised_checkpoint(gpt_oss, capsys):
-    pytest.importorskip("torch")
-    assert cli.main(["--checkpoint", str(gpt_oss[0]), "--tokens", "3", "--engines", "torch"]) == 0
-    assert "weights stored in mxfp4, dequantised to bfloat16 on load" in capsys.readouterr().out

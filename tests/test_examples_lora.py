@@ -1,4 +1,5 @@
-"""The LoRA examples refuse layers of which they would leave something out; that they run is shown by test_docs.py."""
+"""The LoRA examples refuse layers of which they would leave something out, and those of the modular kernel agree; that
+they run is shown by test_docs.py."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import importlib
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import RouterSpec
 
@@ -21,6 +24,10 @@ LEFT_OUT: list[tuple[str, dict[str, Any]]] = [
     ("apply_router_weight_on_input", {"top_k": 1, "apply_router_weight_on_input": True}),
     ("experts.bias", {"experts": ExpertsSpec(bias=True, gate_layout="halves")}),
     ("experts.gate_layout", {"experts": ExpertsSpec(gate_layout="interleaved")}),
+    (
+        "experts.scheme.activations",
+        {"experts": ExpertsSpec(gate_layout="halves", scheme=scheme_named("fp8_channel"))},
+    ),
 ]
 on_all = pytest.mark.parametrize(("name", "options"), [pytest.param(*one, id=one[0]) for one in LEFT_OUT])
 
@@ -53,3 +60,20 @@ def test_jax(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     example.refuse_what_is_left_out(layer())
     with pytest.raises(ValueError, match=f"ignore the layer's {name};"):
         example.forward(None, layer(**options), None)
+
+
+def test_modular_kernels_train_alike_in_torch_and_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers in both: the first loss in all its digits, later ones but for what optimizers round."""
+    pytest.importorskip("torch", reason="needs torch")
+    pytest.importorskip("optax", reason="needs optax")
+    from tests import jax_support, torch_support
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    engine = "cuda" if torch_support.REAL_KERNELS == "cuda" else "reference"
+    with torch_support.running_on(engine):
+        ours = importlib.import_module("modular_lora_torch").train()
+    with jax_support.running_on(engine):
+        theirs = importlib.import_module("modular_lora_jax").train()
+    assert ours[-1] < 0.5 * ours[0]
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)

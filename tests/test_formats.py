@@ -273,3 +273,7 @@ def test_unchecked_takes_the_leaves_of_a_transformation():
     tensor = make()
     rebuilt = QuantizedTensor.unchecked(tensor.spec, 0, 1)
     assert (rebuilt.spec, rebuilt.values, rebuilt.scales, rebuilt.zero_points) == (tensor.spec, 0, 1, None)
+    assert str(rebuilt) == f"{tensor.format.name} {tensor.layout} of int"
+    one = np.float32(1)
+    assert str(QuantizedTensor.unchecked(tensor.spec, None, one)).endswith("of NoneType")
+    assert str(QuantizedTensor.unchecked(tensor.spec, one, one)).endswith("of float32")

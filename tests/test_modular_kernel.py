@@ -155,6 +155,8 @@ def test_ranks_of_the_batched_format_need_no_map() -> None:
             impl = modular.TopKWeightAndReduceNaiveBatched(rank)
             x, _, _, weights, ids = part
             prepared = prepare.prepare(x, None, None, weights, ids, 8, None, False)
+            unused = torch.arange(40, device=device) >= prepared.expert_num_tokens[:, None]
+            assert unused.any() and not prepared.a1q[unused].any()
             once = prepared.a1q.clone()
             again = impl.apply(None, once, weights, ids, False)
             expected = torch.empty_like(x)
@@ -183,6 +185,19 @@ def test_biases_and_the_weight_on_the_input(experts: type) -> None:
         require_equal(arguments[0], plain, "hidden_states after inplace")
     np.testing.assert_allclose(to_numpy(result), expected, rtol=2e-5, atol=2e-5)
     assert not np.allclose(to_numpy(plain), expected)
+
+
+@pytest.mark.parametrize("experts", CLASSES)
+def test_every_call_gets_what_it_asks_for(experts: type) -> None:
+    """Calls whose tensors look alike, one after the other."""
+    problem = draw_problem(topk=1)
+    with running_on("reference") as device, torch.no_grad():
+        arguments, kernel = tensors(experts, problem, device), kernel_of(experts)
+        for activation in ("silu", "gelu", "swiglu_oai"):
+            for on_input in (False, True):
+                found = kernel(*arguments, activation=activation, apply_router_weight_on_input=on_input)
+                expected = expected_stages(problem, activation, on_input=on_input)["output"]
+                np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-4, atol=1e-5, err_msg=activation)
 
 
 def test_no_tokens_and_no_experts() -> None:
@@ -282,6 +297,8 @@ def test_published_triple_and_default_finalize() -> None:
         assert a1q is x and scale is None and counts is None
         output = torch.empty_like(x)
         slots = to_torch(stages["matmul2"]).view(*ids.shape, K)
+        # Nobody writes the rows of slots without an expert.
+        slots[ids < 0] = torch.nan
         parts.finalize(output, slots, weights, ids, False)
     torch.testing.assert_close(output, to_torch(expected_stages(problem)["output"]), rtol=1e-5, atol=1e-5)
 

@@ -51,10 +51,7 @@ def test_no_graph_break_and_one_program_for_every_number_of_tokens() -> None:
 
 
 class LoRA(modular.UnfusedOAITritonExperts):
-    """Adapters on both products: `x A1 B1` is added to what the activation reads, `hidden A2 B2` to the slots' sum.
-
-    What a call's stages have in common is caught on the way; further products run on the same rows.
-    """
+    """Adapters on both products: `x A1 B1` is added to what the activation reads, `hidden A2 B2` to the slots' sum."""
 
     def __init__(self, rank: int, scale: float, device: Any) -> None:
         super().__init__()
@@ -70,28 +67,20 @@ class LoRA(modular.UnfusedOAITritonExperts):
             adapter(rank, K, std=0.0),
         )
 
-    def _make_routing_data(self, *arguments: Any) -> Any:
-        routing = modular.make_routing_data(*arguments)
-        self.layout, self.weights_by_slot = routing[0].expt_data, arguments[1].reshape(-1)
-        return routing
-
-    def apply(self, output: Any, hidden_states: Any, *arguments: Any, **options: Any) -> None:
-        self.tokens = hidden_states
-        super().apply(output, hidden_states, *arguments, **options)
-
     def _low_rank(self, rows: Any, first: Any, second: Any, gather: str, row_weight: Any = None) -> Any:
         low = moe_torch.MatmulSpec("in_out", gather, "row")
-        low_rows = moe_torch.matmul_ogs(moe_torch.MatmulOperands(rows, first), self.layout, low)
+        layout = self.context.layout
+        low_rows = moe_torch.matmul_ogs(moe_torch.MatmulOperands(rows, first), layout, low)
         operands = moe_torch.MatmulOperands(low_rows, second, row_weight=row_weight)
-        return self.scale * moe_torch.matmul_ogs(operands, self.layout, moe_torch.MatmulSpec("in_out", "row", "slot"))
+        return self.scale * moe_torch.matmul_ogs(operands, layout, moe_torch.MatmulSpec("in_out", "row", "slot"))
 
     def activation(self, activation: Any, output: Any, input: Any) -> None:
-        change = self._low_rank(self.tokens, *self.adapters[:2], "token")
+        assert self.context.activated is None
+        change = self._low_rank(self.context.hidden_states, *self.adapters[:2], "token")
         super().activation(activation, output, input + change)
-        self.rows = output
 
     def moe_sum(self, input: Any, output: Any) -> None:
-        change = self._low_rank(self.rows, *self.adapters[2:], "slot", self.weights_by_slot)
+        change = self._low_rank(self.context.activated, *self.adapters[2:], "slot", self.context.row_weight)
         super().moe_sum(input + change.view_as(input), output)
 
 
@@ -112,7 +101,29 @@ def test_lora_through_the_injection_points_trains() -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
+        compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            require_equal(compiled(x, w1, w2, weights, ids), kernel(x, w1, w2, weights, ids), "compiled")
     assert losses[-1] < 0.6 * losses[0], losses
+
+
+def test_the_context_ends_with_its_apply() -> None:
+    """That of an apply which fails too, and one inside of another gives the outer one's back."""
+    arguments = tensors(modular.UnfusedOAITritonExperts)
+    inner, experts, seen = kernel_of(modular.UnfusedOAITritonExperts), modular.UnfusedOAITritonExperts(), []
+
+    def fail(input: Any, output: Any) -> None:
+        outer = experts.context
+        inner(*arguments)
+        seen.append(experts.context is outer)
+        raise RuntimeError("no sum")
+
+    experts.moe_sum = fail
+    with running_on("reference"), pytest.raises(RuntimeError, match="no sum"):
+        FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), experts)(*arguments)
+    assert seen == [True]
+    with pytest.raises(moe_torch.InvalidInput, match="inside of activation or moe_sum"):
+        getattr(experts, "context")  # noqa: B009
 
 
 @pytest.mark.parametrize("experts", CLASSES[:2])

@@ -56,6 +56,8 @@ def draw(name: str, layout: str) -> Quantized:
         matrices.append(quantize(weight, format, layout=layout))
     ids = np.stack([random.permutation(E)[:2] for _ in range(40)]).astype(np.int32)
     ids[::7, 1] = -1
+    # A token without an expert: nothing of it is read, not even by a scale that is found from all rows.
+    ids[5], x[5] = -1, np.nan
     problem = Problem(x, matrices[0].values, matrices[1].values, random.random((40, 2)).astype(np.float32), ids)
     arrays = {}
     for number, matrix in enumerate(matrices, 1):
@@ -146,7 +148,10 @@ def test_scales_may_come_with_the_call() -> None:
     with running_on("reference") as device, torch.no_grad():
         arguments, arrays = converted(case, torch.float32, device)
         kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), modular.TritonExperts(case.config))
-        require_equal(kernel(*arguments, **arrays), composed(case, arguments, "out_in", device), "output")
+        expected = composed(case, arguments, "out_in", device)
+        require_equal(kernel(*arguments, **arrays), expected, "output")
+        twice = arrays | {"w2_scale": 2 * arrays["w2_scale"]}
+        require_equal(kernel(*arguments, **twice), 2 * expected, "other scales")
         with pytest.raises(InvalidInput, match="w1_scale must be an array for fp8_block"):
             kernel(*arguments)
         with pytest.raises(InvalidInput, match="a1_scale must be None for fp8_w8a8, whose activations have"):
@@ -218,8 +223,8 @@ def test_functions_of_gpt_oss_take_mxfp4() -> None:
         routing = modular.make_routing_data(ids, weights, E)
         result = modular.triton_kernel_fused_experts(None, x, w1, w2, *routing, 2, "silu", config)
         require_equal(result, composed(case, arguments, "in_out", device), "output")
-        # Weights on the input; that of a top-1 is 1 unless the softmax is over all logits.
-        logits = torch.randn(40, E)
+        # Weights on the input; that of a top-1 is 1 unless the softmax is over all logits. Every token is routed.
+        logits, x = torch.randn(40, E), x.nan_to_num()
         scores, best = logits.softmax(-1).topk(1)
         on_input = modular.triton_kernel_moe_forward(x, w1, w2, logits, 1, False, "silu", config, True)
         kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), modular.OAITritonExperts(config))
@@ -230,8 +235,9 @@ def test_functions_of_gpt_oss_take_mxfp4() -> None:
         assert forward.isfinite().all() and forward.any()
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "int4_w4a16_zp"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_jax_gives_the_same_bits(name: str) -> None:
+    """Of every composition; those of torch are all of one bit pattern in fp32, see above."""
     jax = pytest.importorskip("jax")
     from moe_jax import modular as other
     from tests import jax_support
@@ -247,3 +253,8 @@ def test_jax_gives_the_same_bits(name: str) -> None:
         for run in (other.fused_experts, other.unfused_experts):
             found = run(*ours, quant_config=config, weight_layout="out_in")
             np.testing.assert_array_equal(np.asarray(found), expected, err_msg=run.__name__)
+        x, w1, w2, weights, ids = ours
+        prepared = other.prepare_batched(x, weights, ids, E, 40)
+        blocks = other.batched_experts(prepared.a1q, w1, w2, prepared.expert_num_tokens, quant_config=config)
+        found = other.finalize_batched(blocks, weights, prepared)
+        np.testing.assert_array_equal(np.asarray(found), expected, err_msg="batched")

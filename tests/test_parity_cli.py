@@ -127,7 +127,8 @@ def test_the_json_report_holds_every_row(capsys: pytest.CaptureFixture[str]) -> 
         *("tool", "format", "moebius", "python", "versions", "exit_status", "conclusion", "error", "cases")
     }
     (case,) = document["cases"]
-    assert set(case) == {"case", "dtype", "sizes", "description", "agrees", "engines", "bitwise"}
+    assert set(case) == {"case", "dtype", "scheme", "sizes", "description", "agrees", "engines", "bitwise"}
+    assert case["scheme"] is None
     (engine,) = case["engines"]
     assert set(engine) == {"engine", "device", "verdict", "skipped", "first_divergent_stage", "stages", "flips"}
     names = [row["stage"] for row in engine["stages"]]
@@ -203,8 +204,9 @@ def test_an_engine_that_fails_could_not_run(
         (["--engines", ","], "engines must name at least one engine, got none"),
         (["--case", "gpt2"], "case must be one of mixtral, qwen3_moe"),
         (["--case", "mixtral", "--tokens", "0"], "tokens must be at least 1, got 0"),
-        (["--layer", "3"], "--layer must come with --checkpoint"),
+        (["--layer", "0"], "--layer must come with --checkpoint"),
         (["--hidden-states", "x.npy"], "--hidden-states must come with --checkpoint"),
+        (["--dequantize"], "--dequantize must come with --checkpoint"),
         (["--checkpoint", "/nonexistent"], "path must be a checkpoint directory, got /nonexistent"),
     ],
 )

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = (
     ("router", "topk"),
     ("layout", "schedule", "route_and_layout", "bitmatrix"),
-    ("matmul_ogs", "activation", "reduction"),
+    ("matmul_ogs", "activation", "reduction", "matmul_quantized", "quantize_rows"),
 )
 
 

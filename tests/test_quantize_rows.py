@@ -71,6 +71,43 @@ def test_a_static_scale_stands_for_all(format: Format) -> None:
         assert_same_bits(x, format, np.array([scale], np.float32))
 
 
+@pytest.mark.parametrize(("format", "users"), [(FP8_TENSOR, 3), (E2M1_TENSOR, 1)], ids=str)
+def test_rows_that_nothing_reads_have_no_part_in_the_scale(format: Format, users: int) -> None:
+    for rows in (20, 0):
+        x, used_by = hard_rows(rows, 38, "bfloat16", whole=True), np.full((rows, users), -1, np.int32)
+        used_by[::3, users - 1] = np.arange(len(used_by[::3]))
+        x[1::3], x[2::3] = np.nan, np.inf
+        described = ArraySpec(x.shape, "bfloat16"), ArraySpec((rows * users,), "int32")
+        plan = plan_quantize_rows(described[0], format, engine_target(), used_by=described[1])
+        found = run_plan(plan, {"x": x, "used_by": used_by.reshape(-1)})
+        expected = quantize_rows(x, used_by=used_by.reshape(-1), format=format)
+        for name, wanted in zip(("values", "scales"), expected, strict=True):
+            assert found[name].tobytes() == wanted.tobytes(), name
+        zeroed = np.where(used_by.max(axis=1, initial=-1)[:, None] >= 0, x, np.zeros((), x.dtype))
+        assert expected[1].tobytes() == quantize_rows(zeroed, format=format)[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("format", "entries", "options", "words"),
+    [
+        (FP8_TOKEN, 4, {}, "used_by must be None for fp8_token where scales are found row by row"),
+        (
+            FP8_TENSOR,
+            4,
+            {"scales": ArraySpec((1,), "float32")},
+            "used_by must be None for fp8_tensor where scales are given",
+        ),
+        (FP8_TENSOR, 6, {}, "used_by must have as many entries for every one of the 4 rows of x, got 6"),
+        (FP8_TENSOR, 0, {}, "used_by must have as many entries for every one of the 4 rows of x, got 0"),
+    ],
+    ids=str,
+)
+def test_users_that_do_not_fit(format: Format, entries: int, options: dict[str, ArraySpec], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        used_by = ArraySpec((entries,), "int32")
+        plan_quantize_rows(ArraySpec((4, 64), "bfloat16"), format, engine_target(), used_by=used_by, **options)
+
+
 def test_groups_wider_than_a_usual_tile() -> None:
     for width in (5000, 3000):
         assert_same_bits(hard_rows(9, width, "float32"), Format("wide", "e4m3", 1, 4096))

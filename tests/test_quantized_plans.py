@@ -137,16 +137,45 @@ def test_a_static_scale_and_the_weight_on_the_input(target):
     layer.check(target, scheme)
 
 
-def test_one_scale_for_all_hidden_rows_needs_them_all_written():
+@pytest.mark.parametrize("target", [REFERENCE, engine_target()], ids=str)
+@pytest.mark.parametrize("on_input", [False, True])
+def test_one_scale_is_found_from_rows_that_an_expert_gets(on_input, target):
+    """Masked tokens, tokens without an expert and those whose expert is elsewhere, NaN here, change no other's bits."""
+    scheme, rng = scheme_named("fp8_tensor"), np.random.default_rng(4)
+    top_k = 1 if on_input else 3
+    spec = MoESpec(Activation("silu"), activations=FP8_TENSOR, apply_router_weight_on_input=on_input)
+    experts = draw_experts(rng, (2,), 40, 40, scheme, spec)
+    ids = rng.integers(0, 4, (9, top_k)).astype(np.int32)
+    ids[:, 0], ids[2], ids[5, 0] = np.arange(9) % 2, -1, 7
+    extras = {"token_mask": np.arange(9) != 4, "expert_map": np.array([0, 1, -1, -1], np.int32)}
+    ids[7] = 3
+    routing = TopK(ids, rng.random((9, top_k)).astype(np.float32))
+    # An id outside of the map alone counts as none, and so does the expert of another device.
+    unused = [2, 4, 7, *([5] if on_input else [])]
+    outputs = []
+    for value in (0.0, np.nan, 1e30):
+        x = draw_array(np.random.default_rng(5), (9, 40), "bfloat16")
+        x[unused] = value
+        layer = Layer(x, experts, routing, spec, extras)
+        outputs.append(layer.run(target)["output"])
+        layer.check(target, scheme)
+    assert not outputs[0][unused].any() and outputs[0][[0, 1, 3, 6, 8]].any(axis=1).all()
+    assert outputs[0].tobytes() == outputs[1].tobytes() == outputs[2].tobytes()
+
+
+def test_which_rows_count_is_read_off_the_layout():
     layer = draw_layer(scheme_named("fp8_tensor"), 1, "halves")
 
-    def zeroed(experts: ExpertWeights) -> list[str]:
+    def readers(experts: ExpertWeights) -> list[Any]:
         plan = dataclasses.replace(layer, experts=experts).plan(GPUS[1])
         launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
-        return [step.kernel for step in launches if step.kernel == "reduction:zero_rows"]
+        assert not any(step.kernel == "reduction:zero_rows" for step in launches)
+        users = [dict(step.arguments)["used_by"] for step in launches if step.kernel.startswith("quantize_rows:")]
+        return [getattr(user, "buffer", None) for user in users]
 
-    assert len(zeroed(layer.experts)) == 1
-    assert not zeroed(dataclasses.replace(layer.experts, down_input_scale=np.array([1], np.float32)))
+    assert readers(layer.experts) == ["row_of_slot", "row_of_slot", "slot_of_row", "slot_of_row"]
+    static = {"gate_up_input_scale": np.array([1], np.float32), "down_input_scale": np.array([1], np.float32)}
+    assert readers(dataclasses.replace(layer.experts, **static)) == [None, None]
 
 
 @pytest.mark.parametrize("target", GPUS, ids=str)

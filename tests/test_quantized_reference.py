@@ -233,7 +233,8 @@ class SlotLoop:
         first = {"weight": experts.gate_up, "up": experts.up, "bias": experts.gate_up_bias, "up_bias": experts.up_bias}
         first = {name: array for name, array in first.items() if array is not None}
         hidden = np.zeros((ids.size, experts.down.shape[1]), kind)
-        source = self.rows(x)
+        # One scale is found from tokens that an expert gets; with other formats rows are quantised by themselves.
+        source = self.rows(np.where((ids >= 0).any(axis=1)[:, None], x, np.zeros((), x.dtype)))
         options = MatmulSpec("in_out", activation=self.spec.activation)
         for slot, expert in enumerate(ids.ravel()):
             if expert >= 0:
@@ -324,7 +325,11 @@ def test_a_static_scale_is_used():
         dequantize(rows), plain(experts), TopK(routing.ids[:2], routing.weights[:2]), MoESpec(Activation("silu"))
     )
     np.testing.assert_allclose(found["matmul1"][:2].astype(np.float32), again["matmul1"], rtol=2.0**-8, atol=1e-3)
-    # One scale for all rows is found from all rows: a NaN in one reaches every other.
+    # One scale for all rows is found from rows that an expert gets: a NaN in one of those reaches every other.
+    dynamic = moe_stages(x, experts, routing, spec)["output"]
+    alone = moe_stages(x[:2], experts, TopK(routing.ids[:2], routing.weights[:2]), spec)["output"]
+    assert dynamic[:2].tobytes() == alone.tobytes() and not dynamic[2].any()
+    x[1, 0] = np.nan
     assert np.isnan(moe_stages(x, experts, routing, spec)["output"][:2].astype(np.float32)).all()
 
 

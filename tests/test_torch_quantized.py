@@ -310,16 +310,29 @@ def test_gradients_are_refused() -> None:
     """Whatever asks for one is named, in grad mode alone."""
     with running_on("reference"):
         layer = quantized_layer("fp8_block")
-        x = layer.x.clone().requires_grad_()
-        with pytest.raises(moe_torch.Unsupported, match=r"x requires a gradient, and moe .*experts.gate_up, .*no_grad"):
+        x, unsupported = layer.x.clone().requires_grad_(), moe_torch.Unsupported
+        rounding = r"moe has no gradient with activations fp8_group: what rounds x .*detach\(\) .*\(x\), .*no_grad"
+        with pytest.raises(unsupported, match=rounding):
             moe_torch.moe(x, *layer[1:])
         weight = layer.routing.weight.clone().requires_grad_()
-        with pytest.raises(moe_torch.Unsupported, match=r"routing.weight requires a gradient"):
+        with pytest.raises(unsupported, match=r"moe has no gradient with activations fp8_group.*\(routing.weight\)"):
             moe_torch.moe(layer.x, layer.experts, moe_torch.RouterWeights(weight), layer.spec)
-        with pytest.raises(moe_torch.Unsupported, match=r"moe has no gradient"):
+        with pytest.raises(unsupported, match=r"moe has no gradient with activations"):
             moe_torch.explain_moe(*layer, training=True)
-        one = map_arrays(layer.experts.gate_up, lambda array: array[0])
-        with pytest.raises(moe_torch.Unsupported, match=r"x requires a gradient, and matmul_ogs .* weight quantised"):
+        one = map_arrays(layer.experts.gate_up, lambda array: array[0].clone())
+        one.scales.requires_grad_()
+        with pytest.raises(unsupported, match=r"weight\.scales has no gradient: quantised weights are frozen"):
             moe_torch.matmul_ogs(MatmulOperands(x, one), None, MatmulSpec("out_in"))
+        rows = moe_torch.quantize_rows(layer.x, layer.spec.activations)
+        rows.scales.requires_grad_()
+        with pytest.raises(unsupported, match=r"matmul_ogs has no gradient with a quantised x, got fp8_group"):
+            spec = MatmulSpec("out_in", out_dtype="bfloat16")
+            moe_torch.matmul_ogs(MatmulOperands(rows, dataclasses.replace(one, scales=one.scales.detach())), None, spec)
+        with pytest.raises(unsupported, match=r"x requires a gradient, and quantize_rows defines none"):
+            moe_torch.quantize_rows(x, layer.spec.activations)
         with torch.no_grad():
             require_equal(moe_torch.moe(x, *layer[1:]).output, moe_torch.moe(*layer).output, "without gradients")
+        trained = quantized_layer("int4_w4a16_zp")
+        trained.experts.down.scales.requires_grad_()
+        with pytest.raises(unsupported, match=r"experts\.down\.scales has no gradient: quantised weights are frozen"):
+            moe_torch.moe(*trained)

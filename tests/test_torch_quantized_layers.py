@@ -60,9 +60,10 @@ def test_weights_in_and_out(scheme: str) -> None:
     with running_on("reference"):
         weights, plain = quantized_weights(scheme, shared_experts=SharedExpertsSpec(32))
         layer: Any = MoE.from_weights(weights)
-        assert layer.spec.experts.scheme == scheme_named(scheme) and not any(
-            parameter.requires_grad for parameter in layer.parameters()
-        )
+        chosen = scheme_named(scheme)
+        # What quantises activations too has no gradient.
+        trained = {parameter.requires_grad for parameter in layer.parameters()}
+        assert layer.spec.experts.scheme == chosen and trained == {chosen.activations is None}
         assert isinstance(layer.experts.gate_up.tensor(), QuantizedTensor)
         x = torch.randn(3, 5, D_MODEL).bfloat16()
         y = layer(x)
@@ -137,29 +138,32 @@ def test_errors() -> None:
         interleaved = MoE.from_spec(dataclasses.replace(layer.spec, experts=apart), dtype=torch.bfloat16)
         static = dataclasses.replace(weights.experts, gate_up_input_scale=np.ones(1, np.float32))
         mixed = dataclasses.replace(weights.experts, down=plain.export_weights().experts.down)
-        scheme = scheme_named("mxfp4_w4a16")
+        scheme, both = scheme_named("mxfp4_w4a16"), scheme_named("mxfp4_w4a8")
+        rounding = MoE.from_spec(layer_spec("mxfp4_w4a8"), dtype=torch.bfloat16)
         cases: list[tuple[type[Exception], str, Any]] = [
             (invalid, "weights must be of this layer", lambda: plain.load_weights(weights)),
             (invalid, "weights must be of this layer", lambda: layer.load_weights(plain.export_weights())),
             (unsupported, "gate_layout must stay 'halves'", lambda: interleaved.load_weights(weights)),
             (invalid, "gate_up_input_scale must be None", lambda: dataclasses.replace(weights, experts=static)),
             (invalid, "gate_up must be plain, got in mxfp4", lambda: dataclasses.replace(weights, experts=mixed)),
-            (invalid, "recompute must be False with the scheme", lambda: MoELayerSpec(
-                D_MODEL, D_FF, 4, 2, experts=ExpertsSpec(scheme=scheme), recompute=True)),
+            (invalid, "recompute must be False with the scheme mxfp4_w4a8", lambda: MoELayerSpec(
+                D_MODEL, D_FF, 4, 2, experts=ExpertsSpec(scheme=both), recompute=True)),
+            (invalid, "main_grad must be False .* no shared experts", lambda: MoELayerSpec(
+                D_MODEL, D_FF, 4, 2, experts=ExpertsSpec(scheme=scheme), main_grad=True)),
             (invalid, "input axis must be a multiple of 32", lambda: MoELayerSpec(
                 40, D_FF, 4, 2, experts=ExpertsSpec(scheme=scheme))),
             (invalid, "scheme must be a Scheme or None", lambda: ExpertsSpec(scheme="mxfp4_w4a16")),  # pyright: ignore
             (invalid, "x must be torch.bfloat16", lambda: layer(x.float())),
-            (unsupported, "x requires a gradient, and moe", lambda: layer(x.clone().requires_grad_())),
-            (unsupported, "moe has no gradient", lambda: layer.explain(4, training=True)),
-            (unsupported, "moe has no gradient", lambda: layer.warmup([4], training=True)),
+            (unsupported, "no gradient with activations mxfp8", lambda: rounding(x.clone().requires_grad_())),
+            (unsupported, "moe has no gradient", lambda: rounding.explain(4, training=True)),
+            (unsupported, "moe has no gradient", lambda: rounding.warmup([4], training=True)),
         ]  # fmt: skip
         for error, message, act in cases:
             with pytest.raises(error, match=message):
                 act()
-        layer.router.weight.requires_grad_()
-        with pytest.raises(unsupported, match=r"routing.weight requires a gradient"):
-            layer(x)
+        rounding.router.weight.requires_grad_()
+        with pytest.raises(unsupported, match=r"what requires a gradient \(routing.weight\)"):
+            rounding(x)
 
 
 def test_quantised_shared_experts_of_a_checkpoint_are_dequantised(tmp_path: Any) -> None:

@@ -95,7 +95,7 @@ def convert_checkpoint(
     destination: a new or empty directory. One tensor (of fused storage: one expert's part, and the packed result) is in
     memory beside the current shard. If anything is wrong, no file is left behind. Raises what `open_checkpoint` raises;
     InvalidInput for a source that is quantised already, a destination with content, and sizes that the format's
-    padding rule refuses; Unsupported for formats of activations.
+    padding rule refuses, naming the tensor; Unsupported for formats that no checkpoint stores weights in.
     """
     require_kind("format", format, Format)
     require_at_least("shard_bytes", shard_bytes, 1)
@@ -106,15 +106,13 @@ def convert_checkpoint(
             "the original"
         )
     packing = packing_for(format, checkpoint.family == "gpt_oss")
-    architecture = checkpoint.architecture
-    for shape in ((architecture.d_ff, architecture.d_model), (architecture.d_model, architecture.d_ff)):
-        quantized_shapes(QuantizedSpec(format), shape)
+    conversion = _Conversion(checkpoint, packing, progress)
+    conversion.require_sizes()
     directory = Path(destination)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidInput(f"destination must be a new or empty directory, got {directory}, which has content")
     directory.mkdir(parents=True, exist_ok=True)
     shards = Shards(directory, shard_bytes, None)
-    conversion = _Conversion(checkpoint, packing, progress)
     try:
         shards.extend(conversion.tensors())
         shards.finish(conversion.settings())
@@ -154,6 +152,16 @@ class _Conversion:
                 for part in stacks[f"experts.{field}"].parts:
                     fused = module_of(part.tensor)[1]
                     self._weights[part.tensor] = _Weight(layer, field, fused and field == "gate_up")
+
+    def require_sizes(self) -> None:
+        """Raise InvalidInput, naming the tensor, where the format's padding rule refuses its sizes."""
+        sizes = self._checkpoint.architecture
+        shapes = {"gate_up": (sizes.d_ff, sizes.d_model), "down": (sizes.d_model, sizes.d_ff)}
+        for name, weight in self._weights.items():
+            try:
+                quantized_shapes(QuantizedSpec(self._packing.format), shapes[weight.field])
+            except InvalidInput as problem:
+                raise InvalidInput(f"{name} cannot be quantised: {problem}") from problem
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) of every tensor, in the order of the source's files."""

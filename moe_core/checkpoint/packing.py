@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import (
     FP8_GROUP,
     INT8_TOKEN,
@@ -83,7 +83,10 @@ class Packing:
         return module + (component.suffix.removeprefix(".weight") if fused else component.suffix)
 
     def tensors(self, module: str, tensor: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) of the tensors that store a matrix `[N, D]` or, fused, a stack `[E, N, D]`."""
+        """(name, array) of the tensors that store a matrix `[N, D]` or, fused, a stack `[E, N, D]`. Raises InvalidInput
+        for prepared weights, whose order is of no file."""
+        if tensor.spec.tiling is not None:
+            raise InvalidInput(f"{module} must be in its published layout, got {tensor}; call restore_weights")
         for component in self.components:
             array = getattr(tensor, component.field)
             encoded = array if component.encode is None else component.encode(array)

@@ -42,6 +42,7 @@ from moe_core.formats.tensor import (
     quantized_shapes,
     quantized_specs,
 )
+from moe_core.formats.tiling import Tiling, why_not_tileable
 
 __all__ = [
     "ELEMENTS",
@@ -68,6 +69,7 @@ __all__ = [
     "QuantizedSpec",
     "QuantizedTensor",
     "Scheme",
+    "Tiling",
     "format_named",
     "format_names",
     "int4_grouped",
@@ -78,4 +80,5 @@ __all__ = [
     "register_scheme",
     "scheme_named",
     "scheme_names",
+    "why_not_tileable",
 ]

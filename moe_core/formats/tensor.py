@@ -13,23 +13,35 @@ from moe_core.codec import plan_type
 from moe_core.dtypes import canonical, itemsize
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
+from moe_core.formats.tiling import BLOCK_SCALES, BLOCK_VALUES, Tiling, why_not_tileable
 
 
 @plan_type
 @dataclass(frozen=True)
 class QuantizedSpec:
-    """What the arrays of a quantised tensor mean: its format and its layout, both static.
+    """What the arrays of a quantised tensor mean: its format, layout and tiling, all static.
 
     layout: `out_in` = the last axis is the one a product sums over (weights `[E, N, D]`, and activations `[T, D]`);
     `in_out` = the axis before it is (weights `[E, D, N]`). Packed bytes and groups run along that axis in both.
+    tiling: of prepared weights, whose arrays lie in the order of a kernel: see `Tiling`. The logical tensor stays
+    `out_in`. None = the arrays lie as `QuantizedTensor` says. Raises InvalidInput.
     """
 
     format: Format
     layout: str = "out_in"
+    tiling: Tiling | None = None
 
     def __post_init__(self) -> None:
         require_kind("format", self.format, Format)
         require_choice("layout", self.layout, WEIGHT_LAYOUTS)
+        require_kind("tiling", self.tiling, Tiling, optional=True)
+        if self.tiling is None:
+            return
+        if self.layout != "out_in":
+            raise InvalidInput(f"layout must be out_in with a tiling, got {self.layout}; prepare_weights transposes")
+        reason = why_not_tileable(self.format)
+        if reason is not None:
+            raise InvalidInput(f"tiling must be None for {self.format}, got {self.tiling}; {reason}")
 
 
 class QuantizedShapes(NamedTuple):
@@ -45,12 +57,15 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
 
     Worked example, mxfp4 `out_in` of (8, 5760, 2880): values (8, 5760, 1440), scales (8, 5760, 90). fp8_block of
     (300, 200): scales (3, 2). int4_g128_zp of (6, 256): values (6, 128), scales (6, 2), zero points (3, 2).
+    mxfp4 of (8, 5760, 2880), tiled: values (8, 90, 23, 4096), scales (8, 90, 23, 256).
     Raises InvalidInput where the padding rule of the format (see `Format`) does not allow the shape.
     """
     format = spec.format
     sizes = tuple(int(size) for size in shape)
     if len(sizes) < 2:
         raise InvalidInput(f"shape must have at least 2 axes, got {sizes}; quantised tensors are matrices or stacks")
+    if spec.tiling is not None:
+        return _tiled_shapes(spec.tiling, sizes)
     rows, columns = sizes[-2:] if spec.layout == "out_in" else sizes[:-3:-1]
     per_byte = format.own_element.per_byte
     unit = per_byte if format.group_columns is None else format.group_columns
@@ -78,6 +93,17 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
     )
 
 
+def _tiled_shapes(tiling: Tiling, sizes: tuple[int, ...]) -> QuantizedShapes:
+    """Shapes of the arrays of a tiled tensor of logical `sizes`."""
+    if sizes[-2:] != (tiling.rows, tiling.columns):
+        raise InvalidInput(
+            f"shape must end in {(tiling.rows, tiling.columns)}, the sizes of its tiling, got {sizes}; tile the weight "
+            "itself"
+        )
+    lead = (*sizes[:-2], tiling.blocks, tiling.steps)
+    return QuantizedShapes((*lead, BLOCK_VALUES), (*lead, BLOCK_SCALES), None)
+
+
 def _count(size: int, group: int | None) -> int:
     """Groups along an axis; the whole axis is one group, of an empty axis too."""
     return 1 if group is None else -(-size // group)
@@ -91,7 +117,8 @@ class QuantizedTensor:
     values `[..., N, D / elements per byte]`; scales `[..., N groups, D groups]`, 1 for a whole axis; zero_points uint8
     of unsigned elements, 4-bit ones packed in pairs along the output axis: `[..., ceil(N / 2), D groups]`, where the
     last high nibble of an odd N is unused and 0. Examples: per tensor fp8 weights of E experts have scales `[E, 1, 1]`,
-    per token activations `[T, 1]`. dtypes: see `Format`.
+    per token activations `[T, 1]`. dtypes: see `Format`. With spec.tiling they are values `[..., blocks, steps, 4096]`
+    and scales `[..., blocks, steps, 256]`, of the same logical tensor.
 
     The fields work with `moe_core.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and hash by
     their fields, as plans need it, all others by identity. Raises InvalidInput where the arrays disagree with the
@@ -111,6 +138,8 @@ class QuantizedTensor:
         _require_dtype("values", self.values, (element.dtype,), format)
         _require_dtype("scales", self.scales, format.scale_dtypes, format)
         shapes = quantized_shapes(self.spec, self.shape)
+        if self.spec.tiling is not None:
+            _require_shape("values", self.values, shapes.values, self)
         _require_shape("scales", self.scales, shapes.scales, self)
         if shapes.zero_points is None:
             if self.zero_points is not None:
@@ -154,6 +183,16 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape: what `dequantize` gives."""
+        tiling = self.spec.tiling
+        if tiling is not None:
+            # Sizes of leading axes may be symbols of a compiler, which stay so.
+            lead = tuple(self.values.shape)[:-3]
+            if len(self.values.shape) < 3:
+                raise InvalidInput(
+                    f"values of a tiled tensor must have at least 3 axes (blocks, steps, {BLOCK_VALUES}), got "
+                    f"{tuple(self.values.shape)}; pass what prepare_weights gives"
+                )
+            return (*lead, tiling.rows, tiling.columns)
         sizes = [int(size) for size in self.values.shape]
         if len(sizes) < 2:
             raise InvalidInput(
@@ -169,7 +208,13 @@ class QuantizedTensor:
         return sum(math.prod(array.shape) * itemsize(canonical(array.dtype)) for array in arrays)
 
     def __str__(self) -> str:
-        return f"{self.format.name}{list(self.shape)} {self.layout}"
+        sizes = getattr(self.values, "shape", None)
+        tiling = self.spec.tiling
+        if not isinstance(sizes, tuple) or len(sizes) < (2 if tiling is None else 3):
+            # A transformation's own leaves (`unchecked`) need not have the axes of an array.
+            return f"{self.format.name} {self.layout} of {type(self.values).__name__}"
+        tiled = "" if tiling is None else f" tiled in order {tiling.order}"
+        return f"{self.format.name}{list(self.shape)} {self.layout}{tiled}"
 
 
 def quantized_specs(spec: QuantizedSpec, shape: Sequence[int], scale_dtype: str | None = None) -> QuantizedTensor:

@@ -56,7 +56,8 @@ def codes_to_bfloat16(codes, ELEMENT: tl.constexpr):
     elif ELEMENT == "e4m3":
         return e4m3_to_bfloat16(codes)
     elif ELEMENT == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
+        # By way of 0..255: Triton 3.6 puts half of the converted signed bytes of a left operand into wrong registers.
+        return unsigned_to_bfloat16(codes ^ 128) - 128.0
     else:
         tl.static_assert((ELEMENT == "uint8") or (ELEMENT == "uint4"), "unknown element")
         return unsigned_to_bfloat16(codes)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_core.kernels.activation import activate, activate_gated
+from moe_core.kernels.hopper_codes import quantize_tile
 from moe_core.kernels.hopper_producer import producer
 from moe_core.kernels.hopper_ring import (
     DEPTH,
@@ -171,8 +172,25 @@ def finish(
     num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
 ):  # fmt: skip
-    """Bias, [pre-activation cast and stored], activation, row weight, cast, store."""
+    """What `finish_halves` does of a whole accumulator."""
     first, last = halves(accumulator, False)
+    finish_halves(
+        first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
+        num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED, STACKED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def finish_halves(
+    first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
+    num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
+    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None,
+):  # fmt: skip
+    """Bias, [pre-activation cast and stored], activation, row weight, cast, store.
+
+    y_scales, if not None: of gated activations' results, which are cast to DTYPE and quantised by RULE; y: their codes.
+    """
     if GATE_LAYOUT is not None:
         first = add_bias(first, bias_row, 0)
         if pre is not None:
@@ -188,6 +206,8 @@ def finish(
                 result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
         if y is not None:
             result = weigh(result, scale, layer_exists, STACKED)
+            if y_scales is not None:
+                result = quantize_tile(result.to(DTYPE).to(gl.float32), y_scales, start, rows, tile, FIRST, N, RULE)
         if pre is not None:
             store_pre(last, buffer, pre, pre_map, gate_map, start, rows, tile, 1, FIRST, N, GATE_LAYOUT)
         if y is not None:

@@ -120,25 +120,35 @@ def load_steps(
     x, x_map, weight_map, up_map, a_tiles, w_tiles, full, empty, stage, phase, group, start, rows, tile, upper, lower,
     FROM: gl.constexpr, TO: gl.constexpr, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
     X_STRIDE: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """Load the part FROM .. TO of a tile's reduction as stages become free."""
-    BYTES: gl.constexpr = DEPTH * 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    columns = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
+    BYTES: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    if STEP != DEPTH:
+        upper = gl.convert_layout(upper, gl.SliceLayout(1, layout), assert_trivial=True)
+        lower = gl.convert_layout(lower, gl.SliceLayout(1, layout), assert_trivial=True)
+    columns = gl.arange(0, STEP, gl.SliceLayout(0, layout))
     upper_rows = x + upper.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
     lower_rows = x + lower.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
     # Rows that do not exist are zeros: they cost no reads, and products with zeros cost less energy.
     within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    for k in range(FROM, TO, DEPTH):
+    for k in range(FROM, TO, STEP):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
         if GATHER != "row":
             mbarrier.expect(ready, WIDE * BYTES)
             load_weights(weight_map, up_map, w_tiles, ready, stage, group, tile, k, D, N, WEIGHT_N, GATE_LAYOUT, IN_OUT)
-            row_load(a_tiles.index(2 * stage), upper_rows + k, mask=within < rows)
-            if rows > ROWS:
-                row_load(a_tiles.index(2 * stage + 1), lower_rows + k, mask=ROWS + within < rows)
+            if D % STEP == 0:
+                row_load(a_tiles.index(2 * stage), upper_rows + k, mask=within < rows)
+                if rows > ROWS:
+                    row_load(a_tiles.index(2 * stage + 1), lower_rows + k, mask=ROWS + within < rows)
+            else:
+                # What lies behind a row is another one: zeros, which TMA reads there too.
+                inside = (columns < D - k)[None, :]
+                row_load(a_tiles.index(2 * stage), upper_rows + k, mask=(within < rows) & inside)
+                if rows > ROWS:
+                    row_load(a_tiles.index(2 * stage + 1), lower_rows + k, mask=(ROWS + within < rows) & inside)
             async_copy.mbarrier_arrive(ready, increment_count=False)
         elif rows > ROWS:
             mbarrier.expect(ready, (WIDE + 2 * ROWS) * BYTES)
@@ -160,10 +170,11 @@ def producer(
     D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
     X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr,
     GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr, COUNTER: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, STEP: gl.constexpr = DEPTH,
 ):  # fmt: skip
+    """STEP: elements of a row in a stage, those of 128 bytes."""
     # The next tile is asked for, through a chain of dependent reads, while the first stages of this one are under way.
-    LEAD: gl.constexpr = STAGES * DEPTH if STAGES * DEPTH < D else D
+    LEAD: gl.constexpr = STAGES * STEP if STAGES * STEP < D else D
     layer_index = gl.to_tensor(0)
     if layer is not None:
         wanted = gl.load(layer)
@@ -183,7 +194,7 @@ def producer(
             place, ring_phase = advance(place, ring_phase, RING)
             stage, phase = load_steps(
                 x, x_map, weight_map, up_map, a_tiles, w_tiles, full, empty, stage, phase, group, start, rows, tile,
-                upper, lower, 0, LEAD, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES,
+                upper, lower, 0, LEAD, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES, STEP,
             )  # fmt: skip
         next_expert, next_start, next_rows, next_tile, next_upper, next_lower, next_biases = take_tile(
             bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows,
@@ -193,7 +204,7 @@ def producer(
         if expert >= 0:
             stage, phase = load_steps(
                 x, x_map, weight_map, up_map, a_tiles, w_tiles, full, empty, stage, phase, group, start, rows, tile,
-                upper, lower, LEAD, D, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES,
+                upper, lower, LEAD, D, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES, STEP,
             )  # fmt: skip
         expert, start, rows, tile = next_expert, next_start, next_rows, next_tile
         upper, lower, biases = next_upper, next_lower, next_biases

@@ -154,27 +154,46 @@ def row_maxima(x, rows, exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK
 
 
 @triton.jit
+def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
+    """Which of these rows exist and have an entry of used_by `[num_rows, USERS]` that is not negative."""
+    exists = rows < num_rows
+    if used_by is None:
+        return exists
+    else:
+        last = tl.full(rows.shape, -1, tl.int32)
+        for user in range(USERS):
+            last = tl.maximum(last, tl.load(used_by + rows * USERS + user, mask=exists, other=-1))
+        return last >= 0
+
+
+@triton.jit
 def partial_maxima(
-    x, partials, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    x, used_by, partials, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = the bits of the largest magnitude of its rows: blocks of BLOCK_M by turns."""
+    """partials[program] = the bits of the largest magnitude of its used rows: blocks of BLOCK_M by turns."""
     bits = tl.zeros((BLOCK_M,), dtype=tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_M
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, num_rows, step):
         rows = first + tl.arange(0, BLOCK_M)
-        bits = tl.maximum(bits, row_maxima(x, rows, rows < num_rows, WIDTH, STRIDE, BLOCK_K))
+        used = used_rows(used_by, rows, num_rows, USERS)
+        bits = tl.maximum(bits, row_maxima(x, rows, used, WIDTH, STRIDE, BLOCK_K))
     tl.store(partials + tl.program_id(0), tl.max(bits, axis=0))
 
 
 @triton.jit
 def quantize_whole_rows(
-    x, partials, given, values, scales, num_rows,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTIALS: tl.constexpr, ELEMENT: tl.constexpr, RULE: tl.constexpr,
-    LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, used_by, partials, given, values, scales, num_rows,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr, PARTIALS: tl.constexpr, ELEMENT: tl.constexpr,
+    RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`."""
+    """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`.
+
+    Rows that are not used (`used_rows`) are not read: they get codes of zero."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
+    used = used_rows(used_by, rows, num_rows, USERS)
     if given is not None:
         scale = tl.load(given)
         usable = True
@@ -193,5 +212,6 @@ def quantize_whole_rows(
     for start in range(0, WIDTH, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
         inside = exists[:, None] & (columns < WIDTH)[None, :]
-        codes = encode(quotient(load_rows(x, rows, columns, inside, STRIDE), scale, usable), ELEMENT)
+        tile = load_rows(x, rows, columns, inside & used[:, None], STRIDE)
+        codes = encode(quotient(tile, scale, usable), ELEMENT)
         store_codes(values, codes, rows, columns, inside, WIDTH, ELEMENT)

@@ -2,6 +2,7 @@
 
 from moe_core.layers.auxiliary import MoEAux
 from moe_core.layers.convert import convert_weights, placements
+from moe_core.layers.prepared import tiled_specs
 from moe_core.layers.presets import PRESETS, layer_spec_from_config
 from moe_core.layers.spec import (
     FREE_FIELDS,
@@ -30,4 +31,5 @@ __all__ = [
     "convert_weights",
     "layer_spec_from_config",
     "placements",
+    "tiled_specs",
 ]

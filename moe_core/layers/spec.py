@@ -200,14 +200,22 @@ class MoELayerSpec:
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         self.moe_spec(HUGGING_FACE)
         if self.experts.scheme is not None:
-            for name in ("recompute", "main_grad"):
-                if getattr(self, name):
-                    raise InvalidInput(
-                        f"{name} must be False with the scheme {self.experts.scheme}, got True: quantised experts are "
-                        "not trained; leave one of the two out"
-                    )
+            self._check_training(self.experts.scheme)
             # Refuses sizes that the format does not take.
             self.parameters(HUGGING_FACE)
+
+    def _check_training(self, scheme: Scheme) -> None:
+        """Refuse options of training that do nothing for experts quantised so."""
+        useless = ()
+        if scheme.activations is not None:
+            useless, reason = ("recompute", "main_grad"), "what quantises activations has no gradient"
+        elif self.shared_experts is None:
+            useless, reason = ("main_grad",), "quantised matrices have no gradient, and there are no shared experts"
+        for name in useless:
+            if getattr(self, name):
+                raise InvalidInput(
+                    f"{name} must be False with the scheme {scheme}, got True: {reason}; leave one of the two out"
+                )
 
     @property
     def gated(self) -> bool:

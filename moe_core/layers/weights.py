@@ -215,6 +215,11 @@ class LayerWeights:
                         f"{field} must be {_plainly(wanted)}, got {_plainly(given)}; quantise gate_up, up and down of "
                         "experts in one format and nothing else"
                     )
+                if given is not None and array.spec.tiling is not None:
+                    raise InvalidInput(
+                        f"{field} must be in its published layout, as layers and checkpoints exchange weights, got "
+                        f"{array}; call restore_weights"
+                    )
                 if given is not None and array.layout != spec.weight_layout:
                     raise InvalidInput(
                         f"{field} must be {spec.weight_layout} like spec.weight_layout, got {array}; correct the tags"

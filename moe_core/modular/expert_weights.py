@@ -89,8 +89,8 @@ def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
 
     Sizes or devices for which no kernel exists are found when a call is planned, which raises Unsupported.
     """
-    for name in ("w1_precision", "w2_precision"):
-        if getattr(config, name) is not None:
+    for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
+        if precision is not None:
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
     return None
 
@@ -114,12 +114,12 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
     if reason is not None:
         raise Unsupported(reason)
     format = weight_quantization(config)
-    if format is not None:
-        w1 = _quantized("w1", w1, config.w1_scale, config.w1_zp, QuantizedSpec(format, weight_layout))
-        w2 = _quantized("w2", w2, config.w2_scale, config.w2_zp, QuantizedSpec(format, weight_layout))
+    if format is None:
+        # Without a scheme a configuration has biases alone.
+        return ExpertWeights(w1, w2, gate_up_bias=config.w1_bias, down_bias=config.w2_bias)
     return ExpertWeights(
-        w1,
-        w2,
+        _quantized("w1", w1, config.w1_scale, config.w1_zp, QuantizedSpec(format, weight_layout)),
+        _quantized("w2", w2, config.w2_scale, config.w2_zp, QuantizedSpec(format, weight_layout)),
         gate_up_bias=config.w1_bias,
         down_bias=config.w2_bias,
         gate_up_input_scale=_input_scale("a1_scale", config),

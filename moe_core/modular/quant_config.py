@@ -115,6 +115,25 @@ class FusedMoEQuantConfig:
         return dataclasses.replace(self, **given) if given else self
 
     @property
+    def choices(self) -> tuple[Any, ...]:
+        """What is no array."""
+        return self.scheme, self.per_act_token_quant, self.block_shape
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The biases, scales and zero points, None where there is none."""
+        return (
+            self.w1_bias,
+            self.w2_bias,
+            self.w1_scale,
+            self.w2_scale,
+            self.w1_zp,
+            self.w2_zp,
+            self.a1_scale,
+            self.a2_scale,
+        )
+
+    @property
     def quantizes_activations(self) -> bool:
         return self.scheme in _QUANTIZED_ACTIVATIONS
 

@@ -3,11 +3,12 @@
 What is kept: scoring, order of softmax and top-k, grouping, correction bias, renormalisation, scale, activation with
 its constants, gate and weight layout, biases, shared experts and their gate. Scaled: experts, K, widths, tokens.
 `small` suits Triton's interpreter, whose cost hardly depends on tile sizes; `large` a GPU. Widths are no powers of two
-where the model's are not.
+where the model's are not. Quantised cases are the plain ones with the experts in the format the model is published in.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ import numpy as np
 
 from moe_core import dtypes
 from moe_core.errors import InvalidInput
+from moe_core.formats import Scheme, scheme_named
 from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_core.parity.case import Case
+from moe_core.reference.quantize import quantize
 from moe_core.specs import Activation, MoESpec, RouterSpec
 
 
@@ -38,7 +41,8 @@ class BuiltInCase:
     """The structure of a model's MoE layer. router: the routing rule at given sizes.
 
     gain: standard deviation of the values before the activation, so that clamps are reached where there are any.
-    shared_width: d_ff of the shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end.
+    shared_width: d_ff of the shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme:
+    what the experts' weights and the activations are quantised to, None = neither.
     """
 
     description: str
@@ -54,6 +58,7 @@ class BuiltInCase:
     shared_gate: bool = False
     masked_tokens: int = 0
     gain: float = 1.0
+    scheme: Scheme | None = None
 
 
 def _softmax(**options: Any) -> Callable[[Sizes], RouterSpec]:
@@ -127,6 +132,30 @@ BUILT_IN: dict[str, BuiltInCase] = {
         shared_width=1,
     ),
 }
+BUILT_IN |= {
+    "gpt_oss_mxfp4": dataclasses.replace(
+        BUILT_IN["gpt_oss"],
+        description="gpt-oss-20b as published: the experts of gpt_oss in mxfp4, rows of inputs [E, 2F, D]",
+        small=Sizes(4, 2, 160, 96, 16),
+        large=Sizes(32, 4, 768, 768, 512),
+        weight_layout="out_in",
+        scheme=scheme_named("mxfp4_w4a16"),
+    ),
+    "deepseek_v3_fp8_block": dataclasses.replace(
+        BUILT_IN["deepseek_v3"],
+        description="DeepSeek-V3 as published: experts in fp8 blocks of 128 x 128, activations in groups of 128",
+        small=Sizes(8, 2, 200, 136, 12),
+        large=Sizes(256, 8, 896, 192, 256),
+        scheme=scheme_named("fp8_block"),
+    ),
+    "qwen3_moe_int4": dataclasses.replace(
+        BUILT_IN["qwen3_moe"],
+        description="Qwen3-30B-A3B in int4: groups of 128 with zero points, as compressed-tensors stores them",
+        small=Sizes(4, 2, 256, 128, 12),
+        weight_layout="out_in",
+        scheme=scheme_named("int4_w4a16_zp"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -191,6 +220,7 @@ def built_in_case(name: str, draw: Draw = Draw()) -> Case:
             weight_layout=model.weight_layout,
             router_weight_layout=router_layout,
             apply_router_weight_on_input=model.weight_on_input,
+            activations=None if model.scheme is None else model.scheme.activations,
         ),
         shared=_shared(model, sizes, generator),
         token_mask=mask,
@@ -201,11 +231,16 @@ def _experts(model: BuiltInCase, sizes: Sizes, generator: _Generator) -> ExpertW
     experts, width, hidden = sizes.num_experts, sizes.d_model, sizes.d_ff
     separate = model.activation.gate_layout == "separate"
     columns = hidden if separate else 2 * hidden
-    layout = model.weight_layout
+    layout, scheme = model.weight_layout, model.scheme
+
+    def weight(gain: float, inputs: int, outputs: int) -> Any:
+        plain = generator.weight(layout, gain, experts, inputs, outputs)
+        return plain if scheme is None else quantize(plain, scheme.weights, layout=layout)
+
     return ExpertWeights(
-        gate_up=generator.weight(layout, model.gain, experts, width, columns),
-        down=generator.weight(layout, 1.0, experts, hidden, width),
-        up=generator.weight(layout, model.gain, experts, width, columns) if separate else None,
+        gate_up=weight(model.gain, width, columns),
+        down=weight(1.0, hidden, width),
+        up=weight(model.gain, width, columns) if separate else None,
         gate_up_bias=generator.normal(0.5, experts, columns) if model.biases else None,
         down_bias=generator.normal(0.5, experts, width) if model.biases else None,
     )

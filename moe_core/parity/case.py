@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_core import dtypes
+from moe_core.formats import QuantizedTensor, Scheme, scheme_named, scheme_names
 from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_core.specs import LogitsSpec, MoESpec, RouterSpec
 
@@ -32,6 +33,18 @@ class Case:
     def dtype(self) -> str:
         """The canonical dtype of the hidden states."""
         return dtypes.canonical(self.x.dtype)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The formats of weights and activations, None of plain experts; one of no name is named by them."""
+        if not isinstance(self.experts.gate_up, QuantizedTensor):
+            return None
+        weights, activations = self.experts.gate_up.format, self.spec.activations
+        for scheme in map(scheme_named, scheme_names()):
+            if (scheme.weights, scheme.activations) == (weights, activations):
+                return scheme
+        name = weights.name if activations is None else f"{weights.name}_{activations.name}"
+        return Scheme(name, weights, activations)
 
     @property
     def num_experts(self) -> int:
@@ -76,4 +89,5 @@ class Case:
 
     def __str__(self) -> str:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
-        return f"{self.name} {self.dtype} {sizes}"
+        scheme = "" if self.scheme is None else f" {self.scheme}"
+        return f"{self.name} {self.dtype}{scheme} {sizes}"

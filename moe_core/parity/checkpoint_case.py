@@ -7,17 +7,20 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from moe_core import dtypes
 from moe_core.checkpoint import MoELayer, ReadProgress, load_hidden_states, open_checkpoint
+from moe_core.checkpoint.quantized import plain_array
 from moe_core.errors import InvalidInput
-from moe_core.operands import map_arrays
+from moe_core.formats import QuantizedTensor
+from moe_core.operands import map_arrays, named_fields
 from moe_core.parity.case import Case
 
-#: What quantised weights are dequantised to where no dtype is asked for: no op takes them as they are.
-DEQUANTIZED_DTYPE = "bfloat16"
+#: The dtype of a quantised checkpoint's hidden states, and of what is dequantised, where none is asked for.
+QUANTIZED_DTYPE = "bfloat16"
 #: Tokens drawn where neither a number nor a file is given: enough to visit many experts, few for an interpreter.
 DEFAULT_TOKENS = 16
 
@@ -27,8 +30,10 @@ class CheckpointInput:
     """What to take from a checkpoint directory.
 
     layer: None = the first MoE layer. hidden_states: a .npy or .safetensors file `[T, d_model]`; None = standard normal
-    draws from `seed`. num_tokens: how many tokens to draw, or to keep of the file. dtype: casts the input and the
-    weights; None = as stored, quantised weights dequantised to bfloat16.
+    draws from `seed`. num_tokens: how many tokens to draw, or to keep of the file. dtype: casts the input and plain
+    weights; None = as stored, of quantised checkpoints bfloat16. Quantised experts stay as they are in the files and
+    meet activations in the format their scheme names; dequantize: they become plain weights first. Quantised shared
+    experts, which no op takes, always do.
     """
 
     directory: str | os.PathLike[str]
@@ -37,6 +42,7 @@ class CheckpointInput:
     num_tokens: int | None = None
     seed: int = 0
     dtype: str | None = None
+    dequantize: bool = False
 
 
 def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], object] | None = None) -> Case:
@@ -48,18 +54,22 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
             raise InvalidInput(f"{source.directory} must have layers with experts, got none; choose another checkpoint")
         number = checkpoint.moe_layers[0]
     layer = checkpoint.layer(number, progress)
-    storage = ""
+    storage, dtype = "", source.dtype or layer.dtype
     if layer.scheme is not None:
-        dtype = source.dtype or DEQUANTIZED_DTYPE
-        storage = f"; weights stored in {layer.scheme.weights.name}, dequantised to {dtype} on load"
-        layer = layer.dequantized(dtype)
+        storage, dtype = f"; weights stored in {layer.scheme.weights.name}", source.dtype or QUANTIZED_DTYPE
+        if source.dequantize:
+            storage, layer = f"{storage}, dequantised to {dtype} on load", layer.dequantized(dtype)
+        else:
+            layer = _as_stored(layer, dtype)
+    elif source.dequantize:
+        raise InvalidInput(f"dequantize must be False for a plain checkpoint, got True for {source.directory}; omit it")
     if source.dtype is not None:
         layer = _cast_weights(layer, source.dtype)
     x, origin = _hidden_states(source, layer.d_model)
     return Case(
         name=f"{layer.family} layer {number}",
         description=f"{source.directory}{storage}; hidden states {origin}",
-        x=x.astype(dtypes.numpy_dtype(layer.dtype), copy=False),
+        x=x.astype(dtypes.numpy_dtype(dtype), copy=False),
         experts=layer.experts,
         routing=layer.router,
         spec=layer.spec,
@@ -67,15 +77,35 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
     )
 
 
+def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
+    """A quantised layer that computes as its scheme says: quantised experts as they are, all else plain in `dtype`."""
+    assert layer.scheme is not None
+    biases = {
+        name: plain_array(array, dtype)
+        for name, array in named_fields(layer.experts)
+        if not isinstance(array, QuantizedTensor) and array.dtype.name != "float32"
+    }
+    shared = layer.shared
+    if shared is not None:
+        plain = {name: plain_array(array, dtype) for name, array in named_fields(shared)}
+        shared = dataclasses.replace(shared, **plain)
+    spec = dataclasses.replace(layer.spec, activations=layer.scheme.activations)
+    return dataclasses.replace(layer, spec=spec, experts=dataclasses.replace(layer.experts, **biases), shared=shared)
+
+
 def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
-    """The layer with every weight in another dtype; the correction bias is fp32 by definition and stays so."""
+    """The layer with every plain weight in another dtype; the correction bias is fp32 by definition and stays so."""
 
     def cast(array: np.ndarray) -> np.ndarray:
         return array.astype(dtypes.numpy_dtype(dtype), copy=False)
 
+    def bundle(weights: Any) -> Any:
+        plain = {name: array for name, array in named_fields(weights) if not isinstance(array, QuantizedTensor)}
+        return dataclasses.replace(weights, **{name: cast(array) for name, array in plain.items()})
+
     router = dataclasses.replace(map_arrays(layer.router, cast), correction_bias=layer.router.correction_bias)
-    shared = None if layer.shared is None else map_arrays(layer.shared, cast)
-    return dataclasses.replace(layer, experts=map_arrays(layer.experts, cast), router=router, shared=shared)
+    shared = None if layer.shared is None else bundle(layer.shared)
+    return dataclasses.replace(layer, experts=bundle(layer.experts), router=router, shared=shared)
 
 
 def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, str]:

@@ -31,7 +31,7 @@ from moe_core.parity.report import NOT_TESTED, CaseReport, untested_engines
 from moe_core.parity.run import run_case
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
-#: Both dtypes of the built-in cases.
+#: Both dtypes of the built-in cases; of quantised ones, whose weights have no dtype, the first.
 _CASE_DTYPES = ("bfloat16", "float32")
 #: Built-in cases whose gradients are compared where nobody says which: every gradient there is but that of biases.
 _BACKWARD_CASES = ("deepseek_v3",)
@@ -65,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=MATMUL_DTYPES,
-        help="dtype of input and weights; default: bfloat16 and float32 for built-in cases, as stored for a checkpoint",
+        help="dtype of input and plain weights; default: bfloat16 and float32 for built-in cases (quantised ones: "
+        "bfloat16), as stored for a checkpoint",
+    )
+    parser.add_argument(
+        "--dequantize", action="store_true", help="dequantise the experts of --checkpoint first, for plain products"
     )
     parser.add_argument(
         "--engines",
@@ -116,8 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored."""
     if options.checkpoint is None:
-        for name in ("layer", "hidden_states"):
-            if getattr(options, name) is not None:
+        for name in ("layer", "hidden_states", "dequantize"):
+            given = getattr(options, name)
+            if given is not None and given is not False:
                 flag = "--" + name.replace("_", "-")
                 raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
 
@@ -152,12 +157,19 @@ def _cases(options: argparse.Namespace) -> list[tuple[str, Callable[[], Case]]]:
     """(label, maker) of every case: made one at a time, since a layer can be large."""
     if options.checkpoint is not None:
         source = CheckpointInput(
-            options.checkpoint, options.layer, options.hidden_states, options.tokens, options.seed, options.dtype
+            options.checkpoint,
+            options.layer,
+            options.hidden_states,
+            options.tokens,
+            options.seed,
+            options.dtype,
+            options.dequantize,
         )
         return [(str(options.checkpoint), lambda: checkpoint_case(source, print_progress))]
     makers: list[tuple[str, Callable[[], Case]]] = []
     for name in options.case or BUILT_IN:
-        for dtype in (options.dtype,) if options.dtype else _CASE_DTYPES:
+        quantized = name in BUILT_IN and BUILT_IN[name].scheme is not None
+        for dtype in (options.dtype,) if options.dtype else _CASE_DTYPES[: 1 if quantized else None]:
             draw = Draw(dtype, options.seed, options.tokens, use_gpu())
             makers.append((f"{name} {dtype}", lambda name=name, draw=draw: built_in_case(name, draw)))
     return makers
@@ -231,7 +243,7 @@ def _write_json(path: str, document: dict[str, Any]) -> None:
 def _listing() -> str:
     """The built-in cases and the registered engines."""
     lines = ["cases:"]
-    lines += [f"  {name:12} {case.description}" for name, case in BUILT_IN.items()]
+    lines += [f"  {name:{max(map(len, BUILT_IN))}} {case.description}" for name, case in BUILT_IN.items()]
     lines.append("engines:")
     lines += [f"  {name:15} {point.value}" for name, point in sorted(registered_engines().items())]
     return "\n".join(lines)

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from moe_core.expert_checks import why_no_moe_gradient
+from moe_core.formats import QuantizedTensor
 from moe_core.moe_backward import gradient_names
-from moe_core.operands import MoEOperands, OutputGradients, TopK, named_arrays
+from moe_core.operands import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
 from moe_core.parity.case import Case
 from moe_core.parity.gradient_tolerance import gradient_tolerances
 from moe_core.parity.reference_engine import reference_stages
@@ -41,9 +43,10 @@ class GradientRun:
 
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
-    """The arrays of a case that have a gradient, by name: `x`, `experts.*`, `routing.*`, `shared.*`."""
-    found = {"x": case.x} | dict(named_arrays(case.experts, "experts.")) | dict(named_arrays(case.routing, "routing."))
-    found |= {} if case.shared is None else dict(named_arrays(case.shared, "shared."))
+    """The arrays of a case that have a gradient, by name: `x`, `experts.*` (quantised ones have none), `routing.*`,
+    `shared.*`."""
+    found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
+    found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
     return {name.removeprefix("d_"): found[name.removeprefix("d_")] for name in names}
 
@@ -65,7 +68,8 @@ def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], 
     reports, runs = [], []
     for engine in engines:
         compute = getattr(engine, "gradients", None)
-        reason = engine.why_unsupported(case) or ("" if compute is not None else "it computes no gradients")
+        reason = why_no_moe_gradient(case.experts, case.spec, ()) or engine.why_unsupported(case)
+        reason = reason or ("" if compute is not None else "it computes no gradients")
         if compute is None or reason:
             reports.append(Report(engine.name, "", (), skipped=reason))
             continue
@@ -73,7 +77,7 @@ def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], 
         runs.append(run)
         reports.append(compare_gradients(case, run))
     name, rows = f"{case.name} backward", compare_gradient_bits(runs)
-    return CaseReport(name, case.dtype, case.sizes, case.description, tuple(reports), rows)
+    return CaseReport(name, case.dtype, case.sizes, case.description, tuple(reports), rows, case.scheme)
 
 
 def compare_gradients(case: Case, run: GradientRun) -> Report:
@@ -140,9 +144,12 @@ def compare_gradient_bits(runs: Sequence[GradientRun]) -> tuple[BitwiseRow, ...]
 def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]) -> MoEOperands:
     """What `moe` takes, in a framework's arrays: leaves in the place of `differentiated`, the rest through `put`."""
 
+    def constant(value: Any) -> Any:
+        return map_arrays(value, put) if isinstance(value, QuantizedTensor) else put(value)
+
     def bundle(prefix: str, arrays: Any) -> Any:
-        found = {name: array for name, array in named_arrays(arrays)}
-        kept = {name: leaves[prefix + name] if prefix + name in leaves else put(found[name]) for name in found}
+        found = dict(named_fields(arrays))
+        kept = {name: leaves[prefix + name] if prefix + name in leaves else constant(found[name]) for name in found}
         return type(arrays)(**kept)
 
     return MoEOperands(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_core.formats import Scheme
 from moe_core.parity.flips import Flip
 from moe_core.parity.tolerance import EXACT, Difference, Tolerance
 
@@ -172,7 +173,7 @@ class BitwiseRow:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """Everything found on one case."""
+    """Everything found on one case. scheme: of quantised experts."""
 
     case: str
     dtype: str
@@ -180,6 +181,7 @@ class CaseReport:
     description: str
     reports: tuple[Report, ...]
     bitwise: tuple[BitwiseRow, ...] = ()
+    scheme: Scheme | None = None
 
     @property
     def agrees(self) -> bool:
@@ -196,6 +198,9 @@ class CaseReport:
     def __str__(self) -> str:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
         lines = [f"== {self.case}, {self.dtype}, {sizes}", f"   {self.description}"]
+        if self.scheme is not None:
+            activations = self.scheme.activations or "as they are"
+            lines.append(f"   {self.scheme}: products of weights {self.scheme.weights}, activations {activations}")
         for report in self.reports:
             lines += report.lines()
         lines += [str(row) for row in self.bitwise]
@@ -205,6 +210,7 @@ class CaseReport:
         return {
             "case": self.case,
             "dtype": self.dtype,
+            "scheme": _scheme_dict(self.scheme),
             "sizes": self.sizes,
             "description": self.description,
             "agrees": self.agrees,
@@ -224,6 +230,13 @@ def untested_engines(reports: Sequence[CaseReport]) -> tuple[str, ...]:
 
 def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def _scheme_dict(scheme: Scheme | None) -> dict[str, str | None] | None:
+    if scheme is None:
+        return None
+    activations = None if scheme.activations is None else scheme.activations.name
+    return {"name": scheme.name, "weights": scheme.weights.name, "activations": activations}
 
 
 def _flip_dict(flip: Flip) -> dict[str, Any]:

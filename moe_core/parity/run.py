@@ -2,8 +2,9 @@
 
 A router flip changes everything behind it, so the reference is run again on a flipping engine's own ids and weights:
 what then still differs is drift or a fault, not the flip. Stages that have no counterpart in the reference's forward
-(bitmatrix, layout, the activation op on the engine's own rows) are compared with the NumPy twins on the engine's
-inputs.
+(bitmatrix, layout, the activation op on the engine's own rows, quantised rows) are compared with the NumPy twins on the
+engine's inputs. So is the second product where hidden rows are quantised: drift of a hidden row may give it another
+code, a far larger step than any fault of the product that is worth finding.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moe_core.parity.case import Case
 from moe_core.parity.compare import ids_row, logit_tolerance, stage_row
 from moe_core.parity.engines import Engine, EngineRun
 from moe_core.parity.flips import Flip, RouterScores, blame_routing, find_flips
+from moe_core.parity.quantized_rows import QUANTIZED_HIDDEN, QUANTIZED_X, OwnRows
 from moe_core.parity.reference_engine import reference_stages
 from moe_core.parity.report import (
     DIFFER,
@@ -46,9 +48,11 @@ ORDER = (
     "weights",
     "bitmatrix",
     "layout",
+    QUANTIZED_X,
     "matmul1",
     "activation",
     "activation_op",
+    QUANTIZED_HIDDEN,
     "matmul2",
     "output",
 )
@@ -107,7 +111,8 @@ def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], ob
         run = engine.run(case, lambda stage, name=engine.name: progress(f"{name}: {stage}"))
         runs.append(run)
         reports.append(compare_run(yardstick, run))
-    return CaseReport(case.name, case.dtype, case.sizes, case.description, tuple(reports), compare_bits(runs))
+    bits = compare_bits(runs)
+    return CaseReport(case.name, case.dtype, case.sizes, case.description, tuple(reports), bits, case.scheme)
 
 
 def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
@@ -115,8 +120,11 @@ def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
     if run.is_reference:
         note = "the NumPy reference ran, so a comparison would test nothing"
         return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
+    required = REQUIRED
+    if yardstick.case.spec.activations is not None:
+        required = (*REQUIRED, QUANTIZED_X, QUANTIZED_HIDDEN)
     missing = tuple(
-        StageRow(stage, MISSING, note="the engine has no such stage") for stage in REQUIRED if stage not in run.stages
+        StageRow(stage, MISSING, note="the engine has no such stage") for stage in required if stage not in run.stages
     )
     if missing:
         return Report(run.engine, run.device, missing)
@@ -198,8 +206,16 @@ class _Comparison:
             before, rule = run.stages["matmul1"], case.spec.activation
             parts = np.split(before, 2, axis=1) if rule.gate_layout == "separate" else (before,)
             return activation(*parts, activation=rule), activation_tolerance(case.dtype)
+        if stage in (QUANTIZED_X, QUANTIZED_HIDDEN):
+            return self._own_rows.expected(stage), EXACT
+        if stage == "matmul2" and case.spec.activations is not None:
+            return self._own_rows.second_product()
         source = self._reference if stage in _ROUTING else self._behind
         return source[stage], self._tolerances[stage]
+
+    @functools.cached_property
+    def _own_rows(self) -> OwnRows:
+        return OwnRows(self._case, self._run.stages)
 
     def _weights_row(self, expected: np.ndarray, found: np.ndarray, tolerance: Tolerance) -> StageRow:
         """Weights where tokens flipped: tied ones against the rule on the engine's own logits, the others left out."""

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_core.formats import QuantizedTensor
 from moe_core.operands import MatmulOperands, RaggedLayout, Routing, map_arrays
 from moe_core.parity.case import Case
+from moe_core.parity.quantized_rows import QUANTIZED_HIDDEN, QUANTIZED_X, row_bytes
+from moe_core.quantize_rows import chooses_one_scale
 from moe_core.specs import LogitsSpec, MatmulSpec
 
 Array = Any
@@ -47,8 +50,10 @@ def run_stages(front_end: FrontEnd, case: Case, progress: Callable[[str], object
     return StageResults(collected, composed, explanation)
 
 
-def _collect(value: Array | tuple[Array, ...], get: Callable[[Array], np.ndarray]) -> np.ndarray:
+def _collect(value: Any, get: Callable[[Array], np.ndarray]) -> np.ndarray:
     """One NumPy array of a stage: integer parts are flattened and joined, float parts joined by columns."""
+    if isinstance(value, QuantizedTensor):
+        return row_bytes(get(value.values), get(value.scales))
     if not isinstance(value, tuple):
         return get(value)
     parts = [get(part) for part in value]
@@ -95,11 +100,13 @@ class _Runner:
         }
 
     def expert_stages(self) -> dict[str, Any]:
-        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output."""
+        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output, and
+        where activations are quantised quantized_x and quantized_hidden, which the products read."""
         ops, case, experts, weights = self._ops, self._case, self._experts, self._chosen.weights
         source, row_weight = self._x, weights.reshape(-1)
         if case.spec.apply_router_weight_on_input:
             source, row_weight = ops.scale_rows(self._x, weights), None
+        source = self._quantized(QUANTIZED_X, source, experts.gate_up_input_scale)
         self._progress("matmul1")
         plain = self._matmul_spec("token")
         gate = ops.matmul_ogs(MatmulOperands(source, experts.gate_up, bias=experts.gate_up_bias), self._layout, plain)
@@ -112,19 +119,32 @@ class _Runner:
         )
         hidden = ops.matmul_ogs(operands, self._layout, self._matmul_spec("token", activated=True))
         activated = ops.activation(gate, case.spec.activation, up=up)
+        rows = self._quantized(QUANTIZED_HIDDEN, hidden, experts.down_input_scale)
         self._progress("matmul2")
-        operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias, row_weight=row_weight)
+        operands = MatmulOperands(rows, experts.down, bias=experts.down_bias, row_weight=row_weight)
         slots = ops.matmul_ogs(operands, self._layout, self._matmul_spec("slot"))
         self._progress("output")
         shared, gate_logits = self._shared_output()
         output = ops.reduce(slots, self._layout, shared=shared, shared_gate=gate_logits, out_dtype=case.spec.out_dtype)
-        return {
+        stages = {
             "matmul1": gate if up is None else (gate, up),
             "activation": hidden,
             "activation_op": activated,
             "matmul2": slots,
             "output": output,
         }
+        if case.spec.activations is not None:
+            stages |= {QUANTIZED_X: source, QUANTIZED_HIDDEN: rows}
+        return stages
+
+    def _quantized(self, stage: str, rows: Array, scale: Array | None) -> Any:
+        """Rows in the case's format of activations, or as they are. scale: a static one."""
+        format = self._case.spec.activations
+        if format is None:
+            return rows
+        self._progress(stage)
+        users = self._layout.row_of_slot if chooses_one_scale(format, scale is not None) else None
+        return self._ops.quantize_rows(rows, format, scales=scale, used_by=users)
 
     def composed(self) -> tuple[dict[str, np.ndarray], str]:
         """The composed op's results, and the explanation of the plan that gave them."""
@@ -142,7 +162,9 @@ class _Runner:
             gather=gather,
             scatter="slot",
             activation=spec.activation if activated else None,
+            out_dtype=None if spec.activations is None else self._case.dtype,
             allow_tf32=spec.allow_tf32,
+            fast_accumulate=spec.fast_accumulate,
         )
 
     def _shared_output(self) -> tuple[Array | None, Array | None]:

@@ -51,11 +51,13 @@ def _shared_output(
     return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
 
 
-def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None) -> Matrix:
-    """Rows in the format spec.activations, or as they are."""
-    if spec.activations is None:
+def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None, row_of_slot: np.ndarray) -> Matrix:
+    """Rows in the format spec.activations, or as they are. One scale for all is found from those that a slot has."""
+    format = spec.activations
+    if format is None:
         return rows
-    return QuantizedTensor(QuantizedSpec(spec.activations), *quantize_rows(rows, static_scale, format=spec.activations))
+    used_by = row_of_slot if format.group_rows is None and static_scale is None else None
+    return QuantizedTensor(QuantizedSpec(format), *quantize_rows(rows, static_scale, used_by, format=format))
 
 
 def moe_stages(
@@ -112,14 +114,14 @@ def moe_stages(
             **options,
         )
 
-    source = _quantized(source, spec, experts.gate_up_input_scale)
+    source = _quantized(source, spec, experts.gate_up_input_scale, row_of_slot)
     gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
     up = None if experts.up is None else by_slot(source, experts.up, "token", "float32", bias=experts.up_bias)
     slot_dtype = dtypes.canonical(x.dtype)
     hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
     before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
     row_weight = None if spec.apply_router_weight_on_input else weights
-    rows = _quantized(hidden, spec, experts.down_input_scale)
+    rows = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
     slots = by_slot(rows, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
     extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer)
     output = reduce(

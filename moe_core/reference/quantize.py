@@ -21,6 +21,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.operands import named_arrays
 from moe_core.reference.rounding import round_to, to_float32
+from moe_core.reference.tiling import untile
 
 #: Scales are chosen for at least this amax, so that zeros divide.
 SMALLEST_AMAX = np.float32(1e-10)
@@ -282,6 +283,7 @@ def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
         raise InvalidInput(
             f"tensor must hold NumPy arrays, got {type(tensor.values).__name__}; convert them (map_arrays) first"
         )
+    tensor = untile(tensor)
     result = np.empty(tensor.shape, dtypes.numpy_dtype(dtype))
     packed = format.own_element.per_byte == 2
     for piece, codes, scales, *points in _pieces(tensor, result):
@@ -301,6 +303,7 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 
     Rows are outputs or tokens in either layout; a scale of several rows is repeated for each of them.
     """
+    tensor = untile(tensor)
     values, scales = tensor.values, tensor.scales
     if tensor.layout == "in_out":
         values, scales = values.T, scales.T
@@ -313,14 +316,20 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_rows(
-    x: np.ndarray, static_scale: np.ndarray | None = None, *, format: Format
+    x: np.ndarray, static_scale: np.ndarray | None = None, used_by: np.ndarray | None = None, *, format: Format
 ) -> tuple[np.ndarray, np.ndarray]:
     """(values, scales) of activations x `[R, D]`, `out_in`. static_scale: fp32 `[1]`, given instead of found.
+
+    used_by: int32 `[R * n]`, of formats with one scale for all rows: rows all of whose entries are negative count as
+    zeros. A layout's row_of_slot says so of tokens, its slot_of_row of its own rows.
 
     Under a static scale every element stands alone: a NaN stays one where the element has it (e4m3) and becomes 0
     elsewhere, an infinity becomes the largest number, and a scale of zero or NaN gives codes of zero.
     """
     if static_scale is None:
+        if used_by is not None:
+            used = np.any(used_by.reshape(len(x), len(used_by) // max(1, len(x))) >= 0, axis=1)
+            x = np.where(used[:, None], x, np.zeros((), x.dtype))
         tensor = quantize(x, format)
         return tensor.values, tensor.scales
     with np.errstate(all="ignore"):

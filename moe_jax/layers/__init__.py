@@ -9,7 +9,8 @@ otherwise: `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `w
 Experts with a scheme (`ExpertsSpec(scheme=...)`) are quantised: `wi_0`, `wi_1` and `wo` then are no arrays, but hold
 `values`, `scales` and, of formats that have them, `zero_points`, as in `QuantizedTensor` (sub-byte values packed in
 uint8). They start as zeros, to be loaded, are never cast, and have no gradient; those of everything else flow through
-them, unless the scheme quantises activations too.
+them, unless the scheme quantises activations too. `prepare_weights` re-lays loaded mxfp4 experts for Hopper's kernel,
+under the names `tiled_values` and `tiled_scales`.
 
 Logical axes are MaxText's: ("exp", "embed_no_exp", "mlp") for `wi_0`, ("embed", None) for gates, "layers" for a stack.
 Rule sets of recent MaxText say embed_moe and mlp_moe where experts say embed_no_exp and mlp: map these too.
@@ -40,9 +41,11 @@ from moe_jax.layers.parameters import (
     Parameters,
     find,
     initialize,
+    is_prepared,
     leaves,
     nested,
 )
+from moe_jax.layers.prepared import prepare_weights, restore_weights
 from moe_jax.layers.weights import export_weights, load_weights
 
 __all__ = [
@@ -65,10 +68,13 @@ __all__ = [
     "find",
     "forward",
     "initialize",
+    "is_prepared",
     "layer_spec_from_config",
     "leaves",
     "load_weights",
     "nested",
+    "prepare_weights",
+    "restore_weights",
     "router_losses",
     "update_correction_bias",
     "warmup",

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from moe_core import dtypes
 from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput
-from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.formats import QuantizedTensor
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.moe import plan_moe
 from moe_core.moe_backward import explain_training
@@ -33,7 +33,8 @@ from moe_jax import ops
 from moe_jax.calls import OpCall
 from moe_jax.compile_ahead import make_ready
 from moe_jax.composed import moe_call, training_plans
-from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_quantized, leaves, nested
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepared, is_quantized, leaves, nested
+from moe_jax.layers.prepared import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
@@ -161,7 +162,7 @@ def _plans_for(
             return find(parameters, leaf.path).dtype
         return leaf.parameter.dtype or (jnp.float32 if leaf.is_state else param_dtype)
 
-    every = leaves(spec, num_layers)
+    every = leaves(spec, num_layers, parameters is not None and is_prepared(parameters))
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
     found: list[tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]] = []
 
@@ -241,13 +242,14 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
                 f"{token_mask.dtype}{list(token_mask.shape)}; compare it with 0 and give it that shape"
             )
         token_mask = token_mask.reshape(-1)
-    arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec)}
+    prepared = is_prepared(parameters)
+    arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec, prepared=prepared)}
     if dtype is None:
         matrix = next((arrays[name] for name in ("experts.down", "shared_experts.down") if name in arrays), x)
         dtype = jnp.result_type(x.dtype, matrix.dtype)
-    arrays, index, layer_exists = _one_layer(arrays, jnp.dtype(dtype), layer)
+    arrays, index, layer_exists = _one_layer(arrays, jnp.dtype(dtype), layer, 4 if prepared else 3)
     arrays = {name: array.astype(_used_dtype(name, array, dtype)) for name, array in arrays.items()}
-    arrays = _assembled(arrays, spec)
+    arrays = _assembled(arrays, spec, prepared)
 
     def bundle(kind: type, prefix: str, **more: Any) -> Any:
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -263,17 +265,17 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
     )
 
 
-def _assembled(arrays: dict[str, Any], spec: MoELayerSpec) -> dict[str, Any]:
+def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepared: bool) -> dict[str, Any]:
     """The arrays of quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
     found: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
-    own = QuantizedSpec(spec.experts.scheme.weights, spec.storage(MAXTEXT).weight_layout)
+    own = matrix_specs(spec, prepared)
     parts = [name.rpartition(".") for name in arrays if is_quantized(name)]
     for matrix in dict.fromkeys(matrix for matrix, _, _ in parts):
         fields = {field: arrays[f"{matrix}.{field}"] for of, _, field in parts if of == matrix}
         # The op checks them, and names what is wrong.
-        found[matrix] = QuantizedTensor.unchecked(own, **fields)
+        found[matrix] = QuantizedTensor.unchecked(own[matrix], **fields)
     return found
 
 
@@ -284,19 +286,19 @@ def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
 
 
 def _one_layer(
-    arrays: dict[str, Any], dtype: Any, layer: Array | int | None
+    arrays: dict[str, Any], dtype: Any, layer: Array | int | None, axes: int
 ) -> tuple[dict[str, Any], jax.Array | None, jax.Array | None]:
     """(the arrays of one layer of a stack, the index of those left stacked or None, whether a traced layer that was cut
-    out exists or None).
+    out exists or None). axes: those of one layer's down.
 
     Gates are always cut out (a few numbers per feature); matrices only where they must be cast anyway, which quantised
     ones never are, so that plain shared experts may be cut out beside them.
     """
     down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
-    if down.ndim == 3 and layer is None:
+    if down.ndim == axes and layer is None:
         return arrays, None, None
-    if down.ndim != 4 or layer is None:
-        kind = "a stack of layers" if down.ndim == 4 else f"one layer (wo {down.shape})"
+    if down.ndim != axes + 1 or layer is None:
+        kind = "a stack of layers" if down.ndim == axes + 1 else f"one layer (wo {down.shape})"
         raise InvalidInput(f"layer must be given with a stack of layers and only then, got {layer!r} with {kind}")
     # NumPy keeps every bit of an index, JAX may cut it to 32.
     given = np.asarray(layer) if isinstance(layer, (int, np.generic, np.ndarray)) else jnp.asarray(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 
 from moe_core.checks import require_at_least
 from moe_core.errors import InvalidInput
-from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter
+from moe_core.formats import QuantizedSpec, quantized_shapes
+from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, tiled_specs
 
 #: Nested dicts with arrays as leaves: {"gate": {"kernel": ...}, "wi_0": ..., ...}.
 Parameters = Mapping[str, Any]
@@ -42,6 +44,8 @@ _LOGICAL_AXES: dict[str, dict[str | None, str | None]] = {
     "shared_experts": {"d_model": "embed", "d_ff": "mlp", None: None},
 }
 STACK_AXIS = "layers"
+#: Before the names of the arrays of tiled matrices: `wo/tiled_values`.
+TILED = "tiled_"
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,23 @@ class Leaf:
 
 
 @functools.lru_cache(maxsize=1024)
-def leaves(spec: MoELayerSpec, num_layers: int | None = None) -> tuple[Leaf, ...]:
-    """Every array of a layer, or of a stack of num_layers, in a fixed order."""
+def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepared: bool = False) -> tuple[Leaf, ...]:
+    """Every array of a layer, or of a stack of num_layers, in a fixed order.
+
+    prepared: of parameters that `prepare_weights` gave, whose quantised matrices are tiled. Raises InvalidInput.
+    """
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)
     first = "wi_0" if spec.gated and storage.gate_layout == "separate" else "wi"
-    found = []
+    found, tiled = [], tiled_specs(spec, storage) if prepared else {}
     for parameter in spec.parameters(MAXTEXT):
         group, field, *part = parameter.name.split(".")
         path = _FIXED_PATHS.get(f"{group}.{field}")
         if path is None:
             path = (field.replace("gate_up", first),) if group == "experts" else (group, first, "kernel")
+        if prepared and parameter.role == "quantized":
+            parameter, part = _tiled(parameter, tiled), [TILED + part[0]]
         names = _LOGICAL_AXES["expert biases" if group == "experts" and parameter.role == "bias" else group]
         shape, axes = parameter.shape, tuple(names[axis] for axis in parameter.axes)
         if num_layers is not None:
@@ -105,6 +114,30 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None) -> tuple[Leaf, ...
         layout = storage.router_weight_layout if group == "router" else storage.weight_layout
         found.append(Leaf((*path, *part), parameter, shape, axes, parameter.role == "weight" and layout == "out_in"))
     return tuple(found)
+
+
+def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Parameter:
+    """An array of a quantised matrix as it is in a prepared layer."""
+    matrix, _, part = parameter.name.rpartition(".")
+    tiling = specs[matrix].tiling
+    assert tiling is not None
+    shapes = quantized_shapes(specs[matrix], (parameter.shape[0], tiling.rows, tiling.columns))
+    shape = shapes.values if part == "values" else shapes.scales
+    return dataclasses.replace(parameter, shape=shape, axes=(parameter.axes[0], None, None, None))
+
+
+def is_prepared(parameters: Parameters) -> bool:
+    """Whether parameters are those that `prepare_weights` gave. InvalidInput where matrices are there in both layouts,
+    as an update of a layer with the state of another kind leaves them."""
+    matrices = {name: parameters.get(name) for name in ("wi", "wo")} if isinstance(parameters, Mapping) else {}
+    held = {name: set(matrix) for name, matrix in matrices.items() if isinstance(matrix, Mapping)}
+    for name, parts in held.items():
+        if {"values", f"{TILED}values"} <= parts:
+            raise InvalidInput(
+                f"{name} must hold values or {TILED}values, got both; prepare, or restore, the layer before it takes "
+                "the state of another one"
+            )
+    return f"{TILED}values" in held.get("wo", ())
 
 
 def nested(arrays: Iterable[tuple[Path, Any]]) -> dict[str, Any]:

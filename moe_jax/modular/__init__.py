@@ -16,7 +16,20 @@ from moe_core.modular import (
     FusedMoEQuantConfig,
     QuantKey,
     ScaleDesc,
+    SlotContext,
     activation_of,
+    deep_gemm_block_shape,
+)
+from moe_jax.modular.deep_gemm import (
+    is_blackwell_deep_gemm_e8m0_used,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+from moe_jax.modular.deep_gemm_composition import (
+    batched_deep_gemm_experts,
+    deep_gemm_experts,
+    explain_triton_or_deep_gemm,
+    triton_or_deep_gemm_experts,
 )
 from moe_jax.modular.experts import activate, batched_experts, fused_experts, moe_sum, unfused_experts
 from moe_jax.modular.finalize import finalize, finalize_batched
@@ -31,14 +44,23 @@ __all__ = [
     "PreparedTokens",
     "QuantKey",
     "ScaleDesc",
+    "SlotContext",
     "activate",
     "activation_of",
+    "batched_deep_gemm_experts",
     "batched_experts",
+    "deep_gemm_block_shape",
+    "deep_gemm_experts",
+    "explain_triton_or_deep_gemm",
     "finalize",
     "finalize_batched",
     "fused_experts",
+    "is_blackwell_deep_gemm_e8m0_used",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
     "moe_sum",
     "prepare",
     "prepare_batched",
+    "triton_or_deep_gemm_experts",
     "unfused_experts",
 ]

@@ -13,23 +13,27 @@ from moe_core.errors import InvalidInput
 from moe_core.modular import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     FusedMoEQuantConfig,
+    SlotContext,
     activation_of,
     activation_quantization,
     expert_weights,
     moe_problem_size,
-    rows_are_alone,
 )
 from moe_core.operands import ExpertWeights, MatmulOperands, RaggedLayout, TopK
+from moe_core.quantize_rows import chooses_one_scale
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, Tuning
 from moe_jax import ops
 from moe_jax.calls import require_type
 from moe_jax.modular.finalize import rows_by_slot
 from moe_jax.modular.prepare import as_routing
 
-#: `activation_function(activation, input, layout) -> output`: rows by slot `[M * topk, N]` to `[M * topk, F]`.
-ActivationFunction = Callable[[Any, jax.Array, RaggedLayout], jax.Array]
-#: `moe_sum(input, layout) -> output`: weighted slots `[M, topk, K]` to `[M, K]`.
-SumFunction = Callable[[jax.Array, RaggedLayout], jax.Array]
+jax.tree_util.register_dataclass(
+    SlotContext, data_fields=["hidden_states", "layout", "row_weight", "activated"], meta_fields=[]
+)
+#: `activation_function(activation, input, context) -> output`: rows by slot `[M * topk, N]` to `[M * topk, F]`.
+ActivationFunction = Callable[[Any, jax.Array, SlotContext], jax.Array]
+#: `moe_sum(input, context) -> output`: weighted slots `[M, topk, K]` to `[M, K]`.
+SumFunction = Callable[[jax.Array, SlotContext], jax.Array]
 
 
 def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
@@ -38,7 +42,7 @@ def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, 
     return expert_weights(w1, w2, quant_config, weight_layout)
 
 
-def _require_experts(num_local: int, global_num_experts: int, expert_map: jax.Array | None) -> None:
+def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Array | None) -> None:
     known = (-1, num_local) if expert_map is None else (-1, num_local, expert_map.shape[0])
     if global_num_experts not in known:
         raise InvalidInput(
@@ -69,7 +73,7 @@ def fused_experts(
     """
     weights, ids = as_routing(topk_weights, topk_ids)
     experts = weights_of(w1, w2, quant_config, weight_layout)
-    _require_experts(w1.shape[0], global_num_experts, expert_map)
+    require_experts(w1.shape[0], global_num_experts, expert_map)
     if apply_router_weight_on_input:
         weights = jnp.ones_like(weights)
     spec = MoESpec(
@@ -88,16 +92,19 @@ def _product(
     format = activation_quantization(quant_config)
     if format is not None:
         spec = dataclasses.replace(spec, out_dtype=operands.x.dtype.name)
-        operands = dataclasses.replace(operands, x=ops.quantize_rows(operands.x, format, scales=scale))
+        # One scale is found from rows that a slot reads: what else lies in memory must not have a say.
+        slots = layout.slot_of_row if spec.gather == "row" else layout.row_of_slot
+        used_by = slots if chooses_one_scale(format, scale is not None) else None
+        operands = dataclasses.replace(operands, x=ops.quantize_rows(operands.x, format, scales=scale, used_by=used_by))
     return ops.matmul_ogs(operands, layout, spec)
 
 
-def activate(activation: str | Activation, input: jax.Array, layout: RaggedLayout) -> jax.Array:
+def activate(activation: str | Activation, input: jax.Array, context: SlotContext) -> jax.Array:
     """The activation of rows `[M * topk, N]`: what `unfused_experts` runs unless another function is given."""
     return ops.activation(input, activation_of(activation))
 
 
-def moe_sum(input: jax.Array, layout: RaggedLayout) -> jax.Array:
+def moe_sum(input: jax.Array, context: SlotContext) -> jax.Array:
     """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast; slots without an expert are
     zeros."""
     tokens, top_k, columns = input.shape
@@ -124,13 +131,14 @@ def unfused_experts(
 ) -> jax.Array:
     """`fused_experts` stage by stage, w1 `[E, K, N]`, w2 `[E, F, K]`; the two functions are where LoRA goes.
 
-    Both get the layout, on which further grouped matmuls run. What lies between stages is rounded to the dtype of the
-    hidden states; slots without an expert are zeros after either product.
+    Both get a `SlotContext`: the tokens, weights and layout of the rows, on which further grouped matmuls run. What
+    lies between stages is rounded to the dtype of the hidden states; slots without an expert are zeros after either
+    product.
     """
     weights, ids = as_routing(topk_weights, topk_ids)
     experts = weights_of(w1, w2, quant_config, weight_layout)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, weight_layout)
-    _require_experts(size.E, global_num_experts, expert_map)
+    require_experts(size.E, global_num_experts, expert_map)
     if apply_router_weight_on_input:
         weights = jnp.ones_like(weights)
     layout = ops.make_layout(ids, size.E, expert_map=expert_map)
@@ -138,11 +146,13 @@ def unfused_experts(
     first = MatmulSpec(weight_layout, "token", "slot", tuning=tunings[0])
     operands = MatmulOperands(hidden_states, experts.gate_up, bias=experts.gate_up_bias)
     before = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
-    rows = activation_function(activation, before, layout)
+    context = SlotContext(hidden_states, layout, weights.reshape(-1))
+    rows = activation_function(activation, before, context)
     second = MatmulSpec(weight_layout, "slot", "slot", tuning=tunings[1])
-    operands = MatmulOperands(rows, experts.down, bias=experts.down_bias, row_weight=weights.reshape(-1))
+    operands = MatmulOperands(rows, experts.down, bias=experts.down_bias, row_weight=context.row_weight)
     slots = _product(operands, layout, second, quant_config, experts.down_input_scale)
-    return moe_sum(slots.reshape(size.M, size.topk, size.K), layout)
+    context = dataclasses.replace(context, activated=rows)
+    return moe_sum(slots.reshape(size.M, size.topk, size.K), context)
 
 
 def batched_experts(
@@ -175,9 +185,6 @@ def batched_experts(
     tunings = [None if tuning is None else tuning.of_product(number) for number in (1, 2)]
     first = MatmulSpec(weight_layout, activation=activation_of(activation), tuning=tunings[0])
     x = hidden_states.reshape(total, hidden_states.shape[2])
-    if not rows_are_alone(quant_config):
-        # The one scale is found from all rows: those that are not used must not have a say.
-        x = jnp.where(slots[:, None] >= 0, x, 0)
     operands = MatmulOperands(x, experts.gate_up, bias=experts.gate_up_bias)
     hidden = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
     second = MatmulSpec(weight_layout, tuning=tunings[1])

@@ -16,7 +16,7 @@ from moe_core.specs import LogitsSpec, MoESpec
 from moe_core.target import Target
 from moe_torch import operators, ops
 from moe_torch.dispatch import Operator, call
-from moe_torch.options import decode, encode
+from moe_torch.options import encode
 from moe_torch.quantized_operators import MOE_QUANTIZED
 from moe_torch.router_gradients import ROUTE_BACKWARD, ROUTER_BACKWARD
 
@@ -127,10 +127,9 @@ class CapacityLimit:
         logits = x.new_empty(x.shape[0], spec.num_experts, dtype=torch.float32)
         ids = x.new_empty(x.shape[0], spec.top_k, dtype=torch.int32)
         weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
-        given, *_ = decode(self._options)
         wanted = ROUTER_GRADIENTS if bias is not None else ROUTER_GRADIENTS[:2]
         return (
-            *ops.training_plans(moe.operator, TopK, moe.arguments(arrays, ids, weights), given, target),
+            *ops.training_plans(moe.operator, TopK, moe.arguments(arrays, ids, weights), self._options, target),
             ROUTE_BACKWARD.plan([weights, logits, ids, None], encode(spec.router), target),
             ROUTER_BACKWARD.plan([logits, x, weight, bias], encode(self._logits, wanted), target),
         )

@@ -32,6 +32,7 @@ from moe_torch.dispatch import Operator, call, call_first, target_of_device
 from moe_torch.layers.auxiliary import router_losses
 from moe_torch.layers.capacity import CapacityLimit
 from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
+from moe_torch.layers.prepared import PreparedExperts
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
 from moe_torch.ops import training_plans
 from moe_torch.options import TORCH_DTYPES, encode, require_instance
@@ -72,7 +73,7 @@ def _require_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-class MoE(torch.nn.Module):
+class MoE(PreparedExperts):
     """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
 
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
@@ -90,8 +91,10 @@ class MoE(torch.nn.Module):
     `fully_shard` on the layer or a module around it: the submodules have no forward of their own.
 
     Quantised experts (`ExpertsSpec(scheme=...)`): each matrix is two or three buffers, `experts.gate_up.values`,
-    `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. Such a layer is frozen: no parameter
-    of it requires a gradient, and asking for one, of x too, raises Unsupported.
+    `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. They are frozen; x and the
+    parameters beside them (router, biases, shared experts) are trained. A scheme that quantises activations too freezes
+    the whole layer: no parameter of it requires a gradient, and asking for one, of x too, raises Unsupported.
+    `prepare_weights` re-lays loaded mxfp4 experts for Hopper's kernel; state_dicts keep the published layout.
 
     Differentiable by x and every parameter, auxiliary losses included (docs/training.md says what training keeps).
     Raises InvalidInput for options that contradict each other.
@@ -148,9 +151,11 @@ class MoE(torch.nn.Module):
         self.spec, self.storage = spec, spec.storage(HUGGING_FACE)
         parameters, scheme = spec.parameters(HUGGING_FACE), spec.experts.scheme
         quantized = None if scheme is None else QuantizedSpec(scheme.weights, self.storage.weight_layout)
+        # Nothing has a gradient where x and the hidden rows are quantised.
+        trained = scheme is None or scheme.activations is None
         for part, group in _PARTS.items():
             own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
-            setattr(self, part, group(own, device, dtype, quantized) if own else None)
+            setattr(self, part, group(own, device, dtype, quantized, trained=trained) if own else None)
         self._is_quantized = quantized is not None
         places = [_place(self._operator, *parameter.name.split(".")) for parameter in parameters]
         self._places = tuple(place for place in places if place[1] in _PARTS)
@@ -163,14 +168,17 @@ class MoE(torch.nn.Module):
         names = self._operator.names
         self._count = len(names)
         self._mask_place, self._like_place = names.index("token_mask"), names.index(like)
-        self._moe_spec = spec.moe_spec(HUGGING_FACE)
-        formats = ()
-        if quantized is not None:
-            formats = ((quantized, quantized, None if self.experts.up is None else quantized),)
-        # Encoded once: a forward hashes no spec.
-        self._options = encode(self._moe_spec, *formats)
-        self._limit = None if spec.capacity_factor is None else CapacityLimit(spec, self._moe_spec, *formats)
+        self._set_options()
         self.reset_parameters()
+
+    def _set_options(self) -> None:
+        """The operator's options, encoded once: a forward hashes no spec."""
+        moe_spec, formats = self.spec.moe_spec(HUGGING_FACE), ()
+        if self._is_quantized:
+            matrices = self.experts.gate_up, self.experts.down, self.experts.up
+            formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
+        self._options = encode(moe_spec, *formats)
+        self._limit = None if self.spec.capacity_factor is None else CapacityLimit(self.spec, moe_spec, *formats)
 
     @property
     def _operator(self) -> Operator:
@@ -180,8 +188,7 @@ class MoE(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); biases, the
         correction bias and quantised matrices zero."""
-        tensors = self._tensors()
-        with torch.no_grad():
+        with torch.no_grad(), self.published() as tensors:
             for parameter in self.spec.parameters(HUGGING_FACE):
                 tensor = tensors[parameter.name]
                 if parameter.role == "weight":
@@ -280,7 +287,7 @@ class MoE(torch.nn.Module):
         if self._limit is not None:
             return self._limit.explain(arrays, target, training)
         if training:
-            return explain_training(training_plans(self._operator, RouterWeights, arrays, self._moe_spec, target))
+            return explain_training(training_plans(self._operator, RouterWeights, arrays, self._options, target))
         return self._operator.plan(arrays, self._options, target).explain()
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
@@ -300,7 +307,7 @@ class MoE(torch.nn.Module):
                 continue
             plans.append(self._operator.plan(arrays, self._options, target))
             if training:
-                plans += training_plans(self._operator, RouterWeights, arrays, self._moe_spec, target)
+                plans += training_plans(self._operator, RouterWeights, arrays, self._options, target)
         return warmup(plans, (device.index or 0,))
 
     def _arrays_for(self, num_tokens: int) -> list[Any]:
@@ -341,12 +348,14 @@ class MoE(torch.nn.Module):
         """
         require_instance("weights", weights, LayerWeights)
         require_same_layer(self.spec, weights)
-        copy_weights(weights, self._tensors(), self.storage)
+        with self.published() as tensors:
+            copy_weights(weights, tensors, self.storage)
 
     def export_weights(self) -> LayerWeights:
-        """The canonical weights, stored as the layer stores them. On a CPU the arrays share the parameters' memory;
-        sharded parameters are gathered (a collective)."""
-        arrays = {name: gathered(name, tensor) for name, tensor in self._tensors().items()}
+        """The canonical weights, stored as the layer stores them, quantised ones as they are published. On a CPU the
+        arrays share the parameters' memory; sharded parameters are gathered (a collective)."""
+        tensors = self._tensors() | self.restored_tensors()
+        arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)
 
     def extra_repr(self) -> str:
@@ -357,7 +366,7 @@ class MoE(torch.nn.Module):
         if spec.shared_experts is not None:
             parts.append(f"shared_d_ff={spec.shared_experts.d_ff}")
         if spec.experts.scheme is not None:
-            parts.append(f"scheme={spec.experts.scheme}")
+            parts.append(f"scheme={spec.experts.scheme}{', prepared' if self.is_prepared else ''}")
         if spec.capacity_factor is not None:
             parts.append(f"capacity_factor={spec.capacity_factor:g}")
         return ", ".join(parts)

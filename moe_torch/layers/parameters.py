@@ -7,15 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import Parameter
+from moe_core.operands import named_arrays
 from moe_torch.options import TORCH_DTYPES
+from moe_torch.prepared import restore_weights, tile
 
 
 class QuantizedMatrix(torch.nn.Module):
     """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None where the format has none).
 
-    They move with the module and keep their dtypes whatever it is cast to.
+    They move with the module and keep their dtypes whatever it is cast to. Those of a prepared matrix (`hold`) are
+    tiled; a state_dict has them in their published layout, and gives them so to whatever layer loads it.
     """
 
     values: torch.Tensor
@@ -38,6 +41,31 @@ class QuantizedMatrix(torch.nn.Module):
         """The same arrays as a bundle."""
         return QuantizedTensor(self.spec, self.values, self.scales, self.zero_points)
 
+    def hold(self, tensor: QuantizedTensor) -> None:
+        """Take the arrays of the same matrix in another layout."""
+        self.spec = tensor.spec
+        for name, array in named_arrays(tensor):
+            setattr(self, name, array)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.spec.tiling is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        for name, array in named_arrays(restore_weights(self.tensor()), prefix):
+            destination[name] = array
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """What has not the published shapes is left to torch, which refuses all but tiled arrays."""
+        tiling, names = self.spec.tiling, [f"{prefix}{name}" for name in ("values", "scales")]
+        if tiling is not None and all(name in state_dict for name in names):
+            published = QuantizedSpec(self.spec.format)
+            arrays = [state_dict[name] for name in names]
+            wanted = quantized_shapes(published, self.tensor().shape)[:2]
+            if all(array.shape == shape for array, shape in zip(arrays, wanted, strict=True)):
+                tensor = tile(QuantizedTensor(published, *arrays), tiling.order)
+                state_dict = {**state_dict, **dict(named_arrays(tensor, prefix))}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedMatrix:
         for name, buffer in self._buffers.items():
             if buffer is not None:
@@ -48,14 +76,16 @@ class QuantizedMatrix(torch.nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}"
+        tiled = "" if self.spec.tiling is None else f", tiled in order {self.spec.tiling.order}"
+        return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}{tiled}"
 
 
 class ParameterGroup(torch.nn.Module):
     """The arrays of one part of a layer. It has no forward: the layer reads them.
 
     NAMES: every array the part can have; absent ones are None. Buffers stay float32 whatever dtype the module is cast
-    to. quantized: format and layout of those matrices that are quantised; nothing is trained beside them.
+    to. quantized: format and layout of those matrices that are quantised. trained: whether parameters require a
+    gradient.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
@@ -66,6 +96,8 @@ class ParameterGroup(torch.nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         quantized: QuantizedSpec | None = None,
+        *,
+        trained: bool = True,
     ) -> None:
         super().__init__()
         present = {parameter.name.split(".")[1]: parameter for parameter in parameters}
@@ -81,7 +113,7 @@ class ParameterGroup(torch.nn.Module):
                 self.register_buffer(name, torch.empty(parameter.shape, dtype=torch.float32, device=device))
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
-                self.register_parameter(name, torch.nn.Parameter(value, requires_grad=quantized is None))
+                self.register_parameter(name, torch.nn.Parameter(value, requires_grad=trained))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParameterGroup:
         before = dict(self._buffers)

@@ -15,10 +15,19 @@ from moe_core.modular import (
     ProblemSize,
     QuantKey,
     ScaleDesc,
+    SlotContext,
     activation_of,
+    deep_gemm_block_shape,
 )
 from moe_torch.modular.batched_experts import BatchedTritonExperts
 from moe_torch.modular.batched_prepare_finalize import BatchedPrepareAndFinalize
+from moe_torch.modular.deep_gemm import (
+    is_blackwell_deep_gemm_e8m0_used,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
+from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts, DeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.gpt_oss import triton_kernel_fused_experts, triton_kernel_moe_forward
 from moe_torch.modular.gpt_oss_experts import BaseOAITritonExperts, OAITritonExperts, UnfusedOAITritonExperts
@@ -48,8 +57,10 @@ from moe_torch.modular.workspaces import Workspaces
 __all__ = [
     "FUSED_MOE_UNQUANTIZED_CONFIG",
     "BaseOAITritonExperts",
+    "BatchedDeepGemmExperts",
     "BatchedPrepareAndFinalize",
     "BatchedTritonExperts",
+    "DeepGemmExperts",
     "ExpertTokensMetadata",
     "FusedMoEActivationFormat",
     "FusedMoEModularKernel",
@@ -66,15 +77,21 @@ __all__ = [
     "RoutingData",
     "ScaleDesc",
     "ScatterIndx",
+    "SlotContext",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",
     "TopKWeightAndReduceDelegate",
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOP",
     "TritonExperts",
+    "TritonOrDeepGemmExperts",
     "UnfusedOAITritonExperts",
     "Workspaces",
     "activation_of",
+    "deep_gemm_block_shape",
+    "is_blackwell_deep_gemm_e8m0_used",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
     "make_routing_data",
     "pack_bitmatrix",
     "triton_kernel_fused_experts",

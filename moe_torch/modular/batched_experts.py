@@ -12,7 +12,6 @@ from moe_core.modular import (
     FusedMoEActivationFormat,
     FusedMoEQuantConfig,
     activation_of,
-    rows_are_alone,
 )
 from moe_core.specs import Activation, Tuning
 from moe_torch.modular.experts import WorkspaceShapes
@@ -105,9 +104,6 @@ class BatchedTritonExperts(GroupedExperts):
             raise InvalidInput("expert_tokens_meta must say how many rows of each expert are used, got None; pass it")
         weights, layout = self.weights(w1, w2), batched_layout(E, rows, expert_tokens_meta.expert_num_tokens)
         stages, x = self.stages(weights), hidden_states.reshape(E * rows, K)
-        if not rows_are_alone(self.quant_config):
-            # The one scale is found from all rows: those that are not used must not have a say.
-            x = torch.where((layout.slot_of_row >= 0)[:, None], x, 0)
         memory = {"y": view_as(workspace2, E * rows, self.adjust_N_for_activation(N, activation))}
         hidden = stages.first(memory, x, layout, activation_of(activation), "row", "row")
         places = {"y": output.view(E * rows, K)}

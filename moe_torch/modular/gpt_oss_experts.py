@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+
 import torch
 
-from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat, activation_of
+from moe_core.errors import InvalidInput
+from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat, SlotContext, activation_of
 from moe_core.specs import Activation, MatmulSpec
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
@@ -17,7 +21,7 @@ from moe_torch.modular.routing_data import (
 )
 from moe_torch.modular.rows import local_ids, sum_by_token
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
-from moe_torch.ops import RaggedLayout, TopK, make_layout
+from moe_torch.ops import RaggedLayout, make_layout
 
 
 class BaseOAITritonExperts(GroupedExperts):
@@ -102,16 +106,37 @@ class OAITritonExperts(BaseOAITritonExperts):
     ) -> None:
         """workspace13 is empty; expert_tokens_meta is not needed: rows are counted from the ids."""
         self.require_input(hidden_states, w1, a1q_scale, a2_scale)
+        if self._routing_is_ours():
+            self.run_composed(
+                output,
+                hidden_states,
+                w1,
+                w2,
+                topk_weights,
+                topk_ids,
+                activation,
+                global_num_experts,
+                expert_map,
+                apply_router_weight_on_input,
+                hidden=workspace2,
+            )
+            return
         self.require_experts(w1, global_num_experts, expert_map)
         E, M, N, _, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
         hidden = view_as(workspace2, M * topk, self.adjust_N_for_activation(N, activation))
-        weights, left = self.weights(w1, w2), weights_left(topk_weights, apply_router_weight_on_input)
-        if self._routing_is_ours():
-            routing, memory = TopK(topk_ids, left), {"hidden": hidden}
-            self.run_composed(output, hidden_states, weights, routing, activation, expert_map, memory)
-            return
+        left = weights_left(topk_weights, apply_router_weight_on_input)
         layout, row_weight = self._route(topk_ids, left, E, expert_map)
-        self.stages(weights).run(output, hidden_states, layout, row_weight, activation_of(activation), hidden)
+        stages = self.stages(self.weights(w1, w2))
+        stages.run(output, hidden_states, layout, row_weight, activation_of(activation), hidden)
+
+
+class _Running(threading.local):
+    """What the injection points of the `apply` that runs on this thread are told."""
+
+    context: SlotContext | None = None
+
+
+_running = _Running()
 
 
 class UnfusedOAITritonExperts(BaseOAITritonExperts):
@@ -119,8 +144,21 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
     matmul 1 without activation -> `activation` on rows by slot `[M * topk, N]` -> matmul 2 -> `moe_sum`. What lies
     between the stages is rounded to the dtype of the hidden states: once more than in OAITritonExperts. Rows of slots
-    without an expert are exact zeros after either product.
+    without an expert are exact zeros after either product. While they run, `context` says what the rows belong to.
     """
+
+    @property
+    def context(self) -> SlotContext:
+        """The tokens, layout and weights of the rows that `activation` or `moe_sum` was called with.
+
+        Raises InvalidInput where neither is called by `apply` on this thread.
+        """
+        if _running.context is None:
+            raise InvalidInput(
+                "context must be read inside of activation or moe_sum, called by apply, got a call from elsewhere; "
+                "read it there"
+            )
+        return _running.context
 
     def workspace_shapes(
         self,
@@ -176,8 +214,14 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         memory = {"y": view_as(workspace2, M * topk, N)}
         before = stages.first(memory, hidden_states, layout, None, "token", "slot")
         rows = view_as(workspace13, M * topk, self.adjust_N_for_activation(N, activation))
-        self.activation(activation, rows, before)
-        # The memory of what the activation has read.
-        memory = {"y": view_as(workspace2, M * topk, K)}
-        slots = stages.second(memory, rows, layout, row_weight, "slot", "slot")
-        self.moe_sum(slots.view(M, topk, K), output)
+        outer, context = _running.context, SlotContext(hidden_states, layout, row_weight)
+        try:
+            _running.context = context
+            self.activation(activation, rows, before)
+            # The memory of what the activation has read.
+            memory = {"y": view_as(workspace2, M * topk, K)}
+            slots = stages.second(memory, rows, layout, row_weight, "slot", "slot")
+            _running.context = dataclasses.replace(context, activated=rows)
+            self.moe_sum(slots.view(M, topk, K), output)
+        finally:
+            _running.context = outer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,13 +13,15 @@ from moe_core.formats import Format
 from moe_core.modular import ProblemSize, activation_of, activation_quantization, rows_are_alone, tuning_of_whole
 from moe_core.operands import TopK, map_arrays
 from moe_core.specs import Activation, MatmulSpec, MatmulTuning, MoESpec, Tuning
-from moe_torch import ops
+from moe_torch import eager, ops
 from moe_torch.dispatch import array_spec, target_of_device
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
-from moe_torch.modular.into import write_into
+from moe_torch.modular.into import KnownRun, known_run, remember, write_into
 from moe_torch.modular.stages import Stages
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Composed forwards that have run, by what decides about them: see `GroupedExperts.run_composed`.
+_known: dict[Any, KnownRun] = {}
 Self = TypeVar("Self", bound="GroupedExperts")
 
 
@@ -28,13 +30,13 @@ def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
     rows, columns = shape
     if torch.compiler.is_compiling():
         return workspace.reshape(-1)[: rows * columns].view(rows, columns)
+    if workspace.shape == shape:
+        return workspace
     if workspace.numel() < rows * columns:
         raise InvalidInput(
             f"the workspace must have {rows * columns} elements, got {list(workspace.shape)}; allocate what "
             "workspace_shapes says"
         )
-    if tuple(workspace.shape) == shape:
-        return workspace
     return workspace.view(-1)[: rows * columns].view(rows, columns)
 
 
@@ -102,16 +104,46 @@ class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
         self,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
-        weights: ops.ExpertWeights,
-        routing: TopK,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
         activation: str | Activation,
+        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        memory: dict[str, torch.Tensor],
+        apply_router_weight_on_input: bool,
+        *,
+        hidden: torch.Tensor,
+        slots: torch.Tensor | None = None,
     ) -> None:
-        """One composed plan from ids to output `[M, K]`; memory: where its `hidden` and `slots` may lie."""
+        """One composed plan from ids to output `[M, K]`; hidden, slots: workspaces for its `[M * topk, F]` after the
+        activation and, or else in memory of its own, `[M * topk, K]` before the sum.
+
+        What is checked and planned depends on the class, the configuration, and what tensors look like, and is found
+        once for each such call.
+        """
+        config, places = self.quant_config, (output, hidden) if slots is None else (output, hidden, slots)
+        tensors = (hidden_states, w1, w2, topk_weights, topk_ids, expert_map, *config.arrays)
+        choices = (activation, global_num_experts, apply_router_weight_on_input, self.weight_layout, self.tuning)
+        key = None
+        if not torch.compiler.is_compiling():
+            key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))
+        known = None if key is None else _known.get(key)
+        if known is not None and known.run(tensors, places):
+            return
+        self.require_experts(w1, global_num_experts, expert_map)
+        _, M, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        memory = {"output": output, "hidden": view_as(hidden, M * topk, self.adjust_N_for_activation(N, activation))}
+        if slots is not None:
+            memory["slots"] = view_as(slots, M * topk, K)
+        routing = TopK(topk_ids, weights_left(topk_weights, apply_router_weight_on_input))
         spec = moe_spec(activation, self.weight_layout, self.tuning, self.activations)
+        weights = self.weights(w1, w2)
         operator, arrays, text = ops.moe_request(hidden_states, weights, routing, spec, None, expert_map, None)
-        write_into(operator, {"output": output, **memory}, *arrays, text)
+        write_into(operator, memory, *arrays, text)
+        found = None if key is None else known_run(operator, memory, (*arrays, text), tensors)
+        if found is not None:
+            remember(_known, key, found)
 
     @property
     def activations(self) -> Format | None:

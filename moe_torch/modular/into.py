@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from moe_torch.dispatch import Operator, Ready, call, call_first
 from moe_torch.operators import MOE, PACK_BITMATRIX
 from moe_torch.quantized_operators import MOE_QUANTIZED
 
-#: Plans remembered, over all operators; the oldest is forgotten first.
+#: What one store remembers; the oldest is forgotten first.
 _READY_LIMIT = 4096
 _ready: dict[Any, Ready] = {}
 #: Operators with more than one result.
@@ -30,14 +30,9 @@ def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments:
     """
     if torch.compiler.is_compiling():
         return False
-    key = eager.plain_key(arguments)
-    if key is None or not all(eager.plain_tensor(place) for place in memory.values()):
+    ready = _find(operator, memory, arguments)
+    if ready is None:
         return False
-    if torch.is_grad_enabled() and any(place.requires_grad for place in memory.values()):
-        return False
-    forms = [(name, place.shape, place.stride(), place.dtype, place.device) for name, place in memory.items()]
-    whole = (operator.name, key, *forms)
-    ready = _ready.get(whole) or _remember(whole, operator, memory, arguments)
     try:
         ready.run([arguments[index].data_ptr() for index in ready.selection], tuple(memory.values()))
     except InvalidInput:
@@ -52,7 +47,16 @@ def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments:
     return True
 
 
-def _remember(key: Any, operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready:
+def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready | None:
+    """The plan for such a call, None where it is not plain."""
+    key = eager.plain_key((*memory.values(), *arguments))
+    if key is None:
+        return None
+    whole = (operator.name, *memory, key)
+    return _ready.get(whole) or _make(whole, operator, memory, arguments)
+
+
+def _make(key: Any, operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready:
     ready = operator.ready_placing(arguments, tuple(memory))
     for (name, place), (shape, strides, dtype) in zip(memory.items(), ready.outputs, strict=True):
         if (tuple(place.shape), place.stride(), place.dtype, place.device) != (shape, strides, dtype, ready.device):
@@ -60,10 +64,47 @@ def _remember(key: Any, operator: Operator, memory: Mapping[str, torch.Tensor], 
                 f"the memory of {name} must be {dtype} {list(shape)} on {ready.device} with dense rows, got "
                 f"{place.dtype} {list(place.shape)} with strides {place.stride()} on {place.device}; allocate it so"
             )
-    while len(_ready) >= _READY_LIMIT:
-        _ready.pop(next(iter(_ready)), None)
-    _ready[key] = ready
+    remember(_ready, key, ready)
     return ready
+
+
+def remember(store: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put a value into a store, which forgets the oldest."""
+    while len(store) >= _READY_LIMIT:
+        store.pop(next(iter(store)), None)
+    store[key] = value
+
+
+class KnownRun(NamedTuple):
+    """A plan that reads some of the tensors of a call, and writes to memory the call brings; made by `known_run`."""
+
+    ready: Ready
+    selection: tuple[int, ...]
+
+    def run(self, tensors: Sequence[Any], places: tuple[torch.Tensor, ...]) -> bool:
+        """Run with tensors and memory like those it is known for; False, and nothing has run, where an address is not
+        aligned."""
+        try:
+            self.ready.run([tensors[index].data_ptr() for index in self.selection], places)
+        except InvalidInput:
+            return False
+        return True
+
+
+def known_run(
+    operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...], tensors: Sequence[Any]
+) -> KnownRun | None:
+    """The run of a plain call of an operator whose arguments are all among the tensors of another function's call.
+
+    None where they are not, as one is made on the way, or where one tensor is given as two: by what they look like such
+    calls cannot be told from others.
+    """
+    ready, positions = _find(operator, memory, arguments), {id(tensor): place for place, tensor in enumerate(tensors)}
+    given = [tensor for tensor in tensors if tensor is not None]
+    if ready is None or len({id(tensor) for tensor in given}) < len(given):
+        return None
+    selection = [positions.get(id(arguments[index])) for index in ready.selection]
+    return None if None in selection else KnownRun(ready, tuple(selection))  # pyright: ignore[reportArgumentType]
 
 
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> None:

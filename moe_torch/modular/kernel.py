@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,14 +16,14 @@ from moe_torch.dispatch import target_of_device
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens
 from moe_torch.modular.rows import as_ids, as_weights
-from moe_torch.modular.workspaces import Workspaces
+from moe_torch.modular.workspaces import Scratch, Workspaces
 from moe_torch.options import require_instance
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     """What every chunk of a forward has in common."""
 
+    scratch: Scratch
     w1: torch.Tensor
     w2: torch.Tensor
     activation: str | Activation
@@ -105,15 +104,16 @@ class FusedMoEModularKernel(torch.nn.Module):
         """
         ids = as_ids(topk_ids)
         weights = as_weights(topk_weights, ids)
-        scales = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
         experts = self.fused_experts
-        if any(scale is not None for scale in scales):
+        if not (w1_scale is w2_scale is w1_zp is w2_zp is a1_scale is a2_scale is None):
+            scales = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
             arrays = dict(zip(QUANTIZATION_ARRAYS, scales, strict=True))
             experts = experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
         size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
         if global_num_experts == -1:
             global_num_experts = size.E if expert_map is None else expert_map.shape[0]
-        output = _output_for(hidden_states, inplace)
+        scratch = self.workspaces.here(hidden_states.device)
+        output = _output_for(hidden_states, inplace, scratch)
         on_input = apply_router_weight_on_input
         prepared: Any = self.prepare_finalize.prepare(
             hidden_states, a1_scale, a2_scale, weights, ids, global_num_experts, expert_map, on_input
@@ -121,7 +121,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         if not isinstance(prepared, PreparedTokens):
             prepared = PreparedTokens(*prepared)
         mapped = None if self.prepare_finalize.maps_experts else expert_map
-        call = _Call(w1, w2, activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale, on_input)
+        call = _Call(scratch, w1, w2, activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale, on_input)
         given_weights = weights if prepared.topk_weights is None else prepared.topk_weights
         given_ids = ids if prepared.topk_ids is None else prepared.topk_ids
         impl = experts.finalize_weight_and_reduce_impl()
@@ -178,68 +178,65 @@ class FusedMoEModularKernel(torch.nn.Module):
         """The experts' output: `output`, or None: scratch memory."""
         a1q, counts = prepared.a1q, prepared.expert_num_tokens
         meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
-        dtype = experts.workspace_dtype(a1q.dtype)
         sizes = (size.N, size.K, size.topk, call.global_num_experts, size.E, meta, call.activation)
         if output is None:
             shape = experts.workspace_shapes(size.M, *sizes)[2]
-            output = self.workspaces.take("output", shape, dtype, a1q.device)
-        if not self._splits(size.M, a1q.device):
-            self._apply(experts, call, sizes, (output, a1q, topk_weights, topk_ids), meta)
+            output = call.scratch.take("output", shape, experts.workspace_dtype(a1q.dtype))
+        chunk_size = self.chunk_size
+        if chunk_size is None or chunk_size >= size.M or not _may_split(a1q.device):
+            _apply(experts, call, sizes, (output, a1q, topk_weights, topk_ids), meta)
             return output
-        assert self.chunk_size is not None
         experts = experts.chunked_as_whole(a1q, call.w1, call.w2, size, call.activation)
-        for begin in range(0, size.M, self.chunk_size):
-            part = slice(begin, min(begin + self.chunk_size, size.M))
+        for begin in range(0, size.M, chunk_size):
+            part = slice(begin, min(begin + chunk_size, size.M))
             tokens = (output[part], a1q[part], topk_weights[part], topk_ids[part])
             # Counts are of all tokens; experts of the Standard format count for themselves.
-            self._apply(experts, call, sizes, tokens, None)
+            _apply(experts, call, sizes, tokens, None)
         return output
 
-    def _splits(self, num_tokens: int, device: torch.device) -> bool:
-        """Whether tokens go to the experts in chunks."""
-        if self.chunk_size is None or num_tokens <= self.chunk_size:
-            return False
-        if torch.compiler.is_compiling():
-            # The compiler has the memory, and one program is for every number of tokens.
-            return False
-        return target_of_device(device).compiled
 
-    def _apply(
-        self,
-        experts: FusedMoEPermuteExpertsUnpermute,
-        call: _Call,
-        sizes: tuple[Any, ...],
-        tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        meta: ExpertTokensMetadata | None,
-    ) -> None:
-        """The experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
-        output, a1q, topk_weights, topk_ids = tokens
-        dtype = experts.workspace_dtype(a1q.dtype)
-        shape13, shape2, _ = experts.workspace_shapes(a1q.shape[-2], *sizes)
-        experts.apply(
-            output,
-            a1q,
-            call.w1,
-            call.w2,
-            topk_weights,
-            topk_ids,
-            call.activation,
-            call.global_num_experts,
-            call.expert_map,
-            call.a1q_scale,
-            call.a2_scale,
-            self.workspaces.take("workspace13", shape13, dtype, a1q.device),
-            self.workspaces.take("workspace2", shape2, dtype, a1q.device),
-            meta,
-            call.on_input,
-        )
+def _may_split(device: torch.device) -> bool:
+    """Whether tokens may go to the experts in chunks."""
+    # The compiler has the memory, and one program is for every number of tokens.
+    return not torch.compiler.is_compiling() and target_of_device(device).compiled
 
 
-def _output_for(hidden_states: torch.Tensor, inplace: bool) -> torch.Tensor:
+def _apply(
+    experts: FusedMoEPermuteExpertsUnpermute,
+    call: _Call,
+    sizes: tuple[Any, ...],
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    meta: ExpertTokensMetadata | None,
+) -> None:
+    """The experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
+    output, a1q, topk_weights, topk_ids = tokens
+    scratch, w1, w2, activation, global_num_experts, expert_map, a1q_scale, a2_scale, on_input = call
+    dtype = experts.workspace_dtype(a1q.dtype)
+    shape13, shape2, _ = experts.workspace_shapes(a1q.shape[-2], *sizes)
+    experts.apply(
+        output,
+        a1q,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        scratch.take("workspace13", shape13, dtype),
+        scratch.take("workspace2", shape2, dtype),
+        meta,
+        on_input,
+    )
+
+
+def _output_for(hidden_states: torch.Tensor, inplace: bool, scratch: Scratch) -> torch.Tensor:
     """The memory of the output: new, or that of hidden_states."""
     require_flag("inplace", inplace)
     if not inplace:
-        return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+        return scratch.new(hidden_states.shape[0], hidden_states.shape[1], hidden_states.dtype)
     if not hidden_states.is_contiguous():
         raise InvalidInput(
             f"hidden_states must be contiguous with inplace=True, got strides {hidden_states.stride()}; call "

@@ -142,9 +142,9 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
         prepared: PreparedTokens | None = None,
     ) -> None:
         chosen = weight_and_reduce_impl
-        if chosen == _DELEGATE:
+        if isinstance(chosen, TopKWeightAndReduceDelegate):
             chosen = TopKWeightAndReduceContiguous()
         chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
-        return weight_and_reduce_impl == TopKWeightAndReduceNoOP()
+        return isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)

@@ -31,6 +31,8 @@ def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
 
 def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
     """weights `[M, topk]` as contiguous fp32, in which every bf16 and fp16 number is exact."""
+    if topk_weights.dtype == torch.float32 and topk_weights.shape == topk_ids.shape:
+        return topk_weights.contiguous()
     if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
         raise InvalidInput(
             f"topk_weights must be floats {list(topk_ids.shape)} like topk_ids, got {topk_weights.dtype} "

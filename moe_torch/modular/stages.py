@@ -10,6 +10,7 @@ import torch
 
 from moe_core.formats import Format
 from moe_core.operands import ExpertWeights, MatmulOperands
+from moe_core.quantize_rows import chooses_one_scale
 from moe_core.specs import Activation, MatmulSpec, MatmulTuning
 from moe_torch.matmul_request import matmul_request
 from moe_torch.modular.into import result_in
@@ -31,7 +32,10 @@ def product(
     """
     if activations is not None:
         dtype = str(operands.x.dtype).removeprefix("torch.")
-        rows = quantize_rows(operands.x, activations, scales=input_scale)
+        # One scale is found from rows that a slot reads: what else lies in memory must not have a say.
+        slots = layout.slot_of_row if spec.gather == "row" else layout.row_of_slot
+        used_by = slots if chooses_one_scale(activations, input_scale is not None) else None
+        rows = quantize_rows(operands.x, activations, scales=input_scale, used_by=used_by)
         operands, spec = dataclasses.replace(operands, x=rows), dataclasses.replace(spec, out_dtype=dtype)
     operator, arrays, text = matmul_request(operands, layout, spec)
     return result_in(operator, memory, *arrays, text)

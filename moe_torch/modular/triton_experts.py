@@ -7,9 +7,8 @@ import torch
 from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_core.specs import Activation
 from moe_torch.modular.experts import WorkspaceShapes
-from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
+from moe_torch.modular.grouped_experts import GroupedExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
-from moe_torch.ops import TopK
 
 
 class TritonExperts(GroupedExperts):
@@ -64,10 +63,17 @@ class TritonExperts(GroupedExperts):
     ) -> None:
         """expert_tokens_meta is not needed: rows are counted from the ids."""
         self.require_input(hidden_states, w1, a1q_scale, a2_scale)
-        self.require_experts(w1, global_num_experts, expert_map)
-        _, M, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
-        slots = view_as(workspace13, M * topk, K)
-        hidden = view_as(workspace2, M * topk, self.adjust_N_for_activation(N, activation))
-        routing = TopK(topk_ids, weights_left(topk_weights, apply_router_weight_on_input))
-        memory = {"hidden": hidden, "slots": slots}
-        self.run_composed(output, hidden_states, self.weights(w1, w2), routing, activation, expert_map, memory)
+        self.run_composed(
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            hidden=workspace2,
+            slots=workspace13,
+        )

@@ -28,43 +28,43 @@ class Workspaces:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A dense tensor of that shape, its values anything; valid until the next `take` of the same name."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not eager.plain_thread():
-            return torch.empty(shape, dtype=dtype, device=device)
+        return self.here(device).take(name, shape, dtype)
+
+    def here(self, device: torch.device) -> Scratch:
+        """The memory for one forward on a device, in the state that this thread and its current stream are in."""
+        if torch.compiler.is_compiling() or not eager.plain_thread():
+            return Scratch(device, owned=None, plain=False)
+        if torch.is_grad_enabled():
+            return Scratch(device, owned=None)
         # Tensors of inference mode cannot be written outside of it.
-        key: tuple[Any, ...] = (name, device, torch.is_inference_mode_enabled())
+        key: tuple[Any, ...] = (device, torch.is_inference_mode_enabled())
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                return torch.empty(shape, dtype=dtype, device=device)
+                return Scratch(device, owned=None)
             key = (*key, eager.current_stream(device.index or 0))
-        taken = self._taken()
-        found = taken.get(key)
-        if found is not None:
-            buffer, known_shape, known_dtype, tensor = found
-            if known_shape == shape and known_dtype == dtype:
-                return tensor
-        else:
-            buffer = None
-        size = math.prod(shape) * dtype.itemsize
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        tensor = buffer[:size].view(dtype).view(shape)
-        taken[key] = (buffer, shape, dtype, tensor)
-        return tensor
+        known = self._known()
+        found = known.get(key)
+        if found is None:
+            found = known[key] = Scratch(device, owned={})
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes that this thread owns."""
-        return sum(buffer.numel() for buffer, *_ in self._taken().values())
+        return sum(scratch.nbytes for scratch in self._known().values())
 
     def clear(self) -> None:
         """Give back what this thread owns."""
-        self._taken().clear()
+        self._known().clear()
 
-    def _taken(self) -> dict[Any, tuple[torch.Tensor, tuple[int, ...], torch.dtype, torch.Tensor]]:
-        """By name, device and stream: the bytes, and as what they were taken last."""
-        if not hasattr(self._local, "taken"):
-            self._local.taken = {}
-        return self._local.taken
+    def _known(self) -> dict[Any, Scratch]:
+        """By device and stream."""
+        try:
+            return self._local.known
+        except AttributeError:
+            known: dict[Any, Scratch] = {}
+            self._local.known = known
+            return known
 
     def __deepcopy__(self, memo: Any) -> Workspaces:
         """Scratch is not copied with the module that owns it."""
@@ -72,3 +72,44 @@ class Workspaces:
 
     def __reduce__(self) -> Any:
         return Workspaces, ()
+
+
+class Scratch:
+    """Where one forward takes its memory from; made by `Workspaces.here`.
+
+    owned: by name the bytes, and as what they were taken last; None = nothing is kept. plain: nothing on this thread
+    watches allocations.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        owned: dict[str, tuple[torch.Tensor, tuple[int, ...], torch.dtype, torch.Tensor]] | None,
+        plain: bool = True,
+    ) -> None:
+        self._device, self._owned, self._plain = device, owned, plain
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A dense tensor of that shape, its values anything; valid until the next `take` of the same name."""
+        if self._owned is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        found = self._owned.get(name)
+        if found is not None and found[1] == shape and found[2] == dtype:
+            return found[3]
+        size, buffer = math.prod(shape) * dtype.itemsize, None if found is None else found[0]
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        tensor = buffer[:size].view(dtype).view(shape)
+        self._owned[name] = (buffer, shape, dtype, tensor)
+        return tensor
+
+    def new(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A dense tensor `[rows, columns]` that the caller keeps, its values anything."""
+        if self._plain:
+            return eager.allocator(self._device)((rows, columns), (columns, 1), dtype)
+        return torch.empty((rows, columns), dtype=dtype, device=self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return 0 if self._owned is None else sum(buffer.numel() for buffer, *_ in self._owned.values())

@@ -1,0 +1,48 @@
+"""Results of the Hopper matmuls as e4m3 codes with a scale for each row's 128 columns: what the next product reads."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_core.kernels.quantize_rows import magnitude_bits, up_to_power_of_two
+
+
+@gluon.jit
+def exact_quotient(values, divisor):
+    """values / divisor, correctly rounded (Markstein 1990), of positive divisors: one division for each row.
+
+    The second remainder is exact, and so the last step rounds right, unless values are so small that their code is 0.
+    """
+    reciprocal = gl.div_rn(gl.full(divisor.shape, 1.0, gl.float32, divisor.type.layout), divisor)[:, None]
+    divisor = divisor[:, None]
+    near = values * reciprocal
+    near = gl.fma(gl.fma(-near, divisor, values), reciprocal, near)
+    near = gl.fma(gl.fma(-near, divisor, values), reciprocal, near)
+    # The sum of both zeros is positive: -0 has lost its sign.
+    sign = values.to(gl.int32, bitcast=True) & -0x80000000
+    return (near.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def quantize_tile(values, scales, start, rows, tile, FIRST: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
+    """Rows times 128 columns of fp32 numbers, which a result of 16 bits can hold: e4m3 numbers; writes their scales.
+
+    scales fp32 `[rows, ceil(N / 128)]`, by layout row. RULE: as in `quantize_rows.choose_scale`, whose bits these are.
+    """
+    ROWS: gl.constexpr = values.shape[0]
+    WIDTH: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)
+    bits = magnitude_bits(values)
+    if N % WIDTH != 0:
+        columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, values.type.layout))
+        bits = gl.where((columns < N)[None, :], bits, 0)
+    bits = gl.max(bits, axis=1)
+    usable = bits < 0x7F800000
+    amax = gl.where(usable, bits, 0x3F800000).to(gl.float32, bitcast=True)
+    scale = gl.div_rn(gl.maximum(amax, 1e-10), gl.full([ROWS], 448.0, gl.float32, layout))
+    if RULE == "power_of_two":
+        scale = up_to_power_of_two(scale).to(gl.float32, bitcast=True)
+    within = FIRST + gl.arange(0, ROWS, layout)
+    places = scales + (start.to(gl.int64) + within) * ((N + WIDTH - 1) // WIDTH) + tile
+    gl.store(places, gl.where(usable, scale, float("nan")), mask=within < rows)
+    codes = gl.where(usable[:, None], exact_quotient(values, scale), 0.0)
+    return codes.to(gl.float8e4nv)

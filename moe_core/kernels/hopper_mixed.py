@@ -1,0 +1,287 @@
+"""Ragged grouped matmul for Hopper whose weights are codes, decoded in registers. Written in Gluon, warps specialised.
+
+The weight is the left operand: tensor cores take that side from registers, so a consumer reads codes from shared
+memory, turns them into bfloat16, and multiplies them with the rows of x, which the cores read from shared memory
+themselves. Few rows make a narrow tile, and the weights' bytes are all that moves.
+
+producer (1 or 4 warps): take a tile, announce it; for each stage, 128 or 256 of the reduction: wait until it is free,
+    load codes by TMA, scales by cp.async, rows by TMA (in layout order) or cp.async (gathered)
+consumer 0, 1 (4 warps each): 64 or 128 weight rows each; for each stage, 64 rows and 64 columns: decode, one
+    asynchronous product, which runs while the next codes are decoded; then bias, activation, row weight, cast, and
+    stores by token
+
+Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of 64 weight rows and
+128 columns lies together, 32 bytes each, and so do the rows' scales.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_core.kernels.activation import activate, activate_gated
+from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT, left_operand, load_words
+from moe_core.kernels.hopper_mixed_producer import producer
+from moe_core.kernels.hopper_ring import DEPTH, FACTS, RING, advance, barrier, read_fact
+from moe_core.kernels.overlap import join
+
+#: Tokens that one part of the epilogue stores, and of the largest tile.
+PART = gl.constexpr(32)
+LARGE = gl.constexpr(128)
+
+
+@gluon.jit
+def half_of(values, WHICH: gl.constexpr):
+    """The first or the last half of the tokens (columns)."""
+    first, last = gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, values.shape[1] // 2]), [0, 2, 1]))
+    return first if WHICH == 0 else last
+
+
+@gluon.jit
+def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
+    """One of PARTS (1, 2 or 4) parts of the tokens."""
+    if PARTS == 4:
+        values = half_of(half_of(values, WHICH // 2), WHICH % 2)
+    elif PARTS == 2:
+        values = half_of(values, WHICH)
+    return values
+
+
+@gluon.jit
+def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
+    place = gl.arange(0, HEIGHT, LAYOUT)
+    side = place // 8 % 2
+    within = place // 16 * 8 + place % 8
+    column = block * HEIGHT + side * UNIT + within if GATE_LAYOUT is None else block * UNIT + within
+    row = column
+    if GATE_LAYOUT == "interleaved":
+        row = 2 * column + side
+    elif GATE_LAYOUT == "halves":
+        row = column + side * N
+    return gl.load(bias + base + row, mask=column < N, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def finish(
+    accumulator, biases, layer_exists, buffer, y, weights, slots, start, rows, pair,
+    N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation, row weight, cast, and stores of [64 accumulator rows, tokens]."""
+    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    if biases is not None:
+        accumulator += biases[:, None]
+    for part in gl.static_range(BLOCK_M // TOKENS):
+        values = gl.reshape(part_of(accumulator, part, BLOCK_M // TOKENS), [4, 2, 8, TOKENS])
+        if GATE_LAYOUT is not None:
+            gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))
+            gate, up = gl.reshape(gate, [UNIT, TOKENS]), gl.reshape(up, [UNIT, TOKENS])
+            result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+        else:
+            result = gl.reshape(gl.permute(values, [1, 0, 2, 3]), [HEIGHT, TOKENS])
+            if ACTIVATION is not None:
+                result = activate(result, ACTIVATION)
+        if weights is not None:
+            scale = weights.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(0, result.type.layout))
+            result *= scale[None, :]
+        result = gl.where(layer_exists, result, float("nan"))
+        barrier()
+        buffer.store(gl.permute(result.to(y.dtype.element_ty), [1, 0]))
+        barrier()
+        within = part * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+        columns = pair * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        slot = slots.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
+        exists = (within < rows) & (slot >= 0)
+        target = start.to(gl.int64) + within if SCATTER == "row" else slot.to(gl.int64)
+        mask = exists[:, None] & (columns < N)[None, :]
+        gl.store(y + target[:, None] * N + columns[None, :], buffer.load(layout), mask=mask)
+
+
+@gluon.jit
+def compute_tile(
+    x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base, layer_exists, y,
+    start, rows, block,
+    FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """A consumer's part of a tile of at most TOKENS rows: blocks FIRST, .. of a stage, block, .. of the matrix."""
+    MINE: gl.constexpr = PAIRS // 2
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    first = gl.zeros([HEIGHT, TOKENS], gl.float32, product)
+    second = first
+    for _ in range(0, STEPS, DEEP):
+        mbarrier.wait(full.index(stage), phase)
+        if GATHER != "row":
+            # Rows came through the generic proxy (cp.async), the product reads through the asynchronous one.
+            fence_async_shared()
+        for mine in gl.static_range(MINE):
+            for deep in gl.static_range(DEEP):
+                low, high, scale = load_words(
+                    w_tiles.index(stage * PAIRS + FIRST + mine).slice(deep * LINES, LINES, dim=0),
+                    scale_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0),
+                )
+                left_x = x_tiles.index(2 * (DEEP * stage + deep)).slice(0, TOKENS, dim=0).permute([1, 0])
+                right_x = x_tiles.index(2 * (DEEP * stage + deep) + 1).slice(0, TOKENS, dim=0).permute([1, 0])
+                # At most two products are under way: more would need registers for what they read.
+                if mine == 0:
+                    first = warpgroup_mma(left_operand(low, scale, 0, product), left_x, first, is_async=True)
+                    if deep > 0:
+                        first = warpgroup_mma_wait(num_outstanding=1, deps=[first])
+                    first = warpgroup_mma(left_operand(high, scale, 1, product), right_x, first, is_async=True)
+                    if (MINE == 2) or (deep < DEEP - 1):
+                        first = warpgroup_mma_wait(num_outstanding=1, deps=[first])
+                else:
+                    second = warpgroup_mma(left_operand(low, scale, 0, product), left_x, second, is_async=True)
+                    second = warpgroup_mma_wait(num_outstanding=1, deps=[second])
+                    second = warpgroup_mma(left_operand(high, scale, 1, product), right_x, second, is_async=True)
+                    if deep < DEEP - 1:
+                        second = warpgroup_mma_wait(num_outstanding=1, deps=[second])
+        # ptxas takes products one by one, each waited for, where one is under way when the loop turns.
+        if MINE == 2:
+            first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
+        else:
+            first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
+    for mine in gl.static_range(MINE):
+        biases = None
+        if bias is not None:
+            biases = bias_of(bias, base, block + mine, N, GATE_LAYOUT, gl.SliceLayout(1, product))
+        finish(
+            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, rows, block + mine,
+            N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TOKENS,
+        )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def consumer(
+    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty, ring_full,
+    ring_empty, bias, layer, y,
+    N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    NUM_LAYERS: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, WEIGHTED: gl.constexpr, GATHER: gl.constexpr,
+    SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = WHICH * (PAIRS // 2)
+    stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
+    layer_index = gl.to_tensor(0)
+    layer_exists = gl.to_tensor(True)
+    if layer is not None:
+        wanted = gl.load(layer)
+        layer_exists = (wanted >= 0) & (wanted < NUM_LAYERS)
+        layer_index = gl.where(layer_exists, wanted, 0)
+    while expert >= 0:
+        mbarrier.wait(ring_full.index(place), ring_phase)
+        expert, start = read_fact(ring, place, 0), read_fact(ring, place, 1)
+        rows, tile = read_fact(ring, place, 2), read_fact(ring, place, 3)
+        if expert >= 0:
+            block = tile * PAIRS + FIRST
+            base = layer_index.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+            weights = weight_ring.index(place) if WEIGHTED else None
+            # Half of the experts with about as many rows as a tile has have a second one with a few.
+            if (BLOCK_M == LARGE) and (rows <= LARGE // 4):
+                stage, phase = compute_tile(
+                    x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, weights, slot_ring.index(place),
+                    out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block, FIRST, N, STEPS, PAIRS,
+                    DEEP, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, LARGE // 4,
+                )  # fmt: skip
+            else:
+                stage, phase = compute_tile(
+                    x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, weights, slot_ring.index(place),
+                    out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block, FIRST, N, STEPS, PAIRS,
+                    DEEP, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+                )  # fmt: skip
+        barrier()
+        mbarrier.arrive(ring_empty.index(place), count=1)
+        place, ring_phase = advance(place, ring_phase, RING)
+
+
+@gluon.jit
+def matmul_mixed(
+    x, x_map, weight_map, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+    schedule, counters, y, num_blocks, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr, REGISTERS: gl.constexpr, GROUP_M: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
+
+    weight_map: codes as lines of 128 bytes; scales: four bytes per row and step. BLOCKS, STEPS: blocks of 64 rows that
+    a matrix has, and of 128 columns. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. PAIRS:
+    row blocks of a tile, of both consumers; DEEP: column blocks of a stage. COUNTER: which counter tiles are taken
+    from; None: by turns. REGISTERS: those of a thread at launch, for two blocks on a multiprocessor; None: one.
+    OVERLAP: see `overlap`.
+    """
+    if OVERLAP is not None:
+        join()
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    lines: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    by_eight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
+    TILES: gl.constexpr = (N + WIDTH * PAIRS - 1) // (WIDTH * PAIRS)
+    scales = scales.to(gl.pointer_type(gl.int32), bitcast=True)
+    WEIGHTED: gl.constexpr = row_weight is not None
+    x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2 * DEEP * STAGES, BLOCK_M, DEPTH], swizzled)
+    w_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * PAIRS, DEEP * LINES, 128], lines)
+    out_tiles = gl.allocate_shared_memory(y.dtype.element_ty, [2, TOKENS, WIDTH], by_eight)
+    scale_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * DEEP, PAIRS, HEIGHT], table)
+    weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
+    slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
+    ring = gl.allocate_shared_memory(gl.int32, [RING * FACTS, 1], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    ring_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    # A full stage: the announced bytes, and what every thread of the producer copies.
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1 + 32 * PRODUCER_WARPS)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(RING):
+        mbarrier.init(ring_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=2)
+    fence_async_shared()
+    barrier()
+    # Registers of a thread: a producer that gathers rows has their addresses.
+    if REGISTERS is not None:
+        CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
+    else:
+        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if GATHER == "row" else (208, 88)
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty, ring_full,
+                ring_empty, bias, layer, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED,
+                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+            )),
+            (consumer, (
+                1, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty, ring_full,
+                ring_empty, bias, layer, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED,
+                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+            )),
+            (producer, (
+                x, x_map, weight_map, scales, row_weight, layer, group_sizes, group_start, slot_of_row, schedule,
+                counters, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, ring, full, empty, ring_full,
+                ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP, TILES, NUM_EXPERTS,
+                NUM_LAYERS, X_STRIDE, TOP_K, GATHER, COUNTER, STAGES, BLOCK_M, GROUP_M,
+            )),
+        ],
+        [4, PRODUCER_WARPS],
+        CONSUMER_AND_PRODUCER,
+    )  # fmt: skip

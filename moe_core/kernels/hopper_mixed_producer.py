@@ -1,0 +1,141 @@
+"""The producer of `kernels.hopper_mixed`: takes tiles, announces them, and loads codes, scales and rows ahead."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from moe_core.kernels.decode_words import COLUMNS, HEIGHT, LINES
+from moe_core.kernels.hopper_ring import DEPTH, RING, advance, announce, row_load, tma_load
+from moe_core.kernels.matmul_ogs import tile_of_program
+
+
+@gluon.jit
+def take_tile(
+    group_sizes, group_start, schedule, counters, turn, num_blocks, num_rows, TILES: gl.constexpr,
+    COUNTER: gl.constexpr, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """(expert, first row, rows, column tile); expert -1: idle, -2: none is left."""
+    if COUNTER is None:
+        number = gl.program_id(0) + turn * gl.num_programs(0)
+    else:
+        number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
+    left = number < num_blocks * TILES
+    row = gl.where(left, number, 0) // TILES
+    expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
+    expert_row = row - gl.load(schedule + 2 * row.to(gl.int64))
+    known = gl.maximum(expert, 0)
+    start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
+    size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
+    blocks = gl.maximum((size + BLOCK_M - 1) // BLOCK_M, 1)
+    # Neither an idle row nor a number past the end has a tile: they take the first, whose addresses exist.
+    exists = left & (expert >= 0)
+    block, tile = tile_of_program(gl.where(exists, number - expert_row * TILES, 0), blocks, TILES, GROUP_M)
+    first = block * BLOCK_M
+    rows = gl.where(exists, gl.minimum(size - first, BLOCK_M), 0)
+    return gl.where(left, gl.where(rows > 0, expert, -1), -2), start + first, rows, tile
+
+
+@gluon.jit
+def scale_pointers(scales, matrix, tile, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
+    """Pointers to the scale words, one a row, of a tile's blocks in the first step: [PAIRS, 64]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))[:, None]
+    row = gl.arange(0, HEIGHT, gl.SliceLayout(0, layout))[None, :]
+    # A tile may end behind the last block of a matrix, whose rows nobody stores.
+    block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
+    return scales + block * (STEPS * HEIGHT) + row
+
+
+@gluon.jit
+def load_tile(
+    x, x_map, weight_map, scales, slot_of_row, x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, matrix, start,
+    rows, tile, num_slots,
+    D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    X_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Load a tile as stages become free."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    within = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
+    if GATHER != "row":
+        # The arrays of a layout may come from anywhere: no value in them may lead outside x.
+        slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
+        slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
+        x_row = slots // TOP_K if GATHER == "token" else slots
+        x_rows = x + x_row.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
+    scale_words = scale_pointers(scales, matrix, tile, STEPS, BLOCKS, PAIRS)
+    block = matrix * BLOCKS + tile * PAIRS
+    for step in range(0, STEPS, DEEP):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        ready = full.index(stage)
+        CODES: gl.constexpr = PAIRS * DEEP * LINES * 128
+        if GATHER == "row":
+            mbarrier.expect(ready, CODES + BLOCK_M * COLUMNS * DEEP * 2)
+            for part in gl.static_range(2 * DEEP):
+                tma_load(x_map, [start, step * COLUMNS + part * DEPTH], ready, x_tiles.index(2 * DEEP * stage + part))
+        else:
+            mbarrier.expect(ready, CODES)
+        for pair in gl.static_range(PAIRS):
+            # Behind the last step of a block lies the next block: its codes meet rows of x that are zeros there.
+            line = ((block + pair) * STEPS + step) * LINES
+            tma_load(weight_map, [line, 0], ready, w_tiles.index(stage * PAIRS + pair))
+        for deep in gl.static_range(DEEP):
+            # Behind the last step a scale of 2^-127, so that no code there becomes an infinity.
+            inside = gl.full([PAIRS, HEIGHT], step + deep, gl.int32, scale_words.type.layout) < STEPS
+            row_load(scale_tiles.index(stage * DEEP + deep), scale_words + (step + deep) * HEIGHT, mask=inside)
+        if GATHER != "row":
+            for part in gl.static_range(2 * DEEP):
+                first = step * COLUMNS + part * DEPTH
+                mask = (within < rows)[:, None] & (first + columns < D)[None, :]
+                row_load(x_tiles.index(2 * DEEP * stage + part), x_rows + first, mask=mask)
+        async_copy.mbarrier_arrive(ready, increment_count=False)
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def write_row_facts(
+    row_weight, slot_of_row, weight_ring, slot_ring, place, start, rows, num_slots, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Slots of a tile's rows, -1 where there is none, and their weights, for the consumers' stores."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    within = gl.arange(0, BLOCK_M, layout)
+    slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=-1)
+    slots = gl.where((slots >= 0) & (slots < num_slots), slots, -1)
+    slot_ring.index(place).store(slots)
+    if row_weight is not None:
+        weight_ring.index(place).store(gl.load(row_weight + gl.maximum(slots, 0), mask=slots >= 0, other=0.0))
+
+
+@gluon.jit
+def producer(
+    x, x_map, weight_map, scales, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, counters, x_tiles,
+    w_tiles, scale_tiles, weight_ring, slot_ring, ring, full, empty, ring_full, ring_empty, num_blocks, num_rows,
+    num_slots,
+    D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    TILES: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    layer_index = gl.to_tensor(0)
+    if layer is not None:
+        wanted = gl.load(layer)
+        layer_index = gl.where((wanted >= 0) & (wanted < NUM_LAYERS), wanted, 0)
+    stage, phase, place, ring_phase, turn, expert = 0, 0, 0, 0, 0, 0
+    while expert > -2:
+        expert, start, rows, tile = take_tile(
+            group_sizes, group_start, schedule, counters, turn, num_blocks, num_rows, TILES, COUNTER, BLOCK_M, GROUP_M
+        )
+        turn += 1
+        if expert >= 0:
+            mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
+            write_row_facts(row_weight, slot_of_row, weight_ring, slot_ring, place, start, rows, num_slots, BLOCK_M)
+            announce(ring, ring_full, place, expert, start, rows, tile)
+            place, ring_phase = advance(place, ring_phase, RING)
+            stage, phase = load_tile(
+                x, x_map, weight_map, scales, slot_of_row, x_tiles, w_tiles, scale_tiles, full, empty, stage, phase,
+                layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP,
+                X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
+            )  # fmt: skip
+    mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
+    announce(ring, ring_full, place, -1, 0, 0, 0)

@@ -1,0 +1,174 @@
+"""Planning of the grouped matmul for Hopper whose weights are decoded in registers (`kernels.hopper_mixed`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_core.activation import row_stride
+from moe_core.arrays import ArraySpec
+from moe_core.formats import QuantizedTensor
+from moe_core.formats.tiling import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_SCALES, BLOCK_VALUES, SIDE_ROWS
+from moe_core.operands import MatmulOperands
+from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar, TensorMap
+from moe_core.specs import INT32_LIMIT, LayoutSpec, MatmulSpec
+from moe_core.target import Target
+from moe_core.tuning import TileConfig, shared_limit
+
+FAMILY = "mixed"
+_ARCH = 90
+#: Bytes of a line of codes, and lines of a block.
+_LINE = 128
+_LINES = BLOCK_VALUES // _LINE
+#: Columns of x that lie together in shared memory, elements that TMA and cp.async take at a time, and tokens that one
+#: part of the epilogue stores.
+_DEPTH, _VECTOR, _PART = 64, 8, 32
+#: Tokens of the largest tile, whose block has a multiprocessor for itself; of the others two share one.
+_LARGE = 128
+#: What the hardware keeps of a multiprocessor's shared memory for each block.
+_RESERVED = 1024
+#: Registers of a thread at launch where two blocks share a multiprocessor.
+_SHARED_REGISTERS = 80
+#: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage; above: the largest tile.
+_HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
+
+
+def why_not_mixed(
+    operands: MatmulOperands, n: int, layout: LayoutSpec | None, spec: MatmulSpec, target: Target
+) -> str | None:
+    """The reason a (valid) product with a tiled weight has no kernel, None if it has. n: output columns."""
+    x, weight = operands.x, operands.weight
+    activation = spec.activation
+    if target.kind != "cuda" or target.arch != _ARCH:
+        return f"tiled weights are read by a kernel for sm_{_ARCH}, got {target}; leave them as they are"
+    if layout is None:
+        return "the kernel for tiled weights multiplies by expert, and this product is dense; restore the weight"
+    if isinstance(x, QuantizedTensor) or x.dtype != "bfloat16" or (spec.out_dtype or x.dtype) != x.dtype:
+        found = x.format.name if isinstance(x, QuantizedTensor) else f"{x.dtype} to {spec.out_dtype or x.dtype}"
+        return f"tiled weights are multiplied with bfloat16 rows, to bfloat16, got {found}; restore the weight"
+    if x.shape[1] % _VECTOR or row_stride("x", x) % _VECTOR or n % _VECTOR:
+        return (
+            f"rows of x and y must start at multiples of 16 bytes, got {x.shape[1]} columns of x, {row_stride('x', x)} "
+            f"elements from row to row, and {n} columns of y; restore the weight"
+        )
+    if activation is not None and activation.name == "gelu":
+        return "gelu's erf does not fit into the kernel's registers; use gelu_tanh, or restore the weight"
+    if weight.values.size // _LINE >= INT32_LIMIT:
+        return f"the kernel counts lines of {_LINE} bytes in 32 bits, got {weight.values.size} bytes of codes"
+    return None
+
+
+def why_illegal_mixed(config: TileConfig, spec: MatmulSpec, target: Target) -> str | None:
+    """The reason a configuration of the family cannot run, or None."""
+    width = _block_width(spec)
+    heights = [height for _, height, _ in _HEIGHTS]
+    if config.block_m not in (*heights, _LARGE):
+        return f"block_m must be one of {', '.join(map(str, (*heights, _LARGE)))}, got {config.block_m}"
+    blocks = 4 if config.block_m == _LARGE else 2
+    if config.block_n != blocks * width:
+        return f"block_n must be {blocks * width}, {blocks} blocks of weight rows, got {config.block_n}"
+    depths = (BLOCK_COLUMNS,) if config.block_m == _LARGE else (BLOCK_COLUMNS, 2 * BLOCK_COLUMNS)
+    if config.block_k not in depths:
+        return f"block_k must be {' or '.join(map(str, depths))}, got {config.block_k}"
+    if config.num_warps != 4 or config.group_m < 1 or config.num_stages < 1:
+        return (
+            f"num_warps must be 4, those of a consumer, num_stages and group_m at least 1, got {config.num_warps}, "
+            f"{config.num_stages} and {config.group_m}"
+        )
+    if (most := _most_stages(config, spec, target)) < config.num_stages:
+        return f"num_stages must be at most {most} for shared memory, got {config.num_stages}"
+    return None
+
+
+def mixed_config(rows: float, spec: MatmulSpec, target: Target) -> TileConfig:
+    """The configuration for so many mean rows per expert, with as many stages as there is room for."""
+    height, depth = next(((height, depth) for most, height, depth in _HEIGHTS if rows <= most), (_LARGE, BLOCK_COLUMNS))
+    blocks = 4 if height == _LARGE else 2
+    config = TileConfig(height, blocks * _block_width(spec), depth, 4, 1, 8, FAMILY)
+    return dataclasses.replace(config, num_stages=_most_stages(config, spec, target))
+
+
+def _block_width(spec: MatmulSpec) -> int:
+    """Output columns of a block of weight rows."""
+    return SIDE_ROWS if spec.activation is not None and spec.activation.gated else BLOCK_ROWS
+
+
+def _blocks(config: TileConfig, spec: MatmulSpec) -> int:
+    return config.block_n // _block_width(spec)
+
+
+def _most_stages(config: TileConfig, spec: MatmulSpec, target: Target) -> int:
+    """Stages of a pipeline in the shared memory that a block of the grid has."""
+    limit = shared_limit(target.arch)
+    if config.block_m != _LARGE:
+        limit = (limit + _RESERVED) // 2 - _RESERVED
+    steps = config.block_k // BLOCK_COLUMNS
+    stage = steps * (_blocks(config, spec) * (BLOCK_VALUES + BLOCK_SCALES) + config.block_m * BLOCK_COLUMNS * 2)
+    # Two announced tiles with slots and weights, both consumers' results, and barriers.
+    rest = 2 * 8 * config.block_m + 2 * min(config.block_m, _PART) * _block_width(spec) * 2 + 512
+    return (limit - rest) // stage
+
+
+def launch_mixed(
+    builder: PlanBuilder, operands: MatmulOperands, n: int, layout: LayoutSpec, spec: MatmulSpec, config: TileConfig,
+    *, counter: int,
+) -> None:  # fmt: skip
+    """Add the launch that computes y, n columns. Buffers by the names of `plan_matmul_ogs`, and `tile_counters`, whose
+    `counter` must be 0 then."""
+    x, weight, activation = builder.spec("x"), operands.weight, spec.activation
+    d, stride = x.shape[1], row_stride("x", x)
+    values: ArraySpec = weight.values
+    matrix_blocks, steps = values.shape[-3:-1]
+    blocks, stacked = _blocks(config, spec), operands.layer is not None
+    large, gathered = config.block_m == _LARGE, spec.gather != "row"
+    num_blocks = layout.max_blocks(config.block_m)
+    tiles = num_blocks * -(-n // config.block_n)
+    most = builder.target.num_sms * (1 if large else 2)
+
+    def optional(name: str) -> Pointer | Constant:
+        return Pointer(name) if builder.has(name) else Constant(None)
+
+    x_map = TensorMap("x", (x.shape[0], d), stride, (config.block_m, _DEPTH))
+    deep = config.block_k // BLOCK_COLUMNS
+    arguments: dict[str, Argument] = {
+        "x": Pointer("x"),
+        "x_map": Constant(None) if gathered else x_map,
+        "weight_map": TensorMap("weight.values", (values.size // _LINE, _LINE), _LINE, (deep * _LINES, _LINE)),
+        "scales": Pointer("weight.scales"),
+        **{name: optional(name) for name in ("bias", "row_weight", "layer")},
+        **{name: Pointer(name) for name in ("group_sizes", "group_start", "slot_of_row", "schedule")},
+        # Blocks that have one tile each need not ask for it.
+        "counters": Pointer("tile_counters") if tiles > most else Constant(None),
+        "y": Pointer("y"),
+        "num_blocks": Scalar(num_blocks),
+        "num_rows": Scalar(layout.capacity),
+        "num_slots": Scalar(layout.num_slots),
+        "D": Constant(d),
+        "N": Constant(n),
+        "WEIGHT_N": Constant(weight.shape[-2]),
+        "STEPS": Constant(steps),
+        "BLOCKS": Constant(matrix_blocks),
+        "NUM_EXPERTS": Constant(layout.num_experts),
+        "NUM_LAYERS": Constant(weight.shape[0] if stacked else 1),
+        "X_STRIDE": Constant(stride),
+        "BIAS_LAYER_STRIDE": Constant(operands.bias.stride[0] if operands.bias is not None and stacked else 0),
+        "TOP_K": Constant(layout.top_k),
+        "GATHER": Constant(spec.gather),
+        "SCATTER": Constant(spec.scatter),
+        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None and activation.gated else None),
+        "ACTIVATION": Constant(activation.name if activation is not None else None),
+        "ALPHA": Constant(activation.alpha if activation is not None else None),
+        "LIMIT": Constant(activation.limit if activation is not None else None),
+        "COUNTER": Constant(counter if tiles > most else None),
+        "STAGES": Constant(config.num_stages),
+        "BLOCK_M": Constant(config.block_m),
+        "PAIRS": Constant(blocks),
+        "DEEP": Constant(deep),
+        # One warp issues what little a small tile or TMA asks for soonest; gathering many rows takes more threads.
+        "PRODUCER_WARPS": Constant(4 if large or (gathered and config.block_m > 16) else 1),
+        "REGISTERS": Constant(None if large else _SHARED_REGISTERS),
+        "GROUP_M": Constant(config.group_m),
+        "OVERLAP": Constant(None),
+    }
+    builder.launch("hopper_mixed:matmul_mixed", (min(tiles, most),), arguments, config.num_warps, 1)
+    tokens = f"{config.block_m} tokens" if not large else f"{_LARGE // 4} or {_LARGE} tokens"
+    builder.sums(f"k in blocks of 16, in order, fp32 accumulator, wgmma of 64 weight rows and {tokens}; no split")

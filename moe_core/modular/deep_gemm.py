@@ -1,0 +1,155 @@
+"""DeepGEMM's contract: what its grouped products take, and its mode of scales.
+
+Grouped products `D = A @ B.T` of e4m3: A with fp32 scales of 1 x 128 values, B with fp32 scales of 128 x 128.
+Contiguous layout: A `[M, K]`, the rows of a group side by side and padded to 128, `m_indices [M]` names the group of
+each row. Masked layout: A `[G, M, K]`, of which `masked_m [G]` rows of each group are used.
+Source: the README and the tests of github.com/deepseek-ai/DeepGEMM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import (
+    FP8_BLOCK,
+    FP8_GROUP,
+    FP8_GROUP_POW2,
+    Format,
+    QuantizedSpec,
+    QuantizedTensor,
+    quantized_specs,
+)
+from moe_core.matmul_ogs import plan_matmul_ogs, product_tile
+from moe_core.modular.expert_weights import activation_quantization, weight_quantization
+from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.operands import MatmulOperands
+from moe_core.plan import LaunchPlan
+from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
+from moe_core.target import Target
+from moe_core.tuning import TileConfig
+
+#: Rows that every group of the contiguous layout is padded to, and the sides of a weight's block.
+ALIGNMENT = 128
+_E4M3 = "float8_e4m3fn"
+#: What A's scales and B's are scales of, in upstream's terms: rows of A, rows of B, columns of both.
+RECIPE = (1, ALIGNMENT, ALIGNMENT)
+
+
+def deep_gemm_block_shape() -> list[int]:
+    """[rows, columns] of the weights that share a scale; the rows of a group are padded to the first of them."""
+    return [ALIGNMENT, ALIGNMENT]
+
+
+def has_e8m0_mode(target: Target) -> bool:
+    """Whether DeepGEMM's kernels for the target take power-of-two scales alone: on Blackwell, sm_100 to sm_109."""
+    return target.kind == "cuda" and target.arch // 10 == 10
+
+
+def activation_format(e8m0: bool) -> Format:
+    """What activations are quantised to: 1 x 128, with e8m0 the scales rounded up to powers of two."""
+    return FP8_GROUP_POW2 if e8m0 else FP8_GROUP
+
+
+def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
+    """The reason DeepGEMM's experts cannot run a configuration, None if they can."""
+    found = weight_quantization(config), activation_quantization(config)
+    if found == (FP8_BLOCK, FP8_GROUP):
+        return None
+    weights, activations = ("plain" if format is None else format.name for format in found)
+    return (
+        f"DeepGEMM multiplies {FP8_GROUP} rows with {FP8_BLOCK} weights, got {activations} rows and {weights} weights; "
+        f"pass FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape={deep_gemm_block_shape()})"
+    )
+
+
+class Pair(NamedTuple):
+    """Shapes and dtypes, by their canonical names, of one side of a product: its values and their scales."""
+
+    values: Sequence[Any]
+    values_dtype: str
+    scales: Sequence[Any]
+    scales_dtype: str
+
+
+def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
+    """The shape of D = `a @ b.T`: `[M, N]` of the contiguous layout, `[G, M, N]` of the masked one.
+
+    Raises InvalidInput for shapes and dtypes that are not the contract's, and for K and N that are no multiples of 128;
+    Unsupported for scales that are packed into integers.
+    """
+    for name, pair in (("a", a), ("b", b)):
+        if pair.values_dtype != _E4M3:
+            raise InvalidInput(f"{name}[0] must be {_E4M3}, got {pair.values_dtype}; quantise it with quantize_rows")
+        if pair.scales_dtype != "float32":
+            kind = Unsupported if pair.scales_dtype == "int32" else InvalidInput
+            raise kind(
+                f"{name}[1] must be float32, powers of two of e8m0 scales too, got {pair.scales_dtype}; unpack the "
+                "bytes of packed ones, each 2^(byte - 127)"
+            )
+    rank = 3 if masked else 2
+    if len(a.values) != rank or len(b.values) != 3:
+        wanted = "[G, M, K] of the masked layout" if masked else "[M, K] of the contiguous layout"
+        raise InvalidInput(
+            f"a[0] must be {wanted} and b[0] [G, N, K], got {tuple(a.values)} and {tuple(b.values)}; reshape them"
+        )
+    groups, n, k = b.values
+    if not groups or (masked and a.values[0] != groups):
+        raise InvalidInput(
+            f"a[0] must have the {groups} groups of b[0], at least one, got {tuple(a.values)} and {tuple(b.values)}; "
+            "pass a block of rows for each"
+        )
+    if a.values[-1] != k:
+        raise InvalidInput(f"a[0] must have the {k} columns of b[0], got {tuple(a.values)}; pass rows of that width")
+    for name, size in (("N", n), ("K", k)):
+        if size % ALIGNMENT or not size:
+            raise InvalidInput(
+                f"{name} must be a multiple of {ALIGNMENT}, whose weights share scales, got {size} in b[0] "
+                f"{tuple(b.values)}; pad the weights with zeros"
+            )
+    shapes = {
+        "a[1]": (a.scales, (*a.values[:-1], k // ALIGNMENT)),
+        "b[1]": (b.scales, (groups, n // ALIGNMENT, k // ALIGNMENT)),
+    }
+    for name, (found, wanted) in shapes.items():
+        if len(found) != len(wanted) or any(one != other for one, other in zip(found, wanted, strict=True)):
+            group = f"{RECIPE[0 if name == 'a[1]' else 1]} x {RECIPE[2]}"
+            raise InvalidInput(
+                f"{name} must be {tuple(wanted)}, a scale for each {group} values, got {tuple(found)}; pass the scales "
+                f"of {name[0]}[0]"
+            )
+    return (*a.values[:-1], n)
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target: Target) -> TileConfig | None:
+    """The tiles of products with so many rows in each group; sizes: (G, N, K). None where there are no tiles.
+
+    What `expected_m` of the masked layout is for: its arrays say how many rows there may be, not how many are used.
+    """
+    groups, n, k = sizes
+    layout = LayoutSpec(groups * rows, 1, groups)
+    x = quantized_specs(QuantizedSpec(FP8_GROUP), (groups * rows, k))
+    operands = MatmulOperands(x, quantized_specs(QuantizedSpec(FP8_BLOCK), (groups, n, k)))
+    choice = product_tile(operands, n, layout, MatmulSpec("out_in", out_dtype=out_dtype), target)
+    return None if choice is None else choice.config
+
+
+def plan_masked(
+    operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, expected_m: int, target: Target
+) -> LaunchPlan:
+    """`plan_matmul_ogs` of a masked product, with the tiles of `tile_for_rows`."""
+    groups, n, k = operands.weight.shape
+    assert spec.out_dtype is not None
+    config = tile_for_rows((groups, n, k), expected_m, spec.out_dtype, target)
+    if config is not None:
+        spec = dataclasses.replace(spec, tuning=MatmulTuning(config))
+    return plan_matmul_ogs(operands, layout, spec, target)
+
+
+def matmul_side(format: Format, values: Any, scales: Any) -> QuantizedTensor:
+    """The rows or weights of a product, of arrays that `check_products` has seen; sizes may be symbolic."""
+    return QuantizedTensor.unchecked(QuantizedSpec(format), values, scales)

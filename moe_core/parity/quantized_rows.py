@@ -1,0 +1,77 @@
+"""Quantised rows of a case, as stages that must be equal bit by bit, and the product behind an engine's own ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.parity.case import Case
+from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
+from moe_core.quantize_rows import chooses_one_scale
+from moe_core.reference.matmul import matmul_ogs
+from moe_core.reference.quantize import quantize_rows
+from moe_core.reference.reduction import scale_rows
+from moe_core.reference.routing import layout as make_layout
+from moe_core.specs import LayoutSpec, MatmulSpec
+
+#: x and the hidden rows, quantised: uint8 `[rows, bytes]`, each row's codes and then its scales.
+QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"
+
+
+def row_bytes(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """uint8 `[R, bytes]`: the codes of every row and then its scales, of which those of all rows stand in each.
+
+    values `[R, *]`, scales `[R or 1, groups]`: of rows in the layout `out_in`.
+    """
+    scales = np.ascontiguousarray(np.broadcast_to(scales, (len(values), scales.shape[1])))
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in (values, scales)], axis=1)
+
+
+class OwnRows:
+    """The reference's quantised rows and second product, from what an engine computed before them."""
+
+    def __init__(self, case: Case, stages: Mapping[str, np.ndarray]) -> None:
+        assert case.spec.activations is not None
+        self._case, self._stages, self._format = case, stages, case.spec.activations
+        ids = stages["ids"]
+        self._layout = LayoutSpec(len(ids), case.top_k, case.num_experts)
+        *self._groups, self._row_of_slot, _ = make_layout(ids, None, case.token_mask, layout=self._layout)
+
+    def _quantized(self, rows: np.ndarray, static_scale: np.ndarray | None) -> QuantizedTensor:
+        users = self._row_of_slot if chooses_one_scale(self._format, static_scale is not None) else None
+        arrays = quantize_rows(rows, static_scale, users, format=self._format)
+        return QuantizedTensor(QuantizedSpec(self._format), *arrays)
+
+    def _hidden(self) -> QuantizedTensor:
+        return self._quantized(self._stages["activation"], self._case.experts.down_input_scale)
+
+    def expected(self, stage: str) -> np.ndarray:
+        """QUANTIZED_X or QUANTIZED_HIDDEN."""
+        if stage == QUANTIZED_HIDDEN:
+            rows = self._hidden()
+        else:
+            case = self._case
+            weighted = case.spec.apply_router_weight_on_input
+            source = scale_rows(case.x, self._stages["weights"]) if weighted else case.x
+            rows = self._quantized(source, case.experts.gate_up_input_scale)
+        return row_bytes(rows.values, rows.scales)
+
+    def second_product(self) -> tuple[np.ndarray, Tolerance]:
+        """The weighted slots `[T * K, D]`, and how far those of another sum of the same rows may lie from them."""
+        case, spec = self._case, self._case.spec
+        weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
+        product = MatmulSpec(
+            spec.weight_layout,
+            gather="slot",
+            scatter="slot",
+            out_dtype=case.dtype,
+            allow_tf32=spec.allow_tf32,
+            fast_accumulate=spec.fast_accumulate,
+        )
+        experts, options = case.experts, {"layout": self._layout, "spec": product}
+        arrays = (self._hidden(), experts.down, *self._groups)
+        slots = matmul_ogs(*arrays, bias=experts.down_bias, row_weight=weights, **options)
+        down = experts.down.format
+        return slots, quantized_matmul_tolerance(case.dtype, case.d_ff, down, product, rows=self._format)

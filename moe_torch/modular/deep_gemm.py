@@ -1,0 +1,162 @@
+"""The grouped products of DeepGEMM's contract, under its names, on the kernels of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_core.checks import require_at_least, require_flag
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import FP8_BLOCK, FP8_GROUP
+from moe_core.modular.deep_gemm import RECIPE, Pair, check_products, has_e8m0_mode, matmul_side, tile_for_rows
+from moe_core.operands import MatmulOperands
+from moe_core.specs import MatmulSpec, MatmulTuning
+from moe_core.tuning import TileConfig
+from moe_torch import ops
+from moe_torch.dispatch import target_of_device
+from moe_torch.modular.rows import batched_layout
+from moe_torch.modular.stages import product
+
+#: Values e4m3 and their scales fp32.
+Quantized = tuple[torch.Tensor, torch.Tensor]
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    m_indices: torch.Tensor,
+    recipe: Sequence[int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """Write `d[row] = a[row] @ b[m_indices[row]].T` for every row: the contiguous layout.
+
+    a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`, of any strides. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128,
+    K / 128]`. K and N are multiples of 128. d `[M, N]`: bf16 (or fp16, fp32), dense rows. m_indices int32 `[M]`: the
+    group of each row, -1 = padding, which is not read and whose rows of d become zeros; numbers of no group count as
+    -1. Groups may begin anywhere and come in any order, so that rows padded to 128 are as good as others. recipe: None
+    or (1, 128, 128). compiled_dims, disable_ue8m0_cast: what upstream compiles for, and whether it rounds scales on
+    Blackwell; checked, without effect here: sizes are upstream's compiler's business, and scales are used as they are.
+    Works in CUDA graphs and under `torch.compile`; no gradient. Raises InvalidInput, Unsupported.
+    """
+    _require_options(recipe, compiled_dims, disable_ue8m0_cast)
+    _require_products(a, b, d, masked=False)
+    rows, groups = a[0].shape[0], b[0].shape[0]
+    _require_indices("m_indices", m_indices, rows)
+    layout = ops.make_layout(m_indices.reshape(-1, 1), groups)
+    spec = MatmulSpec("out_in", "token", "slot", out_dtype=_name(d))
+    _write(d, product({"y": d}, _operands(a, b), layout, spec))
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    recipe: Sequence[int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """Write `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
+
+    a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. d `[G, M, N]`. masked_m int32 `[G]`, on the device; rows past
+    it are not read, and are zeros in d. expected_m: about how many rows of a group are used; tiles are chosen for it,
+    and what is computed does not depend on its being right. Everything else as in `m_grouped_fp8_gemm_nt_contiguous`.
+    """
+    _require_options(recipe, compiled_dims, disable_ue8m0_cast)
+    require_at_least("expected_m", expected_m, 1)
+    groups, rows, n = _require_products(a, b, d, masked=True)
+    _require_indices("masked_m", masked_m, groups)
+    k = a[0].shape[2]
+    flat = d.view(groups * rows, n)
+    device = d.device
+    tile = _tile(groups, n, k, min(expected_m, max(rows, 1)), _name(d), device.type, device.index or 0)
+    tuning = None if tile is None else MatmulTuning(TileConfig(*tile))
+    spec = MatmulSpec("out_in", out_dtype=_name(d), tuning=tuning)
+    layout = batched_layout(groups, rows, masked_m.clamp(0, rows))
+    a = a[0].reshape(groups * rows, k), a[1].reshape(groups * rows, a[1].shape[2])
+    _write(flat, product({"y": flat}, _operands(a, b), layout, spec))
+
+
+def is_blackwell_deep_gemm_e8m0_used(device: torch.device | str | None = None) -> bool:
+    """Whether the chip is one on which DeepGEMM takes power-of-two scales alone: Blackwell, sm_100 to sm_109.
+
+    device: None = the current CUDA device, or none. Experts are in that mode if they are made with `e8m0=True`.
+    """
+    if device is None:
+        if not torch.cuda.is_available():
+            return False
+        device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(device)
+    return device.type == "cuda" and _on_blackwell(device.index or 0)
+
+
+@torch.compiler.assume_constant_result
+def _on_blackwell(index: int) -> bool:
+    return has_e8m0_mode(target_of_device(torch.device("cuda", index)))
+
+
+@torch.compiler.assume_constant_result
+def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, index: int) -> tuple[Any, ...] | None:
+    """The fields of the tile for so many rows of a group; a constant of compiled programs."""
+    found = tile_for_rows((groups, n, k), rows, out_dtype, target_of_device(torch.device(kind, index)))
+    return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
+
+
+def pair_of(pair: Quantized) -> Pair:
+    """Shapes and dtypes of values and scales."""
+    values, scales = pair
+    return Pair(values.shape, _name(values), scales.shape, _name(scales))
+
+
+def _operands(a: Quantized, b: Quantized) -> MatmulOperands:
+    sides = (matmul_side(format, values, scales.contiguous()) for format, (values, scales) in _formats(a, b))
+    return MatmulOperands(*sides)
+
+
+def _formats(a: Quantized, b: Quantized) -> tuple[tuple[Any, Quantized], tuple[Any, Quantized]]:
+    return (FP8_GROUP, a), (FP8_BLOCK, b)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _write(d: torch.Tensor, found: torch.Tensor) -> None:
+    if found is not d:
+        d.copy_(found)
+
+
+def _require_products(a: Quantized, b: Quantized, d: torch.Tensor, masked: bool) -> tuple[Any, ...]:
+    for name, pair in (("a", a), ("b", b)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both tensors")
+        if not pair[0].is_contiguous():
+            raise InvalidInput(f"{name}[0] must be dense, got strides {pair[0].stride()}; call contiguous() on it")
+    shape = check_products(pair_of(a), pair_of(b), masked=masked)
+    if d.dtype not in _OUTPUTS or tuple(d.shape) != shape or not d.is_contiguous():
+        raise InvalidInput(
+            f"d must be bf16, fp16 or fp32 {list(shape)}, dense, got {d.dtype} {list(d.shape)} with strides "
+            f"{d.stride()}; allocate it so"
+        )
+    return shape
+
+
+def _require_indices(name: str, indices: torch.Tensor, count: Any) -> None:
+    if indices.dtype != torch.int32 or indices.dim() != 1 or indices.shape[0] != count:
+        raise InvalidInput(
+            f"{name} must be torch.int32 [{count}], got {indices.dtype} {list(indices.shape)}; cast or cut it"
+        )
+
+
+def _require_options(recipe: Sequence[int] | None, compiled_dims: str, disable_ue8m0_cast: bool) -> None:
+    if recipe is not None and tuple(recipe) != RECIPE:
+        raise Unsupported(f"recipe must be None or {RECIPE}, the groups that share a scale, got {recipe}; quantise so")
+    if not isinstance(compiled_dims, str) or set(compiled_dims) - set("mnk"):
+        raise InvalidInput(f"compiled_dims must be letters of 'mnk', got {compiled_dims!r}; leave it out")
+    require_flag("disable_ue8m0_cast", disable_ue8m0_cast)

@@ -1,0 +1,225 @@
+"""Experts that are Triton's or DeepGEMM's, chosen call by call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from moe_core.errors import InvalidInput
+from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEQuantConfig, ProblemSize
+from moe_core.modular.deep_gemm_dispatch import (
+    DEEP_GEMM,
+    DispatchCase,
+    choose_experts,
+    explain_choice,
+    why_not_allowed,
+    why_not_valid_shape,
+)
+from moe_core.specs import Activation, Tuning
+from moe_torch.modular.deep_gemm import is_blackwell_deep_gemm_e8m0_used
+from moe_torch.modular.deep_gemm_experts import DeepGemmExperts
+from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
+from moe_torch.modular.triton_experts import TritonExperts
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
+
+Self = TypeVar("Self", bound="TritonOrDeepGemmExperts")
+
+
+class TritonOrDeepGemmExperts(FusedMoEPermuteExpertsUnpermute):
+    """`deep_gemm_expert` where it is allowed and a call is valid for it, else `triton_expert`.
+
+    Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]; `deep_gemm_expert` is None otherwise. Valid, with
+    w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 both e4m3, everything contiguous;
+    or e8m0 on a chip for which `is_blackwell_deep_gemm_e8m0_used`. `explain` says which and why.
+
+    The first seven parameters are those of `FusedMoEQuantConfig.make`, arrays (scales, zero points, biases) its others.
+    e8m0 and use_deep_gemm_package: of `deep_gemm_expert`, see `DeepGemmContractExperts`. Chunks of a batch all run on
+    the member of the whole batch. Raises InvalidInput, and Unsupported for what a member does not support.
+    """
+
+    default_weight_layout = "out_in"
+    # The members do, or call their own.
+    fuses_activation = True
+
+    def __init__(
+        self,
+        use_fp8_w8a8: bool = False,
+        use_int8_w8a8: bool = False,
+        use_int8_w8a16: bool = False,
+        use_int4_w4a16: bool = False,
+        use_mxfp4_w4a4: bool = False,
+        per_act_token_quant: bool = False,
+        block_shape: Sequence[int] | None = None,
+        allow_deep_gemm: bool = False,
+        *,
+        tuning: Tuning | None = None,
+        e8m0: bool = False,
+        use_deep_gemm_package: bool = False,
+        **arrays: Any,
+    ) -> None:
+        config = FusedMoEQuantConfig.make(
+            use_fp8_w8a8,
+            use_int8_w8a8,
+            use_int8_w8a16,
+            use_int4_w4a16,
+            use_mxfp4_w4a4,
+            per_act_token_quant,
+            block_shape,
+            **arrays,
+        )
+        super().__init__(config, tuning=tuning)
+        self._not_allowed = why_not_allowed(allow_deep_gemm, use_fp8_w8a8, block_shape)
+        self.triton_expert = TritonExperts(config, tuning=tuning)
+        self.deep_gemm_expert: DeepGemmExperts | None = None
+        if self.allow_deep_gemm:
+            self.deep_gemm_expert = DeepGemmExperts(
+                config, tuning=tuning, e8m0=e8m0, use_deep_gemm_package=use_deep_gemm_package
+            )
+        elif e8m0 or use_deep_gemm_package:
+            raise InvalidInput(
+                f"e8m0 and use_deep_gemm_package must be False where DeepGEMM is not allowed, got {e8m0} and "
+                f"{use_deep_gemm_package}, and {self._not_allowed}; leave them out, or allow it"
+            )
+
+    @property
+    def allow_deep_gemm(self) -> bool:
+        """Whether DeepGEMM may be chosen."""
+        return self._not_allowed is None
+
+    @property
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        """The members', which must agree."""
+        return self._agreed("activation_formats", lambda member: member.activation_formats)
+
+    def supports_chunking(self) -> bool:
+        return all(member.supports_chunking() for member in self._members())
+
+    def supports_expert_map(self) -> bool:
+        return all(member.supports_expert_map() for member in self._members())
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """The members', which must agree."""
+        return self._agreed("finalize_weight_and_reduce_impl", lambda member: member.finalize_weight_and_reduce_impl())
+
+    def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
+        return self._members()[-1].workspace_dtype(activation_dtype)
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: str | Activation,
+    ) -> WorkspaceShapes:
+        """DeepGEMM's, which are strictly larger, where it may be chosen for such sizes; `apply` may yet take Triton."""
+        member = self.triton_expert
+        if self.deep_gemm_expert is not None and (self.deep_gemm_expert.e8m0 or why_not_valid_shape(M, N, K) is None):
+            member = self.deep_gemm_expert
+        return member.workspace_shapes(
+            M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+        )
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str | Activation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """That of the member which `explain` names."""
+        self.chosen(hidden_states, w1, w2).apply(
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        )
+
+    def chosen(
+        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+    ) -> FusedMoEPermuteExpertsUnpermute:
+        """The member that runs such a call."""
+        choice = choose_experts(self._not_allowed, self._case(hidden_states, w1, w2))
+        if choice.member != DEEP_GEMM:
+            return self.triton_expert
+        assert self.deep_gemm_expert is not None, "it is made where it is allowed"
+        return self.deep_gemm_expert
+
+    def explain(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> str:
+        """Which member runs such a call, and why: one line. Runs nothing."""
+        return explain_choice(self._not_allowed, self._case(hidden_states, w1, w2))
+
+    def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
+        """The same experts, both members, with another configuration of the same scheme."""
+        if quant_config is self.quant_config:
+            return self
+        changed = copy.copy(self)
+        changed.quant_config = quant_config
+        changed.triton_expert = self.triton_expert.with_quant_config(quant_config)
+        if self.deep_gemm_expert is not None:
+            changed.deep_gemm_expert = self.deep_gemm_expert.with_quant_config(quant_config)
+        return changed
+
+    def chunked_as_whole(
+        self,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        size: ProblemSize,
+        activation: str | Activation,
+    ) -> FusedMoEPermuteExpertsUnpermute:
+        """The member of the whole: a chunk alone may have too few tokens for it, and other bits on the other one."""
+        return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)
+
+    def _members(self) -> list[FusedMoEPermuteExpertsUnpermute]:
+        own = self.deep_gemm_expert
+        return [self.triton_expert] if own is None else [self.triton_expert, own]
+
+    def _agreed(self, name: str, question: Any) -> Any:
+        first, *others = [(type(member).__name__, question(member)) for member in self._members()]
+        for other in others:
+            if other[1] != first[1]:
+                raise InvalidInput(
+                    f"{name} of triton_expert and deep_gemm_expert must agree, got {first[1]} of {first[0]} and "
+                    f"{other[1]} of {other[0]}; choose two members that fit"
+                )
+        return first[1]
+
+    def _case(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> DispatchCase:
+        arrays = {"hidden_states": hidden_states, "w1": w1, "w2": w2}
+        own = self.deep_gemm_expert
+        return DispatchCase(
+            hidden_states.shape[0],
+            w2.shape,
+            (str(w1.dtype).removeprefix("torch."), str(w2.dtype).removeprefix("torch.")),
+            tuple(name for name, array in arrays.items() if not array.is_contiguous()),
+            own is not None and own.e8m0 and is_blackwell_deep_gemm_e8m0_used(hidden_states.device),
+        )

@@ -1,0 +1,389 @@
+"""Experts of DeepGEMM's contract: fp8 in blocks of 128, on tokens in either format."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from moe_core.checks import require_at_least, require_flag
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedTensor
+from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEQuantConfig, ProblemSize, QuantKey
+from moe_core.modular.deep_gemm import (
+    ALIGNMENT,
+    Pair,
+    activation_format,
+    check_products,
+    deep_gemm_block_shape,
+    matmul_side,
+    why_not_deep_gemm,
+)
+from moe_core.modular.quant_key import quant_key
+from moe_core.operands import ExpertWeights, MatmulOperands
+from moe_core.specs import Activation, MatmulSpec, Tuning
+from moe_torch import ops
+from moe_torch.modular.deep_gemm import Quantized, pair_of
+from moe_torch.modular.deep_gemm_package import DeepGemmPackage
+from moe_torch.modular.experts import WorkspaceShapes
+from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
+from moe_torch.modular.rows import batched_layout, sum_by_token, weighted_rows
+from moe_torch.modular.stages import product
+from moe_torch.modular.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+Self = TypeVar("Self", bound="DeepGemmContractExperts")
+_CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=deep_gemm_block_shape())
+_HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class DeepGemmContractExperts(GroupedExperts):
+    """What both formats share: the checks of the contract, its rows and its weights.
+
+    quant_config: fp8_w8a8 with block_shape [128, 128]; w1_scale fp32 `[E, N / 128, K / 128]` and w2_scale `[E, K / 128,
+    F / 128]` may come with the call. Hidden states are bf16, fp16 or fp32 and quantised here, or e4m3 with a1q_scale
+    fp32 `[.., K / 128]`; N, K and F are multiples of 128. e8m0: activations get power-of-two scales.
+    use_deep_gemm_package: the products are those of the `deep_gemm` package, see `DeepGemmPackage`.
+    Raises InvalidInput, and Unsupported for other configurations, layouts and where the package cannot do it.
+    """
+
+    default_weight_layout = "out_in"
+
+    def __init__(
+        self,
+        quant_config: FusedMoEQuantConfig = _CONFIG,
+        *,
+        weight_layout: str | None = None,
+        tuning: Tuning | None = None,
+        e8m0: bool = False,
+        use_deep_gemm_package: bool = False,
+    ) -> None:
+        super().__init__(quant_config, weight_layout=weight_layout, tuning=tuning)
+        require_flag("e8m0", e8m0)
+        require_flag("use_deep_gemm_package", use_deep_gemm_package)
+        if self.weight_layout != "out_in":
+            raise Unsupported(
+                f"weight_layout must be 'out_in', as DeepGEMM has it, got {weight_layout!r}; leave it out"
+            )
+        self.e8m0 = e8m0
+        self.package = DeepGemmPackage(e8m0) if use_deep_gemm_package else None
+        self._require_config(quant_config)
+
+    def _require_config(self, quant_config: FusedMoEQuantConfig) -> None:
+        reason = why_not_deep_gemm(quant_config)
+        if reason is not None:
+            raise Unsupported(reason)
+        if self.package is not None and (quant_config.w1_bias is not None or quant_config.w2_bias is not None):
+            raise Unsupported("the package deep_gemm adds no bias; leave use_deep_gemm_package out")
+
+    def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
+        self._require_config(quant_config)
+        return super().with_quant_config(quant_config)
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """e4m3 weights of 128 x 128 with e4m3 activations of 1 x 128."""
+        known = ops.scheme_named("fp8_block")
+        assert known.activations is not None
+        return (weight_key, activation_key) == (quant_key(known.weights, True), quant_key(known.activations, False))
+
+    @property
+    def activations(self) -> Format:
+        return activation_format(self.e8m0)
+
+    def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
+        """That of the activations; bf16 where these are quantised already."""
+        return torch.bfloat16 if activation_dtype == torch.float8_e4m3fn else activation_dtype
+
+    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
+        first = MatmulSpec("out_in", "token", "row", tuning=self.matmul_tuning(1))
+        return first, MatmulSpec("out_in", "row", "slot", tuning=self.matmul_tuning(2))
+
+    def chunked_as_whole(
+        self: Self,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        size: ProblemSize,
+        activation: str | Activation,
+    ) -> Self:
+        if x.dtype == torch.float8_e4m3fn:
+            raise InvalidInput(
+                "hidden_states must not be quantised where they are taken in chunks, whose scales nobody splits, got "
+                "e4m3; leave chunk_size out, or prepare them as they are"
+            )
+        return super().chunked_as_whole(x, w1, w2, size, activation)
+
+    def rows_of(self, hidden_states: torch.Tensor, a1q_scale: torch.Tensor | None) -> QuantizedTensor:
+        """Hidden states `[.., K]` quantised, as rows; those that are already, with their scales `[.., K / 128]`."""
+        *lead, columns = hidden_states.shape
+        if hidden_states.dtype == torch.float8_e4m3fn:
+            if a1q_scale is None:
+                raise InvalidInput("a1q_scale must be given for e4m3 hidden_states, got None; pass their scales")
+            wanted = (*lead, columns // ALIGNMENT)
+            if a1q_scale.dtype != torch.float32 or tuple(a1q_scale.shape) != wanted:
+                raise InvalidInput(
+                    f"a1q_scale must be float32 {list(wanted)}, a scale for each 1 x {ALIGNMENT} values, got "
+                    f"{a1q_scale.dtype} {list(a1q_scale.shape)}; pass those of hidden_states"
+                )
+            scales = a1q_scale.contiguous().view(-1, wanted[-1])
+            return matmul_side(self.activations, hidden_states.reshape(-1, columns), scales)
+        if a1q_scale is not None or hidden_states.dtype not in _HIDDEN:
+            raise InvalidInput(
+                "hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got "
+                f"{hidden_states.dtype} and {'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
+            )
+        return ops.quantize_rows(hidden_states.reshape(-1, columns), self.activations)
+
+    def sides(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
+        """The weights; InvalidInput where a product with them is not the contract's."""
+        weights = self.weights(w1, w2)
+        for weight in (weights.gate_up, weights.down):
+            k = weight.values.shape[2]
+            rows = Pair((0, k), "float8_e4m3fn", (0, k // ALIGNMENT), "float32")
+            check_products(rows, pair_of((weight.values, weight.scales)))
+        return weights
+
+    def own_product(
+        self,
+        number: int,
+        y: torch.Tensor,
+        rows: QuantizedTensor,
+        weights: ExpertWeights,
+        layout: ops.RaggedLayout,
+        places: tuple[str, str],
+        row_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Product 1 or 2 on this library's kernels, in y where the call is plain. places: gather and scatter."""
+        weight, bias = weights.gate_up, weights.gate_up_bias
+        if number == 2:
+            weight, bias = weights.down, weights.down_bias
+        dtype = str(y.dtype).removeprefix("torch.")
+        spec = MatmulSpec("out_in", *places, out_dtype=dtype, tuning=self.matmul_tuning(number))
+        operands = MatmulOperands(rows, weight, bias=bias, row_weight=row_weight)
+        return product({"y": y}, operands, layout, spec)
+
+
+class DeepGemmExperts(DeepGemmContractExperts):
+    """Tokens in the Standard format, products in the contiguous layout: the rows of each expert padded to 128.
+
+    quantise -> product 1 -> `activation` -> quantise -> product 2, weighted -> sum by token. What lies between the
+    stages is rounded to the dtype of the hidden states (bf16 where they are quantised), as DeepGEMM's products are:
+    once more than in TritonExperts. `activation` may be overridden; rows of padding are exact zeros when it sees them.
+    Options: those of `DeepGemmContractExperts`.
+    """
+
+    @property
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        return FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.Standard
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: str | Activation,
+    ) -> WorkspaceShapes:
+        """For the most rows that padding can make of M * topk."""
+        rows = -(-(M * topk + local_num_experts * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+        return (rows, max(N, K)), (rows, self.adjust_N_for_activation(N, activation)), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str | Activation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """expert_tokens_meta is not needed: rows are counted from the ids."""
+        _require_no_scale(a2_scale)
+        self.require_experts(w1, global_num_experts, expert_map)
+        E, M, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        weights, rows = self.sides(w1, w2), self.rows_of(hidden_states, a1q_scale)
+        left = weights_left(topk_weights, apply_router_weight_on_input)
+        layout = ops.make_layout(topk_ids, E, expert_map=expert_map, alignment=ALIGNMENT)
+        F, count = self.adjust_N_for_activation(N, activation), layout.slot_of_row.shape[0]
+        if self.package is not None:
+            count = count // ALIGNMENT * ALIGNMENT
+            memory = view_as(workspace13, count, N), view_as(workspace2, count, F), view_as(workspace13, count, K)
+            self._run_package(self.package, output, rows, weights, layout, left, activation, memory)
+            return
+        before = self.own_product(1, view_as(workspace13, count, N), rows, weights, layout, ("token", "row"))
+        hidden = view_as(workspace2, count, F)
+        self.activation(activation, hidden, before)
+        rows = ops.quantize_rows(hidden, self.activations)
+        # The memory of what the activation has read.
+        place = view_as(workspace13, M * topk, K)
+        slots = self.own_product(2, place, rows, weights, layout, ("row", "slot"), left.reshape(-1))
+        sum_by_token(output, slots, layout.row_of_slot, topk, "slot")
+
+    def _run_package(
+        self,
+        package: DeepGemmPackage,
+        output: torch.Tensor,
+        tokens: QuantizedTensor,
+        weights: ExpertWeights,
+        layout: ops.RaggedLayout,
+        topk_weights: torch.Tensor,
+        activation: str | Activation,
+        memory: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """The same stages around the package's products, which gather nothing and weight nothing."""
+        before, hidden, after = memory
+        count, topk = before.shape[0], topk_weights.shape[1]
+        slots = layout.slot_of_row[:count]
+        token = slots.clamp(min=0).long() // topk
+        # Bytes, since not every device indexes e4m3.
+        values = tokens.values.view(torch.uint8)[token].view(torch.float8_e4m3fn)
+        places = torch.arange(count, dtype=torch.int32, device=slots.device)
+        group = torch.bucketize(places, layout.group_start[1:], right=True, out_int32=True)
+        m_indices = torch.where(slots >= 0, group, -1)
+        package.contiguous((values, tokens.scales[token]), _arrays(weights.gate_up), before, m_indices)
+        self.activation(activation, hidden, before)
+        rows = ops.quantize_rows(hidden, self.activations)
+        package.contiguous(_arrays(rows), _arrays(weights.down), after, m_indices)
+        by_row = torch.where(slots >= 0, topk_weights.reshape(-1)[slots.clamp(min=0).long()], 0.0)
+        sum_by_token(output, weighted_rows(after, by_row[:, None]), layout.row_of_slot, topk, "row")
+
+
+class BatchedDeepGemmExperts(DeepGemmContractExperts):
+    """Tokens in the batched format, products in the masked layout: `[E, max_num_tokens * num_dispatchers, K]`.
+
+    Counts are `expert_tokens_meta.expert_num_tokens`, and stay on the device; rows past them come out as zeros. Outputs
+    are neither weighted nor reduced: `finalize` does both. Options: those of `DeepGemmContractExperts`.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        num_dispatchers: int = 1,
+        quant_config: FusedMoEQuantConfig = _CONFIG,
+        *,
+        weight_layout: str | None = None,
+        tuning: Tuning | None = None,
+        e8m0: bool = False,
+        use_deep_gemm_package: bool = False,
+    ) -> None:
+        super().__init__(
+            quant_config,
+            weight_layout=weight_layout,
+            tuning=tuning,
+            e8m0=e8m0,
+            use_deep_gemm_package=use_deep_gemm_package,
+        )
+        require_at_least("max_num_tokens", max_num_tokens, 1)
+        require_at_least("num_dispatchers", num_dispatchers, 1)
+        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
+
+    @property
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        return FusedMoEActivationFormat.BatchedExperts, FusedMoEActivationFormat.BatchedExperts
+
+    def supports_chunking(self) -> bool:
+        return False
+
+    def supports_expert_map(self) -> bool:
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: str | Activation,
+    ) -> WorkspaceShapes:
+        rows = self.max_num_tokens * self.num_dispatchers
+        hidden = (local_num_experts, rows, self.adjust_N_for_activation(N, activation))
+        return (local_num_experts, rows, N), hidden, (local_num_experts, rows, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str | Activation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """topk_weights and topk_ids are those of the tokens, and `finalize` reads them: rows have been placed."""
+        _require_no_scale(a2_scale)
+        E, R, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        rows_made = self.max_num_tokens * self.num_dispatchers
+        if hidden_states.dim() != 3 or rows_made != R:
+            raise InvalidInput(
+                f"hidden_states must be [{E}, {rows_made}, {K}], got "
+                f"{list(hidden_states.shape)}; prepare them with the same max_num_tokens"
+            )
+        if expert_map is not None:
+            raise InvalidInput("expert_map must be None in the batched format, got a tensor; prepare applies it")
+        if expert_tokens_meta is None:
+            raise InvalidInput("expert_tokens_meta must say how many rows of each expert are used, got None; pass it")
+        weights, rows = self.sides(w1, w2), self.rows_of(hidden_states, a1q_scale)
+        layout = batched_layout(E, R, expert_tokens_meta.expert_num_tokens.clamp(0, R))
+        before, after = view_as(workspace13, E * R, N), output.view(E * R, K)
+        hidden = view_as(workspace2, E * R, self.adjust_N_for_activation(N, activation))
+        expected_m = min(R, -(-topk_ids.shape[0] * topk // max(global_num_experts, E)) or 1)
+        for number, place in ((1, before), (2, after)):
+            weight = weights.gate_up if number == 1 else weights.down
+            if self.package is not None:
+                blocks = rows.values.view(E, R, -1), rows.scales.view(E, R, -1)
+                self.package.masked(blocks, _arrays(weight), place.view(E, R, -1), layout.group_sizes, expected_m)
+                found = torch.where((layout.slot_of_row >= 0)[:, None], place, 0)
+            else:
+                found = self.own_product(number, place, rows, weights, layout, ("row", "row"))
+            if number == 1:
+                self.activation(activation, hidden, found)
+                rows = ops.quantize_rows(hidden, self.activations)
+            elif found is not place:
+                place.copy_(found)
+
+
+def _arrays(tensor: QuantizedTensor) -> Quantized:
+    return tensor.values, tensor.scales
+
+
+def _require_no_scale(a2_scale: torch.Tensor | None) -> None:
+    if a2_scale is not None:
+        raise InvalidInput(
+            "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
+        )

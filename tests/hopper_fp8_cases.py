@@ -1,0 +1,151 @@
+"""Products of the Hopper kernel for fp8 with fp8: drawn operands, and plans that store their results as codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_core.arrays import ArraySpec
+from moe_core.formats import FP8_GROUP, Format, QuantizedSpec, Scheme, quantized_specs, scheme_named
+from moe_core.layout import plan_schedule
+from moe_core.matmul_codes import plan_matmul_codes
+from moe_core.matmul_hopper import zero_counters
+from moe_core.matmul_hopper_fp8 import hopper_fp8_config
+from moe_core.matmul_ogs import LAYOUT_INPUTS, plan_matmul_ogs
+from moe_core.operands import MatmulOperands, map_arrays, named_arrays
+from moe_core.plan import LaunchPlan, PlanBuilder
+from moe_core.quantize_rows import plan_quantize_rows
+from moe_core.reference.quantize import quantize
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
+from moe_core.target import Target
+from tests.quantized_support import draw_weight, spec_of
+from tests.strategies import draw_array
+
+#: Scales of some rows of x, so that their results are zeros, numbers of every size, infinities and NaN.
+SPECIAL = (0.0, np.nan, 1e38, 1e-30, 1e-12, 1e-6, 1e4)
+
+
+@dataclass(frozen=True)
+class Fp8Case:
+    """One kernel: what is compiled in; tokens, and where they go, are drawn for every run of it."""
+
+    spec: MatmulSpec
+    d: int
+    n: int
+    scheme: Scheme = dataclasses.field(default_factory=lambda: scheme_named("fp8_block"))
+    top_k: int = 2
+    num_experts: int = 4
+    bias: bool = False
+    row_weight: bool = False
+    stacked: bool = False
+
+    @property
+    def tuned(self) -> MatmulSpec:
+        """The spec, on the kernel whatever the number of rows."""
+        return replace(self.spec, tuning=MatmulTuning(hopper_fp8_config(self.spec)))
+
+    def layout(self, num_tokens: int) -> LayoutSpec:
+        return LayoutSpec(num_tokens, self.top_k, self.num_experts)
+
+    def operands(self, num_tokens: int, seed: int = 0) -> MatmulOperands:
+        random, layout, activation = np.random.default_rng(seed), self.layout(num_tokens), self.spec.activation
+        gate_layout = activation.gate_layout if activation is not None else None
+        width = 2 * self.n if gate_layout in ("halves", "interleaved") else self.n
+        lead = (2, self.num_experts) if self.stacked else (self.num_experts,)
+        rows = {"row": layout.capacity, "token": num_tokens, "slot": layout.num_slots}[self.spec.gather]
+        assert self.scheme.activations is not None
+        weights = [draw_weight(random, (*lead, width, self.d), self.scheme.weights, "out_in") for _ in range(2)]
+        biases = [draw_array(random, (*lead, width)) if self.bias else None for _ in range(2)]
+        separate = gate_layout == "separate"
+        return MatmulOperands(
+            quantize(draw_array(random, (rows, self.d), "bfloat16"), self.scheme.activations),
+            weights[0],
+            up=weights[1] if separate else None,
+            bias=biases[0],
+            up_bias=biases[1] if separate else None,
+            row_weight=random.random(layout.num_slots, np.float32) if self.row_weight else None,
+            layer=np.array([1], np.int32) if self.stacked else None,
+        )
+
+    def described(self, num_tokens: int) -> MatmulOperands:
+        """ArraySpecs of a plain product: no biases, weights or layers."""
+        gated = self.spec.activation is not None and self.spec.activation.gate_layout in ("halves", "interleaved")
+        assert self.scheme.activations is not None
+        x = quantized_specs(QuantizedSpec(self.scheme.activations), (num_tokens, self.d))
+        weights = (self.num_experts, 2 * self.n if gated else self.n, self.d)
+        return MatmulOperands(x, quantized_specs(QuantizedSpec(self.scheme.weights), weights))
+
+
+#: Between them every gate layout, gather and scatter, every kind of scales, reductions that no stage divides.
+CASES = {
+    "halves": Fp8Case(MatmulSpec("out_in", "token", "row", Activation("silu"), "bfloat16"), 384, 256),
+    "slots": Fp8Case(MatmulSpec("out_in", "row", "slot", None, "bfloat16"), 400, 264, bias=True, row_weight=True),
+    "interleaved": Fp8Case(
+        MatmulSpec("out_in", "slot", "row", Activation("swiglu_oai", gate_layout="interleaved"), "float16"),
+        656,
+        200,
+        bias=True,
+        stacked=True,
+    ),
+    "fast": Fp8Case(
+        MatmulSpec("out_in", "token", "slot", Activation("relu2", False), "bfloat16", fast_accumulate=True),
+        512,
+        136,
+        scheme_named("fp8_tensor"),
+    ),
+    "channels": Fp8Case(
+        MatmulSpec("out_in", "token", "row", Activation("silu", gate_layout="separate"), "bfloat16"),
+        272,
+        128,
+        scheme_named("fp8_channel"),
+        bias=True,
+    ),
+}
+#: The product whose results are codes, of groups cut short too.
+CODES = Fp8Case(
+    MatmulSpec("out_in", "token", "row", Activation("silu", gate_layout="interleaved"), "bfloat16"), 400, 208, bias=True
+)
+
+
+def with_special_rows(operands: MatmulOperands) -> MatmulOperands:
+    """The same, with rows of SPECIAL scales."""
+    operands.x.scales[: 7 * len(SPECIAL) : 7] = np.array(SPECIAL, np.float32)[:, None]
+    return operands
+
+
+def plan_codes(operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target) -> LaunchPlan:
+    """values and scales of a composed product's result. operands: arrays."""
+    return _compose(operands, case, num_tokens, target, FP8_GROUP, fused=True)
+
+
+def plan_codes_apart(operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target) -> LaunchPlan:
+    """`plan_codes` by a product, then its quantisation."""
+    return _compose(operands, case, num_tokens, target, FP8_GROUP, fused=False)
+
+
+def _compose(
+    operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target, format: Format, *, fused: bool
+) -> LaunchPlan:
+    layout, spec, arrays = case.layout(num_tokens), case.tuned, map_arrays(operands, spec_of)
+    if fused:
+        plan = plan_matmul_codes(arrays, layout, spec, format, target)
+    else:
+        plan = plan_matmul_ogs(arrays, layout, spec, target, stage=0)
+    builder = PlanBuilder("composed codes", target)
+    names = [name for name, _ in named_arrays(arrays)] + list(LAYOUT_INPUTS)
+    bindings = {name: builder.input(name, plan.spec(name)) for name in names}
+    codes = quantized_specs(QuantizedSpec(format), (layout.capacity, case.n))
+    made = {part: builder.output(part, array) for part, array in named_arrays(codes)}
+    bindings["schedule"] = builder.scratch("schedule", plan.spec("schedule"))
+    making = {"group_sizes": "group_sizes", "schedule": "schedule"}
+    builder.call(plan_schedule(layout, hopper_fp8_config(spec).block_m, target), "schedule", making)
+    bindings["tile_counters"] = zero_counters(builder)
+    if fused:
+        builder.call(plan, "matmul", bindings | {f"y.{part}": name for part, name in made.items()})
+        return builder.build()
+    hidden = builder.scratch("hidden", ArraySpec((layout.capacity, case.n), "bfloat16"))
+    builder.call(plan, "matmul", bindings | {"y": hidden})
+    builder.call(plan_quantize_rows(builder.spec(hidden), format, target), "quantize", {"x": hidden} | made)
+    return builder.build()

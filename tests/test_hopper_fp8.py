@@ -1,0 +1,210 @@
+"""The warp-specialised kernel for fp8 with fp8: what it refuses everywhere, what it computes on an sm_90 GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_core import InvalidInput
+from moe_core.arrays import ArraySpec
+from moe_core.formats import (
+    FP8_CHANNEL,
+    FP8_GROUP,
+    FP8_TOKEN,
+    MXFP8,
+    Format,
+    QuantizedSpec,
+    QuantizedTensor,
+    Scheme,
+    quantized_specs,
+    scheme_named,
+)
+from moe_core.matmul_codes import why_two_launches
+from moe_core.matmul_hopper_fp8 import hopper_fp8_config, why_not_codes, why_not_hopper_fp8
+from moe_core.matmul_ogs import plan_matmul_ogs
+from moe_core.moe import plan_moe
+from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, map_arrays, named_arrays
+from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan
+from moe_core.quantized_tiles import choose_quantized_tile, why_illegal
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
+from moe_core.target import Target
+from tests.composed_matmul import filled_rows
+from tests.harness import engine_target, run_plan
+from tests.hopper_fp8_cases import CASES, CODES, plan_codes, plan_codes_apart, with_special_rows
+from tests.quantized_support import spec_of
+from tests.routing_cases import draw_ids, layout_arrays
+
+SM_90 = Target("cuda", 90, 132)
+KERNEL = "hopper_fp8:matmul_fp8"
+BLOCK = scheme_named("fp8_block")
+RUNS = ((700, "uniform"), (130, "one_expert"), (300, "some_absent"), (1, "uniform"), (0, "uniform"))
+
+
+def needs_sm_90() -> None:
+    target = engine_target()
+    if target.kind != "cuda" or target.arch != 90:
+        pytest.skip(f"the hopper family needs sm_90, this machine has {target}")
+
+
+def run(operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, groups: dict[str, Any], target: Target):
+    plan = plan_matmul_ogs(map_arrays(operands, spec_of), layout, spec, target)
+    arrays = dict(named_arrays(operands)) | groups
+    return run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})["y"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_reference(name: str) -> None:
+    """Twice the same bits, rows without an expert zero, nothing written outside."""
+    needs_sm_90()
+    case = CASES[name]
+    tolerance = quantized_matmul_tolerance(
+        "bfloat16", case.d, case.scheme.weights, case.spec, rows=case.scheme.activations
+    )
+    for number, (tokens, kind) in enumerate(RUNS):
+        operands, layout = case.operands(tokens, number), case.layout(tokens)
+        groups = layout_arrays(draw_ids(kind, tokens, case.top_k, case.num_experts, number), layout)
+        actual = run(operands, layout, case.tuned, groups, engine_target())
+        expected = run(operands, layout, case.spec, groups, Target("reference"))
+        assert_close(actual, expected, tolerance, label=f"{name}, {tokens} tokens, {kind}")
+        assert actual.tobytes() == run(operands, layout, case.tuned, groups, engine_target()).tobytes()
+
+
+@pytest.mark.gpu
+def test_layouts_that_lie_and_layers_outside_stay_inside_their_buffers() -> None:
+    """Sizes, starts and slots outside the arrays: the harness's guard zones must stay untouched."""
+    needs_sm_90()
+    case = CASES["interleaved"]
+    operands, layout = case.operands(300), case.layout(300)
+    groups = layout_arrays(draw_ids("uniform", 300, 2, 4, 0), layout)
+    for name, value in (("group_sizes", 10**6), ("group_start", -(10**6)), ("slot_of_row", 10**7)):
+        run(operands, layout, case.tuned, groups | {name: np.full_like(groups[name], value)}, engine_target())
+    outside = dataclasses.replace(operands, layer=np.array([7], np.int32))
+    assert np.isnan(run(outside, layout, case.tuned, groups, engine_target()).astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_codes_are_those_of_two_launches() -> None:
+    """Of zeros, of numbers of every size, of groups with infinities and NaN: bit by bit."""
+    needs_sm_90()
+    for tokens, kind in ((500, "uniform"), (70, "some_absent")):
+        operands, layout = with_special_rows(CODES.operands(tokens)), CODES.layout(tokens)
+        groups = layout_arrays(draw_ids(kind, tokens, 2, 4, 0), layout)
+        groups.pop("row_of_slot")
+        filled, found = filled_rows(layout, groups), []
+        for make in (plan_codes, plan_codes_apart):
+            plan = make(operands, CODES, tokens, engine_target())
+            found.append(run_plan(plan, dict(named_arrays(operands)) | groups))
+        for name in ("values", "scales"):
+            one, two = (np.ascontiguousarray(arrays[name][filled]) for arrays in found)
+            assert np.array_equal(one.view(np.uint8), two.view(np.uint8)), name
+        assert (found[0]["values"][~filled].view(np.uint8) == 0xFF).all()
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "another chip": ({"target": Target("cuda", 100, 148)}, "sm_90"),
+    "dense": ({"layout": None}, "dense"),
+    "plain rows": ({"x": ArraySpec((40, 128), "bfloat16")}, "x is not quantised"),
+    "e8m0": ({"formats": (MXFP8, MXFP8)}, "scales are numbers"),
+    "in_out": ({"weight_layout": "in_out"}, "out_in, got in_out"),
+    "rows": ({"formats": (FP8_GROUP, Format("fp8_rows", "e4m3", 1, 128))}, "single weight rows"),
+    "groups": ({"formats": (FP8_TOKEN, Format("fp8_64", "e4m3", 128, 64))}, "weight scales must be"),
+    "channels": ({"formats": (FP8_TOKEN, FP8_CHANNEL), "n": 264}, "divide n, got 264"),
+    "out_dtype": ({"out_dtype": "float32"}, "out_dtype float32"),
+    "d": ({"d": 136}, "got d 136"),
+    "n": ({"n": 68}, "68 columns"),
+    "stride": ({"stride": 136}, "136 codes"),
+    "up": ({"n": 136, "activation": Activation("silu")}, "128 must divide n, got 136"),
+    "gelu": ({"activation": Activation("gelu", False)}, "erf"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_say_why(name: str) -> None:
+    change, reason = REFUSALS[name]
+    rows, weights = change.get("formats", (FP8_GROUP, BLOCK.weights))
+    d, n, layout_name = change.get("d", 128), change.get("n", 256), change.get("weight_layout", "out_in")
+    activation, layout = change.get("activation"), change.get("layout", LayoutSpec(40, 1, 4))
+    x = quantized_specs(QuantizedSpec(rows), (40, d))
+    values = ArraySpec((40, d), "float8_e4m3fn", (change.get("stride", d), 1))
+    x = change.get("x", QuantizedTensor(x.spec, values, x.scales))
+    width = 2 * n if activation is not None and activation.gated else n
+    matrix = (width, d) if layout_name == "out_in" else (d, width)
+    lead = () if layout is None else (4,)
+    operands = MatmulOperands(x, quantized_specs(QuantizedSpec(weights, layout_name), (*lead, *matrix)))
+    spec = MatmulSpec(layout_name, activation=activation, out_dtype=change.get("out_dtype", "bfloat16"))
+    target = change.get("target", SM_90)
+    assert reason in why_not_hopper_fp8(operands, n, layout, spec, target)
+    assert reason in (why_illegal(hopper_fp8_config(spec), operands, layout, spec, target) or "")
+
+
+def test_other_tiles_are_refused() -> None:
+    case = CASES["halves"]
+    operands, layout = case.described(300), case.layout(300)
+    assert why_illegal(hopper_fp8_config(case.spec), operands, layout, case.spec, SM_90) is None
+    for change, reason in (
+        ({"block_n": 256}, "tiles of fp8 are"),
+        ({"num_stages": 5}, "stages"),
+        ({"group_m": 0}, "group_m"),
+    ):
+        config = dataclasses.replace(hopper_fp8_config(case.spec), **change)
+        assert reason in (why_illegal(config, operands, layout, case.spec, SM_90) or "")
+        with pytest.raises(InvalidInput, match="config must be legal"):
+            plan_matmul_ogs(operands, layout, case.spec, SM_90, config=config)
+
+
+def test_many_rows_take_it_and_batch_invariance_does_not() -> None:
+    case = CASES["halves"]
+    for tokens, family in ((90, "quantized"), (100, "hopper")):
+        choice = choose_quantized_tile(case.described(tokens), case.layout(tokens), case.spec, SM_90)
+        assert choice.config.family == family
+    invariant = dataclasses.replace(case.spec, tuning=MatmulTuning(batch_invariant=True))
+    configs = {choose_quantized_tile(case.described(t), case.layout(t), invariant, SM_90).config for t in (1, 5000)}
+    assert {config.family for config in configs} == {"quantized"} and len(configs) == 1
+
+
+def forward(scheme: Scheme, tuning: Tuning | None = None) -> LaunchPlan:
+    def weights(*shape: int) -> QuantizedTensor:
+        return quantized_specs(QuantizedSpec(scheme.weights), shape)
+
+    experts = ExpertWeights(weights(8, 512, 384), weights(8, 384, 256))
+    spec = MoESpec(Activation("silu"), RouterSpec(2), "out_in", activations=scheme.activations, tuning=tuning)
+    logits = RouterLogits(ArraySpec((512, 8), "float32"))
+    return plan_moe(ArraySpec((512, 384), "bfloat16"), experts, logits, spec, SM_90)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quantisers"), [("fp8_block", 1), ("fp8_block_pow2", 1), ("fp8_channel", 2), ("fp8_tensor", 4)]
+)
+def test_a_forward_quantises_hidden_rows_where_they_are_made(scheme: str, quantisers: int) -> None:
+    plan = forward(scheme_named(scheme))
+    launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    kernels = [step.kernel for step in launches]
+    assert kernels.count(KERNEL) == 2
+    assert sum(kernel.startswith("quantize_rows:") for kernel in kernels) == quantisers
+    fused = quantisers == 1
+    assert ("before it is stored" in plan.explain()) == fused
+    assert any(buffer.name == "hidden" for buffer in plan.scratch) != fused
+    products: list[dict[str, Any]] = [dict(step.arguments) for step in launches if step.kernel == KERNEL]
+    assert [product["COUNTER"].value for product in products] == [0, 1]
+    assert dict(launches[-1].arguments)["BY_ROW"] == Constant(True)
+    if scheme != "fp8_tensor":
+        invariant = forward(scheme_named(scheme), Tuning(batch_invariant=True))
+        assert KERNEL not in [step.kernel for step in invariant.steps if isinstance(step, KernelLaunch)]
+
+
+def test_what_is_not_stored_as_codes_says_why() -> None:
+    gated = CASES["halves"].spec
+    assert not why_not_codes(FP8_GROUP, 256, gated)
+    assert "by row" in why_not_codes(FP8_GROUP, 256, dataclasses.replace(gated, scatter="slot"))
+    assert "gated" in why_not_codes(FP8_GROUP, 256, CASES["slots"].spec)
+    assert "128 columns" in why_not_codes(FP8_TOKEN, 256, gated)
+    assert "16 bytes" in why_not_codes(FP8_GROUP, 264, gated)
+    operands = CASES["halves"].described(100)
+    assert "hopper family" in why_two_launches(operands, 256, gated, None, FP8_GROUP)

@@ -1,0 +1,200 @@
+"""Products with prepared weights: what their kernel refuses everywhere, what it computes on an sm_90 GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from moe_core import InvalidInput, Unsupported
+from moe_core.arrays import ArraySpec
+from moe_core.formats import MXFP4, QuantizedTensor
+from moe_core.matmul_mixed import FAMILY, mixed_config, why_illegal_mixed
+from moe_core.matmul_ogs import plan_matmul_ogs
+from moe_core.moe import plan_moe
+from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, map_arrays, named_arrays
+from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
+from moe_core.plan import KernelLaunch
+from moe_core.reference.quantize import quantize
+from moe_core.reference.tiling import tile
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec
+from moe_core.target import Target
+from moe_core.tuning import TileConfig
+from tests.harness import engine_target, run_plan
+from tests.quantized_support import spec_of
+from tests.routing_cases import KINDS, draw_ids, layout_arrays
+from tests.strategies import draw_array
+from tests.tiled_plans import EPILOGUES, tiled_weight
+
+SM_90 = Target("cuda", 90, 132)
+#: Every height of tiles, with the most mean rows of an expert it is taken for.
+HEIGHTS = {16: 10, 32: 24, 64: 48, 128: 10**6}
+
+
+@functools.cache
+def needs_sm_90() -> None:
+    target = engine_target()
+    if target.kind != "cuda" or target.arch != 90:
+        pytest.skip(f"prepared weights are read by a kernel for sm_90, this machine has {target}")
+
+
+def draw_product(epilogue: tuple, layout: LayoutSpec, d: int, n: int, seed: int) -> tuple[MatmulOperands, MatmulSpec]:
+    """Operands whose weight is not prepared yet: scales small, great, denormal and NaN, codes of every kind."""
+    activation, gather, scatter, weighted, biased, stacked = epilogue
+    random = np.random.default_rng(seed)
+    width = 2 * n if activation is not None and activation.gated else n
+    lead = (2, layout.num_experts) if stacked else (layout.num_experts,)
+    weight = quantize(draw_array(random, (*lead, width, d), rms=1.5 * d**-0.5), MXFP4)
+    # Weights of 2^8 and 2^-130 in a few groups: what they add stays within the tolerance of the sums.
+    random_groups = random.random(weight.scales.shape)
+    weight.scales[random_groups < 0.02] = 0
+    weight.scales[random_groups > 0.999] = 130
+    rows = {"row": layout.capacity, "token": layout.num_tokens, "slot": layout.num_slots}[gather]
+    operands = MatmulOperands(
+        draw_array(random, (rows, d), "bfloat16"),
+        weight,
+        bias=draw_array(random, (*lead, width)) if biased else None,
+        row_weight=random.random(layout.num_slots, np.float32) if weighted else None,
+        layer=np.array([1], np.int32) if stacked else None,
+    )
+    return operands, MatmulSpec("out_in", gather, scatter, activation)
+
+
+def prepared(operands: MatmulOperands, spec: MatmulSpec) -> MatmulOperands:
+    activation = spec.activation
+    gate_layout = activation.gate_layout if activation is not None and activation.gated else None
+    return dataclasses.replace(operands, weight=tile(operands.weight, gate_layout or "rows"))
+
+
+def run_product(
+    operands: MatmulOperands, layout: LayoutSpec, arrays: dict, spec: MatmulSpec, target: Target
+) -> np.ndarray:
+    plan = plan_matmul_ogs(map_arrays(operands, spec_of), layout, spec, target)
+    given = dict(named_arrays(operands)) | arrays
+    return run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})["y"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("height", HEIGHTS)
+@pytest.mark.parametrize("number", range(len(EPILOGUES)))
+def test_matches_the_reference(number: int, height: int) -> None:
+    """Sizes that end inside of blocks; one kernel for every routing."""
+    needs_sm_90()
+    for tokens, top_k, kind, seed in (
+        (0, 1, "uniform", 0),
+        (1, 3, "uniform", 1),
+        *((150, 2, kind, 2) for kind in KINDS),
+    ):
+        layout = LayoutSpec(tokens, top_k, 8)
+        arrays = layout_arrays(draw_ids(kind, tokens, top_k, 8, seed), layout)
+        operands, spec = draw_product(EPILOGUES[number], layout, 416, 352, seed)
+        expected = run_product(operands, layout, arrays, spec, Target("reference"))
+        config = mixed_config(HEIGHTS[height], spec, SM_90)
+        assert config.block_m == height
+        tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
+        actual = run_product(prepared(operands, spec), layout, arrays, tuned, engine_target())
+        tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
+        assert_close(actual, expected, tolerance, label=f"y of {tokens} tokens, {kind}, {config}")
+
+
+@pytest.mark.gpu
+def test_nan_scales_and_rows_stay_where_they_are() -> None:
+    needs_sm_90()
+    layout = LayoutSpec(9, 2, 4)
+    arrays = layout_arrays(draw_ids("some_absent", 9, 2, 4, 0), layout)
+    operands, spec = draw_product((None, "token", "slot", False, False, False), layout, 256, 64, 0)
+    operands.weight.scales[:, 5, 1] = 255
+    operands.x[3] = np.nan
+    y = (
+        run_product(prepared(operands, spec), layout, arrays, spec, engine_target())
+        .astype(np.float32)
+        .reshape(9, 2, 64)
+    )
+    absent = arrays["row_of_slot"].reshape(9, 2) < 0
+    assert absent.any() and not y[absent].any()
+    assert np.isnan(y[~absent][:, 5]).all() and np.isnan(y[3][~absent[3]]).all()
+    finite = np.delete(np.delete(y, 3, axis=0), 5, axis=-1)
+    assert np.isfinite(finite).all()
+
+
+def described(activation: Activation | None = None, dtype: str = "bfloat16", n: int = 128, d: int = 256):
+    width = 2 * n if activation is not None and activation.gated else n
+    return MatmulOperands(ArraySpec((64, d), dtype), tiled_weight((8, width, d), activation))
+
+
+LAYOUT = LayoutSpec(64, 2, 8)
+TOKENS = MatmulSpec("out_in", "token")
+
+
+@pytest.mark.parametrize(
+    ("operands", "layout", "spec", "target", "reason"),
+    [
+        (described(), LAYOUT, TOKENS, Target("cuda", 80, 108), "a kernel for sm_90, got"),
+        (described(), LAYOUT, TOKENS, Target("interpreter"), "a kernel for sm_90, got"),
+        (described(dtype="float16"), LAYOUT, TOKENS, SM_90, "bfloat16 rows, to bfloat16, got float16"),
+        (described(), LAYOUT, dataclasses.replace(TOKENS, out_dtype="float32"), SM_90, "got bfloat16 to float32"),
+        (described(n=36), LAYOUT, TOKENS, SM_90, "multiples of 16 bytes, got 256 columns of x, 256"),
+        (
+            described(Activation("gelu")),
+            LAYOUT,
+            dataclasses.replace(TOKENS, activation=Activation("gelu")),
+            SM_90,
+            "use gelu_tanh",
+        ),
+    ],
+)
+def test_says_why_there_is_no_kernel(
+    operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, target: Target, reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        plan_matmul_ogs(operands, layout, spec, target)
+
+
+@pytest.mark.parametrize("activation", [None, Activation("silu")])
+def test_configurations(activation: Activation | None) -> None:
+    """The heuristics' are legal and fill shared memory; others are refused with the reason."""
+    spec = dataclasses.replace(TOKENS, activation=activation)
+    for height, rows in HEIGHTS.items():
+        config = mixed_config(rows, spec, SM_90)
+        assert config.block_m == height and config.num_stages >= 3 and config.counts_tiles
+        assert why_illegal_mixed(config, spec, SM_90) is None
+        for change, reason in (
+            ({"block_m": 48}, "block_m must be one of 16, 32, 64, 128"),
+            ({"block_n": 8}, "block_n must be"),
+            ({"block_k": 64}, "block_k must be 128"),
+            ({"num_warps": 8}, "num_warps must be 4"),
+            ({"num_stages": config.num_stages + 1}, f"num_stages must be at most {config.num_stages}"),
+        ):
+            found = why_illegal_mixed(dataclasses.replace(config, **change), spec, SM_90)
+            assert found is not None and reason in found
+    tuned = dataclasses.replace(spec, tuning=MatmulTuning(TileConfig(64, 64, 128, family="quantized")))
+    with pytest.raises(InvalidInput, match="family must be 'mixed' for tiled weights"):
+        plan_matmul_ogs(described(activation), LAYOUT, tuned, SM_90)
+
+
+def test_a_layer_runs_on_it() -> None:
+    """Four launches for few tokens, which overlap; explain names family and tiles."""
+    activation = Activation("swiglu_oai", gate_layout="interleaved")
+    experts = ExpertWeights(tiled_weight((8, 512, 128), activation), tiled_weight((8, 128, 256), None))
+    spec = MoESpec(activation, RouterSpec(2), weight_layout="out_in")
+    x, routing = ArraySpec((4, 128), "bfloat16"), RouterLogits(ArraySpec((4, 8), "float32"))
+    plan = plan_moe(x, experts, routing, spec, SM_90)
+    launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    assert [launch.kernel for launch in launches].count("hopper_mixed:matmul_mixed") == 2
+    assert [launch.dependent for launch in launches] == [False, True, True, True]
+    assert f"family='{FAMILY}'" in plan.explain()
+    with pytest.raises(Unsupported, match="restore"):
+        plan_moe(x, experts, routing, spec, SM_90, keep=True)
+
+
+def test_the_reference_takes_prepared_weights() -> None:
+    layout = LayoutSpec(13, 2, 4)
+    arrays = layout_arrays(draw_ids("some_absent", 13, 2, 4, 0), layout)
+    for epilogue in EPILOGUES:
+        operands, spec = draw_product(epilogue, layout, 96, 32, 1)
+        ours = prepared(operands, spec)
+        assert isinstance(ours.weight, QuantizedTensor) and ours.weight.spec.tiling is not None
+        expected = run_product(operands, layout, arrays, spec, Target("reference"))
+        np.testing.assert_array_equal(run_product(ours, layout, arrays, spec, Target("reference")), expected)

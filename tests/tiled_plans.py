@@ -1,0 +1,68 @@
+"""Plans of products with prepared weights for the compile gate: every tile, epilogue, gather and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.shapes import SHAPES
+from moe_core.arrays import ArraySpec
+from moe_core.formats import MXFP4, QuantizedSpec, QuantizedTensor, quantized_specs
+from moe_core.formats.tiling import Tiling
+from moe_core.matmul_ogs import plan_matmul_ogs
+from moe_core.operands import MatmulOperands
+from moe_core.plan import LaunchPlan
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec
+from moe_core.target import Target
+
+#: One on each side of every change of tiles.
+ROWS_PER_EXPERT = (1, 16, 40, 512)
+#: (activation, gather, scatter, row weights, bias, stacked layers)
+EPILOGUES = (
+    (Activation("silu", gate_layout="halves"), "token", "row", False, False, False),
+    (Activation("swiglu_oai", gate_layout="interleaved"), "slot", "slot", True, True, True),
+    (Activation("gelu_tanh", gate_layout="halves"), "row", "slot", True, True, True),
+    (Activation("relu2", gated=False), "token", "slot", True, True, True),
+    (None, "row", "slot", True, True, False),
+)
+
+
+def tiled_weight(shape: tuple[int, ...], activation: Activation | None) -> QuantizedTensor:
+    """A prepared weight of logical `[..., N, D]` for products with that activation."""
+    gate_layout = activation.gate_layout if activation is not None and activation.gated else None
+    order = gate_layout or "rows"
+    return quantized_specs(QuantizedSpec(MXFP4, "out_in", Tiling(shape[-2], shape[-1], order)), shape)
+
+
+def _product(rows: int, experts: int, d: int, n: int, epilogue: tuple, target: Target) -> LaunchPlan:
+    activation, gather, scatter, weighted, biased, stacked = epilogue
+    layout = LayoutSpec(max(1, rows * experts // 2), 2, experts)
+    width = 2 * n if activation is not None and activation.gated else n
+    count = {"row": layout.capacity, "token": layout.num_tokens, "slot": layout.num_slots}[gather]
+    lead = (3, experts) if stacked else (experts,)
+    operands = MatmulOperands(
+        ArraySpec((count, d), "bfloat16"),
+        tiled_weight((*lead, width, d), activation),
+        bias=ArraySpec((*lead, width), "float32") if biased else None,
+        row_weight=ArraySpec((layout.num_slots,), "float32") if weighted else None,
+        layer=ArraySpec((1,), "int32") if stacked else None,
+    )
+    return plan_matmul_ogs(operands, layout, MatmulSpec("out_in", gather, scatter, activation), target)
+
+
+def prepared(target: Target) -> Iterator[LaunchPlan]:
+    """Released models' layers, and every epilogue with sizes that end inside of blocks."""
+    if target.arch != 90:
+        return
+    for rows in ROWS_PER_EXPERT:
+        for model in ("gptoss120b", "qwen3"):
+            shape = SHAPES[model]
+            first = (shape.activation, "token", "row", False, shape.biased, False)
+            yield _product(rows, shape.num_experts, shape.d_model, shape.d_ff, first, target)
+            second = (None, "row", "slot", True, shape.biased, False)
+            yield _product(rows, shape.num_experts, shape.d_ff, shape.d_model, second, target)
+        for epilogue in EPILOGUES:
+            yield _product(rows, 8, 416, 352, epilogue, target)
+
+
+#: Groups of the compile gate.
+GROUPS = {"prepared": prepared}
