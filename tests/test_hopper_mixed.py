@@ -41,16 +41,19 @@ def needs_sm_90() -> None:
 
 
 def draw_product(epilogue: tuple, layout: LayoutSpec, d: int, n: int, seed: int) -> tuple[MatmulOperands, MatmulSpec]:
-    """Operands whose weight is not prepared yet: scales small, great, denormal and NaN, codes of every kind."""
+    """Operands whose weight is not prepared yet: scales small, great and denormal, codes of every kind."""
     activation, gather, scatter, weighted, biased, stacked = epilogue
     random = np.random.default_rng(seed)
     width = 2 * n if activation is not None and activation.gated else n
     lead = (2, layout.num_experts) if stacked else (layout.num_experts,)
     weight = quantize(draw_array(random, (*lead, width, d), rms=1.5 * d**-0.5), MXFP4)
-    # Weights of 2^8 and 2^-130 in a few groups: what they add stays within the tolerance of the sums.
+    # In a few groups scales of 2^-127 and of 2, whose codes are small so that they do not outweigh all others.
     random_groups = random.random(weight.scales.shape)
+    great = random_groups > 0.999
     weight.scales[random_groups < 0.02] = 0
-    weight.scales[random_groups > 0.999] = 130
+    weight.scales[great] = 128
+    codes = weight.values.reshape(*weight.scales.shape, 16)
+    codes[great] = codes[great] & 0x88 | 0x11
     rows = {"row": layout.capacity, "token": layout.num_tokens, "slot": layout.num_slots}[gather]
     operands = MatmulOperands(
         draw_array(random, (rows, d), "bfloat16"),
