@@ -56,7 +56,8 @@ def codes_to_bfloat16(codes, ELEMENT: tl.constexpr):
     elif ELEMENT == "e4m3":
         return e4m3_to_bfloat16(codes)
     elif ELEMENT == "int8":
-        # By way of 0..255: Triton 3.6 puts half of the converted signed bytes of a left operand into wrong registers.
+        # By way of 0..255: converted as signed numbers, half of the weight rows of a tile that eight warps share were
+        # wrong (Triton 3.6, an H200).
         return unsigned_to_bfloat16(codes ^ 128) - 128.0
     else:
         tl.static_assert((ELEMENT == "uint8") or (ELEMENT == "uint4"), "unknown element")
