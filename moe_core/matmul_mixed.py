@@ -29,6 +29,7 @@ _RESERVED = 1024
 #: Registers of a thread at launch where two blocks share a multiprocessor.
 _SHARED_REGISTERS = 80
 #: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage; above: the largest tile.
+#: Room for more rows than the mean; measured at means of 8, 32 and 128 (docs/performance.md), not in between.
 _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 

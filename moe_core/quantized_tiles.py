@@ -23,7 +23,8 @@ FAMILY = "quantized"
 _FP8_ARCH = 89
 #: Columns after which partial sums of fp8 products are added up in fp32.
 _PROMOTED = 128
-#: Mean rows per expert from which the hopper family multiplies fp8 with fp8 faster (measured).
+#: Mean rows per expert from which the hopper family multiplies fp8 with fp8: that of 16-bit products. Measured from 64
+#: on, where it is 1.2 times as fast as the portable kernel.
 _HOPPER_ROWS = 48
 #: Rows per expert that one configuration for every batch is chosen for.
 _INVARIANT_ROWS = 64.0
