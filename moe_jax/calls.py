@@ -188,21 +188,33 @@ def _list(devices: Any) -> str:
 
 
 def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for."""
+    """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for.
+
+    Raises Unsupported where there is no kernel on the platform that runs by default; on another one the program does,
+    when it is lowered for it.
+    """
     by_name = dict(zip(request.names, arrays, strict=True))
     branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}
+    reasons: dict[str, str | None] = {}
     for platform, target in request.targets:
-        plan = request.plan(target)
+        try:
+            plan = request.plan(target)
+        except Unsupported as error:
+            if platform == platforms.default_platform():
+                raise
+            reasons[platform] = str(error)
+            continue
         ffi.publish(plan, platform, platforms.devices_to_prepare(platform, target))
         branches[platform] = functools.partial(ffi.call, plan)
-    any_branch = branches["cpu"]
+    any_branch = next(iter(branches.values()))
 
-    def unplanned(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    def refused(reason: str | None, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         first, *others = operands.items()
-        return any_branch(dict([(first[0], platforms.refuse_when_lowered(first[1])), *others]))
+        return any_branch(dict([(first[0], platforms.refuse_when_lowered(first[1], reason)), *others]))
 
+    refusals = {platform: functools.partial(refused, reason) for platform, reason in reasons.items()}
     with jax.named_scope(f"moebius.{request.op}"):  # what profiles and programs show
-        return jax.lax.platform_dependent(by_name, default=unplanned, **branches)
+        return jax.lax.platform_dependent(by_name, default=functools.partial(refused, None), **branches, **refusals)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

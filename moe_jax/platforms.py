@@ -89,6 +89,15 @@ def targets() -> tuple[tuple[str, Target], ...]:
     return pairs if cuda is None else (*pairs, ("cuda", cuda))
 
 
+def default_platform() -> str:
+    """`cpu` or `cuda`: where calls run now whose arrays are on no device of their own (`cuda` in `export_target`)."""
+    if _export_target.value is not None:
+        return "cuda"
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    platform = jax.default_backend() if default is None else getattr(default, "platform", default)
+    return "cpu" if platform == "cpu" else "cuda"
+
+
 def platform_of(arrays: Iterable[Any]) -> str:
     """`cpu` or `cuda`: where a call with these arrays would run now (`cuda` inside `export_target`)."""
     if _export_target.value is not None:
@@ -96,9 +105,7 @@ def platform_of(arrays: Iterable[Any]) -> str:
     for value in arrays:
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.committed:
             return "cpu" if next(iter(value.devices())).platform == "cpu" else "cuda"
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    platform = jax.default_backend() if default is None else getattr(default, "platform", default)
-    return "cpu" if platform == "cpu" else "cuda"
+    return default_platform()
 
 
 def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
@@ -123,18 +130,25 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     return keys
 
 
-# The identity, which no platform may lower: what programs do where no plan was made for the platform.
+# The identity, which no platform may lower: what programs do where there is no plan for the platform.
 _refused = Primitive("moebius_unplanned_platform")
-_refused.def_abstract_eval(lambda operand: operand)
-batching.primitive_batchers[_refused] = lambda operands, axes: (_refused.bind(operands[0]), axes[0])
+_refused.def_abstract_eval(lambda operand, *, reason: operand)
+batching.primitive_batchers[_refused] = lambda operands, axes, *, reason: (
+    _refused.bind(operands[0], reason=reason), axes[0]
+)  # fmt: skip
 
 
-def refuse_when_lowered(operand: jax.Array) -> jax.Array:
-    """Mark code that must not be lowered: doing so raises Unsupported, which names the platform and the fix."""
-    return _refused.bind(operand)
+def refuse_when_lowered(operand: jax.Array, reason: str | None = None) -> jax.Array:
+    """Mark code that must not be lowered: doing so raises Unsupported with this reason.
+
+    None: that the process has no such platform; names it and the fix.
+    """
+    return _refused.bind(operand, reason=reason)
 
 
-def _lower_refused(context: mlir.LoweringRuleContext, operand: Any) -> Any:
+def _lower_refused(context: mlir.LoweringRuleContext, operand: Any, *, reason: str | None) -> Any:
+    if reason is not None:
+        raise Unsupported(reason)
     platforms = ", ".join(context.module_context.platforms)
     raise Unsupported(
         f"no plan was made for platform {platforms}: this process has no device of it that we support; run on cpu "

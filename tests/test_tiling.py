@@ -36,6 +36,7 @@ from moe_core.reference import tiling as reference
 from moe_core.reference.quantize import codes_and_scales, dequantize, quantize, unpack_nibbles
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.target import Target
+from moe_jax import platforms
 from tests.jax_support import to_jax
 from tests.torch_support import to_torch
 
@@ -209,6 +210,22 @@ def test_forwards_are_those_of_the_published_layout(gate_layout: str, lead: tupl
             layers = dataclasses.replace(prepared, layer=None)
             scanned = jax.lax.scan(lambda carry, one: (carry, forward(x, one)), None, layers)[1]
             assert np.asarray(scanned[1]).tobytes() == expected.numpy().tobytes()
+
+
+def test_programs_need_kernels_of_the_platform_they_are_lowered_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 rows have none on CUDA: a program for the CPU of a machine with a GPU runs, one for CUDA is refused."""
+    experts, spec = experts_of("halves", (E,))
+    x, router = inputs()
+    monkeypatch.setattr(platforms, "cuda_target", lambda: Target("cuda", 90, 132))
+    prepared = moe_jax.prepare_weights(to_jax(experts), spec)
+    with moe_jax.cpu_engine("reference"):
+        forward = jax.jit(lambda x, routing: moe_jax.moe(x, prepared, routing, spec).output)
+        with moe_torch.cpu_engine("reference"):
+            expected = moe_torch.moe(*(to_torch(argument) for argument in (x, experts, router)), spec).output
+        assert np.asarray(forward(jnp.asarray(x), to_jax(router))).tobytes() == expected.numpy().tobytes()
+        for exported in (["cuda"], ["cpu", "cuda"]):
+            with pytest.raises(Unsupported, match="tiled weights are multiplied with bfloat16 rows"):
+                jax.export.export(forward, platforms=exported)(jnp.asarray(x), to_jax(router))
 
 
 def test_products_of_torch_know_their_width() -> None:
