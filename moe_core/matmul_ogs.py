@@ -17,6 +17,8 @@ from moe_core.matmul_mixed import FAMILY as MIXED
 from moe_core.matmul_mixed import launch_mixed
 from moe_core.matmul_operands import MatmulSizes, check_operands, quantized_operands
 from moe_core.matmul_quantized import launch_quantized
+from moe_core.matmul_stream import FAMILY as STREAM
+from moe_core.matmul_stream import launch_stream
 from moe_core.operands import MatmulOperands, named_arrays
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
 from moe_core.quantized_tiles import choose_quantized_tile, why_not_quantized
@@ -169,7 +171,9 @@ def plan_matmul_ogs(
         builder.output(name, found[name])
     if stage is None and layout is not None:
         _fill_absent(builder, layout, spec)
-    if config.family == MIXED and layout is not None:
+    if config.family == STREAM and layout is not None:
+        launch_stream(builder, operands, sizes.n, layout, spec, config)
+    elif config.family == MIXED and layout is not None:
         launch_mixed(builder, operands, sizes.n, layout, spec, config, counter=stage or 0)
     elif config.family == "hopper" and layout is not None:
         counted = {"trusted": stage is not None, "counter": stage or 0}

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moe_core.plan import Constant, KernelLaunch, LaunchPlan, TensorMap
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 
 #: Plans of more tokens launch ordinarily.
 MOST_TOKENS = 64
@@ -35,9 +35,9 @@ _FIRST_ARCH = 90
 #: Modules of kernels that write a layout or a schedule.
 _LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
-_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "reduction:reduce")
-#: The kernel whose matrices have three axes, of blocks.
-_TILED = "hopper_mixed:matmul_mixed"
+_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
+#: Kernels whose matrices have three axes, of blocks, and what they call them.
+_TILED = {"hopper_mixed:matmul_mixed": "weight_map", "stream:matmul_stream": "weight"}
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
 #: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
 #: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/performance.md); between them nothing.
@@ -60,13 +60,12 @@ def why_not_overlapped(plan: LaunchPlan, num_tokens: int, batch_invariant: bool)
 
 def _expert_bytes(plan: LaunchPlan) -> int:
     """Bytes of one expert's matrices."""
-    tiled = {
-        value.buffer
-        for step in plan.steps
-        if isinstance(step, KernelLaunch) and step.kernel == _TILED
-        for _, value in step.arguments
-        if isinstance(value, TensorMap)
-    }
+    tiled = set()
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch) and step.kernel in _TILED:
+            weight = dict(step.arguments)[_TILED[step.kernel]]
+            assert isinstance(weight, (Pointer, TensorMap)), weight
+            tiled.add(weight.buffer)
     matrices = [(buffer.spec, 3 if buffer.name in tiled else 2) for buffer in plan.inputs if buffer.name in _MATRICES]
     return sum(array.nbytes // math.prod(array.shape[:-axes]) for array, axes in matrices)
 

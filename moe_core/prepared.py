@@ -18,7 +18,6 @@ from moe_core.specs import MoESpec
 
 #: Bytes of codes, and scales, of one row of a block.
 _ROW_BYTES, _ROW_SCALES = BLOCK_COLUMNS // 2, BLOCK_COLUMNS // GROUP_COLUMNS
-_LOW, _HIGH = 0x0F, 0xF0
 #: Where `[block, side, row]` of a block are found in the matrix's axis of rows, split from slow to fast; by order.
 _ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
 
@@ -157,22 +156,33 @@ def _from_blocks(array: Any, tiling: Tiling, width: int, functions: ArrayFunctio
 
 
 def _to_words(array: Any, functions: ArrayFunctions) -> Any:
-    """The 64 bytes of each row, from the order of columns (q, j1, j0, t; nibble b) to that of words (t, q, b, j1;
-    nibble j0): nibbles of two bytes change places, then bytes."""
+    """The 64 bytes of each row, from the order of columns (q, i, t; nibble b) to that of words (t, q; half b), whose
+    halves hold the bits of four codes in the order that `moe_core.formats.tiling` gives."""
     lead = array.shape[:-1]
-    array = array.reshape(*lead, _ROW_SCALES, 2, 2, 4)
-    first, second = array[..., 0, :], array[..., 1, :]
-    swapped = functions.stack([(first & _LOW) | ((second & _LOW) << 4), (first >> 4) | (second & _HIGH)], -1)
-    q, j1, t, b = range(len(lead), len(lead) + 4)
-    return functions.permute(swapped, (*range(len(lead)), t, q, b, j1)).reshape(*lead, _ROW_BYTES)
+    array = array.reshape(*lead, _ROW_SCALES, 4, 4)
+    halves = []
+    for codes in (array & 15, array >> 4):
+        c0, c1, c2, c3 = (codes[..., i, :] for i in range(4))
+        low = ((c0 & 3) << 6) | ((c1 & 7) << 3) | (c2 & 7)
+        signs = ((c0 & 8) << 4) | ((c1 & 8) << 1) | ((c2 & 8) >> 2)
+        halves += [low, signs | ((c0 & 4) >> 2) | (c3 & 12) | ((c3 & 3) << 5)]
+    words = functions.stack(halves, -1)
+    q, t, byte = range(len(lead), len(lead) + 3)
+    return functions.permute(words, (*range(len(lead)), t, q, byte)).reshape(*lead, _ROW_BYTES)
 
 
 def _from_words(array: Any, functions: ArrayFunctions) -> Any:
     """The inverse of `_to_words`."""
     lead = array.shape[:-1]
-    t, q, b, j1 = range(len(lead), len(lead) + 4)
     array = array.reshape(*lead, 4, _ROW_SCALES, 2, 2)
-    array = functions.permute(array, (*range(len(lead)), q, j1, b, t))
-    first, second = array[..., 0, :], array[..., 1, :]
-    swapped = [(first & _LOW) | ((second & _LOW) << 4), (first >> 4) | (second & _HIGH)]
-    return functions.stack(swapped, -2).reshape(*lead, _ROW_BYTES)
+    low, high = array[..., 0], array[..., 1]
+    codes = (
+        (low >> 6) | ((high & 1) << 2) | ((high & 0x80) >> 4),
+        ((low >> 3) & 7) | ((high & 0x10) >> 1),
+        (low & 7) | ((high & 2) << 2),
+        (high & 12) | ((high >> 5) & 3),
+    )
+    # [..., t, q, i] of [..., t, q, b], then [..., q, i, t].
+    found = functions.stack([code[..., 0] | (code[..., 1] << 4) for code in codes], -1)
+    t, q, i = range(len(lead), len(lead) + 3)
+    return functions.permute(found, (*range(len(lead)), q, i, t)).reshape(*lead, _ROW_BYTES)

@@ -12,6 +12,8 @@ from moe_core.formats import Format, QuantizedTensor
 from moe_core.matmul_hopper_fp8 import hopper_fp8_config, why_illegal_hopper_fp8, why_not_hopper_fp8
 from moe_core.matmul_mixed import FAMILY as MIXED
 from moe_core.matmul_mixed import mixed_config, why_illegal_mixed, why_not_mixed
+from moe_core.matmul_stream import FAMILY as STREAM
+from moe_core.matmul_stream import stream_config, why_illegal_stream
 from moe_core.operands import MatmulOperands
 from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
@@ -26,6 +28,9 @@ _PROMOTED = 128
 #: Mean rows per expert from which the hopper family multiplies fp8 with fp8: that of 16-bit products. Measured from 64
 #: on, where it is 1.2 times as fast as the portable kernel.
 _HOPPER_ROWS = 48
+#: Mean rows per expert up to which weights stream into registers: measured up to 2, where it is 1.1 times as fast as
+#: the mixed family, and at 8, where that one is 1.2 times as fast: experts with more than 8 rows stream twice.
+_STREAM_ROWS = 4
 #: Rows per expert that one configuration for every batch is chosen for.
 _INVARIANT_ROWS = 64.0
 
@@ -120,8 +125,10 @@ def why_illegal(
 ) -> str | None:
     """The reason a configuration cannot run a product on the target, or None."""
     if operands.weight.spec.tiling is not None:
+        if config.family == STREAM:
+            return why_illegal_stream(config, spec)
         if config.family != MIXED:
-            return f"family must be {MIXED!r} for tiled weights, got {config.family!r}"
+            return f"family must be {STREAM!r} or {MIXED!r} for tiled weights, got {config.family!r}"
         return why_illegal_mixed(config, spec, target)
     method = product_method(operands, target)
     if config.family == "hopper":
@@ -211,6 +218,8 @@ def _heuristics(
 ) -> TileConfig:
     """By rows per expert and what is multiplied; block_n counts output columns, of which gated products have two."""
     if operands.weight.spec.tiling is not None:
+        if rows <= _STREAM_ROWS:
+            return stream_config(operands.weight.values.shape[-2], spec)
         return mixed_config(rows, spec, target)
     method = product_method(operands, target)
     block_k = min(128, _round_up_to_power_of_two(sizes.d, 32), method.group or 128)

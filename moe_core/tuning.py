@@ -36,7 +36,7 @@ class TileConfig:
 
     family: `portable` runs everywhere; `hopper` is warp-specialised with TMA for sm_90: block_m 128, block_k 64,
     block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer. With quantised weights
-    `quantized` takes the place of `portable`, and `mixed` is for tiled ones on sm_90.
+    `quantized` takes the place of `portable`; `mixed`, and `stream` with few rows, are for tiled ones on sm_90.
     """
 
     block_m: int

@@ -279,9 +279,9 @@ class MoE(nnx.Module):
         )
 
     def prepare_weights(self) -> None:
-        """Put the experts' quantised matrices into the order of Hopper's kernel, in place; call it when the weights are
-        loaded. `wi.values` and `wi.scales` become `wi.tiled_values` and `wi.tiled_scales`, in states and checkpoints
-        too. See `moe_jax.layers.prepare_weights`. Raises InvalidInput."""
+        """Put the experts' quantised matrices into the order of Hopper's kernels, in place; call it when the weights
+        are loaded. `wi.values` and `wi.scales` become `wi.tiled_values` and `wi.tiled_scales`, in states and
+        checkpoints too. See `moe_jax.layers.prepare_weights`. Raises InvalidInput."""
         self._hold(layers.prepare_weights(self.parameters(), self.spec, self.num_layers))
 
     def restore_weights(self) -> None:

@@ -28,7 +28,7 @@ _untile = jax.jit(lambda tensor: prepared.untile(tensor, _JAX))
 
 
 def prepare_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Quantised weights with their bytes in the order in which Hopper's kernel of bf16 rows reads them; once, at load.
+    """Quantised weights in the order in which Hopper's kernels of bf16 rows read and decode them; once, at load.
 
     weights: a `QuantizedTensor` `[..., N, D]` in mxfp4 or mxfp4_ceil, or an `ExpertWeights` of such (one layer or a
     stack). gate_layout, of a tensor: `interleaved` or `halves` where its rows are gate and up, else None. spec, of

@@ -21,6 +21,7 @@ from moe_core.compiler import compile_launch
 from moe_core.formats import MXFP4
 from moe_core.matmul_mixed import mixed_config
 from moe_core.matmul_ogs import plan_matmul_ogs
+from moe_core.matmul_stream import stream_config
 from moe_core.operands import map_arrays, named_arrays
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
 from moe_core.plan import KernelLaunch, LaunchPlan
@@ -90,12 +91,14 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
         "hopper_codes": (OpFault("((N + WIDTH - 1) // WIDTH) + tile", "((N + WIDTH - 1) // WIDTH) + tile // 2"),),
     },
     "prepared": {
-        "hopper_mixed": (
+        "tiled_result": (
             OpFault("row = column + side * N", "row = column"),
             OpFault(
                 "gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))",
                 "up, gate = gl.split(gl.permute(values, [0, 2, 3, 1]))",
             ),
+        ),
+        "hopper_mixed": (
             OpFault("exists = (within < rows) & (slot >= 0)", "exists = (within < rows - 1) & (slot >= 0)"),
         ),
         "hopper_mixed_producer": (
@@ -105,6 +108,18 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
         "decode_words": (
             OpFault("0x3f003f00", "0x3e803e80"),
             OpFault("[1, 0, 2, 3, 8, 7, 6, 4, 5]", "[1, 0, 2, 3, 7, 8, 6, 4, 5]"),
+        ),
+    },
+    "streamed": {
+        "stream": (
+            OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
+            OpFault("right_operand(rows, 2 * part + 1, right)", "right_operand(rows, 2 * part, right)"),
+            OpFault("step + CHUNK + part, STEPS", "step + CHUNK, STEPS"),
+            OpFault("mask=within < size, other=-1", "mask=within < size - 1, other=-1"),
+        ),
+        "decode_words": (
+            OpFault("1 + (1 << 5) + (1 << 11)", "1 + (1 << 4) + (1 << 11)"),
+            OpFault("[1, 0, 2, 3, 5, 8, 7, 4, 6]", "[1, 0, 2, 3, 5, 7, 8, 4, 6]"),
         ),
     },
 }
@@ -204,13 +219,17 @@ class Prepared:
     """A product with tiled weights, gated, by token and with biases; experts with several tiles of rows."""
 
     outputs = ("y",)
-    kernel = "hopper_mixed:matmul_mixed"
     layout = LayoutSpec(70, 2, 4)
 
-    def __init__(self) -> None:
+    def __init__(self, streamed: bool) -> None:
+        self.kernel = "stream:matmul_stream" if streamed else "hopper_mixed:matmul_mixed"
         epilogue = (Activation("silu", gate_layout="halves"), "token", "slot", True, True, False)
         self.operands, spec = draw_product(epilogue, self.layout, 416, 96, 0)
-        self.spec = replace(spec, tuning=MatmulTuning(mixed_config(1, spec, Target("cuda", 90, 132))))
+        # Two of four steps under way: what is loaded ahead is used too.
+        config = replace(stream_config(4, spec), block_k=256)
+        if not streamed:
+            config = mixed_config(1, spec, Target("cuda", 90, 132))
+        self.spec = replace(spec, tuning=MatmulTuning(config))
         self.arrays = layout_arrays(draw_ids("uniform", 70, 2, 4, 0), self.layout)
         self.tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
 
@@ -237,7 +256,8 @@ PRODUCTS = {
     "gradient": Gradient(),
     "fp8": Fp8(codes=False),
     "codes": Fp8(codes=True),
-    "prepared": Prepared(),
+    "prepared": Prepared(streamed=False),
+    "streamed": Prepared(streamed=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Products with prepared weights: what their kernel refuses everywhere, what it computes on an sm_90 GPU."""
+"""Products with prepared weights: what their kernels refuse everywhere, what they compute on an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from moe_core.arrays import ArraySpec
 from moe_core.formats import MXFP4, QuantizedTensor
 from moe_core.matmul_mixed import FAMILY, mixed_config, why_illegal_mixed
 from moe_core.matmul_ogs import plan_matmul_ogs
+from moe_core.matmul_stream import FAMILY as STREAM
+from moe_core.matmul_stream import stream_config, why_illegal_stream
 from moe_core.moe import plan_moe
 from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, map_arrays, named_arrays
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
@@ -29,7 +31,7 @@ from tests.strategies import draw_array
 from tests.tiled_plans import EPILOGUES, tiled_weight
 
 SM_90 = Target("cuda", 90, 132)
-#: Every height of tiles, with the most mean rows of an expert it is taken for.
+#: Every height of the mixed family's tiles, with the most mean rows of an expert it is taken for.
 HEIGHTS = {16: 10, 32: 24, 64: 48, 128: 10**6}
 
 
@@ -37,7 +39,7 @@ HEIGHTS = {16: 10, 32: 24, 64: 48, 128: 10**6}
 def needs_sm_90() -> None:
     target = engine_target()
     if target.kind != "cuda" or target.arch != 90:
-        pytest.skip(f"prepared weights are read by a kernel for sm_90, this machine has {target}")
+        pytest.skip(f"prepared weights are read by kernels for sm_90, this machine has {target}")
 
 
 def draw_product(epilogue: tuple, layout: LayoutSpec, d: int, n: int, seed: int) -> tuple[MatmulOperands, MatmulSpec]:
@@ -79,10 +81,16 @@ def run_product(
     return run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})["y"]
 
 
+def configurations(spec: MatmulSpec) -> list[TileConfig]:
+    """Of both families, the stream's with every number of steps under way."""
+    streams = [dataclasses.replace(stream_config(4, spec), block_k=depth) for depth in (256, 384, 512)]
+    return [*streams, *(mixed_config(rows, spec, SM_90) for rows in HEIGHTS.values())]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("height", HEIGHTS)
+@pytest.mark.parametrize("place", range(7))
 @pytest.mark.parametrize("number", range(len(EPILOGUES)))
-def test_matches_the_reference(number: int, height: int) -> None:
+def test_matches_the_reference(number: int, place: int) -> None:
     """Sizes that end inside of blocks; one kernel for every routing."""
     needs_sm_90()
     for tokens, top_k, kind, seed in (
@@ -94,8 +102,7 @@ def test_matches_the_reference(number: int, height: int) -> None:
         arrays = layout_arrays(draw_ids(kind, tokens, top_k, 8, seed), layout)
         operands, spec = draw_product(EPILOGUES[number], layout, 416, 352, seed)
         expected = run_product(operands, layout, arrays, spec, Target("reference"))
-        config = mixed_config(HEIGHTS[height], spec, SM_90)
-        assert config.block_m == height
+        config = configurations(spec)[place]
         tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
         actual = run_product(prepared(operands, spec), layout, arrays, tuned, engine_target())
         tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
@@ -173,21 +180,43 @@ def test_configurations(activation: Activation | None) -> None:
             found = why_illegal_mixed(dataclasses.replace(config, **change), spec, SM_90)
             assert found is not None and reason in found
     tuned = dataclasses.replace(spec, tuning=MatmulTuning(TileConfig(64, 64, 128, family="quantized")))
-    with pytest.raises(InvalidInput, match="family must be 'mixed' for tiled weights"):
+    with pytest.raises(InvalidInput, match="family must be 'stream' or 'mixed' for tiled weights"):
         plan_matmul_ogs(described(activation), LAYOUT, tuned, SM_90)
 
 
-def test_a_layer_runs_on_it() -> None:
-    """Four launches for few tokens, which overlap; explain names family and tiles."""
+@pytest.mark.parametrize("activation", [None, Activation("silu")])
+def test_configurations_that_stream(activation: Activation | None) -> None:
+    """As many steps under way as add few of zeros behind the last one; others are refused with the reason."""
+    spec = dataclasses.replace(TOKENS, activation=activation)
+    assert [stream_config(steps, spec).block_k for steps in (1, 4, 6, 16, 23, 56)] == [256, 512, 384, 512, 512, 512]
+    for steps in (1, 6, 23):
+        config = stream_config(steps, spec)
+        assert why_illegal_stream(config, spec) is None and not config.counts_tiles
+        for change, reason in (
+            ({"block_m": 16}, "block_m must be 8"),
+            ({"block_n": 16}, "block_n must be"),
+            ({"block_k": 128}, "block_k must be one of 512, 384, 256"),
+            ({"num_warps": 8}, "num_warps must be 4"),
+            ({"num_stages": 3}, "num_stages 2"),
+        ):
+            found = why_illegal_stream(dataclasses.replace(config, **change), spec)
+            assert found is not None and reason in found
+
+
+@pytest.mark.parametrize(("tokens", "kernel", "family"), [
+    (4, "stream:matmul_stream", STREAM), (64, "hopper_mixed:matmul_mixed", FAMILY),
+])  # fmt: skip
+def test_a_layer_runs_on_them(tokens: int, kernel: str, family: str) -> None:
+    """Few rows per expert stream; four launches, which overlap; explain names family and tiles."""
     activation = Activation("swiglu_oai", gate_layout="interleaved")
     experts = ExpertWeights(tiled_weight((8, 512, 128), activation), tiled_weight((8, 128, 256), None))
     spec = MoESpec(activation, RouterSpec(2), weight_layout="out_in")
-    x, routing = ArraySpec((4, 128), "bfloat16"), RouterLogits(ArraySpec((4, 8), "float32"))
+    x, routing = ArraySpec((tokens, 128), "bfloat16"), RouterLogits(ArraySpec((tokens, 8), "float32"))
     plan = plan_moe(x, experts, routing, spec, SM_90)
     launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
-    assert [launch.kernel for launch in launches].count("hopper_mixed:matmul_mixed") == 2
+    assert [launch.kernel for launch in launches].count(kernel) == 2
     assert [launch.dependent for launch in launches] == [False, True, True, True]
-    assert f"family='{FAMILY}'" in plan.explain()
+    assert f"family='{family}'" in plan.explain()
     with pytest.raises(Unsupported, match="restore"):
         plan_moe(x, experts, routing, spec, SM_90, keep=True)
 

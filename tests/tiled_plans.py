@@ -15,7 +15,7 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.target import Target
 
 #: One on each side of every change of tiles.
-ROWS_PER_EXPERT = (1, 16, 40, 512)
+ROWS_PER_EXPERT = (1, 8, 16, 40, 512)
 #: (activation, gather, scatter, row weights, bias, stacked layers)
 EPILOGUES = (
     (Activation("silu", gate_layout="halves"), "token", "row", False, False, False),

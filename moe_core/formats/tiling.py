@@ -6,11 +6,15 @@ tiling is a permutation of codes and scales, and padding.
 
 values uint8 `[..., blocks, steps, 4096]`. A block's bytes, from the slowest index to the fastest:
 
-    byte 2048 side + 64 row + 16 t + 4 q + 2 b + j1,      side 0..1, row 0..31, t 0..3, q 0..3, b 0..1, j1 0..1
+    bytes 2048 side + 64 row + 16 t + 4 q + 2 b, and the next,      side 0..1, row 0..31, t 0..3, q 0..3, b 0..1
 
-holds in its low nibble (j0 = 0) and high nibble (j0 = 1) the codes of row 32 side + row of the block, columns
-32 q + 16 j1 + 8 j0 + 2 t + b. A lane t of the tensor cores' quads so reads its share of all 128 columns of a row as 16
-contiguous bytes: one 32-bit word for each group of 32 columns.
+are a number of 16 bits, the lower byte first, that holds the codes of row 32 side + row of the block, columns
+32 q + 8 i + 2 t + b, i = 0..3. A code's bits s, e1, e0, m (from the sign to the mantissa) are the number's bits
+
+    i = 0: 15, 8, 7, 6      i = 1: 12, 5, 4, 3      i = 2: 9, 2, 1, 0      i = 3: 11, 10, 14, 13
+
+A lane t of the tensor cores' quads so reads its share of all 128 columns of a row as 16 contiguous bytes, one 32-bit
+word for each group of 32 columns, and shifts and masks of a word are pairs of bfloat16 numbers but for their scale.
 
 scales uint8 `[..., blocks, steps, 256]`: byte 128 side + 4 row + q is the scale of that row's columns 32 q to
 32 q + 31.

@@ -1,8 +1,8 @@
 """From tiled codes to the left operand of Hopper's tensor cores: PTX that keeps every step in registers.
 
 A thread of a consumer has 16 bytes of a weight row for 128 columns (`moe_core.formats.tiling`): word q is its share of
-columns 32 q .. 32 q + 31, nibbles j and j + 4 are columns 32 q + 16 (j / 2) + 8 (j % 2) + 2 t and the next one, t being
-the thread's place among four.
+columns 32 q .. 32 q + 31. Its lower half holds columns 32 q + 8 i + 2 t, i = 0 .. 3, t being the thread's place among
+four, its upper half the columns after them: a pair for the tensor cores is 16 bits apart.
 """
 
 from triton.experimental import gluon
@@ -18,47 +18,78 @@ COLUMNS = gl.constexpr(128)
 LINES = gl.constexpr(32)
 
 
-def _pair(word: str, nibble: int, out: str, scale: str) -> str:
-    """Codes `nibble` and `nibble` + 4 of a word, 16 bits apart, as two bfloat16 times scale.
-
-    A product with two powers of two is two shifts: one puts the signs into place, one the other three bits.
-    """
-    mask, factor = (0x000F000F, 4160) if nibble % 2 == 0 else (0x00F000F0, 260)
-    return (
-        f"and.b32 t, {word}, {mask:#x}; mul.lo.u32 t, t, {factor}; and.b32 t, t, 0x81c081c0; "
-        f"mul.rn.bf16x2 {out}, t, {scale};\n"
-    )
+#: An e2m1 code's sign and three other bits where bfloat16 has its sign, lowest exponent bits and first mantissa bit.
+_IN_PLACE = 0x81C081C0
+#: Of the last code of a half, whose bits fill what the others leave: after a shift, and three shifts at once.
+_REST, _REST_SHIFT, _REST_FACTOR = 0x00D800D8, 7, 1 + (1 << 5) + (1 << 11)
 
 
-def _numbers(scale: str) -> list[str]:
-    """The pairs of two words, each word times its half of `scale`."""
+def _numbers(words: int, scale: str) -> list[str]:
+    """Two words ($words and the next), four pairs each, times their halves of `scale`: x0 .. x7."""
     lines = [f"mov.b32 {{lower, upper}}, {scale}; mov.b32 c0, {{lower, lower}}; mov.b32 c1, {{upper, upper}};\n"]
     for q in range(2):
-        word = f"${8 + q}"
-        lines += [_pair(word, 0, f"${4 * q}", f"c{q}"), _pair(word, 1, f"${4 * q + 1}", f"c{q}")]
-        lines += [f"shr.u32 high, {word}, 8;\n"]
-        lines += [_pair("high", 0, f"${4 * q + 2}", f"c{q}"), _pair("high", 1, f"${4 * q + 3}", f"c{q}")]
+        word = f"${words + q}"
+        for pair in range(4):
+            if pair < 3:
+                lines += [f"shl.b32 t, {word}, {3 * pair};"]
+            else:
+                lines += [
+                    f"shr.u32 t, {word}, {_REST_SHIFT}; and.b32 t, t, {_REST:#x}; mul.lo.u32 t, t, {_REST_FACTOR};"
+                ]
+            lines += [f"and.b32 t, t, {_IN_PLACE:#x}; mul.rn.bf16x2 x{4 * q + pair}, t, c{q};\n"]
     return lines
 
 
-def _e2m1(first: int) -> str:
-    """Of two words with the scales `first` and the next; $0 .. $7: pairs of both, $8, $9: words, $10: scales."""
-    both = f"prmt.b32 c, $10, 0, 0x4{first + 1}4{first};\n"
-    lines = ["{ .reg .b32 t, high, c, c0, c1; .reg .b16 lower, upper; .reg .pred great, odd;\n"]
+def _two_words(words: int, scales: str, first: int, outs: list[str]) -> str:
+    """Two words with the scales `first` and the next, of four; outs: where the pairs of both go."""
     # 2^(byte - 1), of two bytes: its exponent field is byte + 126.
-    lines += [both, "mad.lo.u32 c, c, 128, 0x3f003f00;\n", *_numbers("c")]
-    lines += [f"and.b32 t, $10, {0x8080 << 8 * first:#x}; setp.ne.u32 great, t, 0; @!great bra DONE;\n"]
-    lines += ["mov.b32 c, 0x7e807e80;\n", *_numbers("c")]
+    lines = [f"prmt.b32 c, {scales}, 0, 0x4{first + 1}4{first}; mad.lo.u32 c, c, 128, 0x3f003f00;\n"]
+    lines += [*_numbers(words, "c"), *(f"mov.b32 {out}, x{i};" for i, out in enumerate(outs))]
+    return "".join(lines)
+
+
+def _two_great(words: int, scales: str, first: int, outs: list[str]) -> str:
+    """As `_two_words`, for any scales."""
+    lines = ["mov.b32 c, 0x7e807e80;\n", *_numbers(words, "c")]
     for q in range(2):
         # 2^(byte - 127): byte 0 is the denormal 2^-127, byte 255 is NaN.
-        lines += [f"prmt.b32 t, $10, 0, 0x4{first + q}4{first + q}; shl.b32 c, t, 7; setp.eq.u32 odd, t, 0;\n"]
+        byte = first + q
+        lines += [f"prmt.b32 t, {scales}, 0, 0x4{byte}4{byte}; shl.b32 c, t, 7; setp.eq.u32 odd, t, 0;\n"]
         lines += ["@odd mov.b32 c, 0x00400040; setp.eq.u32 odd, t, 0x00ff00ff; @odd mov.b32 c, 0x7fc07fc0;\n"]
-        lines += [f"mul.rn.bf16x2 ${4 * q + j}, ${4 * q + j}, c;\n" for j in range(4)]
+        lines += [f"mul.rn.bf16x2 {outs[4 * q + j]}, x{4 * q + j}, c;\n" for j in range(4)]
+    return "".join(lines)
+
+
+def _e2m1(places: list[tuple[int, str, int, list[str]]], great: str) -> str:
+    """`_two_words` of every place, again as `_two_great` where the instructions `great` leave a bit of t set."""
+    lines = ["{ .reg .b32 t, c, c0, c1, x<8>; .reg .b16 lower, upper; .reg .pred great, odd;\n"]
+    lines += [_two_words(*place) for place in places]
+    lines += [f"{great} setp.ne.u32 great, t, 0; @!great bra DONE;\n"]
+    lines += [_two_great(*place) for place in places]
     return "".join([*lines, "DONE: }"])
 
 
-_E2M1_LOW, _E2M1_HIGH = gl.constexpr(_e2m1(0)), gl.constexpr(_e2m1(2))
+def _e2m1_half(first: int) -> str:
+    """Outputs 0 .. 7, the words $8, $9 of a row, their scale word $10, of which they take bytes first, first + 1."""
+    outs = [f"${out}" for out in range(8)]
+    return _e2m1([(8, "$10", first, outs)], f"and.b32 t, $10, {0x8080 << 8 * first:#x};")
+
+
+def _e2m1_rows() -> str:
+    """Outputs 0 .. 31, the words $32 .. $35, $36 .. $39 of two rows, their scale words $40 and $44."""
+    # Columns 0 .. 63, then the others: of each the pairs of two words, of each pair both rows, of each row both words.
+    places = [
+        (32 + 4 * row + 2 * half, f"${40 + 4 * row}", 2 * half,
+         [f"${16 * half + 4 * pair + 2 * row + q}" for q in range(2) for pair in range(4)])
+        for row in range(2) for half in range(2)
+    ]  # fmt: skip
+    return _e2m1(places, "or.b32 t, $40, $44; and.b32 t, t, 0x80808080;")
+
+
+_E2M1_LOW, _E2M1_HIGH = gl.constexpr(_e2m1_half(0)), gl.constexpr(_e2m1_half(2))
 _E2M1_REGISTERS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 4))
+_E2M1_ROWS = gl.constexpr(_e2m1_rows())
+_E2M1_ROWS_REGISTERS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 16))
 
 
 @gluon.jit
@@ -70,6 +101,13 @@ def decode_e2m1(words, scales, HALF: gl.constexpr):
     """
     text: gl.constexpr = _E2M1_LOW if HALF == 0 else _E2M1_HIGH
     return gl.inline_asm_elementwise(text, _E2M1_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 2)
+
+
+@gluon.jit
+def decode_rows(words, scales):
+    """As `decode_e2m1`, all that a thread has of a block, four words of two rows each: four tensors of the first 64
+    columns and four of the last."""
+    return gl.inline_asm_elementwise(_E2M1_ROWS, _E2M1_ROWS_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 8)
 
 
 # Triton 3.9 renamed it.
@@ -90,7 +128,7 @@ else:
 
 @gluon.jit
 def load_words(codes, scales):
-    """Codes of a block: words of the first 64 columns and of the last, [32, 16], and the words' scales."""
+    """Codes of a block in shared memory: words of the first 64 columns and of the last, [32, 16], and their scales."""
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     parts: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0])
     packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -98,9 +136,15 @@ def load_words(codes, scales):
     words = words_of(codes, [LINES, 32], packed).load(lines)
     low, high = gl.split(gl.permute(gl.reshape(words, [LINES, 8, 2, 2]), [0, 1, 3, 2]))
     low, high = gl.reshape(low, [LINES, 16]), gl.reshape(high, [LINES, 16])
-    scale = words_of(scales, [LINES, 2], table).load(gl.SliceLayout(2, parts))
-    scale = gl.reshape(gl.expand_dims(scale, 2).broadcast_to([LINES, 2, 8]), [LINES, 16])
-    return low, high, gl.convert_layout(scale, low.type.layout, assert_trivial=True)
+    return low, high, of_words(words_of(scales, [LINES, 2], table).load(gl.SliceLayout(2, parts)), low)
+
+
+@gluon.jit
+def of_words(scales, words):
+    """The scale words of a block's rows, [32 lines, 2], for each of the rows' words."""
+    EACH: gl.constexpr = words.shape[1] // 2
+    scales = gl.reshape(gl.expand_dims(scales, 2).broadcast_to([LINES, 2, EACH]), [LINES, 2 * EACH])
+    return gl.convert_layout(scales, words.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -113,5 +157,15 @@ def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
     # column among 64.
     both = gl.reshape(gl.join(low, high), [2, gl.num_warps(), 4, 2, 4, 2, 2, 2, 2])
     both = gl.permute(both, [1, 0, 2, 3, 8, 7, 6, 4, 5])
+    operand: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    return gl.convert_layout(gl.reshape(both, [HEIGHT, DEPTH]), operand, assert_trivial=True)
+
+
+@gluon.jit
+def left_half(k0, k1, k2, k3, PRODUCT: gl.constexpr):
+    """As `left_operand`, of what `decode_rows` gave for 64 columns."""
+    both = gl.join(gl.join(k0, k1), gl.join(k2, k3))
+    # Words: half of the row's number, lane of four, unit of 32 columns, half of a pair; then bits of the column.
+    both = gl.permute(gl.reshape(both, [2, gl.num_warps(), 4, 2, 4, 2, 2, 2, 2]), [1, 0, 2, 3, 5, 8, 7, 4, 6])
     operand: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     return gl.convert_layout(gl.reshape(both, [HEIGHT, DEPTH]), operand, assert_trivial=True)

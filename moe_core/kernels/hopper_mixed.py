@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_core.kernels.activation import activate, activate_gated
 from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT, left_operand, load_words
 from moe_core.kernels.hopper_mixed_producer import producer
 from moe_core.kernels.hopper_ring import DEPTH, FACTS, RING, advance, barrier, read_fact
 from moe_core.kernels.overlap import join
+from moe_core.kernels.tiled_result import activated, bias_of
 
 #: Tokens that one part of the epilogue stores, and of the largest tile.
 PART = gl.constexpr(32)
@@ -52,21 +52,6 @@ def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
-    """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
-    place = gl.arange(0, HEIGHT, LAYOUT)
-    side = place // 8 % 2
-    within = place // 16 * 8 + place % 8
-    column = block * HEIGHT + side * UNIT + within if GATE_LAYOUT is None else block * UNIT + within
-    row = column
-    if GATE_LAYOUT == "interleaved":
-        row = 2 * column + side
-    elif GATE_LAYOUT == "halves":
-        row = column + side * N
-    return gl.load(bias + base + row, mask=column < N, other=0.0).to(gl.float32)
-
-
-@gluon.jit
 def finish(
     accumulator, biases, layer_exists, buffer, y, weights, slots, start, rows, pair,
     N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
@@ -79,15 +64,8 @@ def finish(
     if biases is not None:
         accumulator += biases[:, None]
     for part in gl.static_range(BLOCK_M // TOKENS):
-        values = gl.reshape(part_of(accumulator, part, BLOCK_M // TOKENS), [4, 2, 8, TOKENS])
-        if GATE_LAYOUT is not None:
-            gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))
-            gate, up = gl.reshape(gate, [UNIT, TOKENS]), gl.reshape(up, [UNIT, TOKENS])
-            result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
-        else:
-            result = gl.reshape(gl.permute(values, [1, 0, 2, 3]), [HEIGHT, TOKENS])
-            if ACTIVATION is not None:
-                result = activate(result, ACTIVATION)
+        values = part_of(accumulator, part, BLOCK_M // TOKENS)
+        result = activated(values, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
         if weights is not None:
             scale = weights.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(0, result.type.layout))
             result *= scale[None, :]

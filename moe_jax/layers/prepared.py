@@ -1,4 +1,4 @@
-"""Layers whose quantised experts lie in the order of Hopper's kernel: their parameters, there and back."""
+"""Layers whose quantised experts lie in the order of Hopper's kernels: their parameters, there and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_jax.layers.parameters import Parameters, find, is_prepared, leaves, nes
 
 def prepare_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
     """The parameters of a layer, or of a stack of num_layers, with the experts' quantised matrices in the order of
-    Hopper's kernel: `wi/tiled_values`, `wi/tiled_scales` in the place of `wi/values`, `wi/scales`; the rest as it is.
+    Hopper's kernels: `wi/tiled_values`, `wi/tiled_scales` in the place of `wi/values`, `wi/scales`; the rest as it is.
 
     Their names tell the functions of this package how they lie, and keep checkpoints of both kinds apart. Forwards give
     what they gave; there are no gradients beside prepared experts. Works in any program. Prepared parameters come back

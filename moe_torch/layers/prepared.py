@@ -1,4 +1,4 @@
-"""Layers whose quantised experts are put into the order of Hopper's kernel."""
+"""Layers whose quantised experts are put into the order of Hopper's kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PreparedExperts(torch.nn.Module):
         return self._is_quantized and self.experts.down.spec.tiling is not None
 
     def prepare_weights(self) -> None:
-        """Put the experts' quantised matrices into the order of Hopper's kernel, in place, as
+        """Put the experts' quantised matrices into the order of Hopper's kernels, in place, as
         `moe_torch.prepare_weights` does; call it when the weights are loaded.
 
         The layer has no gradients then: call it under `torch.no_grad()`, and train after `restore_weights`. state_dict,

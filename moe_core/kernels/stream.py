@@ -1,0 +1,168 @@
+"""Ragged grouped matmul for few rows per expert on Hopper: weights stream from memory into registers. In Gluon.
+
+Where an expert has a handful of rows, all that matters is the rate at which its weights come. Every thread loads the
+16 bytes of a weight row that it multiplies itself, a few steps of the reduction ahead, so that nothing waits for anyone
+else: no shared memory and no barrier lies between the memory and the tensor cores (mma.sync, weights on the left).
+Rows of x are shared by the warps of a block and come through shared memory, a chunk of several steps ahead.
+
+A block of the grid has 64 weight rows (of a gated product 32 of gate and 32 of up) and up to 8 rows of one expert.
+Weights have the tiled layout of `moe_core.formats.tiling`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from moe_core.kernels.decode_words import COLUMNS, HEIGHT, LINES, UNIT, decode_rows, left_half, of_words
+from moe_core.kernels.hopper_ring import DEPTH, barrier, row_load
+from moe_core.kernels.overlap import join
+from moe_core.kernels.tiled_result import activated, bias_of
+
+
+@gluon.jit
+def load_codes(words, scales, step, STEPS: gl.constexpr):
+    """A step's codes of a block, [lines, 32] words, and its scale words, [lines, 2]; behind the last step zeros."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    parts: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0]))
+    line = gl.arange(0, LINES, gl.SliceLayout(1, lines))[:, None]
+    word = gl.arange(0, 32, gl.SliceLayout(0, lines))[None, :]
+    inside = gl.full([LINES, 32], step, gl.int32, lines) < STEPS
+    # Named, so that loads of weights can be told from others: they may come before the launch ahead has ended.
+    codes = gl.load(words + step * (LINES * 32) + line * 32 + word, mask=inside, other=0, cache_modifier=".ca")
+    row = (
+        gl.arange(0, LINES, gl.SliceLayout(1, parts))[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, parts))[None, :]
+    )
+    inside = gl.full([LINES, 2], step, gl.int32, parts) < STEPS
+    scale = gl.load(scales + step * HEIGHT + row, mask=inside, other=0, cache_modifier=".ca")
+    return codes, scale
+
+
+@gluon.jit
+def load_rows(x_tile, x_rows, exists, columns, start, D: gl.constexpr):
+    """Ask for a chunk of the rows of x, from column `start`."""
+    row_load(x_tile, x_rows + start, mask=exists[:, None] & (start + columns < D)[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def right_operand(rows, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
+    """64 columns of the rows in shared memory, [columns, rows]."""
+    return rows.slice(PLACE * DEPTH, DEPTH, dim=1).permute([1, 0]).load(LAYOUT)
+
+
+@gluon.jit
+def layer_of(layer, NUM_LAYERS: gl.constexpr):
+    """(layer index inside the array, whether the requested one was)."""
+    index, exists = gl.to_tensor(0), gl.to_tensor(True)
+    if layer is not None:
+        wanted = gl.load(layer)
+        exists = (wanted >= 0) & (wanted < NUM_LAYERS)
+        index = gl.where(exists, wanted, 0)
+    return index, exists
+
+
+@gluon.jit
+def rows_of(group_sizes, group_start, expert, num_rows, CACHE: gl.constexpr):
+    """(first row, rows) of an expert. The arrays may come from anywhere: nothing in them may lead outside of others."""
+    start = gl.minimum(gl.maximum(gl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
+    return start, gl.minimum(gl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - start)
+
+
+@gluon.jit
+def matmul_stream(
+    x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
+
+    weight: codes; scales: four bytes per row and step. BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of 128
+    columns. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are under way;
+    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
+    """
+    if OVERLAP == "start":
+        join()
+    CACHE: gl.constexpr = ".cg" if OVERLAP == "layout" else ""
+    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
+    expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+    if expert < 0:
+        if OVERLAP == "layout":
+            join()
+        return
+    layer_index, _ = layer_of(layer, NUM_LAYERS)
+    matrix = (layer_index * NUM_EXPERTS + expert).to(gl.int64)
+    words = weight.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * LINES * 32)
+    scales = scales.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * HEIGHT)
+    codes, factors = (), ()
+    for ahead in gl.static_range(CHUNK):
+        some, factor = load_codes(words, scales, ahead, STEPS)
+        codes += (some,)
+        factors += (factor,)
+
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    first = gl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M
+    start, size = rows_of(group_sizes, group_start, expert, num_rows, CACHE)
+    within = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, loads))
+    exists = within < size
+    x_row = start.to(gl.int64) + within
+    if GATHER != "row":
+        slots = gl.load(slot_of_row + x_row, mask=exists, other=0, cache_modifier=CACHE)
+        slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
+        x_row = (slots // TOP_K if GATHER == "token" else slots).to(gl.int64)
+    columns = gl.arange(0, SPAN, gl.SliceLayout(0, loads))
+    x_rows = x + x_row[:, None] * X_STRIDE + columns[None, :]
+    if OVERLAP == "layout":
+        join()
+
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2, BLOCK_M, SPAN], swizzled)
+    product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    right: gl.constexpr = gl.DotOperandLayout(1, product, 2)
+    # Two sums: a product that adds to the one before waits for it.
+    low_sum = gl.zeros([HEIGHT, BLOCK_M], gl.float32, product)
+    high_sum = low_sum
+    load_rows(x_tiles.index(0), x_rows, exists, columns, 0, D)
+    side = 0
+    for step in range(0, STEPS, CHUNK):
+        async_copy.wait_group(0)
+        barrier()
+        load_rows(x_tiles.index(1 - side), x_rows, exists, columns, (step + CHUNK) * COLUMNS, D)
+        rows = x_tiles.index(side)
+        following, following_factors = (), ()
+        for part in gl.static_range(CHUNK):
+            k0, k1, k2, k3, k4, k5, k6, k7 = decode_rows(codes[part], of_words(factors[part], codes[part]))
+            some, factor = load_codes(words, scales, step + CHUNK + part, STEPS)
+            following += (some,)
+            following_factors += (factor,)
+            low, high = left_half(k0, k1, k2, k3, product), left_half(k4, k5, k6, k7, product)
+            low_sum = mma_v2(low, right_operand(rows, 2 * part, right), low_sum)
+            high_sum = mma_v2(high, right_operand(rows, 2 * part + 1, right), high_sum)
+        codes, factors = following, following_factors
+        side = 1 - side
+    async_copy.wait_group(0)
+
+    # Looked up again rather than kept in registers over the loop.
+    layer_index, layer_exists = layer_of(layer, NUM_LAYERS)
+    accumulator = low_sum + high_sum
+    if bias is not None:
+        base = layer_index.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+        accumulator += bias_of(bias, base, tile, N, GATE_LAYOUT, gl.SliceLayout(1, product))[:, None]
+    result = activated(accumulator, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    result = gl.where(layer_exists, result, float("nan"))
+    stores: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    within = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stores))
+    row = start.to(gl.int64) + within
+    slot = gl.load(slot_of_row + row, mask=within < size, other=-1)
+    exists = (slot >= 0) & (slot < num_slots)
+    result = gl.convert_layout(gl.permute(result, [1, 0]), stores)
+    if row_weight is not None:
+        result *= gl.load(row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
+    target = row if SCATTER == "row" else slot.to(gl.int64)
+    columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
+    mask = exists[:, None] & (columns < N)[None, :]
+    gl.store(y + target[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)

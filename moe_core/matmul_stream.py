@@ -1,0 +1,92 @@
+"""Planning of the grouped matmul for few rows per expert, whose weights go into registers (`kernels.stream`)."""
+
+from __future__ import annotations
+
+from moe_core.activation import row_stride
+from moe_core.formats.tiling import BLOCK_COLUMNS, BLOCK_ROWS, SIDE_ROWS
+from moe_core.operands import MatmulOperands
+from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar
+from moe_core.specs import LayoutSpec, MatmulSpec
+from moe_core.tuning import TileConfig
+
+FAMILY = "stream"
+#: Rows of a block of the grid, as many as one instruction takes.
+_HEIGHT = 8
+#: Blocks of 128 columns that are under way, the most first: as many as there are registers for.
+_CHUNKS = (4, 3, 2)
+#: Registers of a thread, so that four blocks share a multiprocessor.
+_REGISTERS = 128
+
+
+def block_width(spec: MatmulSpec) -> int:
+    """Output columns of a block of weight rows."""
+    return SIDE_ROWS if spec.activation is not None and spec.activation.gated else BLOCK_ROWS
+
+
+def why_illegal_stream(config: TileConfig, spec: MatmulSpec) -> str | None:
+    """The reason a configuration of the family cannot run, or None."""
+    if config.block_m != _HEIGHT:
+        return f"block_m must be {_HEIGHT}, got {config.block_m}"
+    if config.block_n != block_width(spec):
+        return f"block_n must be {block_width(spec)}, one block of weight rows, got {config.block_n}"
+    depths = [chunk * BLOCK_COLUMNS for chunk in _CHUNKS]
+    if config.block_k not in depths:
+        return f"block_k must be one of {', '.join(map(str, depths))}, got {config.block_k}"
+    if config.num_warps != 4 or config.num_stages != 2 or config.group_m < 1:
+        return (
+            f"num_warps must be 4, num_stages 2 and group_m at least 1, got {config.num_warps}, {config.num_stages} "
+            f"and {config.group_m}"
+        )
+    return None
+
+
+def stream_config(steps: int, spec: MatmulSpec) -> TileConfig:
+    """The configuration for so many steps of 128 along the reduction: the most under way that adds few of zeros."""
+    chunk = next((chunk for chunk in _CHUNKS if -steps % chunk <= steps // 8), _CHUNKS[-1])
+    return TileConfig(_HEIGHT, block_width(spec), chunk * BLOCK_COLUMNS, 4, 2, 1, FAMILY)
+
+
+def launch_stream(
+    builder: PlanBuilder, operands: MatmulOperands, n: int, layout: LayoutSpec, spec: MatmulSpec, config: TileConfig
+) -> None:
+    """Add the launch that computes y, n columns. Buffers by the names of `plan_matmul_ogs`."""
+    x, weight, activation = builder.spec("x"), operands.weight, spec.activation
+    blocks, steps = weight.values.shape[-3:-1]
+    stacked, chunk = operands.layer is not None, config.block_k // BLOCK_COLUMNS
+
+    def optional(name: str) -> Pointer | Constant:
+        return Pointer(name) if builder.has(name) else Constant(None)
+
+    arguments: dict[str, Argument] = {
+        "x": Pointer("x"),
+        "weight": Pointer("weight.values"),
+        "scales": Pointer("weight.scales"),
+        **{name: optional(name) for name in ("bias", "row_weight", "layer")},
+        **{name: Pointer(name) for name in ("group_sizes", "group_start", "slot_of_row", "schedule", "y")},
+        "num_rows": Scalar(layout.capacity),
+        "num_slots": Scalar(layout.num_slots),
+        "D": Constant(x.shape[1]),
+        "N": Constant(n),
+        "WEIGHT_N": Constant(weight.shape[-2]),
+        "STEPS": Constant(steps),
+        "BLOCKS": Constant(blocks),
+        "NUM_EXPERTS": Constant(layout.num_experts),
+        "NUM_LAYERS": Constant(weight.shape[0] if stacked else 1),
+        "X_STRIDE": Constant(row_stride("x", x)),
+        "BIAS_LAYER_STRIDE": Constant(operands.bias.stride[0] if operands.bias is not None and stacked else 0),
+        "TOP_K": Constant(layout.top_k),
+        "GATHER": Constant(spec.gather),
+        "SCATTER": Constant(spec.scatter),
+        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None and activation.gated else None),
+        "ACTIVATION": Constant(activation.name if activation is not None else None),
+        "ALPHA": Constant(activation.alpha if activation is not None else None),
+        "LIMIT": Constant(activation.limit if activation is not None else None),
+        "BLOCK_M": Constant(config.block_m),
+        "CHUNK": Constant(chunk),
+        "SPAN": Constant(BLOCK_COLUMNS << (chunk - 1).bit_length()),
+        "REGISTERS": Constant(_REGISTERS),
+        "OVERLAP": Constant(None),
+    }
+    grid = layout.max_blocks(config.block_m) * blocks
+    builder.launch("stream:matmul_stream", (grid,), arguments, config.num_warps, 1)
+    builder.sums("k in blocks of 16, in order, fp32 accumulator, mma.sync of 16 weight rows and 8 tokens; no split")
