@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 
 class Budget:
-    """Shares the time of `cells` cells among them; a cell may borrow from later ones, up to half of what is theirs.
+    """Shares the time of `cells` cells among them; a cell may borrow from later ones, half of theirs by default.
 
     The first cell of a shape compiles what the others reuse, so equal shares would refuse it what they leave over.
     """
@@ -23,9 +23,9 @@ class Budget:
         """Count one cell as done."""
         self._done += 1
 
-    def left(self) -> float:
-        """Seconds the present cell may still take."""
-        later = max(self._cells - self._done - 1, 0) * self._seconds_per_cell / 2
+    def left(self, kept: float = 0.5) -> float:
+        """Seconds the present cell may still take. kept: the part of its share that each later cell is left."""
+        later = max(self._cells - self._done - 1, 0) * self._seconds_per_cell * kept
         return self._cells * self._seconds_per_cell - (self._clock() - self._start) - later
 
 

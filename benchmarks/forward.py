@@ -8,6 +8,7 @@ timed; a peer that disagrees is not timed and makes the run fail. benchmarks/REA
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -33,7 +34,17 @@ from benchmarks.options import Options, parse
 from benchmarks.peers import ParityIsRed, Peer, dense_forward, time_peer, why_not_importable
 from benchmarks.problem import Problem, checked_tokens, draw_problem, draw_weights, expected, relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import SCHEMA, STREAMING_BYTES_PER_US, add_ratios, read_vllm_figures, reason_of, reasons, table
+from benchmarks.record import (
+    SCHEMA,
+    STREAMING_BYTES_PER_US,
+    add_over_balanced,
+    add_ratios,
+    read_vllm_figures,
+    reason_of,
+    reasons,
+    table,
+)
+from benchmarks.shapes import Shape
 from benchmarks.timing import GraphTimer, free_memory
 from moe_core.operands import ExpertWeights, RouterLogits
 from moe_core.runtime import target_of
@@ -100,20 +111,36 @@ def _route(problem: Problem) -> Any:
 def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Options, budget: Budget) -> None:
     """The figures of every peer, or why it has none, and the breakdowns of ours and of triton_kernels."""
     row |= {"peer_errors": {}, "not_timed": {}, "red_peers": []}
+    if options.batch_invariant:
+        add_batch_invariant(row, problem, timer)
     if options.breakdown:
         row["breakdown"] = {"ours": summarize(timer.kernels(problem.torch_forward))}
     for peer in options.peers:
         reason = why_not_importable(peer)
         if reason is None and not options.everywhere:
-            reason = peer.why_left_out(problem.tokens)
-        seconds = budget.left()
+            reason = peer.why_left_out(problem.shape, problem.tokens)
+        seconds = budget.left(peer.kept)
         if reason is None and seconds <= 0:
             reason = "the time of the cell was spent"
         if reason is None:
             reason = _add_peer(row, peer, problem, timer, seconds)
+            free_memory()
         if reason is not None:
             row["not_timed"][peer.name] = reason
-        free_memory()
+
+
+def add_batch_invariant(row: dict[str, Any], problem: Problem, timer: Any) -> None:
+    """Ours with one summation order for every number of tokens, or what is wrong with it."""
+    spec = problem.batch_invariant_spec
+    output = problem.torch_forward(spec).output
+    tokens = checked_tokens(problem.tokens).to(problem.x.device)
+    error = relative_error(output[tokens], expected(problem, tokens))
+    alone = torch.equal(problem.torch_forward(spec, 1).output, output[:1])
+    if not alone or not error < TOLERANCE:
+        row["red_peers"].append("batch_invariant")
+        row["not_timed"]["batch_invariant"] = f"parity is red: a token alone bitwise {alone}, error {error:.3g}"
+        return
+    row["batch_invariant_us"] = timer.time(lambda: problem.torch_forward(spec))
 
 
 def _add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float) -> str | None:
@@ -132,6 +159,21 @@ def _add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, sec
     return None
 
 
+def compile_ahead(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, Any]:
+    """Compile what the cells of a shape need, several kernels at a time, and say what it took."""
+    problem = draw_problem(shape, "balanced", 1, experts, options.seed)
+    specs = [problem.spec, problem.batch_invariant_spec] if options.batch_invariant else [problem.spec]
+    reports = [
+        moe_torch.warmup(problem.x, experts, RouterLogits(problem.logits), spec, tokens=options.tokens)
+        for spec in specs
+    ]
+    return {
+        "kernels": sum(len(report.kernels) for report in reports),
+        "compiled": sum(len(report.compiled) for report in reports),
+        "seconds": sum(report.seconds for report in reports),
+    }
+
+
 def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
     """The record of a run, written after every cell where an output is named."""
     figures, target = read_vllm_figures(), target_of((device, 0))
@@ -141,10 +183,12 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
         "partial": options.partial,
         "seed": options.seed,
         "streaming_bytes_per_us": {"assumed": STREAMING_BYTES_PER_US, "measured": timer.streaming_bytes_per_us()},
+        "warmup": [],
         "rows": [],
     }
     for shape in options.shapes:
         weights = draw_weights(shape, torch.Generator(device).manual_seed(options.seed))
+        record["warmup"].append({"shape": shape.name, **compile_ahead(shape, weights, options)})
         cells = [(routing, tokens) for routing in options.routings for tokens in options.tokens]
         budget = Budget(options.cell_seconds, len(cells))
         for routing, tokens in cells:
@@ -155,6 +199,7 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
                 free_memory()
                 add_peers(row, problem, timer, options, budget)
             add_ratios(row, figures)
+            add_over_balanced(row, record["rows"])
             row["seconds"] = time.monotonic() - start
             budget.finish_cell()
             record["rows"].append(row)
@@ -202,4 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # What the imports made stays: looking through it costs every collection tenths of a second.
+    gc.collect()
+    gc.freeze()
     sys.exit(main())

@@ -16,7 +16,8 @@ from benchmarks.shapes import SHAPES, TOKENS, Shape
 @dataclass(frozen=True)
 class Options:
     """What to run. partial: a record may lack required peers. everywhere: peers that are timed at few numbers of tokens
-    are timed at all. cell_seconds: the time of one cell, on average within its shape."""
+    are timed at all. cell_seconds: the time of one cell, on average within its shape. batch_invariant: ours is timed
+    with one summation order for every number of tokens, too."""
 
     shapes: tuple[Shape, ...]
     tokens: tuple[int, ...]
@@ -26,6 +27,7 @@ class Options:
     seed: int
     cell_seconds: float
     everywhere: bool
+    batch_invariant: bool
     breakdown: bool
     large: bool
     partial: bool
@@ -40,6 +42,7 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; `none` for none")
     parser.add_argument("--everywhere", action="store_true", help="time costly peers at every number of tokens")
     parser.add_argument("--cell-seconds", type=float, default=6.0, help="time per cell (default: %(default)s)")
+    parser.add_argument("--batch-invariant", action="store_true", help="time ours under batch_invariant, too")
     parser.add_argument("--breakdown", action="store_true", help="device time by kernel, ours and triton_kernels'")
     parser.add_argument("--large", action="store_true", help="check one forward over 2**31 elements, too")
     parser.add_argument("--seed", type=int, default=SEED)
@@ -60,6 +63,7 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
         seed=found.seed,
         cell_seconds=found.cell_seconds,
         everywhere=found.everywhere,
+        batch_invariant=found.batch_invariant,
         breakdown=found.breakdown,
         large=found.large,
         partial=found.partial,

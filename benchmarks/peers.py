@@ -24,6 +24,8 @@ INSTALL_TRITON_KERNELS = (
     "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
     "distribution named triton-kernels on the package index is an unrelated project"
 )
+#: A tenth of a second or two at the speed of dense products, and tens of gigabytes of copies.
+_MOST_FLOPS = 1.5e14
 #: Upstream fuses this one activation, whatever the shape's: the work is equal.
 _UPSTREAM_ACTIVATION = Activation("swiglu_oai", gate_layout="interleaved")
 
@@ -36,7 +38,8 @@ class ParityIsRed(Exception):
 class Peer:
     """build(problem) -> a function without arguments (torch: timed by graph replay) or of (x, logits, experts) (JAX:
     timed on the device). tokens: numbers of tokens it is timed at, None = all. activation: None = the shape's.
-    required: a record lacks something without it.
+    required: a record lacks something without it. every_expert: it multiplies every row by every expert, and is timed
+    where that is at most `_MOST_FLOPS`.
     """
 
     name: str
@@ -45,12 +48,22 @@ class Peer:
     required: bool = True
     tokens: tuple[int, ...] | None = None
     activation: Activation | None = None
+    every_expert: bool = False
 
-    def why_left_out(self, num_tokens: int) -> str | None:
+    @property
+    def kept(self) -> float:
+        """The part of its share of time that each later cell keeps while this peer runs (`Budget.left`): one that is
+        slow to compile must not leave the others without figures."""
+        return 0.0 if self.tokens is None else 0.5
+
+    def why_left_out(self, shape: Shape, num_tokens: int) -> str | None:
         """Why it is not timed at a number of tokens unless everything is, or None."""
-        if self.tokens is None or num_tokens in self.tokens:
-            return None
-        return f"timed at {', '.join(map(str, self.tokens))} tokens only"
+        if self.tokens is not None and num_tokens not in self.tokens:
+            return f"timed at {', '.join(map(str, self.tokens))} tokens only"
+        flops = shape.flops(num_tokens) * shape.num_experts
+        if self.every_expert and flops > _MOST_FLOPS:
+            return f"takes {flops:.2g} FLOPs, every row times every expert; timed up to {_MOST_FLOPS:.2g}"
+        return None
 
 
 def upstream_forward(problem: Problem) -> Callable[[], torch.Tensor]:
@@ -120,7 +133,7 @@ def tokamax_forward(problem: Problem) -> Callable[..., Any]:
 
 #: Compiling for one token means compiling once more: its program is not the others'.
 _COMPILED_TOKENS = (16, 64, 256, 1024, 4096, 16384)
-#: jax.lax.ragged_dot multiplies every row by every expert.
+#: What XLA compiles takes seconds.
 _RAGGED_TOKENS = (64, 1024, 4096)
 PEERS = {
     peer.name: peer
@@ -128,7 +141,7 @@ PEERS = {
         Peer("triton_kernels", upstream_forward, activation=_UPSTREAM_ACTIVATION),
         Peer("grouped_mm", grouped_mm_forward),
         Peer("grouped_mm_compiled", compiled_forward, tokens=_COMPILED_TOKENS),
-        Peer("ragged_dot", ragged_dot_forward, "jax", tokens=_RAGGED_TOKENS),
+        Peer("ragged_dot", ragged_dot_forward, "jax", tokens=_RAGGED_TOKENS, every_expert=True),
         Peer("tokamax", tokamax_forward, "jax", required=False, tokens=_RAGGED_TOKENS),
     )
 }
@@ -152,14 +165,18 @@ def time_peer(peer: Peer, problem: Problem, timer: Any, seconds: float) -> tuple
         error = check_peer(peer, problem, forward())
         return forward, {"us": timer.time(forward, seconds=seconds), "error": error}
     x, logits, experts = problem.jax_arrays
-    output = moe_torch.from_dlpack(jax.block_until_ready(jax.jit(forward)(x, logits, experts)))
-    error = check_peer(peer, problem, output)
-    del output
+    errors: list[float] = []
 
-    def step(x: Any, logits: Any, experts: Any) -> Any:
-        return x + forward(x, logits, experts) * 1e-6
+    def step(state: Any, logits: Any, experts: Any) -> Any:
+        return state[0], forward(state[0], logits, experts)
 
-    return forward, {"us": timer.device_time_of_jax_chain(step, x, (logits, experts), 1, seconds).us, "error": error}
+    def check(state: Any) -> None:
+        # A copy, because the program that comes next is given the memory of this result.
+        errors.append(check_peer(peer, problem, moe_torch.from_dlpack(jax.numpy.copy(state[1]))))
+
+    state = (x, jax.numpy.zeros_like(x))
+    chain = timer.device_time_of_jax_chain(step, state, (logits, experts), 1, seconds, check)
+    return forward, {"us": chain.us, "error": errors[0]}
 
 
 def check_peer(peer: Peer, problem: Problem, output: torch.Tensor) -> float:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.plot benchmarks/results/forward-h200.json --output docs/figures/
 
-One file per routing and quantity (`time-balanced.svg`, `fraction-balanced.svg`), a panel per shape. Records may hold
+One file per routing and quantity (`time-balanced.svg`, `fraction-balanced.svg`), a panel per shape, and a roofline
+(`roofline-balanced.svg`): FLOPs per second against FLOPs per byte of weights, all shapes together. Records may hold
 different cells; a cell that two of them hold is refused, since figures compare within one run only. Equal records give
 equal files. Needs matplotlib (extra `bench`).
 """
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.record import SCHEMA
+from benchmarks.record import SCHEMA, STREAMING_BYTES_PER_US
+from benchmarks.shapes import SHAPES
 
 Row = dict[str, Any]
 
@@ -39,6 +41,9 @@ SERIES = (
     Series("tokamax_us", "tokamax (device time)", "C5P-"),
 )
 BOUND = Series("bound_us", "bound: weight streaming or cuBLAS", "k--")
+#: Ours and the dense products of equal FLOPs.
+_TIMES = ("torch_us", "dense_us")
+_MARKERS = "os^vDP"
 _PANEL_INCHES = (4.2, 3.2)
 #: Room for the legend and the source below the panels.
 _FOOT_INCHES = 0.9
@@ -121,6 +126,51 @@ def draw(rows: Sequence[Row], quantity: str, title: str, source: str) -> Any:
     return figure
 
 
+def roofline_points(rows: Sequence[Row]) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """Shape -> (FLOPs per byte of weights, TFLOP/s of ours, TFLOP/s of the dense products) in the order of tokens.
+
+    The weights are those of the experts that have tokens; a row that does not say how many, or whose shape is unknown
+    here, has no point.
+    """
+    found: dict[str, tuple[list[float], list[float], list[float]]] = {}
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        if row["shape"] not in SHAPES or not {"active_experts", "torch_us", "dense_us"} <= set(row):
+            continue
+        shape = SHAPES[row["shape"]]
+        flops = shape.flops(row["tokens"])
+        figures = (flops / shape.weight_bytes(row["active_experts"]), *(flops / row[k] / 1e6 for k in _TIMES))
+        for values, figure in zip(found.setdefault(shape.name, ([], [], [])), figures, strict=True):
+            values.append(figure)
+    return found
+
+
+def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]], title: str, source: str) -> Any:
+    """A figure of `roofline_points` below the two roofs: the memory's bandwidth and the fastest dense product."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(8.4, 5.4))
+    compute = max(max(dense) for _, _, dense in found.values())
+    lowest = min(min(intensity) for intensity, _, _ in found.values())
+    ridge = compute / (STREAMING_BYTES_PER_US / 1e6)
+    highest = max(2 * ridge, *(max(intensity) for intensity, _, _ in found.values()))
+    panel.plot([lowest, ridge, highest], [lowest * compute / ridge, compute, compute], "k--", linewidth=1)
+    panel.text(ridge, compute * 1.06, f"fastest dense product: {compute:.0f} TFLOP/s", fontsize=7)
+    panel.text(lowest, 1.8 * lowest * compute / ridge, f"weights at {STREAMING_BYTES_PER_US / 1e6} TB/s", fontsize=7)
+    for number, (shape, (intensity, ours, _)) in enumerate(found.items()):
+        panel.plot(intensity, ours, f"C{number}{_MARKERS[number % len(_MARKERS)]}-", label=shape, markersize=4)
+    panel.set(title=title, xscale="log", yscale="log", xlabel="FLOPs per byte of the weights touched")
+    panel.set_ylabel("TFLOP/s")
+    panel.grid(True, alpha=0.3)
+    panel.legend(loc="lower right", fontsize=8)
+    figure.text(0.5, 0.01, source, ha="center", fontsize=6)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    pyplot.close(figure)
+    return figure
+
+
 def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     """Write every figure of some records into a folder; returns the files."""
     import matplotlib
@@ -128,17 +178,22 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     records = read_records(paths)
     rows = [row for record in records for row in record["rows"]]
     output.mkdir(parents=True, exist_ok=True)
-    written = []
+    written, figures = [], {}
     # No date and no random names inside: equal records give equal files.
     with matplotlib.rc_context({"svg.hashsalt": "moebius", "svg.fonttype": "none"}):
         for routing in dict.fromkeys(row["routing"] for row in rows):
             mine = [row for row in rows if row["routing"] == routing]
             for quantity in QUANTITIES:
                 title = f"MoE forward in bf16, from logits, {routing} routing: {QUANTITIES[quantity]}"
-                path = output / f"{quantity}-{routing}.{kind}"
-                metadata = {"Date": None} if kind == "svg" else None
-                draw(mine, quantity, title, source_line(records)).savefig(path, metadata=metadata, dpi=150)
-                written.append(path)
+                figures[f"{quantity}-{routing}"] = draw(mine, quantity, title, source_line(records))
+            found = roofline_points(mine)
+            if found:
+                title = f"MoE forward in bf16, from logits, {routing} routing: roofline"
+                figures[f"roofline-{routing}"] = draw_roofline(found, title, source_line(records))
+        for name, figure in figures.items():
+            path = output / f"{name}.{kind}"
+            figure.savefig(path, metadata={"Date": None} if kind == "svg" else None, dpi=150)
+            written.append(path)
     return written
 
 

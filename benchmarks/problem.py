@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from moe_core.arrays import ArraySpec
 from moe_core.moe import plan_moe
 from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
 from moe_core.plan import LaunchPlan
-from moe_core.specs import Activation, MoESpec
+from moe_core.specs import Activation, MoESpec, Tuning
 from moe_core.target import Target
 
 #: Tokens of a problem that are compared with the fp32 arithmetic.
@@ -43,14 +44,20 @@ class Problem:
         return MoESpec(self.shape.activation, self.shape.router)
 
     @property
+    def batch_invariant_spec(self) -> MoESpec:
+        """The same with one summation order for every number of tokens."""
+        return dataclasses.replace(self.spec, tuning=Tuning(batch_invariant=True))
+
+    @property
     def jax_arrays(self) -> tuple[Any, Any, ExpertWeights]:
         """x, logits and experts as JAX arrays."""
         x, logits = moe_jax.from_dlpack(self.x), moe_jax.from_dlpack(self.logits)
         return x, logits, map_arrays(self.experts, moe_jax.from_dlpack)
 
-    def torch_forward(self) -> Any:
-        """Ours, from logits."""
-        return moe_torch.moe(self.x, self.experts, RouterLogits(self.logits), self.spec)
+    def torch_forward(self, spec: MoESpec | None = None, tokens: int | None = None) -> Any:
+        """Ours, from logits. spec: None = the problem's; tokens: of so many first tokens alone, None = of all."""
+        logits = RouterLogits(self.logits[:tokens])
+        return moe_torch.moe(self.x[:tokens], self.experts, logits, spec or self.spec)
 
     def plan(self, target: Target) -> LaunchPlan:
         """What torch_forward runs on a target."""

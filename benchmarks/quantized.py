@@ -140,19 +140,23 @@ def measure(cell: Cell, tokens: int, experts: tuple[ExpertWeights, ExpertWeights
     }  # fmt: skip
 
 
-def run(cells: Sequence[Cell], tokens: Sequence[int], published: bool, timer: Any, device: str) -> list[dict[str, Any]]:
-    """The rows of every cell."""
-    rows = []
-    for cell in cells:
+def run(options: argparse.Namespace, timer: Any, device: str) -> list[dict[str, Any]]:
+    """The rows of every cell; the record, where an output is named, is written after each of them."""
+    rows: list[dict[str, Any]] = []
+    record = {"schema": SCHEMA, "provenance": provenance("benchmarks.quantized"), "seed": SEED, "rows": rows}
+    for cell in options.cells:
         experts = draw_experts(cell, torch.Generator(device).manual_seed(SEED))
         plain = dequantized(experts)
-        if cell.name == "mxfp4" and not published:
+        if cell.name == "mxfp4" and not options.published:
             spec = MoESpec(cell.shape.activation, weight_layout="out_in")
             experts = moe_torch.prepare_weights(experts, spec)
-        for count in tokens:
+        for count in options.tokens:
             with torch.no_grad():
                 rows.append(measure(cell, count, (experts, plain), timer))
             print(f"{cell.shape.name} {cell.name} {count}: {rows[-1]['torch_us']:.1f} us", file=sys.stderr, flush=True)
+            if options.output is not None:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
         del experts, plain
         jax.clear_caches()
         free_memory()
@@ -179,12 +183,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    rows = run(options.cells, options.tokens, options.published, GraphTimer(), "cuda")
-    print(table(rows, COLUMNS))
-    if options.output is not None:
-        record = {"schema": SCHEMA, "provenance": provenance("benchmarks.quantized"), "seed": SEED, "rows": rows}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(run(options, GraphTimer(), "cuda"), COLUMNS))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ COLUMNS = {
     "routing_us": "of it routing", "torch_device_us": "torch device", "jax_device_us": "jax device",
     "jax_over_torch": "jax / torch", "jax_callbacks": "callbacks", "triton_kernels_us": "triton_kernels",
     "grouped_mm_us": "grouped_mm", "grouped_mm_compiled_us": "compiled", "ragged_dot_us": "ragged_dot",
-    "tokamax_us": "tokamax", "bound_streaming_us": "stream bound", "dense_us": "dense bound",
-    "bound_fraction": "of the bound", "over_best_peer": "/ best peer", "vllm_us": "vllm", "over_allowed": "over 1.25x",
+    "tokamax_us": "tokamax", "batch_invariant_us": "batch invariant", "bound_streaming_us": "stream bound",
+    "dense_us": "dense bound", "bound_fraction": "of the bound", "over_best_peer": "/ best peer",
+    "over_balanced": "/ balanced", "vllm_us": "vllm", "over_allowed": "over 1.25x",
     "scratch_over_allowed": "scratch / allowed",
 }  # fmt: skip
 #: Peers measured as torch_us is: from logits, by graph replay.
@@ -51,6 +52,13 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
     if recorded is not None and row["routing"] == "balanced":
         row["vllm_us"], row["vllm_active_experts"] = recorded["us"], recorded["active"]
         row["over_allowed"] = row["torch_us"] / (_VLLM_FACTOR * (recorded["us"] + row["routing_us"]))
+
+
+def add_over_balanced(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    """The time of a row over that of balanced routing, where `rows` has the same cell so routed."""
+    for other in rows:
+        if [other[field] for field in ("shape", "routing", "tokens")] == [row["shape"], "balanced", row["tokens"]]:
+            row["over_balanced"] = row["torch_us"] / other["torch_us"]
 
 
 def table(rows: list[dict[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:

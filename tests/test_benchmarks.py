@@ -6,16 +6,21 @@ import json
 import pathlib
 import re
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import draws
 from benchmarks.budget import Budget, time_limit
+from benchmarks.compile_time import measure, show
 from benchmarks.draws import ROUTINGS, draw_logits, drawn_load, load_of, load_table
 from benchmarks.provenance import provenance
-from benchmarks.record import COLUMNS, add_ratios, read_vllm_figures, reasons, table
+from benchmarks.record import COLUMNS, add_over_balanced, add_ratios, read_vllm_figures, reasons, table
 from benchmarks.shapes import SHAPES, TOKENS
+from moe_core.target import Target
+from moe_core.warmup import KernelReport
 
 README = pathlib.Path(draws.__file__).parent / "README.md"
 
@@ -106,7 +111,7 @@ def test_the_page_publishes_the_loads_of_its_seed() -> None:
 def test_a_cell_borrows_half_of_what_later_ones_have() -> None:
     now = [100.0]
     budget = Budget(6, 3, clock=lambda: now[0])
-    assert budget.left() == 12
+    assert (budget.left(), budget.left(0), budget.left(1)) == (12, 18, 6)
     now[0] += 10
     assert budget.left() == 2
     budget.finish_cell()
@@ -142,6 +147,16 @@ def test_recorded_figures_are_those_of_balanced_routing() -> None:
     assert "vllm_us" not in row and "over_best_peer" not in row
 
 
+def test_routing_is_compared_with_the_balanced_of_the_same_run() -> None:
+    rows = [row_of(tokens=1, torch_us=10.0), row_of(), row_of(shape="dsv3", torch_us=1.0)]
+    row = row_of(routing="zipf", torch_us=330.0)
+    add_over_balanced(row, rows)
+    assert row["over_balanced"] == pytest.approx(1.1)
+    other = row_of(routing="zipf", tokens=256)
+    add_over_balanced(other, rows)
+    assert "over_balanced" not in other
+
+
 def test_a_table_has_the_columns_that_have_figures() -> None:
     shown = table([row_of(), row_of(tokens=1, triton_kernels_us=9.876, active_experts=8)])
     heading, ruler, first, second = shown.splitlines()
@@ -169,6 +184,29 @@ def test_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["command"] == "python -m benchmarks.forward --shapes qwen3"
     assert {"python", "moebius", "torch", "jax", "triton", "numpy"} <= set(found["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+    json.dumps(found)
+
+
+def test_a_first_call_waits_for_each_of_its_kernels_once() -> None:
+    """Two kernels of one compilation are one; a cell's time is that of its own kernels."""
+
+    def two_seconds_each(kernels: Sequence[Any]) -> list[KernelReport]:
+        return [KernelReport(launch.kernel, "16 x 128", 2.0, number == 0) for number, (_, launch) in enumerate(kernels)]
+
+    found = measure([SHAPES["qwen3"]], (1, 2, 4096), Target("cuda", 90, 132), two_seconds_each)
+    one, two, many = found["cells"]
+    assert one == {
+        "shape": "qwen3",
+        "tokens": 1,
+        "kernels": 4,
+        "first_call_seconds": 8.0,
+        "slowest_kernel_seconds": 2.0,
+    }
+    assert two["first_call_seconds"] == 8.0 and many["first_call_seconds"] == 2.0 * many["kernels"] >= 8.0
+    assert len(found["kernels"]) < one["kernels"] + two["kernels"] + many["kernels"]
+    lines = show(found, 2).splitlines()
+    assert lines[0] == "qwen3 1: 4 kernels, first call 8.00 s, slowest kernel 2.00 s"
+    assert lines[3].startswith(f"{len(found['kernels'])} kernels (1 existed) by 2 processes: ")
     json.dumps(found)
 
 

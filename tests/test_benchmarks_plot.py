@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.plot import BOUND, SERIES, draw, main, plot, points, read_records
+from benchmarks.plot import BOUND, SERIES, draw, main, plot, points, read_records, roofline_points
 from benchmarks.record import SCHEMA
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -81,6 +81,22 @@ def test_files_by_routing_and_quantity(tmp_path: pathlib.Path) -> None:
     assert [file.read_bytes() for file in again] == [file.read_bytes() for file in found]
     pictures = plot([path], tmp_path / "pictures", "png")
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in pictures)
+
+
+def test_a_roofline_of_the_rows_that_say_what_was_touched(tmp_path: pathlib.Path) -> None:
+    record = copy.deepcopy(RECORD)
+    for found in record["rows"]:
+        if found["routing"] == "balanced":
+            found |= {"active_experts": 8, "dense_us": 40.0}
+    points = roofline_points([*record["rows"], row("llama", 1, active_experts=8, torch_us=1.0, dense_us=1.0)])
+    assert list(points) == ["qwen3", "dsv3"]
+    intensity, ours, dense = points["qwen3"]
+    # Of a token, 8 slots of 3 * 2048 * 768 weights: 2 FLOPs for each, which is 2 bytes.
+    assert intensity == [1.0, 64.0] and ours[0] == pytest.approx(8 * 6 * 2048 * 768 / 60.0 / 1e6)
+    assert dense[1] == pytest.approx(64 * 8 * 6 * 2048 * 768 / 40.0 / 1e6)
+    files = plot([written(tmp_path, "a.json", record)], tmp_path / "figures")
+    assert [file.name for file in files if "roofline" in file.name] == ["roofline-balanced.svg"]
+    assert "FLOPs per byte of the weights touched" in (tmp_path / "figures" / "roofline-balanced.svg").read_text()
 
 
 def test_records_of_different_cells_go_together(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,9 +42,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_run() -> None:
+def test_a_run(tmp_path: pathlib.Path) -> None:
     cells = [quantized.Cell(TINY, name, *quantized.SCHEMES[name]) for name in quantized.SCHEMES]
-    rows = quantized.run(cells, [1, 9], False, Calls(), "cpu")
+    options = argparse.Namespace(cells=cells, tokens=[1, 9], published=False, output=tmp_path / "made" / "record.json")
+    rows = quantized.run(options, Calls(), "cpu")
+    assert json.loads(options.output.read_text())["rows"] == rows
     assert [row["scheme"] for row in rows] == [name for name in quantized.SCHEMES for _ in range(2)]
     assert all(row["bitwise_torch_jax"] and row["prepared"] == (row["scheme"] == "mxfp4") for row in rows)
     assert all(row["error_dequantized"] < 1e-2 for row in rows if row["scheme"] == "mxfp4")
@@ -52,7 +57,7 @@ def test_red_parity_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(quantized.TOLERANCES, True, 0.0)
     cell = quantized.Cell(TINY, "fp8_block", *quantized.SCHEMES["fp8_block"])
     with pytest.raises(SystemExit, match="parity is red for tiny fp8_block 3"):
-        quantized.run([cell], [3], False, None, "cpu")
+        quantized.run(argparse.Namespace(cells=[cell], tokens=[3], published=False, output=None), None, "cpu")
 
 
 def test_the_command_line() -> None:

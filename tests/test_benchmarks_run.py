@@ -29,8 +29,8 @@ from benchmarks.problem import (
     expected,
     relative_error,
 )
-from benchmarks.shapes import Shape
-from benchmarks.timing import ChainTime, KernelSpan
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.timing import ChainTime, KernelSpan, equal_parts
 from moe_core.reference.activation import activation as reference_activation
 from moe_core.specs import Activation
 from moe_core.target import Target
@@ -67,8 +67,10 @@ class CallingTimer:
         seconds: float = 1.0,
         check: Callable[[Any], None] | None = None,
     ) -> ChainTime:
-        assert check is None, "peers of the forward are checked before"
-        return ChainTime(self.time(lambda: jax.block_until_ready(function(x, *arguments))), 0)
+        found = jax.block_until_ready(function(x, *arguments))
+        if check is not None:
+            check(found)
+        return ChainTime(self.time(lambda: found), 0)
 
     def kernels(self, function: Callable[[], Any], repeats: int = 5) -> list[list[KernelSpan]]:
         self.time(function)
@@ -160,11 +162,25 @@ def test_peers_agree(shape: Shape, name: str) -> None:
     assert figures["us"] == 100.0 and 0 < figures["error"] < peers.TOLERANCE
 
 
-def test_a_red_peer_is_not_timed() -> None:
-    timer = CallingTimer()
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_red_peer_is_not_timed(framework: str) -> None:
+    timer, problem = CallingTimer(), problem_of(TINY["qwen3"])
+
+    def wrong_in_jax(problem: Problem) -> Callable[..., Any]:
+        output = jax.numpy.asarray(fault(problem)().float().numpy(), jax.numpy.bfloat16)
+        return lambda x, logits, experts: output
+
+    peer = Peer("wrong", fault) if framework == "torch" else Peer("wrong", wrong_in_jax, "jax")
     with pytest.raises(ParityIsRed, match=r"parity of wrong is red: error 0\.\d+, at most 0\.02"):
-        time_peer(Peer("wrong", fault), problem_of(TINY["qwen3"]), timer, 1.0)
+        time_peer(peer, problem, timer, 1.0)
     assert timer.calls == 0
+
+
+def test_every_row_times_every_expert_is_left_out_where_it_takes_too_long() -> None:
+    reason = PEERS["ragged_dot"].why_left_out(SHAPES["dsv3"], 4096)
+    assert reason == "takes 7.4e+14 FLOPs, every row times every expert; timed up to 1.5e+14"
+    assert PEERS["ragged_dot"].why_left_out(SHAPES["qwen3"], 4096) is None
+    assert PEERS["tokamax"].why_left_out(SHAPES["dsv3"], 4096) is None
 
 
 def test_a_peer_may_have_an_activation_of_its_own() -> None:
@@ -242,6 +258,7 @@ def run(tmp_path: pathlib.Path, *arguments: str, timer: Any = None) -> dict[str,
 def test_a_run(tmp_path: pathlib.Path) -> None:
     record = run(tmp_path, "--shapes", "qwen3,gptoss20b", "--tokens", "64", "--routing", "single_hot", "--breakdown")
     assert [row["shape"] for row in record["rows"]] == ["qwen3", "gptoss20b"] and record["partial"]
+    assert [found["shape"] for found in record["warmup"]] == ["qwen3", "gptoss20b"]
     for row in record["rows"]:
         assert row["bitwise_torch_jax"] and row["error_fp32_loop"] < forward.TOLERANCE
         assert row["busiest_expert_tokens"] == 64 and row["active_experts"] == 4
@@ -265,6 +282,29 @@ def test_peers_that_are_left_out_say_why(tmp_path: pathlib.Path) -> None:
     assert not row["not_timed"] and "ragged_dot_us" in row
     row = run(tmp_path, *arguments, "--cell-seconds", "1e-6")["rows"][0]
     assert row["not_timed"]["grouped_mm"] == "the time of the cell was spent" and row["torch_us"] == 100.0
+
+
+def test_routings_side_by_side_and_batch_invariant(tmp_path: pathlib.Path) -> None:
+    options = ("--shapes", "gptoss20b", "--tokens", "12", "--peers", "none", "--batch-invariant")
+    balanced, hot = run(tmp_path, *options, "--routing", "balanced,single_hot")["rows"]
+    assert "over_balanced" not in balanced and hot["over_balanced"] == 1.0
+    assert balanced["batch_invariant_us"] == hot["batch_invariant_us"] == 100.0
+    text = README.read_text()
+    assert not [name for name in hot if f"`{name}`" not in text], "fields that the page does not describe"
+
+
+def test_a_token_that_depends_on_its_batch_is_red(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Problem.torch_forward
+
+    def by_batch(problem: Problem, spec: Any = None, tokens: int | None = None) -> Any:
+        found = real(problem, spec, tokens)
+        return found if tokens is None else found._replace(output=found.output * (1 + 2**-7))
+
+    monkeypatch.setattr(Problem, "torch_forward", by_batch)
+    record = run(tmp_path, "--shapes", "qwen3", "--tokens", "16", "--peers", "none", "--batch-invariant")
+    row = record["rows"][0]
+    assert row["not_timed"]["batch_invariant"].startswith("parity is red: a token alone bitwise False, error 0.0")
+    assert row["red_peers"] == ["batch_invariant"] and "batch_invariant_us" not in row
 
 
 def test_peers_that_fail_say_why_and_a_red_one_fails_the_run(
@@ -333,6 +373,21 @@ def test_the_large_case_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.large.TOLERANCE", 1e-9)
         with pytest.raises(SystemExit, match="parity is red for"):
             run_large("cpu", TINY["qwen3"], 100)
+
+
+# Kernels by call.
+
+
+def test_kernels_of_equal_calls_are_told_apart() -> None:
+    def spans(*names: str) -> list[KernelSpan]:
+        return [KernelSpan(name, start, start + 1) for start, name in enumerate(names)]
+
+    found = spans("route", "product", "product", "route", "product", "product")
+    assert equal_parts(found, 2) == [found[:3], found[3:]]
+    # Two branches of a graph may start in either order.
+    assert equal_parts(spans("route", "product", "product", "route"), 2) is not None
+    assert equal_parts(spans("route", "product", "product", "product"), 2) is None
+    assert equal_parts(found[:5], 2) is None and equal_parts([], 2) is None
 
 
 # Breakdowns.
