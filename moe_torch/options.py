@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from moe_core import codec, dtypes, formats, operands, specs
 from moe_core.errors import InvalidInput
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_result(function: _Function) -> _Function:
+    """`torch.compiler.assume_constant_result`: the results of `function` are constants of compiled programs.
+
+    torch's own sets the same mark and imports Dynamo for it, which would take longer than `import moe_torch` does.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
 
 #: torch dtypes by canonical name, and the reverse.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -93,7 +105,7 @@ def _unflatten(flat: Any) -> Any:
     return tuple(values) if kind == "tuple" else getattr(formats if hasattr(formats, kind) else specs, kind)(*values)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _constant_text(flat: tuple[Any, ...]) -> str:
     return codec.dumps(_unflatten(flat))
 

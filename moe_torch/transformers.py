@@ -26,7 +26,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.operands import ExpertWeights, TopK
 from moe_core.specs import Activation, MoESpec
 from moe_torch import ops
-from moe_torch.options import DTYPE_NAMES
+from moe_torch.options import DTYPE_NAMES, constant_result
 
 try:
     from transformers import activations
@@ -146,7 +146,7 @@ def _activation(experts: Any) -> Activation:
     raise _unsupported(experts, f"gates {layout} of its weights by {module}.{gate}")
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _gate(kind: type) -> tuple[str, str]:
     """(module, qualified name) of the function with which a class of experts gates."""
     function: Any = kind._apply_gate  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
 """Faults planted in copies of the backward's kernels, and the process that runs their op tests on each copy.
 
-Run as a script: `python -m tests.backward_faults TESTS FOLDER...`. pytest collects the file of tests once; every folder
-with kernels then has a fork that runs the tests on them up to the first failure, and leaves pytest's exit status in
-`status` in its folder and its output in `log`.
+Run as a script: `python -m tests.backward_faults TESTS CONTROL FOLDER...`. pytest collects the file of tests once; each
+folder of kernels has a fork that runs the tests on them up to the first failure and leaves pytest's exit status in
+`status` in its folder, its output in `log` and the name of the failed test in `failed`. CONTROL holds unchanged
+kernels: the last fork runs on them every test that failed in another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faulty_kernels import OpFault, run_on_copy
+from tests.faulty_kernels import INTERPRETER, OpFault, run_on_copy
 
 #: By kernel file; its tests are `tests/test_<file>.py`. None reads or writes outside of its arrays.
 FAULTS: dict[str, tuple[OpFault, ...]] = {
@@ -77,8 +78,8 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
 class _OnCopies:
     """Runs the collected tests once per folder, each time in a fork."""
 
-    def __init__(self, folders: list[Path]) -> None:
-        self._folders = folders
+    def __init__(self, control: Path, folders: list[Path]) -> None:
+        self._control, self._folders = control, folders
 
     @staticmethod
     def pytest_collection() -> None:
@@ -91,9 +92,20 @@ class _OnCopies:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """In the place of pytest's own loop. What every fork imports and is no kernel is imported before."""
-        importlib.import_module("triton")
+        for name in INTERPRETER:
+            importlib.import_module(name)
+        assert session.items, "no test was collected"
+        # The costliest, hundreds of experts, come last: few faults need them.
+        items = sorted(session.items, key=lambda item: "many_experts" in item.name)
+        failed: set[str] = set()
         for folder in self._folders:
-            run_on_copy(folder, lambda: _run_until_one_fails(session))
+            # What has failed before finds the next fault soon, too.
+            items.sort(key=lambda item: item.nodeid not in failed)
+            run_on_copy(folder, lambda folder=folder: _run_until_one_fails(session, items, folder))
+            if (folder / "failed").exists():
+                failed.add((folder / "failed").read_text())
+        found = [item for item in items if item.nodeid in failed]
+        run_on_copy(self._control, lambda: _run_until_one_fails(session, found, self._control))
         return True
 
     @staticmethod
@@ -103,17 +115,17 @@ class _OnCopies:
             print(f"\n{report.nodeid}\n{report.longreprtext}")
 
 
-def _run_until_one_fails(session: pytest.Session) -> int:
-    assert session.items, "no test was collected"
-    # The costliest, hundreds of experts, come last: few faults need them.
-    for item in sorted(session.items, key=lambda item: "many_experts" in item.name):
+def _run_until_one_fails(session: pytest.Session, items: list[pytest.Item], folder: Path) -> int:
+    for item in items:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         if session.testsfailed:
+            (folder / "failed").write_text(item.nodeid)
             return int(pytest.ExitCode.TESTS_FAILED)
     return int(pytest.ExitCode.OK)
 
 
 if __name__ == "__main__":
-    plugin = _OnCopies([Path(folder) for folder in sys.argv[2:]])
+    control, *folders = map(Path, sys.argv[2:])
+    plugin = _OnCopies(control, folders)
     # Without capturing, what the forks print lies in their logs.
     sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", sys.argv[1]], plugins=[plugin]))

@@ -9,13 +9,22 @@ import os
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
 from moe_core.cuda import cuda_available
 
+_xla_flags = {"xla_force_host_platform_device_count": "4"}
 if not cuda_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # On a CPU XLA compiles programs for much longer than tests run them. Documented programs, in test_docs.py, are
+    # compiled as users compile them.
+    _xla_flags |= {
+        "xla_backend_optimization_level": "0",
+        "xla_llvm_disable_expensive_passes": "true",
+        "xla_cpu_use_fusion_emitters": "false",
+    }
+for _name, _value in _xla_flags.items():
+    if _name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
 
 import pytest
 from hypothesis import HealthCheck, settings

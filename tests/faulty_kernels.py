@@ -14,6 +14,9 @@ from pathlib import Path
 KERNELS = Path(__file__).parents[1] / "moe_core" / "kernels"
 #: Status of a fork that ended by an exception: none of what is run there gives it.
 BROKEN = 99
+#: What forks that interpret or compile kernels import and is no kernel: imported before, it is imported once.
+INTERPRETER = ("triton.runtime.interpreter", "moe_core.interpreter.patches")
+COMPILER = ("triton.compiler.compiler", "triton.backends.nvidia.compiler")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-def _expert(x: jax.Array, bundle: Any, expert: int | None, spec: MoESpec) -> jax.Array:
+def _expert(x: jax.Array, bundle: Any, expert: int | jax.Array | None, spec: MoESpec) -> jax.Array:
     """One row through one expert; None: the shared one."""
 
     def of(name: str) -> Any:
@@ -121,9 +121,8 @@ def _expert(x: jax.Array, bundle: Any, expert: int | None, spec: MoESpec) -> jax
     return result
 
 
-def _weights(logits: jax.Array, ids: list[int], router: RouterSpec) -> jax.Array:
+def _weights(logits: jax.Array, chosen: jax.Array, router: RouterSpec) -> jax.Array:
     """The weights of one token's experts."""
-    chosen = jnp.array(ids)
     if router.order == "topk_then_softmax":
         return router.scale * jax.nn.softmax(logits[chosen])
     scores = {
@@ -143,7 +142,10 @@ def compile_quickly(function: Any) -> Any:
 # Without it XLA multiplies float32 in TF32 on a GPU, here and in the gradient.
 @jax.default_matmul_precision("highest")
 def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(output, weights, logits) in a loop over tokens and slots, for the ids that the op chose."""
+    """(output, weights, logits) in a loop over tokens and slots, for the ids that the op chose.
+
+    An absent slot is an expert's product that is not added.
+    """
     x, experts, routing, shared, *maps = problem
     mask, expert_map = (None if one is None else np.asarray(one) for one in maps)
     logits = None
@@ -154,35 +156,33 @@ def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, 
         logits = logits if routing.bias is None else logits + routing.bias
         if mask is not None:  # What flows into the logits of a masked token goes no further.
             logits = jnp.where(mask[:, None], logits, jax.lax.stop_gradient(logits))
-    rows, every = [], []
-    for token in range(x.shape[0]):
-        chosen = [int(expert) for expert in ids[token]]
-        is_masked = mask is not None and not mask[token]
-        if isinstance(routing, TopK):
-            weights = routing.weights[token]
-        elif is_masked:
-            weights = jnp.zeros(len(chosen))
-        else:
-            assert spec.router is not None and logits is not None
-            weights = _weights(logits[token], chosen, spec.router)
-        every.append(weights)
-        row = jnp.zeros(x.shape[1])
-        for slot, expert in enumerate(chosen):
-            local = expert if expert < 0 or expert_map is None else int(expert_map[expert])
-            if local < 0 or is_masked:
-                continue
+    local = ids if expert_map is None else np.where(ids < 0, -1, expert_map[np.maximum(ids, 0)])
+
+    def of_one_token(arguments: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        x, given, chosen, local, is_kept = arguments
+        weights = given
+        if not isinstance(routing, TopK):
+            assert spec.router is not None
+            weights = jnp.where(is_kept, _weights(given, chosen, spec.router), 0)
+        row = jnp.zeros(x.shape)
+        for slot in range(ids.shape[1]):
             if spec.apply_router_weight_on_input:
-                row = row + _expert(x[token] * weights[slot], experts, local, spec)
+                part = _expert(x * weights[slot], experts, local[slot], spec)
             else:
-                row = row + weights[slot] * _expert(x[token], experts, local, spec)
+                part = weights[slot] * _expert(x, experts, local[slot], spec)
+            row = row + jnp.where(is_kept & (local[slot] >= 0), part, 0)
         if shared is not None:
-            more = _expert(x[token], shared, None, spec)
+            more = _expert(x, shared, None, spec)
             if shared.gate is not None:
                 gate = shared.gate.T if spec.weight_layout == "out_in" else shared.gate
-                more = more * jax.nn.sigmoid(x[token] @ gate)
+                more = more * jax.nn.sigmoid(x @ gate)
             row = row + more
-        rows.append(row)
-    return jnp.stack(rows), None if isinstance(routing, TopK) else jnp.stack(every), logits
+        return row, weights
+
+    given = routing.weights if isinstance(routing, TopK) else logits
+    kept = np.ones(len(ids), bool) if mask is None else mask
+    rows, weights = jax.lax.map(of_one_token, (x, given, ids, local, kept))
+    return rows, None if isinstance(routing, TopK) else weights, logits
 
 
 def is_float(array: Any) -> bool:

@@ -7,13 +7,14 @@ status in `status` in the folder: 0 where the order holds, ORDER_BROKEN where it
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 from moe_core.compiler import compile_launch
 from moe_core.plan import KernelLaunch
 from moe_core.target import Target
-from tests.faulty_kernels import OpFault, run_on_copy
+from tests.faulty_kernels import COMPILER, OpFault, run_on_copy
 from tests.overlap_order import layer_plan, order_violation
 
 _WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
@@ -51,5 +52,7 @@ def judge(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    for name in COMPILER:
+        importlib.import_module(name)
     for place in sys.argv[1:]:
         run_on_copy(Path(place), lambda folder=Path(place): judge(folder))

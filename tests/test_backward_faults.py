@@ -18,7 +18,8 @@ NO_FAULT = OpFault("", "")
 
 @pytest.mark.parametrize("kernel_file", list(FAULTS))
 def test_faults_are_found(kernel_file: str, tmp_path: Path) -> None:
-    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying."""
+    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying, since the tests
+    that fail there pass here."""
     folders = {tmp_path / str(number): fault for number, fault in enumerate((NO_FAULT, *FAULTS[kernel_file]))}
     for folder, fault in folders.items():
         plant("" if fault is NO_FAULT else kernel_file, fault, folder)

@@ -5,13 +5,17 @@ Python that names one framework runs where the other does not exist, as on a use
 
 from __future__ import annotations
 
+import ast
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from tests.script_server import ScriptServer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,6 +29,8 @@ PACKAGES = {
     "jax": re.compile(r"\b(moe_)?jax\b"),
     "flax": re.compile(r"\bflax\b|\bmoe_jax(\.| import )(nnx|linen)\b"),
 }
+#: What takes long to import, and is imported once for all scripts that import it.
+SLOW_MODULES = ("moe_torch", "transformers", "moe_jax", "moe_jax.nnx")
 
 
 def python_blocks() -> list[tuple[str, str]]:
@@ -51,38 +57,79 @@ def test_python_is_fenced(page: pathlib.Path) -> None:
     assert not hidden, f"{page.name} has Python outside of a fence, which no test runs: {hidden}"
 
 
-def without_others(source: str) -> str:
-    """The source behind a first line after which no package can be imported that it does not name."""
-    others = [package for package, name in PACKAGES.items() if not name.search(source)]
-    # To the import system None means that the package does not exist.
-    return f"import sys; sys.modules.update(dict.fromkeys({others!r}))\n{source.removeprefix(chr(10))}"
-
-
-def run_as_a_user_would(*arguments: str) -> str:
-    """Run Python in a fresh process with neither the interpreter nor the test suite's settings; returns its output."""
+def a_users_environment() -> dict[str, str]:
+    """Variables with neither the interpreter nor the test suite's settings."""
     hidden = ("TRITON_INTERPRET", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     inherited = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    return done.stdout
+    return environment
+
+
+def missing_packages(source: str) -> tuple[str, ...]:
+    """The packages that a script does not name."""
+    return tuple(package for package, name in PACKAGES.items() if not name.search(source))
+
+
+def common_imports(source: str) -> tuple[str, ...]:
+    """Of SLOW_MODULES those that a script imports itself.
+
+    None if it sets variables for its imports, nor if it has both frameworks: where there is a GPU, the FFI of one then
+    asks the other for it when it is imported, and forks could not use it.
+    """
+    if "environ" in source or not {"torch", "jax"} & set(missing_packages(source)):
+        return ()
+    nodes = list(ast.walk(ast.parse(source)))
+    found = [f"{alias.name}." for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found += [f"{node.module}." for node in nodes if isinstance(node, ast.ImportFrom)]
+    return tuple(module for module in SLOW_MODULES if any(name.startswith(f"{module}.") for name in found))
+
+
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[pathlib.Path], str]]:
+    """Runs a script in a process of its own without the packages that it does not name; returns its output."""
+    servers: dict[tuple[tuple[str, ...], ...], ScriptServer] = {}
+
+    def run(script: pathlib.Path) -> str:
+        source = script.read_text()
+        key = (missing_packages(source), common_imports(source))
+        if key not in servers:
+            servers[key] = ScriptServer(*key, a_users_environment())
+        done = servers[key].run(script, tmp_path_factory.mktemp("script"))
+        assert done.status == 0, f"{done.status}: {done.output}{done.errors}"
+        return done.output
+
+    yield run
+    for server in servers.values():
+        server.close()
 
 
 @pytest.mark.parametrize(("place", "source"), BLOCKS, ids=[place for place, _ in BLOCKS])
-def test_python_blocks_run(place: str, source: str, tmp_path: pathlib.Path) -> None:
+def test_python_blocks_run(
+    place: str, source: str, tmp_path: pathlib.Path, run_script: Callable[[pathlib.Path], str]
+) -> None:
     script = tmp_path / "block.py"
-    script.write_text(without_others(source))
-    run_as_a_user_would(str(script))
+    script.write_text(source)
+    run_script(script)
 
 
-@pytest.mark.parametrize(("source", "missing"), [("import jax", "torch"), ("import moe_jax", "flax")])
-def test_packages_that_a_block_does_not_name_are_missing(source: str, missing: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import jax\n__import__('tor' + 'ch')", "ModuleNotFoundError: import of torch"),
+        ("import moe_jax\n__import__('fla' + 'x')", "ModuleNotFoundError: import of flax"),
+        ("import moe_jax\njax", "NameError: name 'jax' is not defined"),
+        ("jax = 1\nimport sys\nassert 'jax' not in sys.modules\nsys.exit(7)", "^7: "),
+        ("import os\nos.kill(os.getpid(), 9)", "^-9: "),
+    ],
+)
+def test_scripts_find_only_what_they_name_and_import(
+    source: str, message: str, tmp_path: pathlib.Path, run_script: Callable[[pathlib.Path], str]
+) -> None:
     script = tmp_path / "block.py"
-    script.write_text(without_others(f"\n{source}\n") + f"__import__({missing!r})\n")
-    with pytest.raises(AssertionError, match=f"ModuleNotFoundError: import of {missing}"):
-        run_as_a_user_would(str(script))
+    script.write_text(source)
+    with pytest.raises(AssertionError, match=message):
+        run_script(script)
 
 
 def test_readme_shows_both_front_ends() -> None:
@@ -92,8 +139,8 @@ def test_readme_shows_both_front_ends() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_run(example: pathlib.Path) -> None:
-    assert run_as_a_user_would(str(example)).strip(), "an example shows something"
+def test_examples_run(example: pathlib.Path, run_script: Callable[[pathlib.Path], str]) -> None:
+    assert run_script(example).strip(), "an example shows something"
 
 
 def test_examples_exist() -> None:
@@ -130,7 +177,15 @@ def test_readme_shows_what_the_parity_tool_prints() -> None:
     readme = (ROOT / "README.md").read_text()
     command, sample = next(fence[2] for fence in FENCE.finditer(readme) if fence[1] == "text").split("\n", 1)
     assert command.startswith("$ moe-parity ")
-    printed = run_as_a_user_would("-m", "moe_core.parity", *command.split()[2:])
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_core.parity", *command.split()[2:]],
+        cwd=ROOT,
+        env=a_users_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     shown = STAGE_ROW.findall(sample)
     assert shown and "  ... the same rows" in sample
-    assert STAGE_ROW.findall(printed) == shown * 2
+    assert STAGE_ROW.findall(done.stdout) == shown * 2

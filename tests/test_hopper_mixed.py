@@ -110,13 +110,16 @@ def test_matches_the_reference(number: int, place: int) -> None:
 
 
 @pytest.mark.gpu
-def test_nan_scales_and_rows_stay_where_they_are() -> None:
+@pytest.mark.parametrize("place", [0, 3])
+def test_nan_scales_and_rows_stay_where_they_are(place: int) -> None:
+    """In both families."""
     needs_sm_90()
     layout = LayoutSpec(9, 2, 4)
     arrays = layout_arrays(draw_ids("some_absent", 9, 2, 4, 0), layout)
     operands, spec = draw_product((None, "token", "slot", False, False, False), layout, 256, 64, 0)
     operands.weight.scales[:, 5, 1] = 255
     operands.x[3] = np.nan
+    spec = dataclasses.replace(spec, tuning=MatmulTuning(configurations(spec)[place]))
     y = (
         run_product(prepared(operands, spec), layout, arrays, spec, engine_target())
         .astype(np.float32)

@@ -51,8 +51,8 @@ def run_sliced(
 
 
 def program_text(lowered: Any) -> str:
-    """The optimised program of a lowered function."""
-    text = lowered.compile().as_text()
+    """The optimised program of a lowered function, as users get it: conftest.py saves XLA fusing on a CPU."""
+    text = lowered.compile({"xla_cpu_use_fusion_emitters": True}).as_text()
     assert text is not None
     return text
 

@@ -89,27 +89,21 @@ def test_gradients_of_one_case_are_compared_unless_cases_are_named() -> None:
     assert asked("--backward") == list(BUILT_IN)
 
 
-@pytest.mark.parametrize(
-    ("kernel_file", "fault"),
-    [
-        ("activation_backward", OpFault("share * (1.0 + bounded * (1.0 - share))", "share")),
-        ("routing_backward", OpFault('return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")')),
-    ],
-)
-def test_a_fault_in_a_backward_kernel_turns_it_red(kernel_file: str, fault: OpFault, tmp_path: Path) -> None:
-    plant(kernel_file, fault, tmp_path / "kernels")
-    script = f"""
-import importlib, sys
-importlib.import_module("moe_core.kernels").__path__[:] = [{str(tmp_path / "kernels")!r}]
-from moe_core.parity.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", script, *QUICK, "--backward", "--engines", "torch"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 of 2 cases DIFFER: llama4 backward float32" in done.stdout
-    assert "DIFFERS: first divergent stage is d_" in done.stdout
+def test_a_fault_in_a_backward_kernel_turns_it_red(tmp_path: Path) -> None:
+    faults = {
+        "activation_backward": OpFault("share * (1.0 + bounded * (1.0 - share))", "share"),
+        "routing_backward": OpFault('return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")'),
+    }
+    for kernel_file, fault in faults.items():
+        plant(kernel_file, fault, tmp_path / kernel_file)
+    plan = [[str(tmp_path / kernel_file), [*QUICK, "--backward", "--engines", "torch"]] for kernel_file in faults]
+    command = [sys.executable, "-m", "tests.planted_faults", json.dumps(plan)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    for kernel_file in faults:
+        log = (tmp_path / kernel_file / "log").read_text()
+        assert (tmp_path / kernel_file / "status").read_text() == "1", log
+        assert "1 of 2 cases DIFFER: llama4 backward float32" in log
+        assert "DIFFERS: first divergent stage is d_" in log
 
 
 @pytest.mark.skipif(cuda_available(), reason="on a GPU machine the engines run on the GPU")

@@ -24,12 +24,11 @@ from moe_core.reference.moe import moe_stages
 from moe_core.reference.quantize import dequantize, quantize
 from moe_core.reference.routing import layout as make_layout
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec
-from moe_core.target import cpu_target
 from moe_core.tuning import TileConfig
 from tests.harness import engine_target, run_plan
 from tests.quantized_support import LAYOUTS, draw_weight, plain, spec_of
 from tests.strategies import RoutingCase, draw_array, hard_routing
-from tests.test_moe_backward import BF16, FP32, H200, Problem, draw, routed
+from tests.test_moe_backward import BF16, FP32, H200, REFERENCE, Problem, draw, routed
 
 #: Every element, kind of scale and extent of a group, with lengths of the axis that groups run along.
 FORMATS = {
@@ -66,7 +65,7 @@ def run_both(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The product by kernels, and by the reference's plan."""
     found = []
-    for target in (engine_target(), cpu_target()):
+    for target in (engine_target(), REFERENCE):
         plan = plan_matmul_quantized_transposed(map_arrays(operands, spec_of), layout, spec, target)
         given = dict(named_arrays(operands)) | groups
         found.append(run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})["y"])
@@ -189,7 +188,7 @@ def test_the_reference_is_that_of_dequantised_weights() -> None:
     assert expected.keys() - found.keys() == absent
     for name, gradient in found.items():
         np.testing.assert_array_equal(gradient, expected[name], name)
-    planned = problem.backward(cpu_target())
+    planned = problem.backward(REFERENCE)
     for name, gradient in planned.items():
         assert_close(gradient, found[name], FP32, name, scale=np.full(gradient.shape, np.abs(found[name]).max()))
 
@@ -206,7 +205,7 @@ def test_16_bit(case: str) -> None:
 def test_keeping_does_not_change_the_forward() -> None:
     for name in ("mxfp4", "int4"):
         problem = layer(name, dtype="bfloat16")
-        for target in (engine_target(), cpu_target()):
+        for target in (engine_target(), REFERENCE):
             kept, given = problem.forward(target)[1], problem.forward(target, keep=False)[1]
             for key, array in given.items():
                 np.testing.assert_array_equal(kept[key], array, key)
@@ -235,13 +234,13 @@ def test_the_op_of_its_own(wanted: str) -> None:
     operands = MatmulOperands(x, weight, bias=draw_array(rng, (case.num_experts, 30)), row_weight=case.weights)
     spec = MatmulSpec("out_in", "token", "slot")
     found = []
-    for target in (engine_target(), cpu_target()):
+    for target in (engine_target(), REFERENCE):
         specs = map_arrays(operands, spec_of)
         plan = plan_matmul_ogs_backward(spec_of(d_y), specs, layout, spec, target, wanted=(wanted,))
         given = dict(named_arrays(operands)) | groups | {"d_y": d_y}
         found.append(run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})[wanted])
     plain_plan = plan_matmul_ogs_backward(
-        spec_of(d_y), map_arrays(plain(operands), spec_of), layout, spec, cpu_target(), wanted=(wanted,)
+        spec_of(d_y), map_arrays(plain(operands), spec_of), layout, spec, REFERENCE, wanted=(wanted,)
     )
     given = dict(named_arrays(plain(operands))) | groups | {"d_y": d_y}
     assert_both(
@@ -259,7 +258,7 @@ def test_what_has_no_gradient() -> None:
     assert "quantised x" in str(why_no_gradient(operands, layout, spec, {"x"}))
     with pytest.raises(Unsupported, match=r"outputs must be \('y',\) with a quantised x"):
         fused = dataclasses.replace(spec, activation=Activation("silu"))
-        plan_matmul_ogs(operands, layout, fused, cpu_target(), stage=0, outputs=("y", "pre"))
+        plan_matmul_ogs(operands, layout, fused, REFERENCE, stage=0, outputs=("y", "pre"))
     frozen = MatmulOperands(ArraySpec((6, 128), "bfloat16"), weight)
     for name in ("weight", "weight.scales"):
         assert f"{name} has no gradient: quantised weights are frozen" in str(
@@ -269,10 +268,10 @@ def test_what_has_no_gradient() -> None:
     problem = layer("fp8", weight_layout="out_in")
     specs, gradients = problem.specs(), map_arrays(problem.gradients, spec_of)
     with pytest.raises(InvalidInput, match=r"wanted must name at least one of d_x, d_experts\.gate_up_bias"):
-        plan_moe_backward(gradients, specs, problem.spec, cpu_target(), wanted=("d_experts.down",))
+        plan_moe_backward(gradients, specs, problem.spec, REFERENCE, wanted=("d_experts.down",))
     both = dataclasses.replace(problem.spec, activations=format_named("fp8_group"))
     with pytest.raises(Unsupported, match="no gradient with activations fp8_group: what rounds x"):
-        plan_moe_backward(gradients, specs, both, cpu_target(), wanted=("d_x",))
+        plan_moe_backward(gradients, specs, both, REFERENCE, wanted=("d_x",))
     assert "experts.down.scales has no gradient" in str(
         why_no_moe_gradient(specs.experts, problem.spec, ["x", "experts.down.scales"])
     )

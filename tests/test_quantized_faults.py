@@ -18,7 +18,8 @@ NO_FAULT = OpFault("", "")
 
 @pytest.mark.parametrize("tests", list(FAULTS))
 def test_faults_are_found(tests: str, tmp_path: Path) -> None:
-    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying."""
+    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying, since the tests
+    that fail there pass here."""
     folders: dict[Path, OpFault] = {}
     for number, (kernel_file, fault) in enumerate((("", NO_FAULT), *FAULTS[tests])):
         folders[tmp_path / str(number)] = fault

@@ -18,6 +18,7 @@ from moe_torch import ops
 from moe_torch.dispatch import target_of_device
 from moe_torch.modular.rows import batched_layout
 from moe_torch.modular.stages import product
+from moe_torch.options import constant_result
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -96,12 +97,12 @@ def is_blackwell_deep_gemm_e8m0_used(device: torch.device | str | None = None) -
     return device.type == "cuda" and _on_blackwell(device.index or 0)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _on_blackwell(index: int) -> bool:
     return has_e8m0_mode(target_of_device(torch.device("cuda", index)))
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, index: int) -> tuple[Any, ...] | None:
     """The fields of the tile for so many rows of a group; a constant of compiled programs."""
     found = tile_for_rows((groups, n, k), rows, out_dtype, target_of_device(torch.device(kind, index)))

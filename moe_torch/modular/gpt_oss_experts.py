@@ -133,7 +133,9 @@ class OAITritonExperts(BaseOAITritonExperts):
 class _Running(threading.local):
     """What the injection points of the `apply` that runs on this thread are told."""
 
-    context: SlotContext | None = None
+    def __init__(self) -> None:
+        # Not an attribute of the class: compiled programs are guarded by where they find it.
+        self.context: SlotContext | None = None
 
 
 _running = _Running()
