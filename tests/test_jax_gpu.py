@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -63,12 +64,18 @@ def scanned_chain(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 def callbacks_during(run: Callable[[], object]) -> int:
     """Callbacks into Python while `run` runs, after its addresses have had time to settle."""
-    for _ in range(WARM_UP):
-        run()
-    before = ffi.callback_count()
-    for _ in range(RUNS):
-        run()
-    return ffi.callback_count() - before
+    # Arrays of earlier tests that are freed between two runs would make room, and so other addresses.
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(WARM_UP):
+            run()
+        before = ffi.callback_count()
+        for _ in range(RUNS):
+            run()
+        return ffi.callback_count() - before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("function", [chain, scanned_chain])
