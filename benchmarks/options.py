@@ -54,10 +54,12 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     tokens = numbers_of_tokens(parser, found.tokens)
     if not found.cell_seconds > 0:
         parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
+    routings = chosen("--routing", found.routing, ROUTINGS)
     options = Options(
         shapes=tuple(SHAPES[name] for name in chosen("--shapes", found.shapes, list(SHAPES))),
         tokens=tokens,
-        routings=chosen("--routing", found.routing, ROUTINGS),
+        # Balanced first: the others are compared with it.
+        routings=tuple(routing for routing in ROUTINGS if routing in routings),
         peers=tuple(PEERS[name] for name in chosen("--peers", found.peers, list(PEERS))),
         output=found.output,
         seed=found.seed,

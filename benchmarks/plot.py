@@ -153,8 +153,8 @@ def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]]
 
     figure, panel = pyplot.subplots(figsize=(8.4, 5.4))
     compute = max(max(dense) for _, _, dense in found.values())
-    lowest = min(min(intensity) for intensity, _, _ in found.values())
     ridge = compute / (STREAMING_BYTES_PER_US / 1e6)
+    lowest = min(ridge, *(min(intensity) for intensity, _, _ in found.values()))
     highest = max(2 * ridge, *(max(intensity) for intensity, _, _ in found.values()))
     panel.plot([lowest, ridge, highest], [lowest * compute / ridge, compute, compute], "k--", linewidth=1)
     panel.text(ridge, compute * 1.06, f"fastest dense product: {compute:.0f} TFLOP/s", fontsize=7)

@@ -103,7 +103,11 @@ class GraphTimer:
 
         state = [jax.block_until_ready(jax.tree.map(lambda array: array.copy(), x))]
 
+        runs = 0
+
         def run() -> None:
+            nonlocal runs
+            runs += 1
             state[0] = jax.block_until_ready(chain(state[0], *arguments))
 
         run()
@@ -115,9 +119,9 @@ class GraphTimer:
         for _ in range(min(2, affordable)):
             run()
         repeats = max(1, min(5, affordable))
-        before = callback_count()
+        before, runs = callback_count(), 0
         span = device_time(run, repeats)
-        return ChainTime(span / length, (callback_count() - before) // repeats)
+        return ChainTime(span / length, (callback_count() - before) // runs)
 
     def kernels(self, function: Callable[[], Any], repeats: int = 5) -> list[list[KernelSpan]]:
         """The kernels of each of some replays of one call, in the order they started, after an L2 flush."""

@@ -40,9 +40,9 @@ def why_not_mixed(
     x, weight = operands.x, operands.weight
     activation = spec.activation
     if target.kind != "cuda" or target.arch != _ARCH:
-        return f"tiled weights are read by a kernel for sm_{_ARCH}, got {target}; leave them as they are"
+        return f"tiled weights are read by kernels for sm_{_ARCH}, got {target}; leave them as they are"
     if layout is None:
-        return "the kernel for tiled weights multiplies by expert, and this product is dense; restore the weight"
+        return "the kernels for tiled weights multiply by expert, and this product is dense; restore the weight"
     if isinstance(x, QuantizedTensor) or x.dtype != "bfloat16" or (spec.out_dtype or x.dtype) != x.dtype:
         found = x.format.name if isinstance(x, QuantizedTensor) else f"{x.dtype} to {spec.out_dtype or x.dtype}"
         return f"tiled weights are multiplied with bfloat16 rows, to bfloat16, got {found}; restore the weight"
@@ -52,15 +52,15 @@ def why_not_mixed(
             f"elements from row to row, and {n} columns of y; restore the weight"
         )
     if activation is not None and activation.name == "gelu":
-        return "gelu's erf does not fit into the kernel's registers; use gelu_tanh, or restore the weight"
+        return "gelu's erf does not fit into the kernels' registers; use gelu_tanh, or restore the weight"
     if weight.values.size // _LINE >= INT32_LIMIT:
-        return f"the kernel counts lines of {_LINE} bytes in 32 bits, got {weight.values.size} bytes of codes"
+        return f"the kernels count lines of {_LINE} bytes in 32 bits, got {weight.values.size} bytes of codes"
     return None
 
 
 def why_illegal_mixed(config: TileConfig, spec: MatmulSpec, target: Target) -> str | None:
     """The reason a configuration of the family cannot run, or None."""
-    width = _block_width(spec)
+    width = block_width(spec)
     heights = [height for _, height, _ in _HEIGHTS]
     if config.block_m not in (*heights, _LARGE):
         return f"block_m must be one of {', '.join(map(str, (*heights, _LARGE)))}, got {config.block_m}"
@@ -84,17 +84,17 @@ def mixed_config(rows: float, spec: MatmulSpec, target: Target) -> TileConfig:
     """The configuration for so many mean rows per expert, with as many stages as there is room for."""
     height, depth = next(((height, depth) for most, height, depth in _HEIGHTS if rows <= most), (_LARGE, BLOCK_COLUMNS))
     blocks = 4 if height == _LARGE else 2
-    config = TileConfig(height, blocks * _block_width(spec), depth, 4, 1, 8, FAMILY)
+    config = TileConfig(height, blocks * block_width(spec), depth, 4, 1, 8, FAMILY)
     return dataclasses.replace(config, num_stages=_most_stages(config, spec, target))
 
 
-def _block_width(spec: MatmulSpec) -> int:
+def block_width(spec: MatmulSpec) -> int:
     """Output columns of a block of weight rows."""
     return SIDE_ROWS if spec.activation is not None and spec.activation.gated else BLOCK_ROWS
 
 
 def _blocks(config: TileConfig, spec: MatmulSpec) -> int:
-    return config.block_n // _block_width(spec)
+    return config.block_n // block_width(spec)
 
 
 def _most_stages(config: TileConfig, spec: MatmulSpec, target: Target) -> int:
@@ -105,7 +105,7 @@ def _most_stages(config: TileConfig, spec: MatmulSpec, target: Target) -> int:
     steps = config.block_k // BLOCK_COLUMNS
     stage = steps * (_blocks(config, spec) * (BLOCK_VALUES + BLOCK_SCALES) + config.block_m * BLOCK_COLUMNS * 2)
     # Two announced tiles with slots and weights, both consumers' results, and barriers.
-    rest = 2 * 8 * config.block_m + 2 * min(config.block_m, _PART) * _block_width(spec) * 2 + 512
+    rest = 2 * 8 * config.block_m + 2 * min(config.block_m, _PART) * block_width(spec) * 2 + 512
     return (limit - rest) // stage
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_core.activation import row_stride
-from moe_core.formats.tiling import BLOCK_COLUMNS, BLOCK_ROWS, SIDE_ROWS
+from moe_core.formats.tiling import BLOCK_COLUMNS
+from moe_core.matmul_mixed import block_width
 from moe_core.operands import MatmulOperands
 from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar
 from moe_core.specs import LayoutSpec, MatmulSpec
@@ -16,11 +17,6 @@ _HEIGHT = 8
 _CHUNKS = (4, 3, 2)
 #: Registers of a thread, so that four blocks share a multiprocessor.
 _REGISTERS = 128
-
-
-def block_width(spec: MatmulSpec) -> int:
-    """Output columns of a block of weight rows."""
-    return SIDE_ROWS if spec.activation is not None and spec.activation.gated else BLOCK_ROWS
 
 
 def why_illegal_stream(config: TileConfig, spec: MatmulSpec) -> str | None:
@@ -89,4 +85,7 @@ def launch_stream(
     }
     grid = layout.max_blocks(config.block_m) * blocks
     builder.launch("stream:matmul_stream", (grid,), arguments, config.num_warps, 1)
-    builder.sums("k in blocks of 16, in order, fp32 accumulator, mma.sync of 16 weight rows and 8 tokens; no split")
+    builder.sums(
+        "k in blocks of 16, fp32 accumulators, mma.sync of 16 weight rows and 8 tokens: of every 128 the first 64 in "
+        "one sum, the others in another, each in order, added at the end"
+    )

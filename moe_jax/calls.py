@@ -195,7 +195,7 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
     """
     by_name = dict(zip(request.names, arrays, strict=True))
     branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}
-    reasons: dict[str, str | None] = {}
+    reasons: dict[str, str] = {}
     for platform, target in request.targets:
         try:
             plan = request.plan(target)
@@ -206,6 +206,8 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
             continue
         ffi.publish(plan, platform, platforms.devices_to_prepare(platform, target))
         branches[platform] = functools.partial(ffi.call, plan)
+    if not branches:
+        raise Unsupported("; ".join(f"{platform}: {reason}" for platform, reason in reasons.items()))
     any_branch = next(iter(branches.values()))
 
     def refused(reason: str | None, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

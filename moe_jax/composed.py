@@ -128,7 +128,7 @@ class _Call:
         self, op: str, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
         request = Request(op, planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
-        outputs = request.plan(dict(self.targets)[platforms.default_platform()]).outputs
+        outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
         values = undifferentiable(request, *arrays.values())
         return {buffer.name: value for buffer, value in zip(outputs, values, strict=True)}
 

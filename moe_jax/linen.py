@@ -200,8 +200,8 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def prepare_weights(self, variables: Any) -> dict[str, Any]:
-        """Variables (unboxed) with the experts' quantised matrices in the order of Hopper's kernel, to be called when
-        weights are loaded: `quantized/wi/tiled_values` and so on, in checkpoints too. See
+        """Variables (unboxed) with the experts' quantised matrices in the order of Hopper's kernels, to be called
+        when weights are loaded: `quantized/wi/tiled_values` and so on, in checkpoints too. See
         `moe_jax.layers.prepare_weights`. Collections of other modules are not kept. Raises InvalidInput."""
         return self._variables(layers.prepare_weights(self._parameters(variables), self.spec, self.num_layers))
 

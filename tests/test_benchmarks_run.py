@@ -211,7 +211,7 @@ def test_the_dense_bound_has_the_flops_of_the_layer() -> None:
 
 def test_options() -> None:
     found = parse(["--shapes", "qwen3", "--tokens", "1,64", "--routing", "zipf,balanced", "--peers", "grouped_mm"], "")
-    assert found.shapes == (TINY["qwen3"],) and found.tokens == (1, 64) and found.routings == ("zipf", "balanced")
+    assert found.shapes == (TINY["qwen3"],) and found.tokens == (1, 64) and found.routings == ("balanced", "zipf")
     assert [peer.name for peer in found.peers] == ["grouped_mm"] and found.output is None
     defaults = parse([], "")
     assert defaults.shapes == tuple(TINY.values()) and defaults.peers == tuple(PEERS.values())

@@ -132,6 +132,25 @@ def test_nan_scales_and_rows_stay_where_they_are(place: int) -> None:
     assert np.isfinite(finite).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [0, 3])
+def test_one_step_and_a_layer_outside(place: int) -> None:
+    """The shortest reduction and the narrowest result there are; of a layer that the stack lacks rows are NaN."""
+    needs_sm_90()
+    layout = LayoutSpec(9, 2, 4)
+    arrays = layout_arrays(draw_ids("some_absent", 9, 2, 4, 0), layout)
+    operands, spec = draw_product(EPILOGUES[1], layout, 32, 8, 0)
+    expected = run_product(operands, layout, arrays, spec, Target("reference"))
+    tuned = dataclasses.replace(spec, tuning=MatmulTuning(configurations(spec)[place]))
+    ours = prepared(operands, spec)
+    actual = run_product(ours, layout, arrays, tuned, engine_target())
+    assert_close(actual, expected, quantized_matmul_tolerance("bfloat16", 32, MXFP4, spec), label="y")
+    outside = dataclasses.replace(ours, layer=np.array([2], np.int32))
+    y = run_product(outside, layout, arrays, tuned, engine_target()).astype(np.float32)
+    written = arrays["row_of_slot"] >= 0
+    assert np.isnan(y[written]).all() and not y[~written].any()
+
+
 def described(activation: Activation | None = None, dtype: str = "bfloat16", n: int = 128, d: int = 256):
     width = 2 * n if activation is not None and activation.gated else n
     return MatmulOperands(ArraySpec((64, d), dtype), tiled_weight((8, width, d), activation))
@@ -144,8 +163,8 @@ TOKENS = MatmulSpec("out_in", "token")
 @pytest.mark.parametrize(
     ("operands", "layout", "spec", "target", "reason"),
     [
-        (described(), LAYOUT, TOKENS, Target("cuda", 80, 108), "a kernel for sm_90, got"),
-        (described(), LAYOUT, TOKENS, Target("interpreter"), "a kernel for sm_90, got"),
+        (described(), LAYOUT, TOKENS, Target("cuda", 80, 108), "kernels for sm_90, got"),
+        (described(), LAYOUT, TOKENS, Target("interpreter"), "kernels for sm_90, got"),
         (described(dtype="float16"), LAYOUT, TOKENS, SM_90, "bfloat16 rows, to bfloat16, got float16"),
         (described(), LAYOUT, dataclasses.replace(TOKENS, out_dtype="float32"), SM_90, "got bfloat16 to float32"),
         (described(n=36), LAYOUT, TOKENS, SM_90, "multiples of 16 bytes, got 256 columns of x, 256"),

@@ -1,6 +1,6 @@
 """From tiled codes to the left operand of Hopper's tensor cores: PTX that keeps every step in registers.
 
-A thread of a consumer has 16 bytes of a weight row for 128 columns (`moe_core.formats.tiling`): word q is its share of
+A thread has 16 bytes of a weight row for 128 columns (`moe_core.formats.tiling`): word q is its share of
 columns 32 q .. 32 q + 31. Its lower half holds columns 32 q + 8 i + 2 t, i = 0 .. 3, t being the thread's place among
 four, its upper half the columns after them: a pair for the tensor cores is 16 bits apart.
 """

@@ -1,9 +1,9 @@
 """Ragged grouped matmul for few rows per expert on Hopper: weights stream from memory into registers. In Gluon.
 
 Where an expert has a handful of rows, all that matters is the rate at which its weights come. Every thread loads the
-16 bytes of a weight row that it multiplies itself, a few steps of the reduction ahead, so that nothing waits for anyone
-else: no shared memory and no barrier lies between the memory and the tensor cores (mma.sync, weights on the left).
-Rows of x are shared by the warps of a block and come through shared memory, a chunk of several steps ahead.
+16 bytes of a weight row that it multiplies itself, a few steps of the reduction ahead: no weight goes through shared
+memory on its way to the tensor cores (mma.sync, weights on the left), or waits for another thread's. Rows of x are
+shared by the warps of a block and come through shared memory, a chunk of several steps ahead, a barrier per chunk.
 
 A block of the grid has 64 weight rows (of a gated product 32 of gate and 32 of up) and up to 8 rows of one expert.
 Weights have the tiled layout of `moe_core.formats.tiling`.
