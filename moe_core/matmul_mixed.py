@@ -8,6 +8,7 @@ from moe_core.activation import row_stride
 from moe_core.arrays import ArraySpec
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_SCALES, BLOCK_VALUES, SIDE_ROWS
+from moe_core.matmul_operands import fused_constants
 from moe_core.operands import MatmulOperands
 from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar, TensorMap
 from moe_core.specs import INT32_LIMIT, LayoutSpec, MatmulSpec
@@ -109,17 +110,36 @@ def _most_stages(config: TileConfig, spec: MatmulSpec, target: Target) -> int:
     return (limit - rest) // stage
 
 
+def tiled_constants(operands: MatmulOperands, n: int, layout: LayoutSpec, spec: MatmulSpec) -> dict[str, Constant]:
+    """What the kernels for tiled weights are compiled for, whatever their tiles. n: output columns."""
+    x, weight, bias = operands.x, operands.weight, operands.bias
+    blocks, steps = weight.values.shape[-3:-1]
+    stacked = operands.layer is not None
+    return {
+        "D": Constant(x.shape[1]),
+        "N": Constant(n),
+        "WEIGHT_N": Constant(weight.shape[-2]),
+        "STEPS": Constant(steps),
+        "BLOCKS": Constant(blocks),
+        "NUM_EXPERTS": Constant(layout.num_experts),
+        "NUM_LAYERS": Constant(weight.shape[0] if stacked else 1),
+        "X_STRIDE": Constant(row_stride("x", x)),
+        "BIAS_LAYER_STRIDE": Constant(bias.stride[0] if bias is not None and stacked else 0),
+        "TOP_K": Constant(layout.top_k),
+        **fused_constants(spec),
+    }
+
+
 def launch_mixed(
     builder: PlanBuilder, operands: MatmulOperands, n: int, layout: LayoutSpec, spec: MatmulSpec, config: TileConfig,
     *, counter: int,
 ) -> None:  # fmt: skip
     """Add the launch that computes y, n columns. Buffers by the names of `plan_matmul_ogs`, and `tile_counters`, whose
     `counter` must be 0 then."""
-    x, weight, activation = builder.spec("x"), operands.weight, spec.activation
+    x, weight = builder.spec("x"), operands.weight
     d, stride = x.shape[1], row_stride("x", x)
     values: ArraySpec = weight.values
-    matrix_blocks, steps = values.shape[-3:-1]
-    blocks, stacked = _blocks(config, spec), operands.layer is not None
+    blocks = _blocks(config, spec)
     large, gathered = config.block_m == _LARGE, spec.gather != "row"
     num_blocks = layout.max_blocks(config.block_m)
     tiles = num_blocks * -(-n // config.block_n)
@@ -143,22 +163,7 @@ def launch_mixed(
         "num_blocks": Scalar(num_blocks),
         "num_rows": Scalar(layout.capacity),
         "num_slots": Scalar(layout.num_slots),
-        "D": Constant(d),
-        "N": Constant(n),
-        "WEIGHT_N": Constant(weight.shape[-2]),
-        "STEPS": Constant(steps),
-        "BLOCKS": Constant(matrix_blocks),
-        "NUM_EXPERTS": Constant(layout.num_experts),
-        "NUM_LAYERS": Constant(weight.shape[0] if stacked else 1),
-        "X_STRIDE": Constant(stride),
-        "BIAS_LAYER_STRIDE": Constant(operands.bias.stride[0] if operands.bias is not None and stacked else 0),
-        "TOP_K": Constant(layout.top_k),
-        "GATHER": Constant(spec.gather),
-        "SCATTER": Constant(spec.scatter),
-        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None and activation.gated else None),
-        "ACTIVATION": Constant(activation.name if activation is not None else None),
-        "ALPHA": Constant(activation.alpha if activation is not None else None),
-        "LIMIT": Constant(activation.limit if activation is not None else None),
+        **tiled_constants(operands, n, layout, spec),
         "COUNTER": Constant(counter if tiles > most else None),
         "STAGES": Constant(config.num_stages),
         "BLOCK_M": Constant(config.block_m),

@@ -12,6 +12,7 @@ from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.operands import MatmulOperands, named_fields
+from moe_core.plan import Constant
 from moe_core.specs import INT32_LIMIT, Activation, LayoutSpec, MatmulSpec
 
 #: Elements whose values are weights only: they lie on a grid that is not centred.
@@ -242,3 +243,16 @@ def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
             f"out_dtype must be given where x is quantised, got None for {x}; pass MatmulSpec(out_dtype=...)"
         )
     return spec.out_dtype
+
+
+def fused_constants(spec: MatmulSpec) -> dict[str, Constant]:
+    """What kernels with quantised weights are told of gather, scatter and the fused activation, in their order."""
+    activation = spec.activation
+    return {
+        "GATHER": Constant(spec.gather),
+        "SCATTER": Constant(spec.scatter),
+        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None and activation.gated else None),
+        "ACTIVATION": Constant(activation.name if activation is not None else None),
+        "ALPHA": Constant(activation.alpha if activation is not None else None),
+        "LIMIT": Constant(activation.limit if activation is not None else None),
+    }

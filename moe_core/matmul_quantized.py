@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_core.activation import row_stride
 from moe_core.arrays import ArraySpec
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.matmul_operands import fused_constants
 from moe_core.operands import MatmulOperands
 from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar
 from moe_core.quantized_tiles import ProductMethod, ProductSizes, product_method, product_sizes
@@ -111,7 +112,7 @@ def launch_quantized(
     """
     weight: QuantizedTensor = operands.weight
     assert weight.spec.tiling is None, "quantized_tiles chooses no tile for these"
-    x, weights, activation = operands.x, weight.format, spec.activation
+    x, weights = operands.x, weight.format
     sizes, method = product_sizes(operands, layout, spec), product_method(operands, builder.target)
     ragged, stacked = layout is not None, operands.layer is not None
     num_rows = layout.capacity if layout is not None else sizes.rows
@@ -174,12 +175,7 @@ def launch_quantized(
         "BIAS_LAYER_STRIDE": layer_stride("bias"),
         "UP_BIAS_LAYER_STRIDE": layer_stride("up_bias"),
         "TOP_K": Constant(layout.top_k if layout is not None else 1),
-        "GATHER": Constant(spec.gather),
-        "SCATTER": Constant(spec.scatter),
-        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None and activation.gated else None),
-        "ACTIVATION": Constant(activation.name if activation is not None else None),
-        "ALPHA": Constant(activation.alpha if activation is not None else None),
-        "LIMIT": Constant(activation.limit if activation is not None else None),
+        **fused_constants(spec),
         "DOT": Constant(method.dot),
         "SCALING": Constant(method.scaling),
         "UNIFORM": Constant(_is_uniform(weights, spec, sizes, config, method)),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from moe_core.activation import row_stride
 from moe_core.formats.tiling import BLOCK_COLUMNS
-from moe_core.matmul_mixed import block_width
+from moe_core.matmul_mixed import block_width, tiled_constants
 from moe_core.operands import MatmulOperands
 from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar
 from moe_core.specs import LayoutSpec, MatmulSpec
@@ -46,9 +45,7 @@ def launch_stream(
     builder: PlanBuilder, operands: MatmulOperands, n: int, layout: LayoutSpec, spec: MatmulSpec, config: TileConfig
 ) -> None:
     """Add the launch that computes y, n columns. Buffers by the names of `plan_matmul_ogs`."""
-    x, weight, activation = builder.spec("x"), operands.weight, spec.activation
-    blocks, steps = weight.values.shape[-3:-1]
-    stacked, chunk = operands.layer is not None, config.block_k // BLOCK_COLUMNS
+    chunk = config.block_k // BLOCK_COLUMNS
 
     def optional(name: str) -> Pointer | Constant:
         return Pointer(name) if builder.has(name) else Constant(None)
@@ -61,29 +58,14 @@ def launch_stream(
         **{name: Pointer(name) for name in ("group_sizes", "group_start", "slot_of_row", "schedule", "y")},
         "num_rows": Scalar(layout.capacity),
         "num_slots": Scalar(layout.num_slots),
-        "D": Constant(x.shape[1]),
-        "N": Constant(n),
-        "WEIGHT_N": Constant(weight.shape[-2]),
-        "STEPS": Constant(steps),
-        "BLOCKS": Constant(blocks),
-        "NUM_EXPERTS": Constant(layout.num_experts),
-        "NUM_LAYERS": Constant(weight.shape[0] if stacked else 1),
-        "X_STRIDE": Constant(row_stride("x", x)),
-        "BIAS_LAYER_STRIDE": Constant(operands.bias.stride[0] if operands.bias is not None and stacked else 0),
-        "TOP_K": Constant(layout.top_k),
-        "GATHER": Constant(spec.gather),
-        "SCATTER": Constant(spec.scatter),
-        "GATE_LAYOUT": Constant(activation.gate_layout if activation is not None and activation.gated else None),
-        "ACTIVATION": Constant(activation.name if activation is not None else None),
-        "ALPHA": Constant(activation.alpha if activation is not None else None),
-        "LIMIT": Constant(activation.limit if activation is not None else None),
+        **tiled_constants(operands, n, layout, spec),
         "BLOCK_M": Constant(config.block_m),
         "CHUNK": Constant(chunk),
         "SPAN": Constant(BLOCK_COLUMNS << (chunk - 1).bit_length()),
         "REGISTERS": Constant(_REGISTERS),
         "OVERLAP": Constant(None),
     }
-    grid = layout.max_blocks(config.block_m) * blocks
+    grid = layout.max_blocks(config.block_m) * operands.weight.values.shape[-3]
     builder.launch("stream:matmul_stream", (grid,), arguments, config.num_warps, 1)
     builder.sums(
         "k in blocks of 16, fp32 accumulators, mma.sync of 16 weight rows and 8 tokens: of every 128 the first 64 in "

@@ -16,7 +16,6 @@ jax = pytest.importorskip("jax")
 
 import moe_jax
 from benchmarks import forward, options, peers, plain
-from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.large import LARGE_SHAPE, LARGE_TOKENS, elements, run_large
 from benchmarks.options import parse
 from benchmarks.peers import PEERS, ParityIsRed, Peer, check_peer, dense_forward, time_peer, why_not_importable
@@ -30,7 +29,7 @@ from benchmarks.problem import (
     relative_error,
 )
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import ChainTime, KernelSpan, equal_parts
+from benchmarks.timing import ChainTime, KernelSpan
 from moe_core.reference.activation import activation as reference_activation
 from moe_core.specs import Activation
 from moe_core.target import Target
@@ -373,45 +372,3 @@ def test_the_large_case_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.large.TOLERANCE", 1e-9)
         with pytest.raises(SystemExit, match="parity is red for"):
             run_large("cpu", TINY["qwen3"], 100)
-
-
-# Kernels by call.
-
-
-def test_kernels_of_equal_calls_are_told_apart() -> None:
-    def spans(*names: str) -> list[KernelSpan]:
-        return [KernelSpan(name, start, start + 1) for start, name in enumerate(names)]
-
-    found = spans("route", "product", "product", "route", "product", "product")
-    assert equal_parts(found, 2) == [found[:3], found[3:]]
-    # Two branches of a graph may start in either order.
-    assert equal_parts(spans("route", "product", "product", "route"), 2) is not None
-    assert equal_parts(spans("route", "product", "product", "product"), 2) is None
-    assert equal_parts(found[:5], 2) is None and equal_parts([], 2) is None
-
-
-# Breakdowns.
-
-
-def test_a_breakdown_keeps_launches_of_one_kernel_apart() -> None:
-    replays = [
-        [KernelSpan("route", 0, 2), KernelSpan("product", 3, 7), KernelSpan("product", 7, 10)],
-        [KernelSpan("route", 0, 2), KernelSpan("product", 4, 9), KernelSpan("product", 9, 10)],
-        [KernelSpan("route", 1, 2), KernelSpan("product", 4, 10), KernelSpan("product", 10, 13)],
-    ]
-    found = summarize(replays)
-    assert found == {
-        "span_us": 10,
-        "busy_us": 9,
-        "kernels": [{"kernel": "route", "us": 2}, {"kernel": "product", "us": 5}, {"kernel": "product", "us": 3}],
-    }
-    row = {"shape": "qwen3", "routing": "zipf", "tokens": 64, "breakdown": {"ours": found, "triton_kernels": found}}
-    lines = breakdown_table(row).splitlines()
-    assert lines[0] == "| qwen3, zipf, 64 tokens | kernel | us | share |"
-    assert lines[2:6] == [
-        "| ours | route | 2.0 | 20% |",
-        "| ours | product | 5.0 | 50% |",
-        "| ours | product | 3.0 | 30% |",
-        "| ours | between kernels | 1.0 | 10% |",
-    ]
-    assert len(lines) == 10 and lines[6].startswith("| triton_kernels | route |")

@@ -1,0 +1,47 @@
+"""What the benchmarks make of the kernels that CUPTI saw: calls told apart, and breakdowns."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+from benchmarks.breakdown import breakdown_table, summarize
+from benchmarks.timing import KernelSpan, equal_parts
+
+
+def test_kernels_of_equal_calls_are_told_apart() -> None:
+    def spans(*names: str) -> list[KernelSpan]:
+        return [KernelSpan(name, start, start + 1) for start, name in enumerate(names)]
+
+    found = spans("route", "product", "product", "route", "product", "product")
+    assert equal_parts(found, 2) == [found[:3], found[3:]]
+    # Two branches of a graph may start in either order.
+    assert equal_parts(spans("route", "product", "product", "route"), 2) is not None
+    assert equal_parts(spans("route", "product", "product", "product"), 2) is None
+    assert equal_parts(found[:5], 2) is None and equal_parts([], 2) is None
+
+
+def test_a_breakdown_keeps_launches_of_one_kernel_apart() -> None:
+    replays = [
+        [KernelSpan("route", 0, 2), KernelSpan("product", 3, 7), KernelSpan("product", 7, 10)],
+        [KernelSpan("route", 0, 2), KernelSpan("product", 4, 9), KernelSpan("product", 9, 10)],
+        [KernelSpan("route", 1, 2), KernelSpan("product", 4, 10), KernelSpan("product", 10, 13)],
+    ]
+    found = summarize(replays)
+    assert found == {
+        "span_us": 10,
+        "busy_us": 9,
+        "kernels": [{"kernel": "route", "us": 2}, {"kernel": "product", "us": 5}, {"kernel": "product", "us": 3}],
+    }
+    row = {"shape": "qwen3", "routing": "zipf", "tokens": 64, "breakdown": {"ours": found, "triton_kernels": found}}
+    lines = breakdown_table(row).splitlines()
+    assert lines[0] == "| qwen3, zipf, 64 tokens | kernel | us | share |"
+    assert lines[2:6] == [
+        "| ours | route | 2.0 | 20% |",
+        "| ours | product | 5.0 | 50% |",
+        "| ours | product | 3.0 | 30% |",
+        "| ours | between kernels | 1.0 | 10% |",
+    ]
+    assert len(lines) == 10 and lines[6].startswith("| triton_kernels | route |")
