@@ -76,17 +76,17 @@ def plan_layout(
     expert_map: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
     block_ms: tuple[int, ...] = (),
-    tile_counters: bool = False,
+    tile_counters: int = 0,
 ) -> LaunchPlan:
     """Group the slots of ids int32 `[T, K]` by expert, stably: an expert's rows are in slot order.
 
     expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
     masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global) act as -1 and are counted in invalid_ids.
-    block_ms: heights of the schedules to make. tile_counters: clear those of the hopper family's products too.
+    block_ms: heights of the schedules to make. tile_counters: how many counters of products to clear, a power of two.
 
     Inputs: ids, [expert_map], [token_mask]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row
     `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then `schedule_{block_m}` `[max_blocks, 2]` per block_m,
-    [tile_counters `[2]`, zeros]. Raises InvalidInput, Unsupported.
+    [tile_counters, zeros]. Raises InvalidInput, Unsupported.
     """
     require_spec("ids", ids, (layout.num_tokens, layout.top_k), "int32")
     if expert_map is not None:
@@ -114,7 +114,7 @@ def plan_layout(
     outputs += [builder.output(f"schedule_{block_m}", _schedule_spec(layout, block_m)) for block_m in block_ms]
     assert target.compiled or not tile_counters, "only kernels count tiles"
     if tile_counters:
-        builder.output("tile_counters", ArraySpec((2,), "int32"))
+        builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
     if not target.compiled:
         builder.reference("routing:layout", present, {"layout": layout, "block_ms": block_ms}, outputs)
         return builder.build()
@@ -141,9 +141,9 @@ class LayoutLauncher:
         num_global: int,
         read: dict[str, Pointer | Constant],
         *,
-        tile_counters: bool = False,
+        tile_counters: int = 0,
     ) -> None:
-        self.tile_counters = Pointer("tile_counters") if tile_counters else Constant(None)
+        self.tile_counters = tile_counters
         self.builder, self.layout, self.block_ms, self.read = builder, layout, block_ms, read
         self.target = builder.target
         self.experts = padded(layout.num_experts, 32)
@@ -186,7 +186,7 @@ class LayoutLauncher:
             block_m = self.block_ms[number] if number < len(self.block_ms) else None
             pointers[f"schedule_{number}"] = Constant(None) if block_m is None else Pointer(f"schedule_{block_m}")
             lengths[f"max_blocks_{number}"] = Scalar(0 if block_m is None else self.layout.max_blocks(block_m))
-        pointers["tile_counters"] = self.tile_counters
+        pointers["tile_counters"] = Pointer("tile_counters") if self.tile_counters else Constant(None)
         return pointers, lengths
 
     def tail(self, block_sizes: dict[str, int], num_warps: int) -> dict[str, Constant]:
@@ -197,7 +197,7 @@ class LayoutLauncher:
             "BLOCK_PAD": max(1, min(BLOCK_ELEMENTS[self.target.kind], 512 * num_warps) // self.experts),
             "BLOCK_FILL": 128 * num_warps,
         }
-        first = {"ALIGNMENT": self.layout.alignment, "MAX_ROWS": self.layout.max_rows}
+        first = {"ALIGNMENT": self.layout.alignment, "MAX_ROWS": self.layout.max_rows, "COUNTERS": self.tile_counters}
         return {name: Constant(value) for name, value in (first | heights | block_sizes | last).items()}
 
     def _at_once(self) -> None:

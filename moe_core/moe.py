@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
+from moe_core.chain import chain_counters, chain_launches, why_not_chained
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.expert_checks import check_weights, quantized_rows, shared_is_stacked, why_no_moe_gradient
 from moe_core.formats import Format, QuantizedTensor
@@ -126,7 +127,8 @@ class _MoEPlanner:
         self._declare_kept(layout)
         slots, order = self._experts(ids, weights, layout)
         self._reduce(slots, order, layout)
-        return builder.build()
+        plan = builder.build()
+        return chain_launches(plan) if self.chained else plan
 
     def _declare_kept(self, layout: LayoutSpec) -> None:
         """The layout's arrays and what else a backward reads: outputs with keep, else scratch."""
@@ -216,13 +218,23 @@ class _MoEPlanner:
             product_tile(operands, columns, layout, matmul, target, name=f"tuning.matmul_{number}")
             for number, (operands, columns, matmul) in enumerate(products, 1)
         ]
-        configs = [None if choice is None else choice.config for choice in choices]
+        configs = tuple(None if choice is None else choice.config for choice in choices)
         if configs[1] is not None and configs[1].family == "hopper":
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             matmul_2 = dataclasses.replace(matmul_2, scatter="row")
-        counted = any(config is not None and config.counts_tiles for config in configs)
+        counters = 2 if any(config is not None and config.counts_tiles for config in configs) else 0
         block_ms = tuple(dict.fromkeys(config.block_m for config in configs if config is not None))
-        self._layout(ids, layout, block_ms, counted)
+        why_not = why_not_chained(
+            configs,
+            self.tokens,
+            target,
+            alone=self.shared is None and not self.keep,
+            batch_invariant=spec.batch_invariant,
+        )
+        self.chained = not why_not
+        if self.chained:
+            counters = chain_counters(layout.max_blocks(*block_ms))
+        self._layout(ids, layout, block_ms, counters)
 
         x = "x"
         if on_input:
@@ -265,11 +277,11 @@ class _MoEPlanner:
         builder.call(plan, f"quantize {name}", {"x": source} | given | outputs)
         return quantized
 
-    def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counted: bool) -> None:
+    def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
         """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
         builder, routing = self.builder, self.routing
         options = {"token_mask": self.token_mask, "expert_map": self.expert_map, "block_ms": block_ms}
-        options["tile_counters"] = counted
+        options["tile_counters"] = counters
         bindings = {"ids": ids, "group_sizes": "tokens_per_expert", "invalid_ids": "invalid_ids"} | self._mask()
         if isinstance(routing, TopK):
             plan = plan_layout(builder.spec(ids), layout, self.target, **options)
@@ -282,7 +294,7 @@ class _MoEPlanner:
                 bindings["correction_bias"] = "routing.correction_bias"
         bindings |= {name: self.names[name] for name in LAYOUT_ARRAYS}
         made = tuple(f"schedule_{block_m}" for block_m in block_ms)
-        for name in (*made, *(("tile_counters",) if counted else ())):
+        for name in (*made, *(("tile_counters",) if counters else ())):
             bindings[name] = builder.scratch(name, plan.spec(name))
         if self.expert_map is not None:
             bindings["expert_map"] = "expert_map"

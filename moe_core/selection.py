@@ -218,7 +218,7 @@ def plan_route_and_layout(
     token_mask: ArraySpec | None = None,
     expert_map: ArraySpec | None = None,
     block_ms: tuple[int, ...] = (),
-    tile_counters: bool = False,
+    tile_counters: int = 0,
 ) -> LaunchPlan:
     """`plan_routing`, then `plan_layout` of its ids: the same results, in one launch for few tokens, two for many.
 
@@ -258,7 +258,7 @@ class _RoutedLayout:
         token_mask: ArraySpec | None,
         expert_map: ArraySpec | None,
         block_ms: tuple[int, ...],
-        tile_counters: bool,
+        tile_counters: int,
     ) -> None:
         self.layout, self.target = layout, target
         self.selection = _Selection(spec, logits.shape[1])

@@ -96,6 +96,7 @@ def write_groups(
     NUM_EXPERTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     BLOCK_M_0: tl.constexpr,
     BLOCK_M_1: tl.constexpr,
     BLOCK_PAD: tl.constexpr,
@@ -104,7 +105,7 @@ def write_groups(
     """Everything that follows from the group sizes `[EXPERTS]`, shared out over the programs; returns the starts.
 
     group_start = [0] + cumsum(rows owned); rows that no slot fills (behind a group, behind the last one) get -1 in
-    slot_of_row; schedules as in `write_schedule`; the two tile counters start at 0.
+    slot_of_row; schedules as in `write_schedule`; the tile counters, COUNTERS of them, start at 0.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, sizes.shape[0])
@@ -115,7 +116,7 @@ def write_groups(
         tl.store(group_start + experts, starts, mask=experts < NUM_EXPERTS)
         tl.store(group_start + NUM_EXPERTS, total)
         if tile_counters is not None:
-            tl.store(tile_counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
+            tl.store(tile_counters + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), dtype=tl.int32))
     # In int64: the first row of a program past the end may not fit into int32.
     step = num_programs.to(tl.int64) * BLOCK_FILL
     fill(slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, capacity, step, BLOCK_FILL)
@@ -170,6 +171,7 @@ def layout_at_once(
     TOP_K: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     BLOCK_M_0: tl.constexpr,
     BLOCK_M_1: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -210,7 +212,7 @@ def layout_at_once(
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     slots = block + tl.arange(0, BLOCK_S)
     local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
@@ -294,6 +296,7 @@ def place_blocks(
     TOP_K: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     BLOCK_M_0: tl.constexpr,
     BLOCK_M_1: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -326,7 +329,7 @@ def place_blocks(
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     for first in range(start, last, BLOCK_S):
         slots = first + tl.arange(0, BLOCK_S)

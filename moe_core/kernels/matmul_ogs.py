@@ -60,37 +60,22 @@ def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def matmul_ogs(
-    x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, pre,
-    num_blocks, num_rows, num_slots,
+def multiply_tile(
+    block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+    schedule, y, pre, num_rows, num_slots,
     D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
     X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    JOIN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
+    """Column tile `tile` of row block `block`, which is one of `expert`; parameters as in `matmul_ogs`.
 
-    num_rows: rows of the layout; num_slots: slots, those of a token being TOP_K neighbours. A row whose slot is -1 is
-    padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
-    GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
-    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
-    OVERLAP: see `overlap`.
+    JOIN: wait for the launch ahead once the rows are known. STAGES: of the pipeline, None: the launch's.
     """
-    if OVERLAP == "start":
-        join()
-    CACHE: tl.constexpr = ".cg" if OVERLAP == "layout" else ""
-    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
-    expert = 0
-    if schedule is not None:
-        expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
-        if expert < 0:
-            if OVERLAP == "layout":
-                join()
-            return
+    CACHE: tl.constexpr = ".cg" if JOIN else ""
     layer_index = tl.full((), 0, tl.int64)
     layer_exists = True
     if layer is not None:
@@ -122,7 +107,7 @@ def matmul_ogs(
         x_rows = slots
     else:
         x_rows = rows
-    if OVERLAP == "layout":
+    if JOIN:
         join()
 
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -137,7 +122,7 @@ def matmul_ogs(
     else:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, D, BLOCK_K):
+    for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
         if even_k:
             x_tile = tl.load(x_pointers + start, mask=exists[:, None], other=0.0)
         else:
@@ -151,7 +136,7 @@ def matmul_ogs(
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
             up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
     if GATE_LAYOUT == "joined":
-        for start in range(0, D, BLOCK_K):
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
             mask = exists[:, None] if even_k else exists[:, None] & (start + k < D)[None, :]
             x_tile = tl.load(x_pointers + D + start, mask=mask, other=0.0)
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
@@ -203,3 +188,43 @@ def matmul_ogs(
         y_rows = slots if SCATTER == "slot" else rows
         mask = exists[:, None] & (columns < N)[None, :]
         tl.store(y + y_rows[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def matmul_ogs(
+    x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, pre,
+    num_blocks, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
+    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
+
+    num_rows: rows of the layout; num_slots: slots, those of a token being TOP_K neighbours. A row whose slot is -1 is
+    padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
+    GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
+    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
+    OVERLAP: see `overlap`.
+    """
+    if OVERLAP == "start":
+        join()
+    CACHE: tl.constexpr = ".cg" if OVERLAP == "layout" else ""
+    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
+    expert = 0
+    if schedule is not None:
+        expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+        if expert < 0:
+            if OVERLAP == "layout":
+                join()
+            return
+    multiply_tile(
+        block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+        schedule, y, pre, num_rows, num_slots, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE, EXPERT_STRIDE,
+        K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION,
+        ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, OVERLAP == "layout", None,
+    )  # fmt: skip

@@ -32,9 +32,22 @@ def reduce(
     """
     if OVERLAP == "start":
         tl.extra.cuda.gdc_wait()
-    CACHE: tl.constexpr = ".cg" if OVERLAP == "layout" else ""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    reduce_tile(
+        tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
+        WIDTH, SHARED_STRIDE, BY_ROW, UNROLL, BLOCK_T, BLOCK_N, OVERLAP == "layout",
+    )  # fmt: skip
+
+
+@triton.jit
+def reduce_tile(
+    token_block, column_block, y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, BY_ROW: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens and BLOCK_N columns of `reduce`. WAIT: for the launch ahead, once the rows are known."""
+    CACHE: tl.constexpr = ".cg" if WAIT else ""
+    tokens = token_block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tokens < num_tokens
     mask = inside[:, None] & (columns < WIDTH)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
@@ -43,7 +56,7 @@ def reduce(
         sources = ()
         for k in tl.static_range(TOP_K):
             sources += (_source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE),)
-        if OVERLAP == "layout":
+        if WAIT:
             tl.extra.cuda.gdc_wait()
         rows = ()
         for k in tl.static_range(TOP_K):
@@ -51,7 +64,7 @@ def reduce(
         for k in tl.static_range(TOP_K):
             total += rows[k].to(tl.float32)
     else:
-        if OVERLAP == "layout":
+        if WAIT:
             tl.extra.cuda.gdc_wait()
         for k in range(TOP_K):
             source = _source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE)

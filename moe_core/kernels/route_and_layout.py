@@ -46,6 +46,7 @@ def route_and_layout(
     NUM_LOCAL: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     BLOCK_M_0: tl.constexpr,
     BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -94,7 +95,7 @@ def route_and_layout(
     tl.store(invalid_ids, 0)
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        NUM_LOCAL, ALIGNMENT, MAX_ROWS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        NUM_LOCAL, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     flat_slots = tl.reshape(all_slots, (STEPS * BLOCK_T * SLOTS,))
     flat_local = tl.reshape(all_local, (STEPS * BLOCK_T * SLOTS,))
