@@ -24,13 +24,16 @@ from moe_core.tuning import TileConfig
 MOST_TOKENS = 256
 #: Counters before those of row blocks.
 _COUNTERS = 2
-_STAGES = ("matmul_ogs:matmul_ogs", "matmul_ogs:matmul_ogs", "reduction:reduce")
+#: Families of products that are chained, and their kernels.
+_KERNELS = {"portable": "matmul_ogs:matmul_ogs", "stream": "stream:matmul_stream"}
+#: Up to this K the loop over slots is unrolled; the chained reduction is that alone.
+_MOST_CHOICES = 16
 #: Columns of a program of the reduction: latency alone counts, and they are spread over as many as there can be.
 _REDUCED_COLUMNS = 512
 
 
 def why_not_chained(
-    configs: tuple[TileConfig | None, ...], num_tokens: int, target: Target, *, alone: bool, batch_invariant: bool
+    configs: tuple[TileConfig | None, ...], num_tokens: int, top_k: int, *, alone: bool, batch_invariant: bool
 ) -> str:
     """The reason the stages of a forward are launches of their own; empty if they may be one.
 
@@ -40,12 +43,14 @@ def why_not_chained(
     first, second = configs
     if first is None or second is None or num_tokens == 0:
         return "there are no tiles"
-    if (first.family, second.family) != ("portable", "portable"):
-        return f"portable products are chained, got {first.family} and {second.family}"
+    if first.family != second.family or first.family not in _KERNELS:
+        return f"both products need one of the families {', '.join(_KERNELS)}, got {first.family} and {second.family}"
     if num_tokens > MOST_TOKENS:
         return f"chaining gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
     if first.block_m != second.block_m or first.num_warps != second.num_warps:
         return "both products need row blocks of one height and one number of warps"
+    if top_k > _MOST_CHOICES:
+        return f"top_k must be at most {_MOST_CHOICES}, got {top_k}"
     if not alone:
         return "something is kept for a backward, or added in the reduction"
     if batch_invariant:
@@ -61,48 +66,59 @@ def chain_counters(max_blocks: int) -> int:
 def chain_launches(plan: LaunchPlan) -> LaunchPlan:
     """The plan with its last three launches as one. It has scratch `tile_counters`, cleared by a launch before."""
     *before, first, second, reduction = plan.steps
-    stages = (first, second, reduction)
-    assert all(isinstance(step, KernelLaunch) for step in stages), stages
-    assert tuple(step.kernel for step in stages) == _STAGES, stages  # type: ignore[union-attr]
-    chained = _chained(*stages, plan.target)  # type: ignore[arg-type]
+    assert isinstance(first, KernelLaunch) and isinstance(second, KernelLaunch) and isinstance(reduction, KernelLaunch)
+    assert first.kernel == second.kernel and reduction.kernel == "reduction:reduce", plan.steps
+    chain = _stream if first.kernel == _KERNELS["stream"] else _portable
     note = "matmul 1, matmul 2 and reduce are one launch, whose blocks wait for each other's results"
-    return dataclasses.replace(plan, steps=(*before, chained), notes=(*plan.notes, note))
+    steps = (*before, chain(first, second, reduction, plan.target))
+    return dataclasses.replace(plan, steps=steps, notes=(*plan.notes, note))
 
 
-def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
-    """The three launches as one: product 1 as it is launched, what product 2 has of its own with a prefix."""
-    one, two, three = dict(first.arguments), dict(second.arguments), dict(reduction.arguments)
+def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
+    """Arguments of a launch; prefix: what goes before their names."""
+    arguments = dict(step.arguments)
+    return {(prefix.upper() if name.isupper() else prefix) + name: arguments[name] for name in names}
 
-    def of(step: dict[str, Argument], *names: str, prefix: str = "") -> dict[str, Argument]:
-        return {(prefix.upper() if name.isupper() else prefix) + name: step[name] for name in names}
 
-    d, num_tokens = _number(one["D"]), _number(three["num_tokens"])
-    block_t, block_d = (1, min(_REDUCED_COLUMNS, padded(d)))
+def _renamed(step: KernelLaunch, **names: str) -> dict[str, Argument]:
+    """Arguments of a launch by other names."""
+    arguments = dict(step.arguments)
+    return {new: arguments[name] for new, name in names.items()}
+
+
+def _number(step: KernelLaunch, name: str) -> int:
+    argument = dict(step.arguments)[name]
+    assert isinstance(argument, Constant | Scalar) and isinstance(argument.value, int), argument
+    return argument.value
+
+
+def _portable(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
+    """Product 1 as it is launched; what product 2 has of its own with a prefix."""
+    d, num_tokens = _number(first, "D"), _number(reduction, "num_tokens")
+    block_t, block_d = 1, min(_REDUCED_COLUMNS, padded(d))
     if target.kind == "interpreter":
         block_t, block_d = elementwise_tile(d, target)
     arguments = {
-        **of(one, "x", "weight", "up", "bias", "up_bias"),
-        **of(two, "weight", "bias", prefix="second_"),
-        **of(two, "row_weight", "layer", "group_sizes", "group_start", "slot_of_row"),
-        **of(three, "row_of_slot"),
-        **of(one, "schedule"),
-        "hidden": one["y"],
-        "slots": two["y"],
-        **of(three, "out"),
+        **_of(first, "x", "weight", "up", "bias", "up_bias"),
+        **_of(second, "weight", "bias", prefix="second_"),
+        **_of(second, "row_weight", "layer", "group_sizes", "group_start", "slot_of_row"),
+        **_of(reduction, "row_of_slot"),
+        **_of(first, "schedule"),
+        **_renamed(first, hidden="y"),
+        **_renamed(second, slots="y"),
+        **_of(reduction, "out"),
         "progress": Pointer("tile_counters"),
-        **of(one, "num_blocks", "num_rows", "num_slots"),
-        **of(three, "num_tokens"),
-        "D": one["D"],
-        "F": one["N"],
-        **of(one, "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE"),
-        **of(one, "BIAS_LAYER_STRIDE", "UP_BIAS_LAYER_STRIDE"),
-        **of(two, "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE", "BIAS_LAYER_STRIDE", prefix="second_"),
-        **of(one, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "INPUT_PRECISION"),
-        **of(one, "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"),
+        **_of(first, "num_blocks", "num_rows", "num_slots"),
+        **_of(reduction, "num_tokens"),
+        **_renamed(first, D="D", F="N"),
+        **_of(first, "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE"),
+        **_of(first, "BIAS_LAYER_STRIDE", "UP_BIAS_LAYER_STRIDE"),
+        **_of(second, "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE", "BIAS_LAYER_STRIDE", prefix="second_"),
+        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "INPUT_PRECISION"),
+        **_of(first, "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"),
         "STAGES": Constant(first.num_stages),
-        **of(two, "BLOCK_N", "BLOCK_K", "GROUP_M", prefix="second_"),
+        **_of(second, "BLOCK_N", "BLOCK_K", "GROUP_M", prefix="second_"),
         "SECOND_STAGES": Constant(second.num_stages),
-        **of(three, "UNROLL"),
         "BLOCK_T": Constant(block_t),
         "BLOCK_D": Constant(block_d),
         "OVERLAP": Constant(None),
@@ -112,6 +128,31 @@ def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch,
     return KernelLaunch("chained:chained", (programs, 1, 1), tuple(arguments.items()), first.num_warps, stages)
 
 
-def _number(argument: Argument) -> int:
-    assert isinstance(argument, Constant | Scalar) and isinstance(argument.value, int), argument
-    return argument.value
+def _stream(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
+    """The same of products whose weights stream."""
+    d, num_tokens = _number(first, "D"), _number(reduction, "num_tokens")
+    block_d = min(_REDUCED_COLUMNS, padded(d, 32 * first.num_warps))
+    num_blocks = first.grid[0] // _number(first, "BLOCKS")
+    arguments = {
+        **_of(first, "x", "weight", "scales", "bias"),
+        **_of(second, "weight", "scales", "bias", prefix="second_"),
+        **_of(second, "row_weight", "layer", "group_sizes", "group_start", "slot_of_row"),
+        **_of(reduction, "row_of_slot"),
+        **_of(first, "schedule"),
+        **_renamed(first, hidden="y"),
+        **_renamed(second, slots="y"),
+        **_of(reduction, "out"),
+        "progress": Pointer("tile_counters"),
+        "num_blocks": Scalar(num_blocks),
+        **_of(first, "num_rows", "num_slots"),
+        **_renamed(first, D="D", F="N"),
+        **_of(first, "WEIGHT_N", "STEPS", "BLOCKS", "NUM_EXPERTS", "NUM_LAYERS", "X_STRIDE", "BIAS_LAYER_STRIDE"),
+        **_of(second, "STEPS", "BLOCKS", "BIAS_LAYER_STRIDE", prefix="second_"),
+        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "BLOCK_M", "CHUNK", "SPAN"),
+        **_of(second, "CHUNK", "SPAN", prefix="second_"),
+        "BLOCK_D": Constant(block_d),
+        **_of(first, "REGISTERS"),
+        "OVERLAP": Constant(None),
+    }
+    programs = first.grid[0] + second.grid[0] + num_tokens * -(-d // block_d)
+    return KernelLaunch("chained_stream:chained_stream", (programs, 1, 1), tuple(arguments.items()), first.num_warps, 1)

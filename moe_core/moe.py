@@ -227,7 +227,7 @@ class _MoEPlanner:
         why_not = why_not_chained(
             configs,
             self.tokens,
-            target,
+            layout.top_k,
             alone=self.shared is None and not self.keep,
             batch_invariant=spec.batch_invariant,
         )

@@ -37,7 +37,11 @@ _LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
 _LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
 #: Kernels whose matrices have three axes, of blocks, and what they call them.
-_TILED = {"hopper_mixed:matmul_mixed": "weight_map", "stream:matmul_stream": "weight"}
+_TILED = {
+    "hopper_mixed:matmul_mixed": ("weight_map",),
+    "stream:matmul_stream": ("weight",),
+    "chained_stream:chained_stream": ("weight", "second_weight"),
+}
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
 #: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
 #: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/performance.md); between them nothing.
@@ -63,9 +67,10 @@ def _expert_bytes(plan: LaunchPlan) -> int:
     tiled = set()
     for step in plan.steps:
         if isinstance(step, KernelLaunch) and step.kernel in _TILED:
-            weight = dict(step.arguments)[_TILED[step.kernel]]
-            assert isinstance(weight, (Pointer, TensorMap)), weight
-            tiled.add(weight.buffer)
+            for name in _TILED[step.kernel]:
+                weight = dict(step.arguments)[name]
+                assert isinstance(weight, (Pointer, TensorMap)), weight
+                tiled.add(weight.buffer)
     matrices = [(buffer.spec, 3 if buffer.name in tiled else 2) for buffer in plan.inputs if buffer.name in _MATRICES]
     return sum(array.nbytes // math.prod(array.shape[:-axes]) for array, axes in matrices)
 

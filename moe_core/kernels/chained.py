@@ -47,7 +47,7 @@ def chained(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     SECOND_BLOCK_N: tl.constexpr, SECOND_BLOCK_K: tl.constexpr, SECOND_GROUP_M: tl.constexpr,
-    SECOND_STAGES: tl.constexpr, UNROLL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    SECOND_STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one of the three; parameters as in `matmul_ogs` and `reduce`.
@@ -92,5 +92,5 @@ def chained(
         wait(progress + FINISHED, second_programs)
         reduce_tile(
             tile // COLUMNS, tile % COLUMNS, slots, row_of_slot, None, None, out, num_tokens, num_slots, TOP_K, D, 0,
-            False, UNROLL, BLOCK_T, BLOCK_D, False,
+            False, True, BLOCK_T, BLOCK_D, False,
         )  # fmt: skip

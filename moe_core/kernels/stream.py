@@ -70,30 +70,35 @@ def rows_of(group_sizes, group_start, expert, num_rows, CACHE: gl.constexpr):
 
 
 @gluon.jit
-def matmul_stream(
-    x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, num_rows, num_slots,
-    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
-    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
-    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
+def announce(place):
+    """One more: everything that this block wrote can be seen by those that `wait` for it."""
+    barrier()
+    gl.atomic_add(place, 1, sem="release")
 
-    weight: codes; scales: four bytes per row and step. BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of 128
-    columns. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are under way;
-    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
+
+@gluon.jit
+def wait(place, count):
+    """Wait until so many have announced themselves here."""
+    while gl.atomic_add(place, 0, sem="acquire") < count:
+        pass
+
+
+@gluon.jit
+def stream_tile(
+    block, tile, expert, x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
+    num_rows, num_slots, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr,
+    BLOCKS: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
+    BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    BLOCK_M: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr, JOIN: gl.constexpr, ready, count,
+):  # fmt: skip
+    """Weight rows `tile` and row block `block`, which is one of `expert`; parameters as in `matmul_stream`.
+
+    JOIN: wait for the launch ahead once the rows are known and weights are under way. ready: wait there until so many
+    blocks have announced that rows of x are done, None: they are.
     """
-    if OVERLAP == "start":
-        join()
-    CACHE: gl.constexpr = ".cg" if OVERLAP == "layout" else ""
+    CACHE: gl.constexpr = ".cg" if JOIN else ""
     WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
-    block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
-    expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
-    if expert < 0:
-        if OVERLAP == "layout":
-            join()
-        return
     layer_index, _ = layer_of(layer, NUM_LAYERS)
     matrix = (layer_index * NUM_EXPERTS + expert).to(gl.int64)
     words = weight.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * LINES * 32)
@@ -116,8 +121,10 @@ def matmul_stream(
         x_row = (slots // TOP_K if GATHER == "token" else slots).to(gl.int64)
     columns = gl.arange(0, SPAN, gl.SliceLayout(0, loads))
     x_rows = x + x_row[:, None] * X_STRIDE + columns[None, :]
-    if OVERLAP == "layout":
+    if JOIN:
         join()
+    if ready is not None:
+        wait(ready, count)
 
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2, BLOCK_M, SPAN], swizzled)
@@ -166,3 +173,35 @@ def matmul_stream(
     columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
     mask = exists[:, None] & (columns < N)[None, :]
     gl.store(y + target[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def matmul_stream(
+    x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
+
+    weight: codes; scales: four bytes per row and step. BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of 128
+    columns. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are under way;
+    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
+    """
+    if OVERLAP == "start":
+        join()
+    CACHE: gl.constexpr = ".cg" if OVERLAP == "layout" else ""
+    block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
+    expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+    if expert < 0:
+        if OVERLAP == "layout":
+            join()
+        return
+    stream_tile(
+        block, tile, expert, x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+        schedule, y, num_rows, num_slots, D, N, WEIGHT_N, STEPS, BLOCKS, NUM_EXPERTS, NUM_LAYERS, X_STRIDE,
+        BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BLOCK_M, CHUNK, SPAN,
+        OVERLAP == "layout", None, 0,
+    )  # fmt: skip
