@@ -28,6 +28,8 @@ _COUNTERS = 2
 _KERNELS = {"portable": "matmul_ogs:matmul_ogs", "stream": "stream:matmul_stream"}
 #: Up to this K the loop over slots is unrolled; the chained reduction is that alone.
 _MOST_CHOICES = 16
+#: Elements along the reduction of product 2 that waiting blocks have the L2 cache fetch.
+_AHEAD = 0
 #: Columns of a program of the reduction: latency alone counts, and they are spread over as many as there can be.
 _REDUCED_COLUMNS = 512
 
@@ -119,6 +121,7 @@ def _portable(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch
         "STAGES": Constant(first.num_stages),
         **_of(second, "BLOCK_N", "BLOCK_K", "GROUP_M", prefix="second_"),
         "SECOND_STAGES": Constant(second.num_stages),
+        "AHEAD": Constant(_AHEAD if target.kind == "cuda" else 0),
         "BLOCK_T": Constant(block_t),
         "BLOCK_D": Constant(block_d),
         "OVERLAP": Constant(None),
