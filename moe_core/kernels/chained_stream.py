@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_core.kernels.overlap import join
-from moe_core.kernels.stream import announce, stream_tile, wait
+from moe_core.kernels.progress import announce, wait
+from moe_core.kernels.stream import stream_tile
 
 #: As in `chained`.
 NEXT = gl.constexpr(0)

@@ -14,10 +14,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from moe_core.kernels.decode_words import COLUMNS, HEIGHT, LINES, UNIT, decode_rows, left_half, of_words
+from moe_core.kernels.decode_words import COLUMNS, HEIGHT, LINES, decode_rows, left_half, of_words
 from moe_core.kernels.hopper_ring import DEPTH, barrier, row_load
 from moe_core.kernels.overlap import join
-from moe_core.kernels.tiled_result import activated, bias_of
+from moe_core.kernels.progress import wait
+from moe_core.kernels.tiled_result import layer_of, rows_of, store_tile
 
 
 @gluon.jit
@@ -52,38 +53,6 @@ def right_operand(rows, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def layer_of(layer, NUM_LAYERS: gl.constexpr):
-    """(layer index inside the array, whether the requested one was)."""
-    index, exists = gl.to_tensor(0), gl.to_tensor(True)
-    if layer is not None:
-        wanted = gl.load(layer)
-        exists = (wanted >= 0) & (wanted < NUM_LAYERS)
-        index = gl.where(exists, wanted, 0)
-    return index, exists
-
-
-@gluon.jit
-def rows_of(group_sizes, group_start, expert, num_rows, CACHE: gl.constexpr):
-    """(first row, rows) of an expert. The arrays may come from anywhere: nothing in them may lead outside of others."""
-    start = gl.minimum(gl.maximum(gl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
-    return start, gl.minimum(gl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - start)
-
-
-@gluon.jit
-def announce(place):
-    """One more: everything that this block wrote can be seen by those that `wait` for it."""
-    barrier()
-    gl.atomic_add(place, 1, sem="release")
-
-
-@gluon.jit
-def wait(place, count):
-    """Wait until so many have announced themselves here."""
-    while gl.atomic_add(place, 0, sem="acquire") < count:
-        pass
-
-
-@gluon.jit
 def stream_tile(
     block, tile, expert, x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
     num_rows, num_slots, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr,
@@ -98,7 +67,6 @@ def stream_tile(
     blocks have announced that rows of x are done, None: they are.
     """
     CACHE: gl.constexpr = ".cg" if JOIN else ""
-    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
     layer_index, _ = layer_of(layer, NUM_LAYERS)
     matrix = (layer_index * NUM_EXPERTS + expert).to(gl.int64)
     words = weight.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * LINES * 32)
@@ -153,26 +121,10 @@ def stream_tile(
         side = 1 - side
     async_copy.wait_group(0)
 
-    # Looked up again rather than kept in registers over the loop.
-    layer_index, layer_exists = layer_of(layer, NUM_LAYERS)
-    accumulator = low_sum + high_sum
-    if bias is not None:
-        base = layer_index.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
-        accumulator += bias_of(bias, base, tile, N, GATE_LAYOUT, gl.SliceLayout(1, product))[:, None]
-    result = activated(accumulator, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-    result = gl.where(layer_exists, result, float("nan"))
-    stores: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
-    within = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stores))
-    row = start.to(gl.int64) + within
-    slot = gl.load(slot_of_row + row, mask=within < size, other=-1)
-    exists = (slot >= 0) & (slot < num_slots)
-    result = gl.convert_layout(gl.permute(result, [1, 0]), stores)
-    if row_weight is not None:
-        result *= gl.load(row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
-    target = row if SCATTER == "row" else slot.to(gl.int64)
-    columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
-    mask = exists[:, None] & (columns < N)[None, :]
-    gl.store(y + target[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+    store_tile(
+        low_sum + high_sum, tile, expert, first, start, size, bias, row_weight, layer, slot_of_row, y, num_slots, N,
+        WEIGHT_N, NUM_LAYERS, BIAS_LAYER_STRIDE, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -12,8 +12,8 @@ from moe_core.kernels.decode_words import HEIGHT, UNIT
 
 
 @gluon.jit
-def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
-    """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
+def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which rows of a matrix as published the 64 accumulator rows of a block are, and which of them exist."""
     place = gl.arange(0, HEIGHT, LAYOUT)
     side = place // 8 % 2
     within = place // 16 * 8 + place % 8
@@ -23,7 +23,14 @@ def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOU
         row = 2 * column + side
     elif GATE_LAYOUT == "halves":
         row = column + side * N
-    return gl.load(bias + base + row, mask=column < N, other=0.0).to(gl.float32)
+    return row, column < N
+
+
+@gluon.jit
+def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
+    row, exists = matrix_rows(block, N, GATE_LAYOUT, LAYOUT)
+    return gl.load(bias + base + row, mask=exists, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -42,3 +49,53 @@ def activated(
         if ACTIVATION is not None:
             result = activate(result, ACTIVATION)
     return result
+
+
+@gluon.jit
+def layer_of(layer, NUM_LAYERS: gl.constexpr):
+    """(layer index inside the array, whether the requested one was)."""
+    index, exists = gl.to_tensor(0), gl.to_tensor(True)
+    if layer is not None:
+        wanted = gl.load(layer)
+        exists = (wanted >= 0) & (wanted < NUM_LAYERS)
+        index = gl.where(exists, wanted, 0)
+    return index, exists
+
+
+@gluon.jit
+def rows_of(group_sizes, group_start, expert, num_rows, CACHE: gl.constexpr):
+    """(first row, rows) of an expert. The arrays may come from anywhere: nothing in them may lead outside of others."""
+    start = gl.minimum(gl.maximum(gl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
+    return start, gl.minimum(gl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - start)
+
+
+@gluon.jit
+def store_tile(
+    accumulator, tile, expert, first, start, size, bias, row_weight, layer, slot_of_row, y, num_slots, N: gl.constexpr,
+    WEIGHT_N: gl.constexpr, NUM_LAYERS: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation, row weight, cast and scatter of sums [64, tokens] of `mma_v2`, those of block `tile` of weight
+    rows; first: the first of the tokens among the expert's rows, of which there are `size` from row `start` on."""
+    PRODUCT: gl.constexpr = accumulator.type.layout
+    BLOCK_M: gl.constexpr = accumulator.shape[1]
+    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    # Looked up again rather than kept in registers over the loop.
+    layer_index, layer_exists = layer_of(layer, NUM_LAYERS)
+    if bias is not None:
+        base = layer_index.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+        accumulator += bias_of(bias, base, tile, N, GATE_LAYOUT, gl.SliceLayout(1, PRODUCT))[:, None]
+    result = activated(accumulator, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    result = gl.where(layer_exists, result, float("nan"))
+    stores: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    within = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stores))
+    row = start.to(gl.int64) + within
+    slot = gl.load(slot_of_row + row, mask=within < size, other=-1)
+    exists = (slot >= 0) & (slot < num_slots)
+    result = gl.convert_layout(gl.permute(result, [1, 0]), stores)
+    if row_weight is not None:
+        result *= gl.load(row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
+    target = row if SCATTER == "row" else slot.to(gl.int64)
+    columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
+    mask = exists[:, None] & (columns < N)[None, :]
+    gl.store(y + target[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
