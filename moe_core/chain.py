@@ -24,8 +24,8 @@ from moe_core.tuning import TileConfig
 MOST_TOKENS = 256
 #: Counters before those of row blocks.
 _COUNTERS = 2
-#: Families of products that are chained, and their kernels.
-_KERNELS = {"portable": "matmul_ogs:matmul_ogs", "stream": "stream:matmul_stream"}
+#: Families of products that are chained.
+_FAMILIES = ("portable", "stream")
 #: Up to this K the loop over slots is unrolled; the chained reduction is that alone.
 _MOST_CHOICES = 16
 #: Elements along the reduction of product 2 that waiting blocks have the L2 cache fetch.
@@ -35,18 +35,20 @@ _REDUCED_COLUMNS = 512
 
 
 def why_not_chained(
-    configs: tuple[TileConfig | None, ...], num_tokens: int, top_k: int, *, alone: bool, batch_invariant: bool
-) -> str:
+    configs: tuple[TileConfig | None, ...], alike: bool, num_tokens: int, top_k: int, *, alone: bool,
+    batch_invariant: bool,
+) -> str:  # fmt: skip
     """The reason the stages of a forward are launches of their own; empty if they may be one.
 
-    configs: of both products, None where there are no tiles. alone: whether the reduction follows product 2 and has
-    nothing but its slots to add up, and nothing of the products is kept.
+    configs: of both products, None where there are no tiles. alike: whether both or none quantise their rows. alone:
+    whether the reduction follows product 2 and has nothing but its slots to add up, and nothing of the products is
+    kept.
     """
     first, second = configs
     if first is None or second is None or num_tokens == 0:
         return "there are no tiles"
-    if first.family != second.family or first.family not in _KERNELS:
-        return f"both products need one of the families {', '.join(_KERNELS)}, got {first.family} and {second.family}"
+    if not alike or first.family != second.family or first.family not in _FAMILIES:
+        return f"both products need one of the families {', '.join(_FAMILIES)}, got {first.family} and {second.family}"
     if num_tokens > MOST_TOKENS:
         return f"chaining gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
     if first.block_m != second.block_m or first.num_warps != second.num_warps:
@@ -70,7 +72,7 @@ def chain_launches(plan: LaunchPlan) -> LaunchPlan:
     *before, first, second, reduction = plan.steps
     assert isinstance(first, KernelLaunch) and isinstance(second, KernelLaunch) and isinstance(reduction, KernelLaunch)
     assert first.kernel == second.kernel and reduction.kernel == "reduction:reduce", plan.steps
-    chain = _stream if first.kernel == _KERNELS["stream"] else _portable
+    chain = _CHAINS[first.kernel]
     note = "matmul 1, matmul 2 and reduce are one launch, whose blocks wait for each other's results"
     steps = (*before, chain(first, second, reduction, plan.target))
     return dataclasses.replace(plan, steps=steps, notes=(*plan.notes, note))
@@ -159,3 +161,40 @@ def _stream(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, 
     }
     programs = first.grid[0] + second.grid[0] + num_tokens * -(-d // block_d)
     return KernelLaunch("chained_stream:chained_stream", (programs, 1, 1), tuple(arguments.items()), first.num_warps, 1)
+
+
+def _stream_fp8(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
+    """The same of products that quantise their rows."""
+    d, num_tokens = _number(first, "D"), _number(reduction, "num_tokens")
+    block_d = min(_REDUCED_COLUMNS, padded(d, 32 * first.num_warps))
+    arguments = {
+        **_of(first, "x", "weight", "scales", "bias"),
+        **_of(second, "weight", "scales", "bias", prefix="second_"),
+        **_of(second, "row_weight", "layer", "group_sizes", "group_start", "slot_of_row"),
+        **_of(reduction, "row_of_slot"),
+        **_of(first, "schedule"),
+        **_renamed(first, hidden="y"),
+        **_renamed(second, slots="y"),
+        **_of(reduction, "out"),
+        "progress": Pointer("tile_counters"),
+        "num_blocks": Scalar(first.grid[0] // _number(first, "BLOCKS")),
+        **_of(first, "num_rows", "num_slots"),
+        **_renamed(first, D="D", F="N"),
+        **_of(first, "WEIGHT_N", "BLOCKS", "NUM_EXPERTS", "NUM_LAYERS", "X_STRIDE", "BIAS_LAYER_STRIDE"),
+        **_of(second, "BLOCKS", "BIAS_LAYER_STRIDE", prefix="second_"),
+        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "RULE", "LARGEST", "BLOCK_M", "CHUNK"),
+        **_of(second, "CHUNK", prefix="second_"),
+        "BLOCK_D": Constant(block_d),
+        **_of(first, "REGISTERS"),
+        "OVERLAP": Constant(None),
+    }
+    programs = first.grid[0] + second.grid[0] + num_tokens * -(-d // block_d)
+    kernel = "chained_stream_fp8:chained_stream_fp8"
+    return KernelLaunch(kernel, (programs, 1, 1), tuple(arguments.items()), first.num_warps, 1)
+
+
+_CHAINS = {
+    "matmul_ogs:matmul_ogs": _portable,
+    "stream:matmul_stream": _stream,
+    "stream_fp8:matmul_stream_fp8": _stream_fp8,
+}

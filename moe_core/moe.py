@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from moe_core import dtypes
@@ -14,6 +15,7 @@ from moe_core.expert_checks import check_weights, quantized_rows, shared_is_stac
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.matmul_codes import plan_matmul_codes, why_two_launches
 from moe_core.matmul_ogs import plan_matmul_ogs, product_tile
+from moe_core.matmul_stream_fp8 import choose_stream_fp8, plan_stream_fp8
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -30,6 +32,7 @@ from moe_core.reduction import plan_reduce, plan_scale_rows
 from moe_core.routing import plan_layout, plan_route_and_layout, plan_router
 from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 from moe_core.target import Target
+from moe_core.tile_choice import TileChoice
 from moe_core.tuning import TileConfig
 
 Routing = RouterWeights | RouterLogits | TopK
@@ -86,6 +89,26 @@ def kept_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec
     """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
     width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
     return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One of the experts' products. choice: None where there are no tiles. unquantised: its operands where its kernel
+    quantises their rows itself, to what `operands` says."""
+
+    operands: MatmulOperands
+    spec: MatmulSpec
+    choice: TileChoice | None
+    unquantised: MatmulOperands | None = None
+
+    @property
+    def config(self) -> TileConfig | None:
+        return None if self.choice is None else self.choice.config
+
+    @property
+    def quantises(self) -> bool:
+        """Whether its kernel quantises its rows."""
+        return self.unquantised is not None
 
 
 class _MoEPlanner:
@@ -213,19 +236,21 @@ class _MoEPlanner:
         )
         matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
         matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
-        products = ((first, width, matmul_1), (second, self.d_model, matmul_2))
-        choices = [
-            product_tile(operands, columns, layout, matmul, target, name=f"tuning.matmul_{number}")
-            for number, (operands, columns, matmul) in enumerate(products, 1)
+        products = [
+            self._choose(number, operands, plain, columns, matmul, layout)
+            for number, (operands, plain, columns, matmul) in enumerate(
+                ((first, source, width, matmul_1), (second, hidden_spec, self.d_model, matmul_2)), 1
+            )
         ]
-        configs = tuple(None if choice is None else choice.config for choice in choices)
+        configs = tuple(product.config for product in products)
         if configs[1] is not None and configs[1].family == "hopper":
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
-            matmul_2 = dataclasses.replace(matmul_2, scatter="row")
+            products[1] = dataclasses.replace(products[1], spec=dataclasses.replace(matmul_2, scatter="row"))
         counters = 2 if any(config is not None and config.counts_tiles for config in configs) else 0
         block_ms = tuple(dict.fromkeys(config.block_m for config in configs if config is not None))
         why_not = why_not_chained(
             configs,
+            products[0].quantises == products[1].quantises,
             self.tokens,
             layout.top_k,
             alone=self.shared is None and not self.keep,
@@ -241,7 +266,7 @@ class _MoEPlanner:
             x = builder.scratch("weighted_x", source)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
-        if isinstance(rows_1, QuantizedTensor):
+        if isinstance(rows_1, QuantizedTensor) and not products[0].quantises:
             x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "pre": f"{KEPT}pre_activation"}
@@ -251,16 +276,34 @@ class _MoEPlanner:
             hidden = "quantized_hidden"
             for part, array in named_arrays(rows_2, f"{hidden}."):
                 builder.scratch(part, array)
-            self._matmul(0, first, layout, matmul_1, configs[0], names | {"y": hidden}, rows_2.format)
+            self._matmul(0, products[0], layout, names | {"y": hidden}, rows_2.format)
         else:
             hidden = builder.scratch("hidden", hidden_spec)
-            self._matmul(0, first, layout, matmul_1, configs[0], names | {"y": hidden})
-            if isinstance(rows_2, QuantizedTensor):
+            self._matmul(0, products[0], layout, names | {"y": hidden})
+            if isinstance(rows_2, QuantizedTensor) and not products[1].quantises:
                 hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
         slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype))
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "row_weight": weights}
-        self._matmul(1, second, layout, matmul_2, configs[1], names | {"layer": "experts.layer", "y": slots})
-        return slots, matmul_2.scatter
+        self._matmul(1, products[1], layout, names | {"layer": "experts.layer", "y": slots})
+        return slots, products[1].spec.scatter
+
+    def _choose(
+        self,
+        number: int,
+        operands: MatmulOperands,
+        plain: ArraySpec,
+        columns: int,
+        spec: MatmulSpec,
+        layout: LayoutSpec,
+    ) -> _Product:
+        """Product 1 or 2 with the tiles it gets. plain: its rows before they are quantised."""
+        name, rows = f"tuning.matmul_{number}", self.spec.activations
+        if rows is not None:
+            unquantised = dataclasses.replace(operands, x=plain)
+            choice = choose_stream_fp8(unquantised, rows, columns, layout, spec, self.target, name)
+            if choice is not None:
+                return _Product(operands, spec, choice, unquantised)
+        return _Product(operands, spec, product_tile(operands, columns, layout, spec, self.target, name=name))
 
     def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
         """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
@@ -301,22 +344,23 @@ class _MoEPlanner:
         builder.call(plan, "layout" if isinstance(routing, TopK) else "routing", bindings)
 
     def _matmul(
-        self,
-        stage: int,
-        operands: MatmulOperands,
-        layout: LayoutSpec,
-        spec: MatmulSpec,
-        config: TileConfig | None,
-        names: dict[str, str],
-        codes: Format | None = None,
+        self, stage: int, product: _Product, layout: LayoutSpec, names: dict[str, str], codes: Format | None = None
     ) -> None:
-        """Inline one matmul; `names` may bind more than the operands present. config: what its plan chooses, whose
-        schedule exists already; None where there are no tiles. codes: the format its result is stored in."""
-        if codes is None:
+        """Inline one product, whose schedule exists already; `names` may bind more than the operands present.
+
+        codes: the format its result is stored in."""
+        operands, config = product.operands, product.config
+        if product.unquantised is not None:
+            assert product.choice is not None and self.spec.activations is not None
+            plan = plan_stream_fp8(
+                product.unquantised, operands, self.spec.activations, layout, product.spec, self.target, product.choice
+            )
+            operands, outputs = product.unquantised, ("y",)
+        elif codes is None:
             outputs = self._outputs if stage == 0 else ("y",)
-            plan = plan_matmul_ogs(operands, layout, spec, self.target, stage=stage, outputs=outputs)
+            plan = plan_matmul_ogs(operands, layout, product.spec, self.target, stage=stage, outputs=outputs)
         else:
-            plan = plan_matmul_codes(operands, layout, spec, codes, self.target)
+            plan = plan_matmul_codes(operands, layout, product.spec, codes, self.target)
             outputs = tuple(buffer.name for buffer in plan.outputs)
         bindings = {}
         for name in (*outputs, *(name for name, _ in named_arrays(operands))):

@@ -35,7 +35,7 @@ _FIRST_ARCH = 90
 #: Modules of kernels that write a layout or a schedule.
 _LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
-_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
+_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "stream_fp8:matmul_stream_fp8", "reduction:reduce")
 #: Kernels whose matrices have three axes, of blocks, and what they call them.
 _TILED = {
     "hopper_mixed:matmul_mixed": ("weight_map",),

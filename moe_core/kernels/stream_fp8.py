@@ -39,9 +39,7 @@ _AS_CODES = gl.constexpr("mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b3
 @gluon.jit
 def weight_operand(words, PRODUCT: gl.constexpr):
     """Codes [64, 64] as the tensor cores take them: of every thread's 16 columns four by turns."""
-    w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        _AS_CODES, "=r,=r,=r,=r,r,r,r,r", [words], (gl.float8e4nv,) * 4, True, 4
-    )
+    w0, w1, w2, w3 = gl.inline_asm_elementwise(_AS_CODES, "=r,=r,=r,=r,r,r,r,r", [words], (gl.float8e4nv,) * 4, True, 4)
     # [64, thread of four, code of a word, word's bits].
     codes = gl.reshape(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [HEIGHT, 4, 4, 4])
     codes = gl.reshape(gl.permute(codes, [0, 3, 1, 2]), [HEIGHT, DEPTH])
