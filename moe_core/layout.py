@@ -272,6 +272,7 @@ class LayoutLauncher:
                 **lengths,
                 **self.sizes,
                 **self.tail({"BLOCK_S": _PLACED_SLOTS[kind], "BLOCK_B": summed}, 8),
+                "OVERLAP": Constant(None),
             },
             num_warps=8,
         )

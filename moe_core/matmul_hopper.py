@@ -126,6 +126,7 @@ def launch_hopper(
         "COUNTER": Constant(counter),
         "STAGES": Constant(config.num_stages),
         "GROUP_M": Constant(config.group_m),
+        "OVERLAP": Constant(None),
     }
     grid = min(tiles, builder.target.num_sms)
     builder.launch("hopper:matmul_ogs", (grid,), arguments, config.num_warps, 1)

@@ -42,6 +42,8 @@ _TILED = {
     "stream:matmul_stream": ("weight",),
     "chained_stream:chained_stream": ("weight", "second_weight"),
 }
+#: Kernels whose blocks take a multiprocessor each: those of the launch behind wait for room, and take none away.
+_WHOLE = ("hopper:matmul_ogs",)
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
 #: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
 #: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/performance.md); between them nothing.
@@ -53,12 +55,14 @@ def why_not_overlapped(plan: LaunchPlan, num_tokens: int, batch_invariant: bool)
     target = plan.target
     if target.kind != "cuda" or target.arch < _FIRST_ARCH:
         return f"dependent launches need a cuda device of sm_{_FIRST_ARCH} or newer, got {target}"
+    if batch_invariant:
+        return "batch_invariant runs the same kernels for every number of tokens"
+    if any(isinstance(step, KernelLaunch) and step.kernel in _WHOLE for step in plan.steps):
+        return ""
     if num_tokens > MOST_TOKENS:
         return f"overlapping gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
     if (size := _expert_bytes(plan)) > MOST_EXPERT_BYTES:
         return f"overlapping gains nothing where an expert has more than {MOST_EXPERT_BYTES} bytes, got {size}"
-    if batch_invariant:
-        return "batch_invariant runs the same kernels for every number of tokens"
     return ""
 
 

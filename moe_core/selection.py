@@ -202,6 +202,7 @@ def _launch_route(
             **{name: read[name] for name in ("bitmatrix", "block_counts")},
             **{name: Scalar(count) for name, count in counts.items()},
             **constants,
+            "OVERLAP": Constant(None),
         },
         num_warps=num_warps,
     )

@@ -39,6 +39,7 @@ from moe_core.kernels.hopper_ring import (
     read_fact,
     tma_store,
 )
+from moe_core.kernels.overlap import join
 
 
 @gluon.jit
@@ -297,6 +298,7 @@ def matmul_ogs(
     TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
 
@@ -304,7 +306,7 @@ def matmul_ogs(
     *_map: TMA descriptors of x (only if rows are not gathered), the weights as one matrix, y, pre, and the gate columns
     of pre where they lie before those of up. pre, if not None: what the activation is applied to, in layout order,
     `separate` as `halves`; y None: only that. TRUSTED: the layout is our own, all of whose rows have slots, as pre
-    demands. N: output columns; WEIGHT_N: columns of one weight buffer.
+    demands. N: output columns; WEIGHT_N: columns of one weight buffer. OVERLAP: see `overlap`.
     """
     BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -328,6 +330,8 @@ def matmul_ogs(
         mbarrier.init(ring_empty.index(i), count=2)
     fence_async_shared()
     barrier()
+    if OVERLAP is not None:
+        join()
     gl.warp_specialize(
         [
             (consumer, (

@@ -304,11 +304,14 @@ def place_blocks(
     EXPERTS: tl.constexpr,
     BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
 
-    block_invalid None: ids that `topk.route` made, all of them valid.
+    block_invalid None: ids that `topk.route` made, all of them valid. OVERLAP: see `overlap`.
     """
+    if OVERLAP is not None:
+        join()
     block = tl.program_id(0)
     found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     start = block.to(tl.int64) * block_slots

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from moe_core.kernels.bitmatrix import set_bits
 from moe_core.kernels.layout import to_local
+from moe_core.kernels.overlap import join
 
 # Keys below those of every number (the smallest, of -inf, is -0x7F800001): NaN, then experts that may not be chosen,
 # then experts chosen already.
@@ -279,11 +280,14 @@ def route(
     WORDS: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ids and weights `[T, K]` of logits `[T, E]` as in `choose_experts`, block_tokens of them per program, BLOCK_T at
     a time; optionally bitmatrix rows (WORDS >= E / 32, a power of two), and block_counts `[programs, NUM_LOCAL]`: the
-    program's slots of every local expert, which `layout.place_blocks` goes on with.
+    program's slots of every local expert, which `layout.place_blocks` goes on with. OVERLAP: see `overlap`.
     """
+    if OVERLAP is not None:
+        join()
     block = tl.program_id(0)
     start = block.to(tl.int64) * block_tokens
     last = tl.minimum(start + block_tokens, num_tokens)
