@@ -63,7 +63,8 @@ def load_weights(rows, scale_rows, step, D: gl.constexpr, STEPS: gl.constexpr):
     # Named, so that loads of weights can be told from others: they may come before the launch ahead has ended.
     low = gl.load(rows + words, mask=words < D // 4, other=0, cache_modifier=".ca")
     high = gl.load(rows + words + DEPTH // 4, mask=words + DEPTH // 4 < D // 4, other=0, cache_modifier=".ca")
-    scale = gl.load(scale_rows + gl.minimum(step, STEPS - 1), cache_modifier=".ca")
+    inside = gl.full([HEIGHT], step, gl.int32, scale_rows.type.layout) < STEPS
+    scale = gl.load(scale_rows + step, mask=inside, other=0.0, cache_modifier=".ca")
     return low, high, scale
 
 
