@@ -22,8 +22,9 @@ from moe_core.tuning import TileConfig
 
 #: Plans of more tokens launch their stages one by one.
 MOST_TOKENS = 256
-#: Counters before those of row blocks.
-_COUNTERS = 2
+#: Counters before those of row blocks, and the fewest of a launch: one number of them for most plans, so that the
+#: kernels that clear them are the same.
+_COUNTERS, _FEWEST_COUNTERS = 2, 1024
 #: Families of products that are chained.
 _FAMILIES = ("portable", "stream")
 #: Up to this K the loop over slots is unrolled; the chained reduction is that alone.
@@ -64,7 +65,7 @@ def why_not_chained(
 
 def chain_counters(max_blocks: int) -> int:
     """The int32 counters a chained launch takes, a power of two."""
-    return padded(_COUNTERS + max_blocks, 1)
+    return padded(_COUNTERS + max_blocks, _FEWEST_COUNTERS)
 
 
 def chain_launches(plan: LaunchPlan) -> LaunchPlan:

@@ -115,8 +115,8 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
             OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
             OpFault("right_operand(rows, 2 * part + 1, right)", "right_operand(rows, 2 * part, right)"),
             OpFault("step + CHUNK + part, STEPS", "step + CHUNK, STEPS"),
-            OpFault("mask=within < size, other=-1", "mask=within < size - 1, other=-1"),
         ),
+        "tiled_result": (OpFault("mask=within < size, other=-1", "mask=within < size - 1, other=-1"),),
         "decode_words": (
             OpFault("1 + (1 << 5) + (1 << 11)", "1 + (1 << 4) + (1 << 11)"),
             OpFault("[1, 0, 2, 3, 5, 8, 7, 4, 6]", "[1, 0, 2, 3, 5, 7, 8, 4, 6]"),

@@ -31,12 +31,13 @@ FAULTS: dict[int, dict[str, tuple[OpFault, ...]]] = {
     },
     2: {
         "matmul_ogs": (
-            OpFault('    if OVERLAP == "layout":\n        join()\n\n', ""),
+            OpFault("    if JOIN:\n        join()\n\n", ""),
             OpFault('            if OVERLAP == "layout":\n                join()\n', ""),
             OpFault('".cg" if OVERLAP == "layout" else ""', '""'),
+            OpFault('".cg" if JOIN else ""', '""'),
         ),
     },
-    3: {"reduction": (OpFault('if OVERLAP == "layout":', 'if OVERLAP == "never":'),)},
+    3: {"reduction": (OpFault('BLOCK_N, OVERLAP == "layout",', 'BLOCK_N, OVERLAP == "never",'),)},
 }
 ORDER_BROKEN = 10
 

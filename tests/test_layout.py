@@ -291,8 +291,9 @@ def test_tile_counters_start_at_zero() -> None:
     for num_tokens in (3, 400):
         layout = LayoutSpec(num_tokens, 2, 4)
         ids = draw_ids("uniform", num_tokens, 2, 4, 0)
-        plan = plan_layout(ArraySpec(ids.shape, "int32"), layout, engine_target(), tile_counters=True)
-        assert run_plan(plan, {"ids": ids})["tile_counters"].tolist() == [0, 0]
+        for counters in (2, 64):
+            plan = plan_layout(ArraySpec(ids.shape, "int32"), layout, engine_target(), tile_counters=counters)
+            assert run_plan(plan, {"ids": ids})["tile_counters"].tolist() == [0] * counters
 
 
 def test_schedules_whose_sums_would_leave_32_bits_are_unsupported() -> None:

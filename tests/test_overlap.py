@@ -50,6 +50,15 @@ FEW = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def stages_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every stage is a launch of its own, as it is where there are reasons against chaining."""
+    monkeypatch.setattr(moe, "why_not_chained", lambda *_, **__: "the tests want launches that overlap")
+    moe.plan_moe.cache_clear()
+    yield
+    moe.plan_moe.cache_clear()
+
+
 @pytest.mark.parametrize("target", [H200, B200])
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
 def test_few_tokens_overlap(tokens: int, target: Target) -> None:
@@ -101,11 +110,14 @@ def test_launches_between_the_layout_and_its_readers() -> None:
     assert shared == [*FEW[:3], ("matmul_ogs", True, "layout"), ("matmul_ogs", True, "layout"), FEW[3]]
 
 
-def test_kernels_that_know_nothing_of_it_launch_ordinarily() -> None:
+def test_kernels_that_take_whole_multiprocessors_overlap_for_any_number_of_tokens() -> None:
     """Few experts have many rows each, which the hopper family multiplies, if 64 divides the reduction."""
     plan = layer_plan(H200, 64, 4, 4, width=96)
-    assert described(plan) == [FEW[0], ("matmul_ogs", False, "absent"), *FEW[2:]]
+    assert described(plan) == FEW
     assert [step.kernel for step in launches(plan)][1:3] == ["hopper:matmul_ogs", "matmul_ogs:matmul_ogs"]
+    plan = layer_plan(H200, 4096, 4, 4, width=8192)
+    starts = [("route", False, "start"), ("place_blocks", True, "start"), *[("matmul_ogs", True, "start")] * 2]
+    assert described(plan) == [*starts, FEW[3]]
 
 
 def test_large_experts_launch_ordinarily() -> None:
