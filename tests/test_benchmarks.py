@@ -193,19 +193,19 @@ def test_a_first_call_waits_for_each_of_its_kernels_once() -> None:
     def two_seconds_each(kernels: Sequence[Any]) -> list[KernelReport]:
         return [KernelReport(launch.kernel, "16 x 128", 2.0, number == 0) for number, (_, launch) in enumerate(kernels)]
 
-    found = measure([SHAPES["qwen3"]], (1, 2, 4096), Target("cuda", 90, 132), two_seconds_each)
+    found = measure([SHAPES["qwen3"]], (33, 64, 4096), Target("cuda", 90, 132), two_seconds_each)
     one, two, many = found["cells"]
     assert one == {
         "shape": "qwen3",
-        "tokens": 1,
-        "kernels": 4,
-        "first_call_seconds": 8.0,
+        "tokens": 33,
+        "kernels": 2,
+        "first_call_seconds": 4.0,
         "slowest_kernel_seconds": 2.0,
     }
-    assert two["first_call_seconds"] == 8.0 and many["first_call_seconds"] == 2.0 * many["kernels"] >= 8.0
+    assert two["first_call_seconds"] == 4.0 and many["first_call_seconds"] == 2.0 * many["kernels"] >= 8.0
     assert len(found["kernels"]) < one["kernels"] + two["kernels"] + many["kernels"]
     lines = show(found, 2).splitlines()
-    assert lines[0] == "qwen3 1: 4 kernels, first call 8.00 s, slowest kernel 2.00 s"
+    assert lines[0] == "qwen3 33: 2 kernels, first call 4.00 s, slowest kernel 2.00 s"
     assert lines[3].startswith(f"{len(found['kernels'])} kernels (1 existed) by 2 processes: ")
     json.dumps(found)
 

@@ -271,4 +271,4 @@ def test_explain_names_the_engine_and_takes_shapes() -> None:
         assert "moe on reference" in text and "NumPy reference" in text
         with moe_jax.export_target(moe_jax.Target("cuda", 90, 132)):
             text = moe_jax.explain_moe(*shapes, spec=layer.spec)
-        assert "moe on cuda sm_90 (132 SMs)" in text and "matmul_ogs:" in text
+        assert "moe on cuda sm_90 (132 SMs)" in text and "chained:chained" in text
