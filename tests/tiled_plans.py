@@ -79,15 +79,15 @@ def prepared(target: Target) -> Iterator[LaunchPlan]:
 
 
 def prepared_integers(target: Target) -> Iterator[LaunchPlan]:
-    """Layers in the formats of released checkpoints, and every format with a few epilogues."""
+    """Layers in two formats, and every format with each of the tiles and some of the epilogues."""
     if target.arch != 90:
         return
     for rows in ROWS_PER_EXPERT:
         for name, scale_dtype in (("int4_g128", "bfloat16"), ("int8_channel", "float32")):
             yield from _layers(rows, ("qwen3",), target, format_named(name), scale_dtype)
         for place, (name, scale_dtype) in enumerate(INTEGERS):
-            for epilogue in (EPILOGUES[(place + rows) % 4], EPILOGUES[4]):
-                yield _product(rows, (8, 384, 352), epilogue, target, format_named(name), scale_dtype)
+            epilogue = EPILOGUES[(place + rows) % len(EPILOGUES)]
+            yield _product(rows, (8, 384, 352), epilogue, target, format_named(name), scale_dtype)
 
 
 def _layers(
