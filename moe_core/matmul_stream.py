@@ -40,9 +40,11 @@ def why_illegal_stream(config: TileConfig, weight: QuantizedTensor, spec: Matmul
 
 def stream_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
     """The configuration for a tiled weight: the most blocks under way that add few of zeros behind the last one."""
-    columns, steps = block_of(weight.format).columns, weight.values.shape[-2]
-    chunk = next((chunk for chunk in _CHUNKS if -steps % chunk <= steps // 8), _CHUNKS[-1])
-    return TileConfig(_HEIGHT, block_width(spec), chunk * columns, 4, 2, 1, FAMILY)
+    block, steps = block_of(weight.format), weight.values.shape[-2]
+    # Steps that share scales stay together: they load them once.
+    chunks = [chunk for chunk in _CHUNKS if _alike(block, chunk, steps) in (chunk, block.repeat)]
+    chunk = next((chunk for chunk in chunks if -steps % chunk <= steps // 8), _CHUNKS[-1])
+    return TileConfig(_HEIGHT, block_width(spec), chunk * block.columns, 4, 2, 1, FAMILY)
 
 
 def _alike(block: TiledBlock, chunk: int, steps: int) -> int:

@@ -300,9 +300,9 @@ def matmul_mixed(
             (producer, (
                 x, x_map, weight_map, scales, zero_points, row_weight, layer, group_sizes, group_start, slot_of_row,
                 schedule, counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, ring, full,
-                empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP, COLUMNS,
-                GROUPS, REPEAT, TILES, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, TOP_K, GATHER, COUNTER, STAGES, BLOCK_M,
-                GROUP_M,
+                empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP, ELEMENT,
+                COLUMNS, GROUPS, REPEAT, TILES, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, TOP_K, GATHER, COUNTER, STAGES,
+                BLOCK_M, GROUP_M,
             )),
         ],
         [4, PRODUCER_WARPS],

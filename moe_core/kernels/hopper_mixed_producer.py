@@ -37,16 +37,24 @@ def take_tile(
 
 @gluon.jit
 def word_pointers(
-    array, matrix, tile, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr, WORDS: gl.constexpr
+    array, matrix, tile, ELEMENT: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
+    WORDS: gl.constexpr,
 ):  # fmt: skip
     """Pointers to the 32-bit words of the first of RECORDS records of a tile's blocks, of scales or zero points:
     [PAIRS, WORDS]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     pair = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
+    words = array.to(gl.pointer_type(gl.int32), bitcast=True)
     # A tile may end behind the last block of a matrix, whose rows nobody stores.
-    block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
-    return array.to(gl.pointer_type(gl.int32), bitcast=True) + block * (RECORDS * WORDS) + word
+    if ELEMENT == "e2m1":
+        block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
+        return words + block * (RECORDS * WORDS) + word
+    else:
+        # The part of all threads apart: integers, with more arrays to point to, lack registers for it.
+        first = (matrix.to(gl.int64) * BLOCKS + tile * PAIRS) * (RECORDS * WORDS)
+        pair = gl.minimum(pair, BLOCKS - 1 - tile * PAIRS)
+        return words + first + (pair * (RECORDS * WORDS) + word)
 
 
 @gluon.jit
@@ -67,7 +75,7 @@ def load_tile(
     x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty,
     stage, phase, matrix, start, rows, tile, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     X_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Load a tile as stages become free."""
@@ -83,9 +91,9 @@ def load_tile(
     HALVES: gl.constexpr = COLUMNS // DEPTH
     RECORDS: gl.constexpr = (STEPS + REPEAT - 1) // REPEAT
     WORDS: gl.constexpr = HEIGHT * GROUPS * scales.dtype.element_ty.primitive_bitwidth // 32
-    scale_words = word_pointers(scales, matrix, tile, BLOCKS, PAIRS, RECORDS, WORDS)
+    scale_words = word_pointers(scales, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, WORDS)
     if zero_points is not None:
-        zero_words = word_pointers(zero_points, matrix, tile, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
+        zero_words = word_pointers(zero_points, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
     block = matrix * BLOCKS + tile * PAIRS
     for step in range(0, STEPS, DEEP):
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -137,7 +145,7 @@ def producer(
     counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, ring, full, empty, ring_full,
     ring_empty, num_blocks, num_rows, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     TILES: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
     TOP_K: gl.constexpr, GATHER: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -160,7 +168,7 @@ def producer(
             stage, phase = load_tile(
                 x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles,
                 full, empty, stage, phase, layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots, D, STEPS,
-                BLOCKS, PAIRS, DEEP, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
+                BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
             )  # fmt: skip
     mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
     announce(ring, ring_full, place, -1, 0, 0, 0)
