@@ -51,6 +51,12 @@ def fence():
 
 
 @gluon.jit
+def program_again():
+    """`gl.program_id(0)`, which no compiler keeps in a register until it is asked for again."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def load_rows(x_tile, x_rows, exists, columns, start, D: gl.constexpr):
     """Ask for a chunk of the rows of x, from column `start`."""
     row_load(x_tile, x_rows + start, mask=exists[:, None] & (start + columns < D)[None, :])
@@ -189,6 +195,8 @@ def matmul_stream(
     # Looked up again rather than kept in registers over the loop; of mxfp4, which has room, the layer alone.
     layer_index, layer_exists = layer_of(layer, NUM_LAYERS)
     if ELEMENT != "e2m1":
+        program = program_again()
+        block, tile = program // BLOCKS, program % BLOCKS
         expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         first = gl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M
         start, size = rows_of(group_sizes, group_start, expert, num_rows, CACHE)
