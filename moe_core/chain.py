@@ -29,6 +29,8 @@ _COUNTERS, _FEWEST_COUNTERS = 2, 1024
 _FAMILIES = ("portable", "stream")
 #: Up to this K the loop over slots is unrolled; the chained reduction is that alone.
 _MOST_CHOICES = 16
+#: What says how the codes of tiled weights lie.
+_CODES = ("ELEMENT", "COLUMNS", "GROUPS", "REPEAT", "ALIKE")
 #: Elements along the reduction of product 2 that waiting blocks have the L2 cache fetch.
 _AHEAD = 0
 #: Columns of a program of the reduction: latency alone counts, and they are spread over as many as there can be.
@@ -140,8 +142,8 @@ def _stream(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, 
     block_d = min(_REDUCED_COLUMNS, padded(d, 32 * first.num_warps))
     num_blocks = first.grid[0] // _number(first, "BLOCKS")
     arguments = {
-        **_of(first, "x", "weight", "scales", "bias"),
-        **_of(second, "weight", "scales", "bias", prefix="second_"),
+        **_of(first, "x", "weight", "scales", "zero_points", "bias"),
+        **_of(second, "weight", "scales", "zero_points", "bias", prefix="second_"),
         **_of(second, "row_weight", "layer", "group_sizes", "group_start", "slot_of_row"),
         **_of(reduction, "row_of_slot"),
         **_of(first, "schedule"),
@@ -154,7 +156,9 @@ def _stream(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, 
         **_renamed(first, D="D", F="N"),
         **_of(first, "WEIGHT_N", "STEPS", "BLOCKS", "NUM_EXPERTS", "NUM_LAYERS", "X_STRIDE", "BIAS_LAYER_STRIDE"),
         **_of(second, "STEPS", "BLOCKS", "BIAS_LAYER_STRIDE", prefix="second_"),
-        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "BLOCK_M", "CHUNK", "SPAN"),
+        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", *_CODES),
+        **_of(second, *_CODES, prefix="second_"),
+        **_of(first, "BLOCK_M", "CHUNK", "SPAN"),
         **_of(second, "CHUNK", "SPAN", prefix="second_"),
         "BLOCK_D": Constant(block_d),
         **_of(first, "REGISTERS"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from moe_core import dtypes
 from moe_core.activation import row_stride
 from moe_core.arrays import ArraySpec
 from moe_core.formats import QuantizedTensor
-from moe_core.formats.tiling import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_SCALES, BLOCK_VALUES, SIDE_ROWS
+from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_of
 from moe_core.matmul_operands import fused_constants
 from moe_core.operands import MatmulOperands
 from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar, TensorMap
@@ -23,14 +24,18 @@ _LINES = BLOCK_VALUES // _LINE
 #: Columns of x that lie together in shared memory, elements that TMA and cp.async take at a time, and tokens that one
 #: part of the epilogue stores.
 _DEPTH, _VECTOR, _PART = 64, 8, 32
-#: Tokens of the largest tile, whose block has a multiprocessor for itself; of the others two share one.
-_LARGE = 128
+#: Tokens of the largest tile, whose block has a multiprocessor for itself, and its most columns of the reduction per
+#: stage; of the others two share one.
+_LARGE, _LARGE_DEPTH = 128, 128
 #: What the hardware keeps of a multiprocessor's shared memory for each block.
 _RESERVED = 1024
 #: Registers of a thread at launch where two blocks share a multiprocessor.
 _SHARED_REGISTERS = 80
-#: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage; above: the largest tile.
-#: Room for more rows than the mean; measured at means of 8, 32 and 128 (docs/performance.md), not in between.
+#: Stages of two blocks that are worth having: with fewer, stages have one.
+_LEAST_STAGES = 3
+#: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
+#: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
+#: (docs/performance.md), not in between.
 _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 
@@ -59,16 +64,16 @@ def why_not_mixed(
     return None
 
 
-def why_illegal_mixed(config: TileConfig, spec: MatmulSpec, target: Target) -> str | None:
-    """The reason a configuration of the family cannot run, or None."""
-    width = block_width(spec)
+def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> str | None:
+    """The reason a configuration of the family cannot run a product with a tiled weight, or None."""
+    width, columns = block_width(spec), block_of(weight.format).columns
     heights = [height for _, height, _ in _HEIGHTS]
     if config.block_m not in (*heights, _LARGE):
         return f"block_m must be one of {', '.join(map(str, (*heights, _LARGE)))}, got {config.block_m}"
     blocks = 4 if config.block_m == _LARGE else 2
     if config.block_n != blocks * width:
         return f"block_n must be {blocks * width}, {blocks} blocks of weight rows, got {config.block_n}"
-    depths = (BLOCK_COLUMNS,) if config.block_m == _LARGE else (BLOCK_COLUMNS, 2 * BLOCK_COLUMNS)
+    depths = [depth for depth in (columns, 2 * columns) if config.block_m != _LARGE or depth <= _LARGE_DEPTH]
     if config.block_k not in depths:
         return f"block_k must be {' or '.join(map(str, depths))}, got {config.block_k}"
     if config.num_warps != 4 or config.group_m < 1 or config.num_stages < 1:
@@ -76,17 +81,20 @@ def why_illegal_mixed(config: TileConfig, spec: MatmulSpec, target: Target) -> s
             f"num_warps must be 4, those of a consumer, num_stages and group_m at least 1, got {config.num_warps}, "
             f"{config.num_stages} and {config.group_m}"
         )
-    if (most := _most_stages(config, spec, target)) < config.num_stages:
+    if (most := _most_stages(config, weight, spec, target)) < config.num_stages:
         return f"num_stages must be at most {most} for shared memory, got {config.num_stages}"
     return None
 
 
-def mixed_config(rows: float, spec: MatmulSpec, target: Target) -> TileConfig:
+def mixed_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
     """The configuration for so many mean rows per expert, with as many stages as there is room for."""
-    height, depth = next(((height, depth) for most, height, depth in _HEIGHTS if rows <= most), (_LARGE, BLOCK_COLUMNS))
-    blocks = 4 if height == _LARGE else 2
-    config = TileConfig(height, blocks * block_width(spec), depth, 4, 1, 8, FAMILY)
-    return dataclasses.replace(config, num_stages=_most_stages(config, spec, target))
+    found = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
+    height, depth = next(found, (_LARGE, _LARGE_DEPTH))
+    blocks, columns = 4 if height == _LARGE else 2, block_of(weight.format).columns
+    config = TileConfig(height, blocks * block_width(spec), min(depth, 2 * columns), 4, 1, 8, FAMILY)
+    if _most_stages(config, weight, spec, target) < _LEAST_STAGES:
+        config = dataclasses.replace(config, block_k=columns)
+    return dataclasses.replace(config, num_stages=_most_stages(config, weight, spec, target))
 
 
 def block_width(spec: MatmulSpec) -> int:
@@ -98,13 +106,16 @@ def _blocks(config: TileConfig, spec: MatmulSpec) -> int:
     return config.block_n // block_width(spec)
 
 
-def _most_stages(config: TileConfig, spec: MatmulSpec, target: Target) -> int:
+def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> int:
     """Stages of a pipeline in the shared memory that a block of the grid has."""
     limit = shared_limit(target.arch)
     if config.block_m != _LARGE:
         limit = (limit + _RESERVED) // 2 - _RESERVED
-    steps = config.block_k // BLOCK_COLUMNS
-    stage = steps * (_blocks(config, spec) * (BLOCK_VALUES + BLOCK_SCALES) + config.block_m * BLOCK_COLUMNS * 2)
+    arrays = [array for array in (weight.scales, weight.zero_points) if array is not None]
+    # Of a block: its codes, and a record of each other array.
+    held = BLOCK_VALUES + sum(array.shape[-1] * dtypes.itemsize(array.dtype) for array in arrays)
+    steps = config.block_k // block_of(weight.format).columns
+    stage = steps * _blocks(config, spec) * held + config.block_m * config.block_k * 2
     # Two announced tiles with slots and weights, both consumers' results, and barriers.
     rest = 2 * 8 * config.block_m + 2 * min(config.block_m, _PART) * block_width(spec) * 2 + 512
     return (limit - rest) // stage
@@ -114,7 +125,7 @@ def tiled_constants(operands: MatmulOperands, n: int, layout: LayoutSpec, spec: 
     """What the kernels for tiled weights are compiled for, whatever their tiles. n: output columns."""
     x, weight, bias = operands.x, operands.weight, operands.bias
     blocks, steps = weight.values.shape[-3:-1]
-    stacked = operands.layer is not None
+    block, stacked = block_of(weight.format), operands.layer is not None
     return {
         "D": Constant(x.shape[1]),
         "N": Constant(n),
@@ -127,6 +138,11 @@ def tiled_constants(operands: MatmulOperands, n: int, layout: LayoutSpec, spec: 
         "BIAS_LAYER_STRIDE": Constant(bias.stride[0] if bias is not None and stacked else 0),
         "TOP_K": Constant(layout.top_k),
         **fused_constants(spec),
+        # Signed codes of 8 bits are tiled as unsigned ones with the zero point 128.
+        "ELEMENT": Constant("uint8" if weight.format.element == "int8" else weight.format.element),
+        "COLUMNS": Constant(block.columns),
+        "GROUPS": Constant(block.groups),
+        "REPEAT": Constant(max(1, steps) if block.repeat is None else block.repeat),
     }
 
 
@@ -149,12 +165,13 @@ def launch_mixed(
         return Pointer(name) if builder.has(name) else Constant(None)
 
     x_map = TensorMap("x", (x.shape[0], d), stride, (config.block_m, _DEPTH))
-    deep = config.block_k // BLOCK_COLUMNS
+    deep = config.block_k // block_of(weight.format).columns
     arguments: dict[str, Argument] = {
         "x": Pointer("x"),
         "x_map": Constant(None) if gathered else x_map,
         "weight_map": TensorMap("weight.values", (values.size // _LINE, _LINE), _LINE, (deep * _LINES, _LINE)),
         "scales": Pointer("weight.scales"),
+        "zero_points": optional("weight.zero_points"),
         **{name: optional(name) for name in ("bias", "row_weight", "layer")},
         **{name: Pointer(name) for name in ("group_sizes", "group_start", "slot_of_row", "schedule")},
         # Blocks that have one tile each need not ask for it.

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor, Tiling
-from moe_core.formats.tiling import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_SCALES, BLOCK_VALUES, GROUP_COLUMNS, SIDE_ROWS
+from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, ROW_BYTES, SIDE_ROWS, block_of, why_not_tileable
 from moe_core.operands import ExpertWeights, named_fields
 from moe_core.specs import MoESpec
 
-#: Bytes of codes, and scales, of one row of a block.
-_ROW_BYTES, _ROW_SCALES = BLOCK_COLUMNS // 2, BLOCK_COLUMNS // GROUP_COLUMNS
+#: What turns a signed code of eight bits into an unsigned one with the zero point 128, and back.
+_SIGN = -128
 #: Where `[block, side, row]` of a block are found in the matrix's axis of rows, split from slow to fast; by order.
 _ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
 
@@ -51,31 +51,54 @@ def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions) -> Quan
         if tensor.spec.tiling.order != order:
             raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
         return tensor
-    arrays, shape = (tensor.values, tensor.scales), tensor.shape
+    reason = why_not_tileable(tensor.format)
+    if reason is not None:
+        raise InvalidInput(f"weights to tile must be in a format with a tiling, got {tensor}; {reason}")
+    arrays, shape = [tensor.values, tensor.scales, tensor.zero_points], tensor.shape
     if tensor.layout == "in_out":
         axes = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
-        arrays, shape = tuple(functions.permute(array, axes) for array in arrays), tuple(shape[axis] for axis in axes)
-    tiling = Tiling(shape[-2], shape[-1], order)
-    spec = QuantizedSpec(tensor.format, tiling=tiling)
-    values = _to_words(_to_blocks(arrays[0], tiling, _ROW_BYTES, functions), functions)
-    scales = _to_blocks(arrays[1], tiling, _ROW_SCALES, functions)
-    lead = (*shape[:-2], tiling.blocks, tiling.steps)
-    return QuantizedTensor(spec, values.reshape(*lead, BLOCK_VALUES), scales.reshape(*lead, BLOCK_SCALES))
+        arrays = [None if array is None else functions.permute(array, axes) for array in arrays]
+        shape = tuple(shape[axis] for axis in axes)
+    values, scales, points = arrays
+    tiling, format = Tiling(shape[-2], shape[-1], order), tensor.format
+    spec, block = QuantizedSpec(format, tiling=tiling), block_of(format)
+    steps, records = block.steps(tiling.columns), block.records(tiling.columns)
+    words = _to_words(_to_blocks(values, tiling, steps, ROW_BYTES, functions), format.element, functions)
+    words = words.reshape(*shape[:-2], tiling.blocks, steps, BLOCK_VALUES)
+    lead = (*shape[:-2], tiling.blocks, records, BLOCK_ROWS * block.groups)
+    if points is not None:
+        if format.own_element.per_byte == 2:
+            points = _unpack_rows(points, tiling.rows, functions)
+        points = _to_blocks(points, tiling, records, block.groups, functions).reshape(lead)
+    scales = _to_blocks(scales, tiling, records, block.groups, functions).reshape(lead)
+    return QuantizedTensor(spec, words, scales, points)
 
 
 def untile(tensor: QuantizedTensor, functions: ArrayFunctions) -> QuantizedTensor:
     """The published layout of a tiled weight, `out_in`: the inverse of `tile`. One that is not tiled comes back as it
     is."""
-    tiling = tensor.spec.tiling
+    tiling, format = tensor.spec.tiling, tensor.format
     if tiling is None:
         return tensor
-    lead = (*tensor.shape[:-2], tiling.blocks, tiling.steps, 2, SIDE_ROWS)
-    words = _from_words(tensor.values.reshape(*lead, _ROW_BYTES), functions)
-    values = _from_blocks(words, tiling, _ROW_BYTES, functions)
-    scales = _from_blocks(tensor.scales.reshape(*lead, _ROW_SCALES), tiling, _ROW_SCALES, functions)
-    values = values[..., : tiling.rows, : tiling.columns // 2]
-    scales = scales[..., : tiling.rows, : tiling.columns // GROUP_COLUMNS]
-    return QuantizedTensor(QuantizedSpec(tensor.format), values, scales)
+    block, spec = block_of(format), QuantizedSpec(format)
+    columns = tiling.columns // format.own_element.per_byte
+    groups = 1 if format.group_columns is None else tiling.columns // format.group_columns
+
+    def in_rows(array: Any, steps: int, width: int) -> Any:
+        """`[..., blocks * 64, steps * width]` of an array of blocks."""
+        array = array.reshape(*tensor.shape[:-2], tiling.blocks, steps, 2, SIDE_ROWS, width)
+        return _from_blocks(array, tiling, steps, width, functions)
+
+    steps, records = block.steps(tiling.columns), block.records(tiling.columns)
+    words = tensor.values.reshape(*tensor.shape[:-2], tiling.blocks, steps, BLOCK_ROWS, ROW_BYTES)
+    values = in_rows(_from_words(words, format.element, functions), steps, ROW_BYTES)[..., : tiling.rows, :columns]
+    scales = in_rows(tensor.scales, records, block.groups)[..., : tiling.rows, :groups]
+    points = tensor.zero_points
+    if points is not None:
+        points = in_rows(points, records, block.groups)[..., : tiling.rows, :groups]
+        if format.own_element.per_byte == 2:
+            points = _pack_rows(points, functions)
+    return QuantizedTensor(spec, values, scales, points)
 
 
 def prepare(
@@ -133,17 +156,17 @@ def _split_rows(tiling: Tiling) -> tuple[int, ...]:
     return tuple(split)
 
 
-def _to_blocks(array: Any, tiling: Tiling, width: int, functions: ArrayFunctions) -> Any:
+def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
     """`[..., blocks, steps, 2, 32, width]` of `[..., rows, columns]`; width: columns of a step."""
     lead = array.shape[:-2]
-    missing = tiling.blocks * BLOCK_ROWS - array.shape[-2], tiling.steps * width - array.shape[-1]
-    array = functions.pad(array, *missing).reshape(*lead, *_split_rows(tiling), tiling.steps, width)
+    missing = tiling.blocks * BLOCK_ROWS - array.shape[-2], steps * width - array.shape[-1]
+    array = functions.pad(array, *missing).reshape(*lead, *_split_rows(tiling), steps, width)
     block, side, row = (len(lead) + axis for axis in _ROW_AXES[tiling.order])
     step = len(lead) + 3
     return functions.permute(array, (*range(len(lead)), block, step, side, row, step + 1))
 
 
-def _from_blocks(array: Any, tiling: Tiling, width: int, functions: ArrayFunctions) -> Any:
+def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
     """The inverse of `_to_blocks`, with the padding: `[..., blocks * 64, steps * width]`."""
     lead = array.shape[:-5]
     # Of block, side and row in the array.
@@ -152,37 +175,77 @@ def _from_blocks(array: Any, tiling: Tiling, width: int, functions: ArrayFunctio
     for place, axis in zip(places, _ROW_AXES[tiling.order], strict=True):
         rows[axis] = place
     array = functions.permute(array, (*range(len(lead)), *rows, len(lead) + 1, len(lead) + 4))
-    return array.reshape(*lead, tiling.blocks * BLOCK_ROWS, tiling.steps * width)
+    return array.reshape(*lead, tiling.blocks * BLOCK_ROWS, steps * width)
 
 
-def _to_words(array: Any, functions: ArrayFunctions) -> Any:
-    """The 64 bytes of each row, from the order of columns (q, i, t; nibble b) to that of words (t, q; half b), whose
-    halves hold the bits of four codes in the order that `moe_core.formats.tiling` gives."""
+def _to_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
+    """The 64 bytes of each row of a block, from the order of columns to that of words (t, q)."""
     lead = array.shape[:-1]
-    array = array.reshape(*lead, _ROW_SCALES, 4, 4)
+    t, q = len(lead) + 2, len(lead)
+    if element not in _PACK:
+        # Columns (q, p, t, b) to bytes (t, q, p, b).
+        words = functions.permute(array.reshape(*lead, 4, 2, 4, 2), (*range(len(lead)), t, q, q + 1, q + 3))
+        return words ^ _SIGN if element == "int8" else words
+    # Columns (q, i, t; nibble b) to halves b of words.
+    array = array.reshape(*lead, 4, 4, 4)
     halves = []
     for codes in (array & 15, array >> 4):
-        c0, c1, c2, c3 = (codes[..., i, :] for i in range(4))
-        low = ((c0 & 3) << 6) | ((c1 & 7) << 3) | (c2 & 7)
-        signs = ((c0 & 8) << 4) | ((c1 & 8) << 1) | ((c2 & 8) >> 2)
-        halves += [low, signs | ((c0 & 4) >> 2) | (c3 & 12) | ((c3 & 3) << 5)]
-    words = functions.stack(halves, -1)
-    q, t, byte = range(len(lead), len(lead) + 3)
-    return functions.permute(words, (*range(len(lead)), t, q, byte)).reshape(*lead, _ROW_BYTES)
+        halves += _PACK[element](*(codes[..., i, :] for i in range(4)))
+    return functions.permute(functions.stack(halves, -1), (*range(len(lead)), q + 1, q, q + 2))
 
 
-def _from_words(array: Any, functions: ArrayFunctions) -> Any:
-    """The inverse of `_to_words`."""
+def _from_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
+    """The inverse of `_to_words`: `[..., 64]` of words in that last axis."""
     lead = array.shape[:-1]
-    array = array.reshape(*lead, 4, _ROW_SCALES, 2, 2)
-    low, high = array[..., 0], array[..., 1]
-    codes = (
+    t, q = len(lead), len(lead) + 1
+    if element not in _UNPACK:
+        array = array ^ _SIGN if element == "int8" else array
+        columns = functions.permute(array.reshape(*lead, 4, 4, 2, 2), (*range(len(lead)), q, q + 1, t, q + 2))
+        return columns.reshape(*lead, ROW_BYTES)
+    array = array.reshape(*lead, 4, 4, 2, 2)
+    codes = _UNPACK[element](array[..., 0], array[..., 1])
+    # [..., t, q, i] of [..., t, q, b], then [..., q, i, t].
+    found = functions.stack([code[..., 0] | (code[..., 1] << 4) for code in codes], -1)
+    return functions.permute(found, (*range(len(lead)), q, q + 1, t)).reshape(*lead, ROW_BYTES)
+
+
+def _pack_e2m1(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
+    """The lower and upper byte of a half with four codes, bits as `moe_core.formats.tiling` says."""
+    low = ((c0 & 3) << 6) | ((c1 & 7) << 3) | (c2 & 7)
+    signs = ((c0 & 8) << 4) | ((c1 & 8) << 1) | ((c2 & 8) >> 2)
+    return [low, signs | ((c0 & 4) >> 2) | (c3 & 12) | ((c3 & 3) << 5)]
+
+
+def _unpack_e2m1(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
+    return (
         (low >> 6) | ((high & 1) << 2) | ((high & 0x80) >> 4),
         ((low >> 3) & 7) | ((high & 0x10) >> 1),
         (low & 7) | ((high & 2) << 2),
         (high & 12) | ((high >> 5) & 3),
     )
-    # [..., t, q, i] of [..., t, q, b], then [..., q, i, t].
-    found = functions.stack([code[..., 0] | (code[..., 1] << 4) for code in codes], -1)
-    t, q, i = range(len(lead), len(lead) + 3)
-    return functions.permute(found, (*range(len(lead)), q, i, t)).reshape(*lead, _ROW_BYTES)
+
+
+def _pack_uint4(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
+    return [c0 | (c1 << 4), c2 | (c3 << 4)]
+
+
+def _unpack_uint4(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
+    return low & 15, low >> 4, high & 15, high >> 4
+
+
+_PACK = {"e2m1": _pack_e2m1, "uint4": _pack_uint4}
+_UNPACK = {"e2m1": _unpack_e2m1, "uint4": _unpack_uint4}
+
+
+def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:
+    """Zero points of 4 bits `[..., ceil(rows / 2), groups]`, an even row in the low nibble: `[..., rows, groups]`."""
+    lead, groups = points.shape[:-2], points.shape[-1]
+    pairs = functions.stack([points & 15, points >> 4], -2)
+    return pairs.reshape(*lead, 2 * points.shape[-2], groups)[..., :rows, :]
+
+
+def _pack_rows(points: Any, functions: ArrayFunctions) -> Any:
+    """The inverse of `_unpack_rows`; an odd last row leaves 0 above it."""
+    lead, (rows, groups) = points.shape[:-2], points.shape[-2:]
+    pairs = functions.pad(points, rows % 2, 0).reshape(*lead, (rows + 1) // 2, 2, groups)
+    return pairs[..., 0, :] | (pairs[..., 1, :] << 4)

@@ -28,8 +28,9 @@ _PROMOTED = 128
 #: Mean rows per expert from which the hopper family multiplies fp8 with fp8: that of 16-bit products. Measured from 64
 #: on, where it is 1.2 times as fast as the portable kernel.
 _HOPPER_ROWS = 48
-#: Mean rows per expert up to which weights stream into registers: measured up to 4, where it is up to 1.1 times as fast
-#: as the mixed family, and at 8, where that one is 1.26 times as fast: experts with more than 8 rows stream twice.
+#: Mean rows per expert up to which weights stream into registers: measured with mxfp4 up to 4, where it is up to 1.1
+#: times as fast as the mixed family, and at 8, where that one is 1.26 times as fast: experts with more than 8 rows
+#: stream twice.
 _STREAM_ROWS = 4
 #: Rows per expert that one configuration for every batch is chosen for.
 _INVARIANT_ROWS = 64.0
@@ -126,10 +127,10 @@ def why_illegal(
     """The reason a configuration cannot run a product on the target, or None."""
     if operands.weight.spec.tiling is not None:
         if config.family == STREAM:
-            return why_illegal_stream(config, spec)
+            return why_illegal_stream(config, operands.weight, spec)
         if config.family != MIXED:
             return f"family must be {STREAM!r} or {MIXED!r} for tiled weights, got {config.family!r}"
-        return why_illegal_mixed(config, spec, target)
+        return why_illegal_mixed(config, operands.weight, spec, target)
     method = product_method(operands, target)
     if config.family == "hopper":
         reason = why_not_hopper_fp8(operands, product_sizes(operands, layout, spec).n, layout, spec, target)
@@ -219,8 +220,8 @@ def _heuristics(
     """By rows per expert and what is multiplied; block_n counts output columns, of which gated products have two."""
     if operands.weight.spec.tiling is not None:
         if rows <= _STREAM_ROWS:
-            return stream_config(operands.weight.values.shape[-2], spec)
-        return mixed_config(rows, spec, target)
+            return stream_config(operands.weight, spec)
+        return mixed_config(rows, operands.weight, spec, target)
     method = product_method(operands, target)
     block_k = min(128, _round_up_to_power_of_two(sizes.d, 32), method.group or 128)
     if operands.weight.layout == "in_out" and method.dot not in ("e4m3", "int8"):

@@ -99,7 +99,7 @@ class QuantizedArray(nnx.Variable):
 
 class ParameterGroup(nnx.Module):
     """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate), and
-    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points; prepared: tiled_values, tiled_scales)."""
+    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points; prepared: tiled_values and so on)."""
 
     kernel: nnx.Param
     bias: nnx.Param
@@ -109,6 +109,7 @@ class ParameterGroup(nnx.Module):
     zero_points: QuantizedArray
     tiled_values: QuantizedArray
     tiled_scales: QuantizedArray
+    tiled_zero_points: QuantizedArray
     gate: ParameterGroup
     wi: ParameterGroup
     wi_0: ParameterGroup
@@ -280,7 +281,7 @@ class MoE(nnx.Module):
 
     def prepare_weights(self) -> None:
         """Put the experts' quantised matrices into the order of Hopper's kernels, in place; call it when the weights
-        are loaded. `wi.values` and `wi.scales` become `wi.tiled_values` and `wi.tiled_scales`, in states and
+        are loaded. `wi.values` becomes `wi.tiled_values`, scales and zero points likewise, in states and
         checkpoints too. See `moe_jax.layers.prepare_weights`. Raises InvalidInput."""
         self._hold(layers.prepare_weights(self.parameters(), self.spec, self.num_layers))
 

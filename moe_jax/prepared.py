@@ -30,10 +30,11 @@ _untile = jax.jit(lambda tensor: prepared.untile(tensor, _JAX))
 def prepare_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
     """Quantised weights in the order in which Hopper's kernels of bf16 rows read and decode them; once, at load.
 
-    weights: a `QuantizedTensor` `[..., N, D]` in mxfp4 or mxfp4_ceil, or an `ExpertWeights` of such (one layer or a
-    stack). gate_layout, of a tensor: `interleaved` or `halves` where its rows are gate and up, else None. spec, of
-    ExpertWeights: the MoESpec that they are used with, whose activation says how gate and up lie. Biases, plain
-    matrices and the logical shape stay what they are; prepared weights go wherever the published ones go, except into
+    weights: a `QuantizedTensor` `[..., N, D]` in mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each
+    row or for 32, 64, 128, ... columns of it, or an `ExpertWeights` of such (one layer or a stack). gate_layout, of a
+    tensor: `interleaved` or `halves` where its rows are gate and up, else None. spec, of ExpertWeights: the MoESpec
+    that they are used with, whose activation says how gate and up lie. Biases, plain matrices and the logical shape
+    stay what they are; prepared weights go wherever the published ones go, except into
     derivatives (docs/quantization.md). `in_out` tensors are transposed, exactly: what comes back is `out_in`, as
     `MoESpec.weight_layout` then must be.
 

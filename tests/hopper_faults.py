@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_core.compiler import compile_launch
-from moe_core.formats import MXFP4
+from moe_core.formats import MXFP4, Format, format_named
 from moe_core.matmul_mixed import mixed_config
 from moe_core.matmul_ogs import plan_matmul_ogs
 from moe_core.matmul_stream import stream_config
@@ -122,6 +122,15 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
             OpFault("[1, 0, 2, 3, 5, 8, 7, 4, 6]", "[1, 0, 2, 3, 5, 7, 8, 4, 6]"),
         ),
     },
+    "prepared integers": {
+        "hopper_mixed_producer": (OpFault("step // REPEAT * WORDS", "step // (2 * REPEAT) * WORDS"),),
+    },
+    "streamed integers": {
+        "decode_integers": (
+            OpFault("fma.rn.bf16x2 {out}, t, s, l;", "mul.rn.bf16x2 {out}, t, s;"),
+            OpFault("(2 * line + row) * GROUPS + group", "(2 * line + row) * GROUPS"),
+        ),
+    },
 }
 RESULT_DIFFERS = 10
 
@@ -221,17 +230,18 @@ class Prepared:
     outputs = ("y",)
     layout = LayoutSpec(70, 2, 4)
 
-    def __init__(self, streamed: bool) -> None:
+    def __init__(self, streamed: bool, format: Format = MXFP4, d: int = 416, scale_dtype: str = "float32") -> None:
         self.kernel = "stream:matmul_stream" if streamed else "hopper_mixed:matmul_mixed"
         epilogue = (Activation("silu", gate_layout="halves"), "token", "slot", True, True, False)
-        self.operands, spec = draw_product(epilogue, self.layout, 416, 96, 0)
+        self.operands, spec = draw_product(epilogue, self.layout, d, 96, 0, format, scale_dtype)
+        weight = map_arrays(prepared(self.operands, spec).weight, described)
         # Two of four steps under way: what is loaded ahead is used too.
-        config = replace(stream_config(4, spec), block_k=256)
+        config = replace(stream_config(weight, spec), block_k=256)
         if not streamed:
-            config = mixed_config(1, spec, Target("cuda", 90, 132))
+            config = mixed_config(1, weight, spec, Target("cuda", 90, 132))
         self.spec = replace(spec, tuning=MatmulTuning(config))
         self.arrays = layout_arrays(draw_ids("uniform", 70, 2, 4, 0), self.layout)
-        self.tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
+        self.tolerance = quantized_matmul_tolerance("bfloat16", d, format, spec)
 
     def plan(self, target: Target) -> LaunchPlan:
         operands = map_arrays(prepared(self.operands, self.spec), described)
@@ -258,6 +268,8 @@ PRODUCTS = {
     "codes": Fp8(codes=True),
     "prepared": Prepared(streamed=False),
     "streamed": Prepared(streamed=True),
+    "prepared integers": Prepared(False, format_named("int8_g128_zp"), 384, "bfloat16"),
+    "streamed integers": Prepared(True, format_named("int4_g32_zp"), 416, "float16"),
 }
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from moe_core import InvalidInput, Unsupported
 from moe_core.arrays import ArraySpec
-from moe_core.formats import MXFP4, QuantizedTensor
+from moe_core.dtypes import numpy_dtype
+from moe_core.formats import MXFP4, Format, QuantizedTensor
+from moe_core.formats.tiling import block_of
 from moe_core.matmul_mixed import FAMILY, mixed_config, why_illegal_mixed
 from moe_core.matmul_ogs import plan_matmul_ogs
 from moe_core.matmul_stream import FAMILY as STREAM
@@ -42,20 +44,26 @@ def needs_sm_90() -> None:
         pytest.skip(f"prepared weights are read by kernels for sm_90, this machine has {target}")
 
 
-def draw_product(epilogue: tuple, layout: LayoutSpec, d: int, n: int, seed: int) -> tuple[MatmulOperands, MatmulSpec]:
-    """Operands whose weight is not prepared yet: scales small, great and denormal, codes of every kind."""
+def draw_product(
+    epilogue: tuple, layout: LayoutSpec, d: int, n: int, seed: int, format: Format = MXFP4, scale_dtype: str = "float32"
+) -> tuple[MatmulOperands, MatmulSpec]:
+    """Operands whose weight is not prepared yet: codes of every kind, of mxfp4 scales small, great and denormal.
+    scale_dtype: of other formats' scales."""
     activation, gather, scatter, weighted, biased, stacked = epilogue
     random = np.random.default_rng(seed)
     width = 2 * n if activation is not None and activation.gated else n
     lead = (2, layout.num_experts) if stacked else (layout.num_experts,)
-    weight = quantize(draw_array(random, (*lead, width, d), rms=1.5 * d**-0.5), MXFP4)
-    # In a few groups scales of 2^-127 and of 2, whose codes are small so that they do not outweigh all others.
-    random_groups = random.random(weight.scales.shape)
-    great = random_groups > 0.999
-    weight.scales[random_groups < 0.02] = 0
-    weight.scales[great] = 128
-    codes = weight.values.reshape(*weight.scales.shape, 16)
-    codes[great] = codes[great] & 0x88 | 0x11
+    weight = quantize(draw_array(random, (*lead, width, d), rms=1.5 * d**-0.5), format)
+    if format.has_e8m0_scales:
+        # In a few groups scales of 2^-127 and of 2, whose codes are small so that they do not outweigh all others.
+        random_groups = random.random(weight.scales.shape)
+        great = random_groups > 0.999
+        weight.scales[random_groups < 0.02] = 0
+        weight.scales[great] = 128
+        codes = weight.values.reshape(*weight.scales.shape, 16)
+        codes[great] = codes[great] & 0x88 | 0x11
+    else:
+        weight = dataclasses.replace(weight, scales=weight.scales.astype(numpy_dtype(scale_dtype)))
     rows = {"row": layout.capacity, "token": layout.num_tokens, "slot": layout.num_slots}[gather]
     operands = MatmulOperands(
         draw_array(random, (rows, d), "bfloat16"),
@@ -81,10 +89,12 @@ def run_product(
     return run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})["y"]
 
 
-def configurations(spec: MatmulSpec) -> list[TileConfig]:
-    """Of both families, the stream's with every number of steps under way."""
-    streams = [dataclasses.replace(stream_config(4, spec), block_k=depth) for depth in (256, 384, 512)]
-    return [*streams, *(mixed_config(rows, spec, SM_90) for rows in HEIGHTS.values())]
+def configurations(weight: QuantizedTensor, spec: MatmulSpec) -> list[TileConfig]:
+    """Of both families, for a tiled weight, the stream's with every number of steps under way."""
+    weight = map_arrays(weight, spec_of)
+    depths, config = [chunk * block_of(weight.format).columns for chunk in (2, 3, 4)], stream_config(weight, spec)
+    streams = [dataclasses.replace(config, block_k=depth) for depth in depths]
+    return [*streams, *(mixed_config(rows, weight, spec, SM_90) for rows in HEIGHTS.values())]
 
 
 @pytest.mark.gpu
@@ -102,9 +112,10 @@ def test_matches_the_reference(number: int, place: int) -> None:
         arrays = layout_arrays(draw_ids(kind, tokens, top_k, 8, seed), layout)
         operands, spec = draw_product(EPILOGUES[number], layout, 416, 352, seed)
         expected = run_product(operands, layout, arrays, spec, Target("reference"))
-        config = configurations(spec)[place]
+        ours = prepared(operands, spec)
+        config = configurations(ours.weight, spec)[place]
         tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
-        actual = run_product(prepared(operands, spec), layout, arrays, tuned, engine_target())
+        actual = run_product(ours, layout, arrays, tuned, engine_target())
         tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
         assert_close(actual, expected, tolerance, label=f"y of {tokens} tokens, {kind}, {config}")
 
@@ -119,12 +130,9 @@ def test_nan_scales_and_rows_stay_where_they_are(place: int) -> None:
     operands, spec = draw_product((None, "token", "slot", False, False, False), layout, 256, 64, 0)
     operands.weight.scales[:, 5, 1] = 255
     operands.x[3] = np.nan
-    spec = dataclasses.replace(spec, tuning=MatmulTuning(configurations(spec)[place]))
-    y = (
-        run_product(prepared(operands, spec), layout, arrays, spec, engine_target())
-        .astype(np.float32)
-        .reshape(9, 2, 64)
-    )
+    ours = prepared(operands, spec)
+    spec = dataclasses.replace(spec, tuning=MatmulTuning(configurations(ours.weight, spec)[place]))
+    y = run_product(ours, layout, arrays, spec, engine_target()).astype(np.float32).reshape(9, 2, 64)
     absent = arrays["row_of_slot"].reshape(9, 2) < 0
     assert absent.any() and not y[absent].any()
     assert np.isnan(y[~absent][:, 5]).all() and np.isnan(y[3][~absent[3]]).all()
@@ -141,8 +149,8 @@ def test_one_step_and_a_layer_outside(place: int) -> None:
     arrays = layout_arrays(draw_ids("some_absent", 9, 2, 4, 0), layout)
     operands, spec = draw_product(EPILOGUES[1], layout, 32, 8, 0)
     expected = run_product(operands, layout, arrays, spec, Target("reference"))
-    tuned = dataclasses.replace(spec, tuning=MatmulTuning(configurations(spec)[place]))
     ours = prepared(operands, spec)
+    tuned = dataclasses.replace(spec, tuning=MatmulTuning(configurations(ours.weight, spec)[place]))
     actual = run_product(ours, layout, arrays, tuned, engine_target())
     assert_close(actual, expected, quantized_matmul_tolerance("bfloat16", 32, MXFP4, spec), label="y")
     outside = dataclasses.replace(ours, layer=np.array([2], np.int32))
@@ -187,11 +195,11 @@ def test_says_why_there_is_no_kernel(
 @pytest.mark.parametrize("activation", [None, Activation("silu")])
 def test_configurations(activation: Activation | None) -> None:
     """The heuristics' are legal and fill shared memory; others are refused with the reason."""
-    spec = dataclasses.replace(TOKENS, activation=activation)
+    spec, weight = dataclasses.replace(TOKENS, activation=activation), described(activation).weight
     for height, rows in HEIGHTS.items():
-        config = mixed_config(rows, spec, SM_90)
+        config = mixed_config(rows, weight, spec, SM_90)
         assert config.block_m == height and config.num_stages >= 3 and config.counts_tiles
-        assert why_illegal_mixed(config, spec, SM_90) is None
+        assert why_illegal_mixed(config, weight, spec, SM_90) is None
         for change, reason in (
             ({"block_m": 48}, "block_m must be one of 16, 32, 64, 128"),
             ({"block_n": 8}, "block_n must be"),
@@ -199,7 +207,7 @@ def test_configurations(activation: Activation | None) -> None:
             ({"num_warps": 8}, "num_warps must be 4"),
             ({"num_stages": config.num_stages + 1}, f"num_stages must be at most {config.num_stages}"),
         ):
-            found = why_illegal_mixed(dataclasses.replace(config, **change), spec, SM_90)
+            found = why_illegal_mixed(dataclasses.replace(config, **change), weight, spec, SM_90)
             assert found is not None and reason in found
     tuned = dataclasses.replace(spec, tuning=MatmulTuning(TileConfig(64, 64, 128, family="quantized")))
     with pytest.raises(InvalidInput, match="family must be 'stream' or 'mixed' for tiled weights"):
@@ -210,10 +218,12 @@ def test_configurations(activation: Activation | None) -> None:
 def test_configurations_that_stream(activation: Activation | None) -> None:
     """As many steps under way as add few of zeros behind the last one; others are refused with the reason."""
     spec = dataclasses.replace(TOKENS, activation=activation)
-    assert [stream_config(steps, spec).block_k for steps in (1, 4, 6, 16, 23, 56)] == [256, 512, 384, 512, 512, 512]
+    weights = {steps: described(activation, d=128 * steps).weight for steps in (1, 4, 6, 16, 23, 56)}
+    chosen = [stream_config(weight, spec).block_k for weight in weights.values()]
+    assert chosen == [256, 512, 384, 512, 512, 512]
     for steps in (1, 6, 23):
-        config = stream_config(steps, spec)
-        assert why_illegal_stream(config, spec) is None and not config.counts_tiles
+        config = stream_config(weights[steps], spec)
+        assert why_illegal_stream(config, weights[steps], spec) is None and not config.counts_tiles
         for change, reason in (
             ({"block_m": 16}, "block_m must be 8"),
             ({"block_n": 16}, "block_n must be"),
@@ -221,7 +231,7 @@ def test_configurations_that_stream(activation: Activation | None) -> None:
             ({"num_warps": 8}, "num_warps must be 4"),
             ({"num_stages": 3}, "num_stages 2"),
         ):
-            found = why_illegal_stream(dataclasses.replace(config, **change), spec)
+            found = why_illegal_stream(dataclasses.replace(config, **change), weights[steps], spec)
             assert found is not None and reason in found
 
 

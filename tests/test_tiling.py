@@ -19,6 +19,7 @@ from moe_core.arrays import ArraySpec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import (
     FP8_BLOCK,
+    INT8_CHANNEL,
     MXFP4,
     MXFP4_CEIL,
     MXFP8,
@@ -26,7 +27,8 @@ from moe_core.formats import (
     QuantizedSpec,
     QuantizedTensor,
     Tiling,
-    format_named,
+    int4_grouped,
+    int8_grouped,
     quantized_specs,
 )
 from moe_core.matmul_ogs import plan_matmul_ogs
@@ -181,13 +183,20 @@ def prepared_values(values: np.ndarray) -> QuantizedTensor:
     return QuantizedTensor(spec, values, np.zeros((1, 1, 256), np.uint8))
 
 
-@pytest.mark.parametrize("format", [FP8_BLOCK, MXFP8, format_named("int4_g32"), MXFP4, MXFP4_CEIL], ids=str)
+@pytest.mark.parametrize(
+    "format",
+    [FP8_BLOCK, MXFP8, int4_grouped(16), int8_grouped(96), MXFP4, MXFP4_CEIL, int4_grouped(256), INT8_CHANNEL],
+    ids=str,
+)
 def test_formats_that_can_be_tiled(format: Format) -> None:
-    if format in (MXFP4, MXFP4_CEIL):
+    if format in (MXFP4, MXFP4_CEIL, int4_grouped(256), INT8_CHANNEL):
         assert QuantizedSpec(format, tiling=Tiling(64, 32, "rows")).tiling is not None
         return
-    with pytest.raises(InvalidInput, match=f"tiling must be None for {format}.*mxfp4 and mxfp4_ceil"):
+    with pytest.raises(InvalidInput, match=f"tiling must be None for {format}.*mxfp4 and mxfp4_ceil, and integers"):
         QuantizedSpec(format, tiling=Tiling(64, 32, "rows"))
+    tensor = quantize(np.zeros((256, 768), np.float32), format)
+    with pytest.raises(InvalidInput, match=f"must be in a format with a tiling, got {format}"):
+        reference.prepare_weights(tensor)
 
 
 @pytest.mark.parametrize("gate_layout", ["halves", "interleaved"])

@@ -1,4 +1,4 @@
-"""Plans of products with prepared weights for the compile gate: every tile, epilogue, gather and scatter."""
+"""Plans of products with prepared weights for the compile gate: every tile, format, epilogue, gather and scatter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.shapes import SHAPES
 from moe_core.arrays import ArraySpec
-from moe_core.formats import MXFP4, QuantizedSpec, QuantizedTensor, quantized_specs
+from moe_core.formats import MXFP4, Format, QuantizedSpec, QuantizedTensor, format_named, quantized_specs
 from moe_core.formats.tiling import Tiling
 from moe_core.matmul_ogs import plan_matmul_ogs
 from moe_core.operands import MatmulOperands
@@ -24,16 +24,35 @@ EPILOGUES = (
     (Activation("relu2", gated=False), "token", "slot", True, True, True),
     (None, "row", "slot", True, True, False),
 )
+#: Integer formats and the dtypes of their scales: every way of decoding, with groups shorter than blocks, as long as
+#: they, and longer, and zero points.
+INTEGERS = (
+    ("int4_g128", "bfloat16"),
+    ("int4_g32_zp", "float16"),
+    ("int4_g64", "float32"),
+    ("int4_row_zp", "bfloat16"),
+    ("int8_g128", "float32"),
+    ("int8_g32_zp", "bfloat16"),
+    ("int8_row", "float16"),
+    ("int8_channel", "float32"),
+)
 
 
-def tiled_weight(shape: tuple[int, ...], activation: Activation | None) -> QuantizedTensor:
+def tiled_weight(
+    shape: tuple[int, ...], activation: Activation | None, format: Format = MXFP4, scale_dtype: str | None = None
+) -> QuantizedTensor:
     """A prepared weight of logical `[..., N, D]` for products with that activation."""
     gate_layout = activation.gate_layout if activation is not None and activation.gated else None
     order = gate_layout or "rows"
-    return quantized_specs(QuantizedSpec(MXFP4, "out_in", Tiling(shape[-2], shape[-1], order)), shape)
+    return quantized_specs(QuantizedSpec(format, "out_in", Tiling(shape[-2], shape[-1], order)), shape, scale_dtype)
 
 
-def _product(rows: int, experts: int, d: int, n: int, epilogue: tuple, target: Target) -> LaunchPlan:
+def _product(
+    rows: int, sizes: tuple[int, int, int], epilogue: tuple, target: Target, format: Format = MXFP4,
+    scale_dtype: str | None = None,
+) -> LaunchPlan:  # fmt: skip
+    """sizes: experts, D and N."""
+    experts, d, n = sizes
     activation, gather, scatter, weighted, biased, stacked = epilogue
     layout = LayoutSpec(max(1, rows * experts // 2), 2, experts)
     width = 2 * n if activation is not None and activation.gated else n
@@ -41,7 +60,7 @@ def _product(rows: int, experts: int, d: int, n: int, epilogue: tuple, target: T
     lead = (3, experts) if stacked else (experts,)
     operands = MatmulOperands(
         ArraySpec((count, d), "bfloat16"),
-        tiled_weight((*lead, width, d), activation),
+        tiled_weight((*lead, width, d), activation, format, scale_dtype),
         bias=ArraySpec((*lead, width), "float32") if biased else None,
         row_weight=ArraySpec((layout.num_slots,), "float32") if weighted else None,
         layer=ArraySpec((1,), "int32") if stacked else None,
@@ -54,15 +73,35 @@ def prepared(target: Target) -> Iterator[LaunchPlan]:
     if target.arch != 90:
         return
     for rows in ROWS_PER_EXPERT:
-        for model in ("gptoss120b", "qwen3"):
-            shape = SHAPES[model]
-            first = (shape.activation, "token", "row", False, shape.biased, False)
-            yield _product(rows, shape.num_experts, shape.d_model, shape.d_ff, first, target)
-            second = (None, "row", "slot", True, shape.biased, False)
-            yield _product(rows, shape.num_experts, shape.d_ff, shape.d_model, second, target)
+        yield from _layers(rows, ("gptoss120b", "qwen3"), target)
         for epilogue in EPILOGUES:
-            yield _product(rows, 8, 416, 352, epilogue, target)
+            yield _product(rows, (8, 416, 352), epilogue, target)
+
+
+def prepared_integers(target: Target) -> Iterator[LaunchPlan]:
+    """Layers in two formats, and every format with each of the tiles and some of the epilogues."""
+    if target.arch != 90:
+        return
+    for rows in ROWS_PER_EXPERT:
+        for name, scale_dtype in (("int4_g128", "bfloat16"), ("int8_channel", "float32")):
+            yield from _layers(rows, ("qwen3",), target, format_named(name), scale_dtype)
+        for place, (name, scale_dtype) in enumerate(INTEGERS):
+            epilogue = EPILOGUES[(place + rows) % len(EPILOGUES)]
+            yield _product(rows, (8, 384, 352), epilogue, target, format_named(name), scale_dtype)
+
+
+def _layers(
+    rows: int, models: tuple[str, ...], target: Target, format: Format = MXFP4, scale_dtype: str | None = None
+) -> Iterator[LaunchPlan]:
+    """Both products of released models' layers."""
+    for model in models:
+        shape = SHAPES[model]
+        experts, d, n = shape.num_experts, shape.d_model, shape.d_ff
+        first = (shape.activation, "token", "row", False, shape.biased, False)
+        yield _product(rows, (experts, d, n), first, target, format, scale_dtype)
+        second = (None, "row", "slot", True, shape.biased, False)
+        yield _product(rows, (experts, n, d), second, target, format, scale_dtype)
 
 
 #: Groups of the compile gate.
-GROUPS = {"prepared": prepared}
+GROUPS = {"prepared": prepared, "prepared_integers": prepared_integers}

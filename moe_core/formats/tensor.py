@@ -13,7 +13,7 @@ from moe_core.codec import plan_type
 from moe_core.dtypes import canonical, itemsize
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
-from moe_core.formats.tiling import BLOCK_SCALES, BLOCK_VALUES, Tiling, why_not_tileable
+from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, Tiling, block_of, why_not_tileable
 
 
 @plan_type
@@ -57,7 +57,8 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
 
     Worked example, mxfp4 `out_in` of (8, 5760, 2880): values (8, 5760, 1440), scales (8, 5760, 90). fp8_block of
     (300, 200): scales (3, 2). int4_g128_zp of (6, 256): values (6, 128), scales (6, 2), zero points (3, 2).
-    mxfp4 of (8, 5760, 2880), tiled: values (8, 90, 23, 4096), scales (8, 90, 23, 256).
+    mxfp4 of (8, 5760, 2880), tiled: values (8, 90, 23, 4096), scales (8, 90, 23, 256); int4_g128 of (8, 1536, 2048):
+    values (8, 24, 16, 4096), scales (8, 24, 16, 64).
     Raises InvalidInput where the padding rule of the format (see `Format`) does not allow the shape.
     """
     format = spec.format
@@ -65,7 +66,7 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
     if len(sizes) < 2:
         raise InvalidInput(f"shape must have at least 2 axes, got {sizes}; quantised tensors are matrices or stacks")
     if spec.tiling is not None:
-        return _tiled_shapes(spec.tiling, sizes)
+        return _tiled_shapes(format, spec.tiling, sizes)
     rows, columns = sizes[-2:] if spec.layout == "out_in" else sizes[:-3:-1]
     per_byte = format.own_element.per_byte
     unit = per_byte if format.group_columns is None else format.group_columns
@@ -93,15 +94,17 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
     )
 
 
-def _tiled_shapes(tiling: Tiling, sizes: tuple[int, ...]) -> QuantizedShapes:
+def _tiled_shapes(format: Format, tiling: Tiling, sizes: tuple[int, ...]) -> QuantizedShapes:
     """Shapes of the arrays of a tiled tensor of logical `sizes`."""
     if sizes[-2:] != (tiling.rows, tiling.columns):
         raise InvalidInput(
             f"shape must end in {(tiling.rows, tiling.columns)}, the sizes of its tiling, got {sizes}; tile the weight "
             "itself"
         )
-    lead = (*sizes[:-2], tiling.blocks, tiling.steps)
-    return QuantizedShapes((*lead, BLOCK_VALUES), (*lead, BLOCK_SCALES), None)
+    block, lead = block_of(format), (*sizes[:-2], tiling.blocks)
+    scales = (*lead, block.records(tiling.columns), BLOCK_ROWS * block.groups)
+    values = (*lead, block.steps(tiling.columns), BLOCK_VALUES)
+    return QuantizedShapes(values, scales, scales if format.zero_points else None)
 
 
 def _count(size: int, group: int | None) -> int:
@@ -117,8 +120,8 @@ class QuantizedTensor:
     values `[..., N, D / elements per byte]`; scales `[..., N groups, D groups]`, 1 for a whole axis; zero_points uint8
     of unsigned elements, 4-bit ones packed in pairs along the output axis: `[..., ceil(N / 2), D groups]`, where the
     last high nibble of an odd N is unused and 0. Examples: per tensor fp8 weights of E experts have scales `[E, 1, 1]`,
-    per token activations `[T, 1]`. dtypes: see `Format`. With spec.tiling they are values `[..., blocks, steps, 4096]`
-    and scales `[..., blocks, steps, 256]`, of the same logical tensor.
+    per token activations `[T, 1]`. dtypes: see `Format`. With spec.tiling they are the arrays that
+    `moe_core.formats.tiling` describes, values `[..., blocks, steps, 4096]` and so on, of the same logical tensor.
 
     The fields work with `moe_core.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and hash by
     their fields, as plans need it, all others by identity. Raises InvalidInput where the arrays disagree with the

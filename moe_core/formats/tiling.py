@@ -1,43 +1,54 @@
-"""Tilings: another order in which the arrays of quantised weights may lie, that of a kernel which decodes in registers.
+"""Tilings: another order in which the arrays of quantised weights may lie, that of kernels which decode in registers.
 
-A weight of N outputs and D inputs (`out_in`, e2m1 codes, one e8m0 scale for 32 inputs) is cut into blocks of 64 rows x
-128 columns, each of 4096 bytes of codes and 256 bytes of scales, both contiguous. Nothing is rounded or combined: a
-tiling is a permutation of codes and scales, and padding.
+A weight of N outputs and D inputs (`out_in`) is cut into blocks of 64 rows x 4096 bytes of codes: 128 columns of four
+bits, 64 of eight. Codes, scales and zero points of a block are contiguous, each in an array of its own. Nothing is
+rounded or combined: a tiling is a permutation, and padding.
 
-values uint8 `[..., blocks, steps, 4096]`. A block's bytes, from the slowest index to the fastest:
+values `[..., blocks, steps, 4096]`, in the dtype of the format. A block's bytes, from the slowest index to the fastest:
 
-    bytes 2048 side + 64 row + 16 t + 4 q + 2 b, and the next,      side 0..1, row 0..31, t 0..3, q 0..3, b 0..1
+    bytes 2048 side + 64 row + 16 t + 4 q, and the three next,      side 0..1, row 0..31, t 0..3, q 0..3
 
-are a number of 16 bits, the lower byte first, that holds the codes of row 32 side + row of the block, columns
-32 q + 8 i + 2 t + b, i = 0..3. A code's bits s, e1, e0, m (from the sign to the mantissa) are the number's bits
+are a word that holds codes of row 32 side + row of the block. A lane t of the tensor cores' quads so reads its share of
+a row of the block as 16 contiguous bytes.
 
-    i = 0: 15, 8, 7, 6      i = 1: 12, 5, 4, 3      i = 2: 9, 2, 1, 0      i = 3: 11, 10, 14, 13
+Four bits: a word's halves b = 0, 1 (of 16 bits, the lower bytes first) hold columns 32 q + 8 i + 2 t + b, i = 0..3.
 
-A lane t of the tensor cores' quads so reads its share of all 128 columns of a row as 16 contiguous bytes, one 32-bit
-word for each group of 32 columns, and shifts and masks of a word are pairs of bfloat16 numbers but for their scale.
+- e2m1: code i's bits s, e1, e0, m (from the sign to the mantissa) are the half's bits
 
-scales uint8 `[..., blocks, steps, 256]`: byte 128 side + 4 row + q is the scale of that row's columns 32 q to
-32 q + 31.
+      i = 0: 15, 8, 7, 6      i = 1: 12, 5, 4, 3      i = 2: 9, 2, 1, 0      i = 3: 11, 10, 14, 13
 
-Worked example: `Tiling(5760, 2880, "interleaved")` of 32 experts: values (32, 90, 23, 4096), scales (32, 90, 23, 256).
+  so that shifts and masks of a word are pairs of bfloat16 numbers but for their scale.
+- uint4: code i is the half's bits 4 i .. 4 i + 3.
+
+Eight bits: a word's byte 2 p + b holds column 16 q + 8 p + 2 t + b, p and b = 0, 1. Signed codes lie there as code +
+128, as if they were unsigned with the zero point 128.
+
+scales `[..., blocks, records, 64 groups]`: `groups` are those of a row in the columns of a block, 1 where a group has
+more columns than a block; then `repeat` blocks after each other share a record. Element `groups (32 side + row) + g` is
+the scale of that row's group g. zero_points uint8, of the same shape, hold those of the format, one a byte.
+
+Worked examples: `Tiling(5760, 2880, "interleaved")` of 32 experts in mxfp4: values (32, 90, 23, 4096), scales
+(32, 90, 23, 256). `Tiling(1536, 2048, "halves")` of 128 experts: int4_g64_zp: values (128, 24, 16, 4096), scales and
+zero points (128, 24, 16, 128); int8_g128: values (128, 24, 32, 4096), scales (128, 24, 16, 64).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_core.checks import require_at_least, require_choice
 from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 
-#: Rows and columns of a block, and the bytes of its codes and scales.
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
-BLOCK_VALUES, BLOCK_SCALES = BLOCK_ROWS * BLOCK_COLUMNS // 2, BLOCK_ROWS * BLOCK_COLUMNS // 32
+#: Rows of a block, the bytes of its codes, and those of one row.
+BLOCK_ROWS, BLOCK_VALUES = 64, 4096
+ROW_BYTES = BLOCK_VALUES // BLOCK_ROWS
 #: Rows of one side of a block: all gate or all up where a matrix holds both.
 SIDE_ROWS = BLOCK_ROWS // 2
-#: Columns that share a scale.
-GROUP_COLUMNS = 32
+#: Columns of the smallest group, which the columns of a tiled matrix are a multiple of.
+LEAST_COLUMNS = 32
 ORDERS = ("rows", "interleaved", "halves")
 
 
@@ -52,8 +63,8 @@ class Tiling:
     - `interleaved`, of gate and up rows by turns: 64b, 64b + 2, ..., 64b + 62 (gate), then 64b + 1, ..., 64b + 63 (up);
     - `halves`, of gate rows before up rows: 32b, ..., 32b + 31 (gate), then N/2 + 32b, ..., N/2 + 32b + 31 (up).
 
-    Rows are padded to a multiple of 64 and columns to one of 128, codes and scales with zero bytes. D must be a
-    multiple of 32, N even for `interleaved` and a multiple of 64 for `halves`. Raises InvalidInput.
+    Rows are padded to a multiple of 64 and columns to one of a block's, codes, scales and zero points with zeros. D
+    must be a multiple of 32, N even for `interleaved` and a multiple of 64 for `halves`. Raises InvalidInput.
     """
 
     rows: int
@@ -64,10 +75,10 @@ class Tiling:
         require_at_least("rows", self.rows, 0)
         require_at_least("columns", self.columns, 0)
         require_choice("order", self.order, ORDERS)
-        if self.columns % GROUP_COLUMNS:
+        if self.columns % LEAST_COLUMNS:
             raise InvalidInput(
-                f"columns must be a multiple of {GROUP_COLUMNS}, which share a scale, got {self.columns}; pad the "
-                "input axis with zeros"
+                f"columns must be a multiple of {LEAST_COLUMNS}, the least that share a scale, got {self.columns}; pad "
+                "the input axis with zeros"
             )
         unit = {"rows": 1, "interleaved": 2, "halves": BLOCK_ROWS}[self.order]
         if self.rows % unit:
@@ -82,14 +93,43 @@ class Tiling:
         """Blocks along the rows."""
         return -(-self.rows // BLOCK_ROWS)
 
-    @property
-    def steps(self) -> int:
-        """Blocks along the columns."""
-        return -(-self.columns // BLOCK_COLUMNS)
+
+class TiledBlock(NamedTuple):
+    """What one block of a format's tiled weights holds beside its 64 rows.
+
+    columns: of it; groups: scales of a row; repeat: blocks along the columns that share their scales, None = all.
+    """
+
+    columns: int
+    groups: int
+    repeat: int | None
+
+    def steps(self, columns: int) -> int:
+        """Blocks along so many columns."""
+        return -(-columns // self.columns)
+
+    def records(self, columns: int) -> int:
+        """Blocks of scales along so many columns."""
+        return 1 if self.repeat is None else -(-self.steps(columns) // self.repeat)
+
+
+def block_of(format: Format) -> TiledBlock:
+    """The block of a format of which `why_not_tileable` gives no reason."""
+    columns, group = 8 * ROW_BYTES // format.bits_per_element, format.group_columns
+    if group is None:
+        return TiledBlock(columns, 1, None)
+    return TiledBlock(columns, max(1, columns // group), max(1, group // columns))
 
 
 def why_not_tileable(format: Format) -> str | None:
     """The reason weights in a format cannot be tiled; None where they can."""
-    if format.element == "e2m1" and format.has_e8m0_scales and (format.group_rows, format.group_columns) == (1, 32):
+    group = format.group_columns
+    if format.element == "e2m1" and format.has_e8m0_scales and (format.group_rows, group) == (1, LEAST_COLUMNS):
         return None
-    return "tiled are mxfp4 and mxfp4_ceil: e2m1 elements with an e8m0 scale for 32 columns of a row"
+    whole_groups = group is None or (group >= LEAST_COLUMNS and group & (group - 1) == 0)
+    if format.element in ("uint4", "uint8", "int8") and format.group_rows == 1 and whole_groups:
+        return None
+    return (
+        "tiled are mxfp4 and mxfp4_ceil, and integers of 4 and 8 bits with a scale for each row, or for 32, 64, 128, "
+        "... columns of it"
+    )

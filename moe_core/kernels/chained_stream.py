@@ -39,15 +39,17 @@ def reduce_slots(
 
 @gluon.jit
 def chained_stream(
-    x, weight, scales, bias, second_weight, second_scales, second_bias, row_weight, layer,
-    group_sizes, group_start, slot_of_row, row_of_slot, schedule, hidden, slots, out, progress,
-    num_blocks, num_rows, num_slots,
-    D: gl.constexpr, F: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
-    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
-    SECOND_STEPS: gl.constexpr, SECOND_BLOCKS: gl.constexpr, SECOND_BIAS_LAYER_STRIDE: gl.constexpr,
-    TOP_K: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BLOCK_M: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr, SECOND_CHUNK: gl.constexpr,
-    SECOND_SPAN: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
+    x, weight, scales, zero_points, bias, second_weight, second_scales, second_zero_points, second_bias, row_weight,
+    layer, group_sizes, group_start, slot_of_row, row_of_slot, schedule, hidden, slots, out, progress, num_blocks,
+    num_rows, num_slots, D: gl.constexpr, F: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr,
+    BLOCKS: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
+    BIAS_LAYER_STRIDE: gl.constexpr, SECOND_STEPS: gl.constexpr, SECOND_BLOCKS: gl.constexpr,
+    SECOND_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr,
+    REPEAT: gl.constexpr, ALIKE: gl.constexpr, SECOND_ELEMENT: gl.constexpr, SECOND_COLUMNS: gl.constexpr,
+    SECOND_GROUPS: gl.constexpr, SECOND_REPEAT: gl.constexpr, SECOND_ALIKE: gl.constexpr, BLOCK_M: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN: gl.constexpr, SECOND_CHUNK: gl.constexpr, SECOND_SPAN: gl.constexpr,
+    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One block of one of the three; parameters as in `stream.matmul_stream` and `chained.chained`."""
     if OVERLAP is not None:
@@ -60,10 +62,10 @@ def chained_stream(
         expert = gl.load(schedule + 2 * block + 1)
         if expert >= 0:
             stream_tile(
-                block, tile, expert, x, weight, scales, bias, None, layer, group_sizes, group_start, slot_of_row,
-                schedule, hidden, num_rows, num_slots, D, F, WEIGHT_N, STEPS, BLOCKS, NUM_EXPERTS, NUM_LAYERS,
-                X_STRIDE, BIAS_LAYER_STRIDE, TOP_K, "token", "row", GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BLOCK_M,
-                CHUNK, SPAN, False, None, 0,
+                block, tile, expert, x, weight, scales, zero_points, bias, None, layer, group_sizes, group_start,
+                slot_of_row, schedule, hidden, num_rows, num_slots, D, F, WEIGHT_N, STEPS, BLOCKS, NUM_EXPERTS,
+                NUM_LAYERS, X_STRIDE, BIAS_LAYER_STRIDE, TOP_K, "token", "row", GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                ELEMENT, COLUMNS, GROUPS, REPEAT, ALIKE, BLOCK_M, CHUNK, SPAN, False, False, None, 0,
             )  # fmt: skip
             announce(progress + COUNTS + block)
     elif number < first_programs + second_programs:
@@ -72,14 +74,15 @@ def chained_stream(
         expert = gl.load(schedule + 2 * block + 1)
         if expert >= 0:
             stream_tile(
-                block, tile, expert, hidden, second_weight, second_scales, second_bias, row_weight, layer, group_sizes,
-                group_start, slot_of_row, schedule, slots, num_rows, num_slots, F, D, D, SECOND_STEPS, SECOND_BLOCKS,
-                NUM_EXPERTS, NUM_LAYERS, F, SECOND_BIAS_LAYER_STRIDE, TOP_K, "row", "slot", None, None, None, None,
-                BLOCK_M, SECOND_CHUNK, SECOND_SPAN, False, progress + COUNTS + block, BLOCKS,
+                block, tile, expert, hidden, second_weight, second_scales, second_zero_points, second_bias, row_weight,
+                layer, group_sizes, group_start, slot_of_row, schedule, slots, num_rows, num_slots, F, D, D,
+                SECOND_STEPS, SECOND_BLOCKS, NUM_EXPERTS, NUM_LAYERS, F, SECOND_BIAS_LAYER_STRIDE, TOP_K, "row",
+                "slot", None, None, None, None, SECOND_ELEMENT, SECOND_COLUMNS, SECOND_GROUPS, SECOND_REPEAT,
+                SECOND_ALIKE, BLOCK_M, SECOND_CHUNK, SECOND_SPAN, False, False, progress + COUNTS + block, BLOCKS,
             )  # fmt: skip
         announce(progress + FINISHED)
     else:
-        COLUMNS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+        PARTS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
         tile = number - first_programs - second_programs
         wait(progress + FINISHED, second_programs)
-        reduce_slots(tile // COLUMNS, tile % COLUMNS, slots, row_of_slot, out, num_slots, TOP_K, D, BLOCK_D)
+        reduce_slots(tile // PARTS, tile % PARTS, slots, row_of_slot, out, num_slots, TOP_K, D, BLOCK_D)

@@ -114,29 +114,35 @@ def decode_rows(words, scales):
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def words_of(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory as 32-bit words."""
-        return memory.reinterpret(gl.int32, SHAPE, LAYOUT)
+    def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Shared memory as elements of another dtype."""
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
 
 else:
 
     @gluon.jit
-    def words_of(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory as 32-bit words."""
-        return memory._reinterpret(gl.int32, SHAPE, LAYOUT)
+    def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Shared memory as elements of another dtype."""
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def load_lines(codes):
+    """Codes of a block in shared memory: 32-bit words, [32 lines, 32]."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    return seen_as(codes, gl.int32, [LINES, 32], packed).load(lines)
 
 
 @gluon.jit
 def load_words(codes, scales):
     """Codes of a block in shared memory: words of the first 64 columns and of the last, [32, 16], and their scales."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     parts: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0])
-    packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    words = words_of(codes, [LINES, 32], packed).load(lines)
+    words = load_lines(codes)
     low, high = gl.split(gl.permute(gl.reshape(words, [LINES, 8, 2, 2]), [0, 1, 3, 2]))
     low, high = gl.reshape(low, [LINES, 16]), gl.reshape(high, [LINES, 16])
-    return low, high, of_words(words_of(scales, [LINES, 2], table).load(gl.SliceLayout(2, parts)), low)
+    return low, high, of_words(seen_as(scales, gl.int32, [LINES, 2], table).load(gl.SliceLayout(2, parts)), low)
 
 
 @gluon.jit
@@ -162,8 +168,9 @@ def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def left_half(k0, k1, k2, k3, PRODUCT: gl.constexpr):
-    """As `left_operand`, of what `decode_rows` gave for 64 columns."""
+def left_half(numbers, WHICH: gl.constexpr, PRODUCT: gl.constexpr):
+    """As `left_operand`, of what `decode_rows` gave: four of its tensors, of the first 64 columns or of the others."""
+    k0, k1, k2, k3 = numbers[4 * WHICH], numbers[4 * WHICH + 1], numbers[4 * WHICH + 2], numbers[4 * WHICH + 3]
     both = gl.join(gl.join(k0, k1), gl.join(k2, k3))
     # Words: half of the row's number, lane of four, unit of 32 columns, half of a pair; then bits of the column.
     both = gl.permute(gl.reshape(both, [2, gl.num_warps(), 4, 2, 4, 2, 2, 2, 2]), [1, 0, 2, 3, 5, 8, 7, 4, 6])

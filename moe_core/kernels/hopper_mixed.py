@@ -4,14 +4,14 @@ The weight is the left operand: tensor cores take that side from registers, so a
 memory, turns them into bfloat16, and multiplies them with the rows of x, which the cores read from shared memory
 themselves. Few rows make a narrow tile, and the weights' bytes are all that moves.
 
-producer (1 or 4 warps): take a tile, announce it; for each stage, 128 or 256 of the reduction: wait until it is free,
-    load codes by TMA, scales by cp.async, rows by TMA (in layout order) or cp.async (gathered)
+producer (1 or 4 warps): take a tile, announce it; for each stage, one or two blocks along the reduction: wait until it
+    is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
 consumer 0, 1 (4 warps each): 64 or 128 weight rows each; for each stage, 64 rows and 64 columns: decode, one
     asynchronous product, which runs while the next codes are decoded; then bias, activation, row weight, cast, and
     stores by token
 
-Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of 64 weight rows and
-128 columns lies together, 32 bytes each, and so do the rows' scales.
+Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of a block, 64 weight
+rows and 128 columns of four bits or 64 of eight, lies together, 32 bytes each, and so do the rows' scales.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT, left_operand, load_words
+from moe_core.kernels.decode_integers import integer_operand, read_factors
+from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT, left_operand, load_lines, load_words
 from moe_core.kernels.hopper_mixed_producer import producer
 from moe_core.kernels.hopper_ring import DEPTH, FACTS, RING, advance, barrier, read_fact
 from moe_core.kernels.overlap import join
@@ -83,15 +84,46 @@ def finish(
 
 
 @gluon.jit
+def read_block(
+    codes, scales, zero_points, ELEMENT: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """What `operand_of` makes numbers of a block from."""
+    if ELEMENT == "e2m1":
+        return load_words(codes, scales)
+    else:
+        return load_lines(codes), read_factors(scales, zero_points, GROUPS, STORED)
+
+
+@gluon.jit
+def operand_of(held, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
+    """64 columns of a block as the left operand of a product."""
+    if ELEMENT == "e2m1":
+        return left_operand(held[HALF], held[2], HALF, PRODUCT)
+    else:
+        return integer_operand(held[0], held[1], HALF, ELEMENT, PRODUCT)
+
+
+@gluon.jit
+def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
+    """One product of the OF of a stage. At most two are under way: more would need registers for what they read."""
+    accumulator = warpgroup_mma(left, right, accumulator, is_async=True)
+    if (PLACE > 0) and (PLACE < OF - 1):
+        accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
+    return accumulator
+
+
+@gluon.jit
 def compute_tile(
-    x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base, layer_exists, y,
-    start, rows, block,
+    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base,
+    layer_exists, y, start, rows, block,
     FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """A consumer's part of a tile of at most TOKENS rows: blocks FIRST, .. of a stage, block, .. of the matrix."""
     MINE: gl.constexpr = PAIRS // 2
+    HALVES: gl.constexpr = COLUMNS // DEPTH
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     first = gl.zeros([HEIGHT, TOKENS], gl.float32, product)
     second = first
@@ -102,26 +134,23 @@ def compute_tile(
             fence_async_shared()
         for mine in gl.static_range(MINE):
             for deep in gl.static_range(DEEP):
-                low, high, scale = load_words(
+                held = read_block(
                     w_tiles.index(stage * PAIRS + FIRST + mine).slice(deep * LINES, LINES, dim=0),
                     scale_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0),
-                )
-                left_x = x_tiles.index(2 * (DEEP * stage + deep)).slice(0, TOKENS, dim=0).permute([1, 0])
-                right_x = x_tiles.index(2 * (DEEP * stage + deep) + 1).slice(0, TOKENS, dim=0).permute([1, 0])
-                # At most two products are under way: more would need registers for what they read.
-                if mine == 0:
-                    first = warpgroup_mma(left_operand(low, scale, 0, product), left_x, first, is_async=True)
-                    if deep > 0:
-                        first = warpgroup_mma_wait(num_outstanding=1, deps=[first])
-                    first = warpgroup_mma(left_operand(high, scale, 1, product), right_x, first, is_async=True)
-                    if (MINE == 2) or (deep < DEEP - 1):
-                        first = warpgroup_mma_wait(num_outstanding=1, deps=[first])
-                else:
-                    second = warpgroup_mma(left_operand(low, scale, 0, product), left_x, second, is_async=True)
-                    second = warpgroup_mma_wait(num_outstanding=1, deps=[second])
-                    second = warpgroup_mma(left_operand(high, scale, 1, product), right_x, second, is_async=True)
-                    if deep < DEEP - 1:
-                        second = warpgroup_mma_wait(num_outstanding=1, deps=[second])
+                    zero_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0), ELEMENT, GROUPS, STORED,
+                )  # fmt: skip
+                columns = ()
+                for half in gl.static_range(HALVES):
+                    x_tile = x_tiles.index(HALVES * (DEEP * stage + deep) + half)
+                    columns += (x_tile.slice(0, TOKENS, dim=0).permute([1, 0]),)
+                for half in gl.static_range(HALVES):
+                    left = operand_of(held, half, ELEMENT, product)
+                    if mine == 0:
+                        first = multiply(left, columns[half], first, deep * HALVES + half, MINE * DEEP * HALVES)
+                    else:
+                        second = multiply(
+                            left, columns[half], second, (DEEP + deep) * HALVES + half, MINE * DEEP * HALVES
+                        )
         # ptxas takes products one by one, each waited for, where one is under way when the loop turns.
         if MINE == 2:
             first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
@@ -143,12 +172,13 @@ def compute_tile(
 
 @gluon.jit
 def consumer(
-    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty, ring_full,
-    ring_empty, bias, layer, y,
+    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full,
+    empty, ring_full, ring_empty, bias, layer, y,
     N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    NUM_LAYERS: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, WEIGHTED: gl.constexpr, GATHER: gl.constexpr,
-    SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    BIAS_LAYER_STRIDE: gl.constexpr, WEIGHTED: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     FIRST: gl.constexpr = WHICH * (PAIRS // 2)
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
@@ -169,15 +199,17 @@ def consumer(
             # Half of the experts with about as many rows as a tile has have a second one with a few.
             if (BLOCK_M == LARGE) and (rows <= LARGE // 4):
                 stage, phase = compute_tile(
-                    x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, weights, slot_ring.index(place),
-                    out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block, FIRST, N, STEPS, PAIRS,
-                    DEEP, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, LARGE // 4,
+                    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block,
+                    FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
+                    ACTIVATION, ALPHA, LIMIT, STAGES, LARGE // 4,
                 )  # fmt: skip
             else:
                 stage, phase = compute_tile(
-                    x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, weights, slot_ring.index(place),
-                    out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block, FIRST, N, STEPS, PAIRS,
-                    DEEP, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+                    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block,
+                    FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
+                    ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
                 )  # fmt: skip
         barrier()
         mbarrier.arrive(ring_empty.index(place), count=1)
@@ -186,23 +218,25 @@ def consumer(
 
 @gluon.jit
 def matmul_mixed(
-    x, x_map, weight_map, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+    x, x_map, weight_map, scales, zero_points, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
     schedule, counters, y, num_blocks, num_rows, num_slots,
     D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
     NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
     TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr, REGISTERS: gl.constexpr, GROUP_M: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
 
-    weight_map: codes as lines of 128 bytes; scales: four bytes per row and step. BLOCKS, STEPS: blocks of 64 rows that
-    a matrix has, and of 128 columns. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. PAIRS:
-    row blocks of a tile, of both consumers; DEEP: column blocks of a stage. COUNTER: which counter tiles are taken
-    from; None: by turns. REGISTERS: those of a thread at launch, for two blocks on a multiprocessor; None: one.
-    OVERLAP: see `overlap`.
+    weight_map: tiled codes of ELEMENT (`e2m1`, `uint4`, `uint8`) as lines of 128 bytes; scales, zero_points: tiled.
+    BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block;
+    REPEAT: steps that share them. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. PAIRS: row
+    blocks of a tile, of both consumers; DEEP: column blocks of a stage. COUNTER: which counter tiles are taken from;
+    None: by turns. REGISTERS: those of a thread at launch, for two blocks on a multiprocessor; None: one. OVERLAP: see
+    `overlap`.
     """
     if OVERLAP is not None:
         join()
@@ -214,12 +248,20 @@ def matmul_mixed(
     WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
     TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
     TILES: gl.constexpr = (N + WIDTH * PAIRS - 1) // (WIDTH * PAIRS)
-    scales = scales.to(gl.pointer_type(gl.int32), bitcast=True)
     WEIGHTED: gl.constexpr = row_weight is not None
-    x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2 * DEEP * STAGES, BLOCK_M, DEPTH], swizzled)
-    w_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * PAIRS, DEEP * LINES, 128], lines)
+    x_tiles = gl.allocate_shared_memory(
+        x.dtype.element_ty, [COLUMNS // DEPTH * DEEP * STAGES, BLOCK_M, DEPTH], swizzled
+    )
+    w_tiles = gl.allocate_shared_memory(weight_map.dtype, [STAGES * PAIRS, DEEP * LINES, 128], lines)
     out_tiles = gl.allocate_shared_memory(y.dtype.element_ty, [2, TOKENS, WIDTH], by_eight)
-    scale_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * DEEP, PAIRS, HEIGHT], table)
+    # Scales of mxfp4 are words of four, those of other formats numbers.
+    SCALE: gl.constexpr = gl.int32 if ELEMENT == "e2m1" else scales.dtype.element_ty
+    EACH: gl.constexpr = 1 if ELEMENT == "e2m1" else GROUPS
+    scale_tiles = gl.allocate_shared_memory(SCALE, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
+    STORED: gl.constexpr = zero_points is not None
+    zero_tiles = scale_tiles
+    if STORED:
+        zero_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
     weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
     slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
     ring = gl.allocate_shared_memory(gl.int32, [RING * FACTS, 1], plain)
@@ -244,20 +286,23 @@ def matmul_mixed(
     gl.warp_specialize(
         [
             (consumer, (
-                0, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty, ring_full,
-                ring_empty, bias, layer, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED,
-                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+                0, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty,
+                ring_full, ring_empty, bias, layer, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
+                STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                STAGES, BLOCK_M,
             )),
             (consumer, (
-                1, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty, ring_full,
-                ring_empty, bias, layer, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED,
-                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+                1, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty,
+                ring_full, ring_empty, bias, layer, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
+                STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                STAGES, BLOCK_M,
             )),
             (producer, (
-                x, x_map, weight_map, scales, row_weight, layer, group_sizes, group_start, slot_of_row, schedule,
-                counters, x_tiles, w_tiles, scale_tiles, weight_ring, slot_ring, ring, full, empty, ring_full,
-                ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP, TILES, NUM_EXPERTS,
-                NUM_LAYERS, X_STRIDE, TOP_K, GATHER, COUNTER, STAGES, BLOCK_M, GROUP_M,
+                x, x_map, weight_map, scales, zero_points, row_weight, layer, group_sizes, group_start, slot_of_row,
+                schedule, counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, ring, full,
+                empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP, ELEMENT,
+                COLUMNS, GROUPS, REPEAT, TILES, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, TOP_K, GATHER, COUNTER, STAGES,
+                BLOCK_M, GROUP_M,
             )),
         ],
         [4, PRODUCER_WARPS],

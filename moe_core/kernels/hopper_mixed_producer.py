@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from moe_core.kernels.decode_words import COLUMNS, HEIGHT, LINES
+from moe_core.kernels.decode_words import HEIGHT, LINES, seen_as
 from moe_core.kernels.hopper_ring import DEPTH, RING, advance, announce, row_load, tma_load
 from moe_core.kernels.matmul_ogs import tile_of_program
 
@@ -36,21 +36,46 @@ def take_tile(
 
 
 @gluon.jit
-def scale_pointers(scales, matrix, tile, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
-    """Pointers to the scale words, one a row, of a tile's blocks in the first step: [PAIRS, 64]."""
+def word_pointers(
+    array, matrix, tile, ELEMENT: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
+    WORDS: gl.constexpr,
+):  # fmt: skip
+    """Pointers to the 32-bit words of the first of RECORDS records of a tile's blocks, of scales or zero points:
+    [PAIRS, WORDS]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     pair = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))[:, None]
-    row = gl.arange(0, HEIGHT, gl.SliceLayout(0, layout))[None, :]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
+    words = array.to(gl.pointer_type(gl.int32), bitcast=True)
     # A tile may end behind the last block of a matrix, whose rows nobody stores.
-    block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
-    return scales + block * (STEPS * HEIGHT) + row
+    if ELEMENT == "e2m1":
+        block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
+        return words + block * (RECORDS * WORDS) + word
+    else:
+        # The part of all threads apart: integers, with more arrays to point to, lack registers for it.
+        first = (matrix.to(gl.int64) * BLOCKS + tile * PAIRS) * (RECORDS * WORDS)
+        pair = gl.minimum(pair, BLOCKS - 1 - tile * PAIRS)
+        return words + first + (pair * (RECORDS * WORDS) + word)
+
+
+@gluon.jit
+def load_words(tiles, place, pointers, step, STEPS: gl.constexpr, REPEAT: gl.constexpr):
+    """Ask for the words of a step's record, REPEAT steps each, zeros behind the last step: no code there may become an
+    infinity. tiles, place: where they go."""
+    PAIRS: gl.constexpr = pointers.shape[0]
+    WORDS: gl.constexpr = pointers.shape[1]
+    table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    inside = gl.full([PAIRS, WORDS], step, gl.int32, pointers.type.layout) < STEPS
+    row_load(
+        seen_as(tiles.index(place), gl.int32, [PAIRS, WORDS], table), pointers + step // REPEAT * WORDS, mask=inside
+    )
 
 
 @gluon.jit
 def load_tile(
-    x, x_map, weight_map, scales, slot_of_row, x_tiles, w_tiles, scale_tiles, full, empty, stage, phase, matrix, start,
-    rows, tile, num_slots,
+    x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty,
+    stage, phase, matrix, start, rows, tile, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     X_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Load a tile as stages become free."""
@@ -63,7 +88,12 @@ def load_tile(
         slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
         x_row = slots // TOP_K if GATHER == "token" else slots
         x_rows = x + x_row.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
-    scale_words = scale_pointers(scales, matrix, tile, STEPS, BLOCKS, PAIRS)
+    HALVES: gl.constexpr = COLUMNS // DEPTH
+    RECORDS: gl.constexpr = (STEPS + REPEAT - 1) // REPEAT
+    WORDS: gl.constexpr = HEIGHT * GROUPS * scales.dtype.element_ty.primitive_bitwidth // 32
+    scale_words = word_pointers(scales, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, WORDS)
+    if zero_points is not None:
+        zero_words = word_pointers(zero_points, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
     block = matrix * BLOCKS + tile * PAIRS
     for step in range(0, STEPS, DEEP):
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -71,8 +101,10 @@ def load_tile(
         CODES: gl.constexpr = PAIRS * DEEP * LINES * 128
         if GATHER == "row":
             mbarrier.expect(ready, CODES + BLOCK_M * COLUMNS * DEEP * 2)
-            for part in gl.static_range(2 * DEEP):
-                tma_load(x_map, [start, step * COLUMNS + part * DEPTH], ready, x_tiles.index(2 * DEEP * stage + part))
+            for part in gl.static_range(HALVES * DEEP):
+                tma_load(
+                    x_map, [start, step * COLUMNS + part * DEPTH], ready, x_tiles.index(HALVES * DEEP * stage + part)
+                )
         else:
             mbarrier.expect(ready, CODES)
         for pair in gl.static_range(PAIRS):
@@ -80,14 +112,14 @@ def load_tile(
             line = ((block + pair) * STEPS + step) * LINES
             tma_load(weight_map, [line, 0], ready, w_tiles.index(stage * PAIRS + pair))
         for deep in gl.static_range(DEEP):
-            # Behind the last step a scale of 2^-127, so that no code there becomes an infinity.
-            inside = gl.full([PAIRS, HEIGHT], step + deep, gl.int32, scale_words.type.layout) < STEPS
-            row_load(scale_tiles.index(stage * DEEP + deep), scale_words + (step + deep) * HEIGHT, mask=inside)
+            load_words(scale_tiles, stage * DEEP + deep, scale_words, step + deep, STEPS, REPEAT)
+            if zero_points is not None:
+                load_words(zero_tiles, stage * DEEP + deep, zero_words, step + deep, STEPS, REPEAT)
         if GATHER != "row":
-            for part in gl.static_range(2 * DEEP):
+            for part in gl.static_range(HALVES * DEEP):
                 first = step * COLUMNS + part * DEPTH
                 mask = (within < rows)[:, None] & (first + columns < D)[None, :]
-                row_load(x_tiles.index(2 * DEEP * stage + part), x_rows + first, mask=mask)
+                row_load(x_tiles.index(HALVES * DEEP * stage + part), x_rows + first, mask=mask)
         async_copy.mbarrier_arrive(ready, increment_count=False)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
@@ -109,10 +141,11 @@ def write_row_facts(
 
 @gluon.jit
 def producer(
-    x, x_map, weight_map, scales, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, counters, x_tiles,
-    w_tiles, scale_tiles, weight_ring, slot_ring, ring, full, empty, ring_full, ring_empty, num_blocks, num_rows,
-    num_slots,
+    x, x_map, weight_map, scales, zero_points, row_weight, layer, group_sizes, group_start, slot_of_row, schedule,
+    counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, ring, full, empty, ring_full,
+    ring_empty, num_blocks, num_rows, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     TILES: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
     TOP_K: gl.constexpr, GATHER: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -133,9 +166,9 @@ def producer(
             announce(ring, ring_full, place, expert, start, rows, tile)
             place, ring_phase = advance(place, ring_phase, RING)
             stage, phase = load_tile(
-                x, x_map, weight_map, scales, slot_of_row, x_tiles, w_tiles, scale_tiles, full, empty, stage, phase,
-                layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots, D, STEPS, BLOCKS, PAIRS, DEEP,
-                X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
+                x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles,
+                full, empty, stage, phase, layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots, D, STEPS,
+                BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
             )  # fmt: skip
     mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
     announce(ring, ring_full, place, -1, 0, 0, 0)

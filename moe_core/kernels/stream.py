@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from moe_core.kernels.decode_words import COLUMNS, HEIGHT, LINES, decode_rows, left_half, of_words
+from moe_core.kernels.decode_integers import integer_operand, load_factors
+from moe_core.kernels.decode_words import HEIGHT, LINES, decode_rows, left_half, of_words
 from moe_core.kernels.hopper_ring import DEPTH, barrier, row_load
 from moe_core.kernels.overlap import join
 from moe_core.kernels.progress import wait
@@ -22,21 +23,38 @@ from moe_core.kernels.tiled_result import layer_of, rows_of, store_tile
 
 
 @gluon.jit
-def load_codes(words, scales, step, STEPS: gl.constexpr):
-    """A step's codes of a block, [lines, 32] words, and its scale words, [lines, 2]; behind the last step zeros."""
+def load_codes(words, step, STEPS: gl.constexpr):
+    """A step's codes of a block, [lines, 32] words; behind the last step zeros."""
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    parts: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0]))
     line = gl.arange(0, LINES, gl.SliceLayout(1, lines))[:, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, lines))[None, :]
     inside = gl.full([LINES, 32], step, gl.int32, lines) < STEPS
     # Named, so that loads of weights can be told from others: they may come before the launch ahead has ended.
-    codes = gl.load(words + step * (LINES * 32) + line * 32 + word, mask=inside, other=0, cache_modifier=".ca")
+    return gl.load(words + step * (LINES * 32) + line * 32 + word, mask=inside, other=0, cache_modifier=".ca")
+
+
+@gluon.jit
+def load_words(scales, step, STEPS: gl.constexpr):
+    """A step's scale words of a block, [lines, 2], four bytes e8m0 each; behind the last step zeros."""
+    parts: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0]))
     row = (
         gl.arange(0, LINES, gl.SliceLayout(1, parts))[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, parts))[None, :]
     )
     inside = gl.full([LINES, 2], step, gl.int32, parts) < STEPS
-    scale = gl.load(scales + step * HEIGHT + row, mask=inside, other=0, cache_modifier=".ca")
-    return codes, scale
+    return gl.load(scales + step * HEIGHT + row, mask=inside, other=0, cache_modifier=".ca")
+
+
+@gluon.jit
+def fence():
+    """Keeps what is loaded before it from being loaded later: ptxas puts off loads as far as it can, to spare
+    registers. mxfp4's decoder has a branch, which does the same."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def program_again():
+    """`gl.program_id(0)`, which no compiler keeps in a register until it is asked for again."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -54,28 +72,41 @@ def right_operand(rows, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def stream_tile(
-    block, tile, expert, x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
-    num_rows, num_slots, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr,
+    block, tile, expert, x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+    schedule, y, num_rows, num_slots, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr,
     BLOCKS: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
     BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BLOCK_M: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr, JOIN: gl.constexpr, ready, count,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr,
+    BLOCK_M: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr, JOIN: gl.constexpr, AGAIN: gl.constexpr, ready,
+    count,
 ):  # fmt: skip
     """Weight rows `tile` and row block `block`, which is one of `expert`; parameters as in `matmul_stream`.
 
     JOIN: wait for the launch ahead once the rows are known and weights are under way. ready: wait there until so many
-    blocks have announced that rows of x are done, None: they are.
+    blocks have announced that rows of x are done, None: they are. AGAIN: block and tile are those of `matmul_stream`.
     """
     CACHE: gl.constexpr = ".cg" if JOIN else ""
+    HALVES: gl.constexpr = COLUMNS // DEPTH
     layer_index, _ = layer_of(layer, NUM_LAYERS)
     matrix = (layer_index * NUM_EXPERTS + expert).to(gl.int64)
     words = weight.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * LINES * 32)
-    scales = scales.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * HEIGHT)
+    if ELEMENT == "e2m1":
+        scales = scales.to(gl.pointer_type(gl.int32), bitcast=True) + (matrix * BLOCKS + tile) * (STEPS * HEIGHT)
+    else:
+        RECORDS: gl.constexpr = (STEPS + REPEAT - 1) // REPEAT * (HEIGHT * GROUPS)
+        scales += (matrix * BLOCKS + tile) * RECORDS
+        if zero_points is not None:
+            zero_points += (matrix * BLOCKS + tile) * RECORDS
     codes, factors = (), ()
     for ahead in gl.static_range(CHUNK):
-        some, factor = load_codes(words, scales, ahead, STEPS)
-        codes += (some,)
-        factors += (factor,)
+        codes += (load_codes(words, ahead, STEPS),)
+        if ELEMENT == "e2m1":
+            factors += (load_words(scales, ahead, STEPS),)
+        else:
+            if ahead % ALIKE == 0:
+                factor = load_factors(scales, zero_points, ahead, STEPS, GROUPS, REPEAT)
+            factors += (factor,)
 
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     first = gl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M
@@ -110,17 +141,38 @@ def stream_tile(
         rows = x_tiles.index(side)
         following, following_factors = (), ()
         for part in gl.static_range(CHUNK):
-            k0, k1, k2, k3, k4, k5, k6, k7 = decode_rows(codes[part], of_words(factors[part], codes[part]))
-            some, factor = load_codes(words, scales, step + CHUNK + part, STEPS)
-            following += (some,)
-            following_factors += (factor,)
-            low, high = left_half(k0, k1, k2, k3, product), left_half(k4, k5, k6, k7, product)
-            low_sum = mma_v2(low, right_operand(rows, 2 * part, right), low_sum)
-            high_sum = mma_v2(high, right_operand(rows, 2 * part + 1, right), high_sum)
+            if ELEMENT == "e2m1":
+                numbers = decode_rows(codes[part], of_words(factors[part], codes[part]))
+                following += (load_codes(words, step + CHUNK + part, STEPS),)
+                following_factors += (load_words(scales, step + CHUNK + part, STEPS),)
+                low, high = left_half(numbers, 0, product), left_half(numbers, 1, product)
+                low_sum = mma_v2(low, right_operand(rows, 2 * part, right), low_sum)
+                high_sum = mma_v2(high, right_operand(rows, 2 * part + 1, right), high_sum)
+            else:
+                for half in gl.static_range(HALVES):
+                    left = integer_operand(codes[part], factors[part], half, ELEMENT, product)
+                    right_part = right_operand(rows, part * HALVES + half, right)
+                    if (part * HALVES + half) % 2 == 0:
+                        low_sum = mma_v2(left, right_part, low_sum)
+                    else:
+                        high_sum = mma_v2(left, right_part, high_sum)
+                    fence()
+                following += (load_codes(words, step + CHUNK + part, STEPS),)
+                if part % ALIKE == 0:
+                    factor = load_factors(scales, zero_points, step + CHUNK + part, STEPS, GROUPS, REPEAT)
+                following_factors += (factor,)
+                fence()
         codes, factors = following, following_factors
         side = 1 - side
     async_copy.wait_group(0)
 
+    if AGAIN:
+        # Looked up again rather than kept in registers over the loop.
+        program = program_again()
+        block, tile = program // BLOCKS, program % BLOCKS
+        expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+        first = gl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M
+        start, size = rows_of(group_sizes, group_start, expert, num_rows, CACHE)
     store_tile(
         low_sum + high_sum, tile, expert, first, start, size, bias, row_weight, layer, slot_of_row, y, num_slots, N,
         WEIGHT_N, NUM_LAYERS, BIAS_LAYER_STRIDE, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
@@ -129,18 +181,21 @@ def stream_tile(
 
 @gluon.jit
 def matmul_stream(
-    x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y, num_rows, num_slots,
+    x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
+    num_rows, num_slots,
     D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
     NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
     TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ELEMENT: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
     SPAN: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
 
-    weight: codes; scales: four bytes per row and step. BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of 128
-    columns. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are under way;
-    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
+    weight, scales, zero_points: tiled, of codes of ELEMENT (`e2m1`, `uint4`, `uint8`). BLOCKS, STEPS: blocks of 64 rows
+    that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block; REPEAT: steps that share them, ALIKE
+    of those under way. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are
+    under way; SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
     """
     if OVERLAP == "start":
         join()
@@ -152,8 +207,8 @@ def matmul_stream(
             join()
         return
     stream_tile(
-        block, tile, expert, x, weight, scales, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
-        schedule, y, num_rows, num_slots, D, N, WEIGHT_N, STEPS, BLOCKS, NUM_EXPERTS, NUM_LAYERS, X_STRIDE,
-        BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BLOCK_M, CHUNK, SPAN,
-        OVERLAP == "layout", None, 0,
+        block, tile, expert, x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start,
+        slot_of_row, schedule, y, num_rows, num_slots, D, N, WEIGHT_N, STEPS, BLOCKS, NUM_EXPERTS, NUM_LAYERS,
+        X_STRIDE, BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, ELEMENT, COLUMNS,
+        GROUPS, REPEAT, ALIKE, BLOCK_M, CHUNK, SPAN, OVERLAP == "layout", ELEMENT != "e2m1", None, 0,
     )  # fmt: skip

@@ -122,8 +122,7 @@ def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Paramete
     tiling = specs[matrix].tiling
     assert tiling is not None
     shapes = quantized_shapes(specs[matrix], (parameter.shape[0], tiling.rows, tiling.columns))
-    shape = shapes.values if part == "values" else shapes.scales
-    return dataclasses.replace(parameter, shape=shape, axes=(parameter.axes[0], None, None, None))
+    return dataclasses.replace(parameter, shape=getattr(shapes, part), axes=(parameter.axes[0], None, None, None))
 
 
 def is_prepared(parameters: Parameters) -> bool:

@@ -94,7 +94,8 @@ class MoE(PreparedExperts):
     `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. They are frozen; x and the
     parameters beside them (router, biases, shared experts) are trained. A scheme that quantises activations too freezes
     the whole layer: no parameter of it requires a gradient, and asking for one, of x too, raises Unsupported.
-    `prepare_weights` re-lays loaded mxfp4 experts for Hopper's kernels; state_dicts keep the published layout.
+    `prepare_weights` re-lays loaded mxfp4, int4 and int8 experts for Hopper's kernels; state_dicts keep the published
+    layout.
 
     Differentiable by x and every parameter, auxiliary losses included (docs/training.md says what training keeps).
     Raises InvalidInput for options that contradict each other.

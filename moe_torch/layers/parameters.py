@@ -56,13 +56,13 @@ class QuantizedMatrix(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """What has not the published shapes is left to torch, which refuses all but tiled arrays."""
-        tiling, names = self.spec.tiling, [f"{prefix}{name}" for name in ("values", "scales")]
-        if tiling is not None and all(name in state_dict for name in names):
+        tiling, names = self.spec.tiling, [name for name, _ in named_arrays(self.tensor())]
+        if tiling is not None and all(f"{prefix}{name}" in state_dict for name in names):
             published = QuantizedSpec(self.spec.format)
-            arrays = [state_dict[name] for name in names]
-            wanted = quantized_shapes(published, self.tensor().shape)[:2]
-            if all(array.shape == shape for array, shape in zip(arrays, wanted, strict=True)):
-                tensor = tile(QuantizedTensor(published, *arrays), tiling.order)
+            arrays = {name: state_dict[f"{prefix}{name}"] for name in names}
+            wanted = quantized_shapes(published, self.tensor().shape)._asdict()
+            if all(array.shape == wanted[name] for name, array in arrays.items()):
+                tensor = tile(QuantizedTensor(published, **arrays), tiling.order)
                 state_dict = {**state_dict, **dict(named_arrays(tensor, prefix))}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
