@@ -276,6 +276,7 @@ def _hopper(target: Target) -> Iterator[LaunchPlan]:
         operands = MatmulOperands(rows, stack(n), row_weight=row_weight, layer=layer)
         yield matmul_ogs.plan_matmul_ogs(operands, layout, MatmulSpec(weight_layout, "row", "slot"), target)
     yield from hopper_plans.keeping(target)
+    yield from hopper_plans.tall(target)
 
 
 def _from_logits(target: Target) -> Iterator[LaunchPlan]:
