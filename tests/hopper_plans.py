@@ -82,7 +82,7 @@ def _tall_options() -> Iterator[tuple[MatmulOperands, LayoutSpec, MatmulSpec, in
         width = 2 * n if activation is not None and activation.gated and not split else n
         weight = ArraySpec((3, e, *((d, width) if in_out else (width, d))), "bfloat16")
         bias = ArraySpec((3, e, width), "bfloat16")
-        # Where nothing is known of the layout, what is written is found by slot.
+        # Where nothing is known of the layout, what is written is found by slot. Products 1 have no row weights.
         gather, scatter, rows = ("token", "row", 2048) if stage == 0 else ("slot", "slot", layout.num_slots)
         operands = MatmulOperands(
             ArraySpec((rows, d), "bfloat16"),
@@ -90,7 +90,7 @@ def _tall_options() -> Iterator[tuple[MatmulOperands, LayoutSpec, MatmulSpec, in
             up=weight if split else None,
             bias=bias,
             up_bias=bias if split else None,
-            row_weight=row_weight,
+            row_weight=row_weight if stage is None else None,
             layer=layer,
         )
         spec = MatmulSpec("in_out" if in_out else "out_in", gather, scatter, activation)

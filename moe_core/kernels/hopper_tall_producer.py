@@ -25,6 +25,20 @@ from moe_core.kernels.schedule import even_block
 
 
 @gluon.jit
+def row_of_place(place):
+    """The row of a block at a place of its list: rows 16 apart, which one thread loads, are neighbours."""
+    return place // ROWS * ROWS + place % 4 * 16 + place % ROWS // 4
+
+
+@gluon.jit
+def read_rows(places, layout: gl.constexpr):
+    """Rows of x of a chunk, in order, by one read of four per thread."""
+    four: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
+    numbers = gl.reshape(gl.permute(gl.reshape(places.load(four), [16, 4]), [1, 0]), [ROWS])
+    return gl.convert_layout(numbers, layout, assert_trivial=True)
+
+
+@gluon.jit
 def take_tile(
     row_list, next_biases, bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters,
     num_blocks, num_rows, num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
@@ -50,7 +64,8 @@ def take_tile(
             )
         )  # fmt: skip
     if GATHER != "row":
-        within = gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        places = gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        within = row_of_place(places)
         slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
         # The arrays of a layout may come from anywhere: no value in them may lead outside x.
         slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
@@ -62,15 +77,14 @@ def take_tile(
 @gluon.jit
 def load_steps(
     x, x_map, weight_map, up_map, a_tiles, w_tiles, row_list, full, empty, stage, phase, group, start, rows, tile,
-    FROM: gl.constexpr, TO: gl.constexpr, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
+    first, TO: gl.constexpr, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
     X_STRIDE: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the part FROM .. TO of a tile's reduction as stages become free."""
+    """Load the part first .. TO of a tile's reduction as stages become free."""
     BYTES: gl.constexpr = 128
-    # Four neighbouring rows per thread: one read of the row list.
-    layout: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
-    for k in range(FROM, TO, DEPTH):
+    for k in range(first, TO, DEPTH):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
         if GATHER != "row":
@@ -91,7 +105,7 @@ def load_steps(
                 tma_load(x_map, [start + chunk * ROWS, k], ready, a_tile, pred=exists)
             elif exists:
                 # Rows that do not exist are zeros: they cost no reads, and products with zeros cost less energy.
-                numbers = row_list.slice(chunk * ROWS, ROWS).load(gl.SliceLayout(1, layout))
+                numbers = read_rows(row_list.slice(chunk * ROWS, ROWS), gl.SliceLayout(1, layout))
                 pointers = x + k + gl.maximum(numbers, 0).to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
                 row_load(a_tile, pointers, mask=(numbers >= 0)[:, None])
         if GATHER != "row":
@@ -145,9 +159,11 @@ def producer(
             TOP_K, GATHER, GATE_LAYOUT, COUNTER, GROUP_M,
         )  # fmt: skip
         if expert >= 0:
+            # LEAD, which the compiler does not know: it would hold addresses for it, in registers of the consumers.
+            lead = LEAD + 8 * gl.minimum(rows, 0)
             stage, phase = load_steps(
                 x, x_map, weight_map, up_map, a_tiles, w_tiles, row_list, full, empty, stage, phase, group, start, rows,
-                tile, LEAD, D, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES,
+                tile, lead, D, D, N, WEIGHT_N, X_STRIDE, GATHER, GATE_LAYOUT, IN_OUT, STAGES,
             )  # fmt: skip
         expert, start, rows, tile = next_expert, next_start, next_rows, next_tile
     mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
