@@ -60,7 +60,7 @@ def launch_hopper(
     if tall and builder.has("pre"):
         raise InvalidInput(
             f"config must have block_m {HOPPER_BLOCK_M} where the pre-activation is stored, as training does, got "
-            f"{config}, whose registers hold no more than the result; give one of {HOPPER_BLOCK_M}, or None"
+            f"{config}, whose kernel stores only the result; give one of {HOPPER_BLOCK_M}, or None"
         )
     matrices = weight.size // (d * weight_n)
     if matrices * max(d, weight_n) >= INT32_LIMIT:
@@ -140,7 +140,8 @@ def launch_hopper(
     grid = min(tiles, builder.target.num_sms)
     kernel = "hopper_tall:matmul_ogs" if tall else "hopper:matmul_ogs"
     builder.launch(kernel, (grid,), arguments, config.num_warps, 1)
-    builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, wgmma 64 x 256 x 16; no split")
+    products = "wgmma 64 x 256 x 16" + (" and 64 x 128 x 16" if tall else "")
+    builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, {products}; no split")
 
 
 def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:

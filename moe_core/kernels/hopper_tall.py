@@ -212,6 +212,9 @@ def matmul_ogs(
     Boxes of weight_map and up_map are PANEL columns wide where gate and up lie apart, those of y_map where y is gated.
     """
     BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
+    # Of 504, which is what 384 threads start with, 168 each: a producer that gathers has addresses to compute.
+    PRODUCER_REGISTERS: gl.constexpr = 24 if GATHER == "row" else 40
+    CONSUMER_REGISTERS: gl.constexpr = (504 - PRODUCER_REGISTERS) // 2
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = weight_map.dtype
     a_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * STAGES, ROWS, DEPTH], swizzled)
@@ -254,5 +257,5 @@ def matmul_ogs(
             )),
         ],
         [4, PRODUCER_WARPS],
-        [232, 40],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

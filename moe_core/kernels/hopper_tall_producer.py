@@ -1,6 +1,6 @@
 """The producer of the Hopper matmul with tall row blocks; see `kernels.hopper_producer`.
 
-It has 40 registers, for consumers need the rest: rows of x and biases wait in shared memory, not in registers.
+It has few registers, since consumers need the rest: rows of x and biases wait in shared memory.
 """
 
 from triton.experimental import gluon
