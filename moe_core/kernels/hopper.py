@@ -102,11 +102,12 @@ def add_bias(values, bias_row, FIRST: gl.constexpr):
 @gluon.jit
 def store_piece(
     values, buffer, array, array_map, slot_of_row, start, rows, num_slots, column,
-    FIRST: gl.constexpr, WIDTH: gl.constexpr, END: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr,
+    FIRST: gl.constexpr, WIDTH: gl.constexpr, END: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr, zero=0,
 ):  # fmt: skip
     """Write 64 x 128 or 64 x 64 values: as they lie by TMA, which clips columns, where all rows exist, else by row.
 
-    WIDTH: columns of a row of the array; END: the column to stop at, which is where array_map ends.
+    WIDTH: columns of a row of the array; END: the column to stop at, which is where array_map ends. zero: 0, but where
+    the compiler does not know it, it does not hold what is computed from it in registers from tile to tile.
     """
     COLUMNS: gl.constexpr = values.shape[1]
     tma.store_wait(0)
@@ -130,7 +131,7 @@ def store_piece(
         ACROSS: gl.constexpr = COLUMNS // 8
         HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if TRUSTED and SCATTER == "row" else ROWS
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-        target = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+        target = zero + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         for above in gl.static_range(0, ROWS, HEIGHT):
             cast = buffer.slice(above, HEIGHT, dim=0).load(layout)
@@ -197,7 +198,7 @@ def finish_halves(
     first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
     num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
-    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None,
+    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None, zero=0,
 ):  # fmt: skip
     """Bias, [pre-activation cast and stored], activation, row weight, cast, store.
 
@@ -225,8 +226,9 @@ def finish_halves(
         if y is not None:
             column = tile * PIECE
             store_piece(
-                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED
-            )
+                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED,
+                zero,
+            )  # fmt: skip
     else:
         column = tile * WIDE
         for part in gl.static_range(2):
@@ -238,8 +240,9 @@ def finish_halves(
                     result = activate(result, ACTIVATION)
                 result = weigh(result, scale, layer_exists, STACKED)
                 store_piece(
-                    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED
-                )
+                    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER,
+                    TRUSTED, zero,
+                )  # fmt: skip
             column += PIECE
 
 

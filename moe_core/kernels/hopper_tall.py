@@ -104,7 +104,10 @@ def finish_third(
             up = add_bias(up, bias_row, PIECE + WHICH * PANEL)
             result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
     result = weigh(result, scale, layer_exists, STACKED)
-    store_piece(result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, 2 * ROWS, N, N, SCATTER, TRUSTED)
+    store_piece(
+        result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, 2 * ROWS, N, N, SCATTER, TRUSTED,
+        tile >> 31,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -177,7 +180,7 @@ def consumer(
             finish_halves(
                 first, last, bias_row, scale, layer_exists, buffer, y, y_map, None, None, None, slot_of_row, start,
                 rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED,
-                layer is not None,
+                layer is not None, zero=tile >> 31,
             )  # fmt: skip
             if rows > 2 * ROWS:
                 finish_third(

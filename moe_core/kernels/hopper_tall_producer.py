@@ -57,11 +57,9 @@ def take_tile(
     start += first
     rows = gl.where(exists, rows, 0)
     if (bias is not None) or (up_bias is not None):
-        next_biases.store(
-            bias_tile(
-                bias, up_bias, layer_index.to(gl.int64), gl.maximum(expert, 0), tile, N, WEIGHT_N, BIAS_LAYER_STRIDE,
-                UP_BIAS_LAYER_STRIDE, GATE_LAYOUT,
-            )
+        biases = bias_tile(
+            bias, up_bias, layer_index.to(gl.int64), gl.maximum(expert, 0), tile, N, WEIGHT_N, BIAS_LAYER_STRIDE,
+            UP_BIAS_LAYER_STRIDE, GATE_LAYOUT,
         )  # fmt: skip
     if GATHER != "row":
         places = gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -71,6 +69,8 @@ def take_tile(
         slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
         numbers = slots // TOP_K if GATHER == "token" else slots
         row_list.store(gl.where(within < rows, numbers, -1))
+    if (bias is not None) or (up_bias is not None):
+        next_biases.store(biases)
     return gl.where(left, gl.where(rows > 0, expert, -1), -2), start, rows, tile
 
 
