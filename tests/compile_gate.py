@@ -276,7 +276,6 @@ def _hopper(target: Target) -> Iterator[LaunchPlan]:
         operands = MatmulOperands(rows, stack(n), row_weight=row_weight, layer=layer)
         yield matmul_ogs.plan_matmul_ogs(operands, layout, MatmulSpec(weight_layout, "row", "slot"), target)
     yield from hopper_plans.keeping(target)
-    yield from hopper_plans.tall(target)
 
 
 def _from_logits(target: Target) -> Iterator[LaunchPlan]:
@@ -297,6 +296,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
     "hopper": _hopper,
+    "hopper_tall": hopper_plans.tall,
     "overlap": overlap_order.plans,
     "backward_ops": backward_plans.plans,
     **quantized_plans.GROUPS,
