@@ -52,7 +52,7 @@ SANITIZE = MOEBIUS_EXAMPLES=3 compute-sanitizer --target-processes all --log-fil
 CLEAN = grep -rhE "SUMMARY: 0 " build/sanitizer && ! grep -rlE "SUMMARY: [1-9]" build/sanitizer
 memcheck: environment
 	rm -rf build/sanitizer && mkdir -p build/sanitizer
-	$(call SANITIZE,memcheck,tests/test_hopper.py tests/test_hopper_weight_gradient.py)
+	$(call SANITIZE,memcheck,tests/test_hopper.py tests/test_hopper_tall.py tests/test_hopper_weight_gradient.py)
 	$(call SANITIZE,racecheck)
 	$(CLEAN)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from moe_core.activation import row_stride
 from moe_core.arrays import ArraySpec
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.operands import MatmulOperands
 from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, Scalar, TensorMap
 from moe_core.specs import INT32_LIMIT, LayoutSpec, MatmulSpec
-from moe_core.tuning import HOPPER_BLOCK_K, HOPPER_WIDTH, TileConfig
+from moe_core.tuning import HOPPER_BLOCK_K, HOPPER_BLOCK_M, HOPPER_TALL_BLOCK_M, HOPPER_WIDTH, TileConfig
 
 #: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
 _VECTOR = 8
-_CONSUMER_ROWS, _PIECE = 64, 128
+_CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 
 
 def why_not_hopper(x: ArraySpec, n: int, layout: LayoutSpec | None, spec: MatmulSpec) -> str:
@@ -56,6 +56,12 @@ def launch_hopper(
     one_buffer = activation is not None and activation.gate_layout in ("halves", "interleaved")
     n = weight_n // 2 if one_buffer else weight_n
     assert trusted or not builder.has("pre"), "pre is stored by whole tiles"
+    tall = config.block_m == HOPPER_TALL_BLOCK_M
+    if tall and builder.has("pre"):
+        raise InvalidInput(
+            f"config must have block_m {HOPPER_BLOCK_M} where the pre-activation is stored, as training does, got "
+            f"{config}, whose kernel stores only the result; give one of {HOPPER_BLOCK_M}, or None"
+        )
     matrices = weight.size // (d * weight_n)
     if matrices * max(d, weight_n) >= INT32_LIMIT:
         raise Unsupported(
@@ -65,7 +71,8 @@ def launch_hopper(
     num_blocks = layout.max_blocks(config.block_m)
     tiles = num_blocks * -(-n // config.block_n)
     two_tiles = activation is not None and activation.gate_layout in ("halves", "separate")
-    columns = HOPPER_WIDTH // 2 if two_tiles else HOPPER_WIDTH
+    columns = (_PANEL if tall else _PIECE) if two_tiles else HOPPER_WIDTH
+    box = _PANEL if tall and activation is not None and activation.gated else _PIECE
 
     def weight_map(name: str) -> TensorMap:
         if in_out:
@@ -83,8 +90,13 @@ def launch_hopper(
         if not builder.has(name):
             return Constant(None)
         rows, width = builder.spec(name).shape
-        return TensorMap(name, (rows, columns or width), width, (_CONSUMER_ROWS, _PIECE))
+        return TensorMap(name, (rows, columns or width), width, (_CONSUMER_ROWS, box))
 
+    pre: dict[str, Argument] = {
+        "pre": output("pre"),
+        "pre_map": output_map("pre"),
+        "gate_map": output_map("pre", n) if two_tiles else Constant(None),
+    }
     stride = row_stride("x", x)
     x_map = TensorMap("x", (x.shape[0], d), stride, (_CONSUMER_ROWS, HOPPER_BLOCK_K))
     arguments: dict[str, Argument] = {
@@ -100,9 +112,7 @@ def launch_hopper(
         "counters": Pointer("tile_counters"),
         "y": output("y"),
         "y_map": output_map("y"),
-        "pre": output("pre"),
-        "pre_map": output_map("pre"),
-        "gate_map": output_map("pre", n) if two_tiles else Constant(None),
+        **({} if tall else pre),
         "num_blocks": Scalar(num_blocks),
         "num_rows": Scalar(layout.capacity),
         "num_slots": Scalar(layout.num_slots),
@@ -129,8 +139,10 @@ def launch_hopper(
         "OVERLAP": Constant(None),
     }
     grid = min(tiles, builder.target.num_sms)
-    builder.launch("hopper:matmul_ogs", (grid,), arguments, config.num_warps, 1)
-    builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, wgmma 64 x 256 x 16; no split")
+    kernel = "hopper_tall:matmul_ogs" if tall else "hopper:matmul_ogs"
+    builder.launch(kernel, (grid,), arguments, config.num_warps, 1)
+    products = "wgmma 64 x 256 x 16" + (" and 64 x 128 x 16" if tall else "")
+    builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, {products}; no split")
 
 
 def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:

@@ -24,6 +24,8 @@ _SMALLEST_SIDE = 16
 FAMILIES = ("portable", "hopper")
 #: What the hopper family's kernel is written for: rows, accumulator columns, reduction elements of a stage, stages.
 HOPPER_BLOCK_M, HOPPER_WIDTH, HOPPER_BLOCK_K, HOPPER_STAGES = 128, 256, 64, 4
+#: The same of its tall row blocks, whose stages are larger: rows, stages.
+HOPPER_TALL_BLOCK_M, HOPPER_TALL_STAGES = 192, 3
 #: Mean rows per expert from which the hopper family wins (measured; with fewer, weights stream faster without it).
 _HOPPER_ROWS = 48
 
@@ -34,7 +36,7 @@ class TileConfig:
     """One configuration: tile sides in elements (block_n counts output columns), warps, pipeline stages, and how many
     row blocks share a column tile before the next (group_m).
 
-    family: `portable` runs everywhere; `hopper` is warp-specialised with TMA for sm_90: block_m 128, block_k 64,
+    family: `portable` runs everywhere; `hopper` is warp-specialised with TMA for sm_90: block_m 128 or 192, block_k 64,
     block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer. With quantised weights
     `quantized` takes the place of `portable`; `mixed`, and `stream` with few rows, are for tiled ones on sm_90.
     """
@@ -137,10 +139,12 @@ def _why_not_hopper(config: TileConfig, problem: MatmulProblem, target: Target) 
     if problem.not_hopper:
         return f"the hopper family cannot run this product: {problem.not_hopper}"
     only = hopper_config(problem, config.num_stages, config.group_m)
-    if config != only:
-        return f"the hopper family's tiles are {only}, got {config}"
-    if not 2 <= config.num_stages <= HOPPER_STAGES:
-        return f"num_stages must be 2 to {HOPPER_STAGES} (shared memory), got {config.num_stages}"
+    tall = config.block_m == HOPPER_TALL_BLOCK_M
+    if config != only and config != dataclasses.replace(only, block_m=HOPPER_TALL_BLOCK_M):
+        return f"the hopper family's tiles are {only}, or the same with block_m {HOPPER_TALL_BLOCK_M}, got {config}"
+    most = HOPPER_TALL_STAGES if tall else HOPPER_STAGES
+    if not 2 <= config.num_stages <= most:
+        return f"num_stages must be 2 to {most} (shared memory), got {config.num_stages}"
     if config.group_m < 1:
         return f"group_m must be at least 1, got {config.group_m}"
     return None

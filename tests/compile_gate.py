@@ -299,6 +299,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
     "hopper": _hopper,
+    "hopper_tall": hopper_plans.tall,
     "overlap": overlap_order.plans,
     "backward_ops": backward_plans.plans,
     **quantized_plans.GROUPS,

@@ -39,9 +39,12 @@ from tests.test_hopper_mixed import draw_product, prepared, run_product
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul, specs_of
 from tests.test_weight_gradient import Ragged, expected_of, many_rows, run_op, spec_of
 
-#: By product and kernel file. None of them changes what is waited for, how often, or an address beyond what is clamped
+#: Faults by product and kernel file.
+Planted = dict[str, dict[str, tuple[OpFault, ...]]]
+
+#: None of them changes what is waited for, how often, or an address beyond what is clamped
 #: or masked afterwards: a copy neither hangs nor leaves its arrays.
-FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
+FAULTS: Planted = {
     "result": {
         "hopper": (
             OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
@@ -132,10 +135,28 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
         ),
     },
 }
+#: Those of row blocks of 192, which a GPU alone looks for.
+TALL_FAULTS: Planted = {
+    "tall": {
+        "hopper_tall": (
+            OpFault("a_tiles.index(CHUNKS * stage + 2)", "a_tiles.index(CHUNKS * stage + WHICH)"),
+            OpFault("half = weights.slice(WHICH * PIECE, PIECE, dim=1)", "half = weights.slice(0, PIECE, dim=1)"),
+            OpFault("column = tile * PIECE + WHICH * PANEL", "column = tile * PIECE"),
+            OpFault("add_bias(up, bias_row, PIECE + WHICH * PANEL)", "add_bias(up, bias_row, WHICH * PANEL)"),
+            OpFault("third_within = 2 * ROWS +", "third_within = ROWS +"),
+        ),
+        "hopper_tall_producer": (
+            OpFault("gl.where(within < rows, numbers, -1)", "gl.where(within < rows - 1, numbers, -1)"),
+            OpFault("place % 4 * 16", "place % 4 * 8"),
+        ),
+        "hopper_producer": (OpFault("slice((2 * part + 1) * PANEL", "slice(2 * part * PANEL"),),
+        "schedule": (OpFault("CHUNKS * block - tl.minimum(block, low)", "CHUNKS * block - 0 * low"),),
+    },
+}
 RESULT_DIFFERS = 10
 
 
-_CONFIG = TileConfig(128, 128, 64, 4, 4, 8, "hopper")
+_CONFIG, _TALL = (TileConfig(height, 128, 64, 4, stages, 8, "hopper") for height, stages in ((128, 4), (192, 3)))
 
 
 @dataclass(frozen=True)
@@ -144,7 +165,8 @@ class Product:
 
     case: Case
     outputs: tuple[str, ...] = ("y",)
-    kernel = "hopper:matmul_ogs"
+    config: TileConfig = _CONFIG
+    kernel: str = "hopper:matmul_ogs"
 
     @property
     def tolerance(self) -> Tolerance:
@@ -154,16 +176,16 @@ class Product:
     def plan(self, target: Target) -> LaunchPlan:
         operands, layout, _ = build(self.case)
         if self.outputs == ("y",):
-            return plan_matmul_ogs(specs_of(operands), layout, self.case.spec, target, config=_CONFIG)
-        return plan_composed(specs_of(operands), layout, self.case.spec, _CONFIG, self.outputs, target)
+            return plan_matmul_ogs(specs_of(operands), layout, self.case.spec, target, config=self.config)
+        return plan_composed(specs_of(operands), layout, self.case.spec, self.config, self.outputs, target)
 
     def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """(found, expected) by output, the rows of experts alone where others are left unwritten."""
         (operands, layout, arrays), spec = build(self.case), self.case.spec
         if self.outputs == ("y",):
-            found = run_matmul(operands, layout, arrays, spec, config=_CONFIG)
+            found = run_matmul(operands, layout, arrays, spec, config=self.config)
             return {"y": found}, {"y": expected_matmul(operands, layout, arrays, spec)}
-        found = run_composed(operands, layout, arrays, spec, _CONFIG, self.outputs)
+        found = run_composed(operands, layout, arrays, spec, self.config, self.outputs)
         expected, filled = expected_composed(operands, layout, arrays, spec, self.outputs), filled_rows(layout, arrays)
         return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
 
@@ -256,7 +278,8 @@ class Prepared:
 def _case(scatter: str, activation: Activation, **options: object) -> Case:
     """Groups of two row blocks and more, three column tiles, the last one narrow."""
     spec = MatmulSpec("in_out", "token", scatter, activation)
-    return Case(300, 2, 4, 128, 264, "bfloat16", spec, "uniform", bias="float32", **options)  # pyright: ignore
+    given = {"num_tokens": 300, "top_k": 2, "num_experts": 4, "d": 128, "n": 264, "ids": "uniform", "bias": "float32"}
+    return Case(dtype="bfloat16", spec=spec, **(given | options))  # pyright: ignore
 
 
 PRODUCTS = {
@@ -268,8 +291,17 @@ PRODUCTS = {
     "codes": Fp8(codes=True),
     "prepared": Prepared(streamed=False),
     "streamed": Prepared(streamed=True),
+<<<<<<< HEAD
     "prepared integers": Prepared(False, format_named("int8_g128_zp"), 384, "bfloat16"),
     "streamed integers": Prepared(True, format_named("int4_g32_zp"), 416, "float16"),
+=======
+    # Groups of 2 + 3 chunks.
+    "tall": Product(
+        _case("slot", Activation("silu"), row_weight=True, num_tokens=600),
+        config=_TALL,
+        kernel="hopper_tall:matmul_ogs",
+    ),
+>>>>>>> next-tall
 }
 
 

@@ -1,4 +1,4 @@
-"""Kernels of test_interpreter.py; a kernel's source must be in a file."""
+"""Kernels of test_interpreter.py and test_hopper_tall.py; a kernel's source must be in a file."""
 
 # Triton's language is not typed: a number of a kernel is a tensor, and a constant may be a plain value.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -8,6 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+
+from moe_core.kernels.schedule import even_block
+
+
+@triton.jit
+def cut_kernel(sizes, before, firsts, rows, MOST: tl.constexpr):
+    """firsts and rows `[., MOST]` of the row blocks of 3 chunks of 64 rows of each group, from block `before` on."""
+    group = tl.program_id(0)
+    size = tl.load(sizes + group)
+    places = tl.arange(0, MOST)
+    blocks = tl.maximum(tl.cdiv(size, 192), 1)
+    first, height = even_block(size, tl.load(before + group) + places, blocks, 64, 3)
+    tl.store(firsts + group * MOST + places, first)
+    tl.store(rows + group * MOST + places, height)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from moe_core.tuning import TileConfig, hopper_config, why_illegal
 from tests.composed_matmul import expected_composed, filled_rows, run_composed
 from tests.faulty_kernels import OpFault, plant
 from tests.harness import engine_target
-from tests.hopper_faults import FAULTS, RESULT_DIFFERS
+from tests.hopper_faults import FAULTS, RESULT_DIFFERS, Planted
 from tests.routing_cases import KINDS
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul
 
@@ -312,10 +312,10 @@ def test_other_tiles_are_refused(change: dict[str, int], reason: str) -> None:
     assert why_illegal(SECOND, problem, SM_90) is None
 
 
-def run_on_faulty_copies(action: str, folder: Path) -> dict[Path, OpFault]:
+def run_on_faulty_copies(action: str, folder: Path, planted: Planted = FAULTS) -> dict[Path, OpFault]:
     """Copies of the kernels, the first one for each product unchanged, after `tests.hopper_faults` has run on them."""
     folders = {}
-    for product, files in FAULTS.items():
+    for product, files in planted.items():
         (folder / product).mkdir()
         faults = [("", NO_FAULT), *((name, fault) for name, found in files.items() for fault in found)]
         for number, (kernel_file, fault) in enumerate(faults):

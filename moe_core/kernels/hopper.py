@@ -45,9 +45,12 @@ from moe_core.kernels.overlap import join
 @gluon.jit
 def multiply(
     accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, GATHER: gl.constexpr,
-    IN_OUT: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
+    IN_OUT: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, CHUNKS: gl.constexpr = 2,
 ):  # fmt: skip
-    """One stage; the one before it is free when this one's product has begun and its own is done."""
+    """One stage; the one before it is free when this one's product has begun and its own is done.
+
+    CHUNKS: of 64 rows, that a stage has room for.
+    """
     mbarrier.wait(full.index(stage), phase)
     if GATHER != "row":
         # Rows came through the generic proxy (cp.async), the product reads through the asynchronous one.
@@ -55,7 +58,7 @@ def multiply(
     weights = w_tiles.index(stage)
     if not IN_OUT:
         weights = weights.permute([1, 0])
-    accumulator = warpgroup_mma(a_tiles.index(2 * stage + WHICH), weights, accumulator, is_async=True)
+    accumulator = warpgroup_mma(a_tiles.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
     if not FIRST:
         barrier()
@@ -88,22 +91,26 @@ def beside(left, right):
 
 
 @gluon.jit
-def add_bias(values, bias_row, PART: gl.constexpr):
-    """The biases of a half are read when it is their turn: all of them at once would not fit into the registers."""
+def add_bias(values, bias_row, FIRST: gl.constexpr):
+    """Biases, from column FIRST of the tile, are read when it is their turn: all at once would not fit into the
+    registers."""
     if bias_row is not None:
-        values += bias_row.slice(PART * PIECE, PIECE).load(gl.SliceLayout(0, values.type.layout))[None, :]
+        COLUMNS: gl.constexpr = values.shape[1]
+        values += bias_row.slice(FIRST, COLUMNS).load(gl.SliceLayout(0, values.type.layout))[None, :]
     return values
 
 
 @gluon.jit
 def store_piece(
     values, buffer, array, array_map, slot_of_row, start, rows, num_slots, column,
-    FIRST: gl.constexpr, WIDTH: gl.constexpr, END: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr,
+    FIRST: gl.constexpr, WIDTH: gl.constexpr, END: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr, zero=0,
 ):  # fmt: skip
-    """Write 64 x 128 values: as they lie by TMA, which clips columns, where all rows exist, else row by row.
+    """Write 64 x 128 or 64 x 64 values: as they lie by TMA, which clips columns, where all rows exist, else by row.
 
-    WIDTH: columns of a row of the array; END: the column to stop at, which is where array_map ends.
+    WIDTH: columns of a row of the array; END: the column to stop at, which is where array_map ends. zero: 0, but where
+    the compiler does not know it, it does not hold what is computed from it in registers from tile to tile.
     """
+    COLUMNS: gl.constexpr = values.shape[1]
     tma.store_wait(0)
     barrier()
     buffer.store(values.to(array.dtype.element_ty))
@@ -113,14 +120,20 @@ def store_piece(
     if whole:
         fence_async_shared()
         barrier()
-        tma_store(array_map, [start + FIRST, column], buffer)
+        BOX: gl.constexpr = array_map.block_type.shape[1]
+        if BOX == COLUMNS:
+            tma_store(array_map, [start + FIRST, column], buffer)
+        else:
+            for part in gl.static_range(0, COLUMNS, BOX):
+                tma_store(array_map, [start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
     else:
         barrier()
         # Where slots are read first, all at once; else in parts of one row per thread, which share their addresses.
-        HEIGHT: gl.constexpr = 2 * gl.num_warps() if TRUSTED and SCATTER == "row" else ROWS
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-        target = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+        ACROSS: gl.constexpr = COLUMNS // 8
+        HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if TRUSTED and SCATTER == "row" else ROWS
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+        target = zero + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         for above in gl.static_range(0, ROWS, HEIGHT):
             cast = buffer.slice(above, HEIGHT, dim=0).load(layout)
             first_row = start.to(gl.int64) + FIRST + above
@@ -186,7 +199,7 @@ def finish_halves(
     first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
     num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
-    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None,
+    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None, zero=0,
 ):  # fmt: skip
     """Bias, [pre-activation cast and stored], activation, row weight, cast, store.
 
@@ -199,10 +212,10 @@ def finish_halves(
         # The activation is between two stores, so that it runs while the buffer of the first is read.
         if y is not None and GATE_LAYOUT == "interleaved":
             left = activate_pairs(first, ACTIVATION, ALPHA, LIMIT)
-            last = add_bias(last, bias_row, 1)
+            last = add_bias(last, bias_row, PIECE)
             result = beside(left, activate_pairs(last, ACTIVATION, ALPHA, LIMIT))
         else:
-            last = add_bias(last, bias_row, 1)
+            last = add_bias(last, bias_row, PIECE)
             if y is not None:
                 result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
         if y is not None:
@@ -214,12 +227,13 @@ def finish_halves(
         if y is not None:
             column = tile * PIECE
             store_piece(
-                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED
-            )
+                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED,
+                zero,
+            )  # fmt: skip
     else:
         column = tile * WIDE
         for part in gl.static_range(2):
-            result = add_bias(first if part == 0 else last, bias_row, part)
+            result = add_bias(first if part == 0 else last, bias_row, part * PIECE)
             if pre is not None:
                 store_pre(result, buffer, pre, pre_map, gate_map, start, rows, tile, part, FIRST, N, GATE_LAYOUT)
             if y is not None:
@@ -227,8 +241,9 @@ def finish_halves(
                     result = activate(result, ACTIVATION)
                 result = weigh(result, scale, layer_exists, STACKED)
                 store_piece(
-                    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED
-                )
+                    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER,
+                    TRUSTED, zero,
+                )  # fmt: skip
             column += PIECE
 
 

@@ -42,21 +42,26 @@ def bias_tile(
 @gluon.jit
 def load_weights(
     weight_map, up_map, w_tiles, full, stage, group, tile, k, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
-    GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr, PANEL: gl.constexpr = PIECE,
 ):  # fmt: skip
-    """Start loading one stage of weights. group: the matrix, counted over layers and experts."""
+    """Start loading one stage of weights: those of gate and of up take turns, PANEL columns of each.
+
+    group: the matrix, counted over layers and experts.
+    """
     if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
         second_map = weight_map if GATE_LAYOUT == "halves" else up_map
-        column = tile * PIECE
-        second = column + (N if GATE_LAYOUT == "halves" else 0)
-        if IN_OUT:
-            gate, up = w_tiles.index(stage).slice(0, PIECE, dim=1), w_tiles.index(stage).slice(PIECE, PIECE, dim=1)
-            tma_load(weight_map, [group * D + k, column], full, gate)
-            tma_load(second_map, [group * D + k, second], full, up)
-        else:
-            gate, up = w_tiles.index(stage).slice(0, PIECE, dim=0), w_tiles.index(stage).slice(PIECE, PIECE, dim=0)
-            tma_load(weight_map, [group * WEIGHT_N + column, k], full, gate)
-            tma_load(second_map, [group * WEIGHT_N + second, k], full, up)
+        AXIS: gl.constexpr = 1 if IN_OUT else 0
+        for part in gl.static_range(PIECE // PANEL):
+            column = tile * PIECE + part * PANEL
+            second = column + (N if GATE_LAYOUT == "halves" else 0)
+            gate = w_tiles.index(stage).slice(2 * part * PANEL, PANEL, dim=AXIS)
+            up = w_tiles.index(stage).slice((2 * part + 1) * PANEL, PANEL, dim=AXIS)
+            if IN_OUT:
+                tma_load(weight_map, [group * D + k, column], full, gate)
+                tma_load(second_map, [group * D + k, second], full, up)
+            else:
+                tma_load(weight_map, [group * WEIGHT_N + column, k], full, gate)
+                tma_load(second_map, [group * WEIGHT_N + second, k], full, up)
     elif IN_OUT:
         tma_load(weight_map, [group * D + k, tile * WIDE], full, w_tiles.index(stage))
     else:
@@ -79,13 +84,14 @@ def gathered_rows(slot_of_row, start, rows, num_slots, FIRST: gl.constexpr, TOP_
 
 
 @gluon.jit
-def take_tile(
-    bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows,
-    num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
-    UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    COUNTER: gl.constexpr, GROUP_M: gl.constexpr,
+def next_tile(
+    group_sizes, group_start, schedule, counters, num_blocks, num_rows, N: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    COUNTER: gl.constexpr, GROUP_M: gl.constexpr, HEIGHT: gl.constexpr,
 ):  # fmt: skip
-    """(expert, first row, rows, column tile, both consumers' rows of x, biases); expert -1: idle, -2: none is left."""
+    """(whether one was left, whether it is in use, expert, its first row, its rows, its row blocks, row block, tile).
+
+    What is not in use is the first tile of an expert, whose addresses exist.
+    """
     TILES_N: gl.constexpr = (N + PIECE - 1) // PIECE if GATE_LAYOUT is not None else (N + WIDE - 1) // WIDE
     number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
     left = number < num_blocks * TILES_N
@@ -97,10 +103,24 @@ def take_tile(
     known = gl.maximum(expert, 0)
     start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
     size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
-    blocks = gl.maximum((size + 2 * ROWS - 1) // (2 * ROWS), 1)
-    # Neither an idle row nor a number past the end has a tile: they take the first, whose addresses exist.
+    blocks = gl.maximum((size + HEIGHT - 1) // HEIGHT, 1)
+    # Neither an idle row nor a number past the end has a tile.
     exists = left & (expert >= 0)
     block, tile = tile_of_program(gl.where(exists, number - expert_row * TILES_N, 0), blocks, TILES_N, GROUP_M)
+    return left, exists, expert, start, size, blocks, block, tile
+
+
+@gluon.jit
+def take_tile(
+    bias, up_bias, layer_index, group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows,
+    num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    COUNTER: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """(expert, first row, rows, column tile, both consumers' rows of x, biases); expert -1: idle, -2: none is left."""
+    left, exists, expert, start, size, _, block, tile = next_tile(
+        group_sizes, group_start, schedule, counters, num_blocks, num_rows, N, GATE_LAYOUT, COUNTER, GROUP_M, 2 * ROWS
+    )
     first = block * (2 * ROWS)
     rows = gl.where(exists, size - first, 0)
     start += first
@@ -109,8 +129,8 @@ def take_tile(
     biases = 0
     if (bias is not None) or (up_bias is not None):
         biases = bias_tile(
-            bias, up_bias, layer_index.to(gl.int64), known, tile, N, WEIGHT_N, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE,
-            GATE_LAYOUT,
+            bias, up_bias, layer_index.to(gl.int64), gl.maximum(expert, 0), tile, N, WEIGHT_N, BIAS_LAYER_STRIDE,
+            UP_BIAS_LAYER_STRIDE, GATE_LAYOUT,
         )  # fmt: skip
     return gl.where(left, gl.where(rows > 0, expert, -1), -2), start, rows, tile, upper, lower, biases
 

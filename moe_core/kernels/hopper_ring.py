@@ -20,6 +20,10 @@ DEPTH = gl.constexpr(64)
 RING = gl.constexpr(2)
 FACTS = gl.constexpr(4)
 PRODUCER_WARPS = gl.constexpr(4)
+#: Of tall row blocks: chunks of ROWS rows, columns of gate and of up that take turns, places for rows of x.
+CHUNKS = gl.constexpr(3)
+PANEL = gl.constexpr(64)
+ROOM = gl.constexpr(256)
 
 
 @gluon.jit

@@ -40,6 +40,19 @@ def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: 
 
 
 @triton.jit
+def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    """(first row, rows) of a row block of a group of `size` rows, of which there are ceil(size / (ROWS * CHUNKS)).
+
+    Groups are cut between chunks of ROWS rows, evenly: a block has CHUNKS of them, or one less where it is one of the
+    first few; none is a low rest of a group. Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172.
+    """
+    low = CHUNKS * blocks - tl.cdiv(size, ROWS)
+    first = (CHUNKS * block - tl.minimum(block, low)) * ROWS
+    height = tl.where(block < low, CHUNKS - 1, CHUNKS) * ROWS
+    return first, tl.minimum(size - first, height)
+
+
+@triton.jit
 def schedule(
     group_sizes,
     schedule,
