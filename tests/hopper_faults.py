@@ -291,17 +291,14 @@ PRODUCTS = {
     "codes": Fp8(codes=True),
     "prepared": Prepared(streamed=False),
     "streamed": Prepared(streamed=True),
-<<<<<<< HEAD
     "prepared integers": Prepared(False, format_named("int8_g128_zp"), 384, "bfloat16"),
     "streamed integers": Prepared(True, format_named("int4_g32_zp"), 416, "float16"),
-=======
     # Groups of 2 + 3 chunks.
     "tall": Product(
         _case("slot", Activation("silu"), row_weight=True, num_tokens=600),
         config=_TALL,
         kernel="hopper_tall:matmul_ogs",
     ),
->>>>>>> next-tall
 }
 
 
