@@ -31,6 +31,8 @@ from moe_core.tuning import TileConfig
 from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
 from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
 from tests.faulty_kernels import OpFault, run_on_copy
+from tests.forward_faults import FAULTS as FORWARD_FAULTS
+from tests.forward_faults import FORWARDS, Forward
 from tests.harness import engine_target, run_plan
 from tests.hopper_fp8_cases import CASES, CODES, plan_codes, plan_codes_apart
 from tests.quantized_support import spec_of as described
@@ -44,12 +46,12 @@ Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 
 #: None of them changes what is waited for, how often, or an address beyond what is clamped
 #: or masked afterwards: a copy neither hangs nor leaves its arrays.
-FAULTS: Planted = {
+FAULTS: Planted = FORWARD_FAULTS | {
     "result": {
         "hopper": (
             OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
             OpFault("gl.maximum(slots, 0)", "gl.maximum(slots // 2, 0)"),
-            OpFault("a_tiles.index(2 * stage + WHICH)", "a_tiles.index(2 * stage)"),
+            OpFault("a_tiles.index(CHUNKS * stage + WHICH)", "a_tiles.index(CHUNKS * stage)"),
             OpFault("exists = target < rows - FIRST - above", "exists = target < rows - FIRST - above - 1"),
         ),
         "hopper_producer": (
@@ -282,7 +284,7 @@ def _case(scatter: str, activation: Activation, **options: object) -> Case:
     return Case(dtype="bfloat16", spec=spec, **(given | options))  # pyright: ignore
 
 
-PRODUCTS = {
+PRODUCTS = FORWARDS | {
     "result": Product(_case("slot", Activation("silu"), row_weight=True)),
     "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
     "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
@@ -302,7 +304,7 @@ PRODUCTS = {
 }
 
 
-def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
+def _compile(product: Product | Gradient | Fp8 | Prepared | Forward, folder: Path) -> int:
     target = Target("cuda", 90, 132)
     plan = product.plan(target)
     (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
@@ -313,7 +315,7 @@ def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
     return 0
 
 
-def _run(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
+def _run(product: Product | Gradient | Fp8 | Prepared | Forward, folder: Path) -> int:
     # Outside of the comparison: a write out of bounds is an error of its own.
     found, expected = product.results()
     try:

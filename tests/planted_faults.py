@@ -62,6 +62,10 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("tl.store(weights + target, values,", "tl.store(weights + target, -values,", "mixtral", "moe (composed)"),
         Fault("rank[None, :], all_ranks", "0 * rank[None, :], all_ranks", "mixtral", "moe (composed)"),
     ),
+    "chained": (
+        Fault('"row", "slot", None, None', '"row", "row", None, None', "mixtral", "moe (composed)"),
+        Fault("None, second_bias, None, row_weight", "None, None, None, row_weight", "gpt_oss", "moe (composed)"),
+    ),
     "bitmatrix": (
         Fault("1 << (experts & 31)", "1 << (experts & 30)", "mixtral", "bitmatrix"),
         Fault("place = tl.cumsum(bits, axis=1) - 1", "place = tl.cumsum(bits, axis=1)", "mixtral", "bitmatrix"),
