@@ -28,12 +28,12 @@ FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
             OpFault('"slot",', '"row",'),
             OpFault("total += rows[k].to(gl.float32)", "total += rows[0].to(gl.float32)"),
         ),
-        "progress": (OpFault('gl.atomic_add(place, 0, sem="acquire") < count', "0 > count"),),
+        "progress": (OpFault('sem="acquire") < count', 'sem="acquire") < 0 * count'),),
     },
     "chained fp8": {
         "chained_stream_fp8": (OpFault('"slot",', '"row",'),),
         "stream_fp8": (
-            OpFault("[0, 3, 1, 2]", "[0, 3, 2, 1]"),
+            OpFault("gl.join(w0, w2), gl.join(w1, w3)", "gl.join(w0, w1), gl.join(w2, w3)"),
             OpFault("scale_rows + step,", "scale_rows + 0 * step,"),
             OpFault("row_scales.index(side * CHUNK + part).load", "row_scales.index(side * CHUNK).load"),
             OpFault("gl.where(usable[:, None], quotients, 0.0)", "quotients * 0.5"),
