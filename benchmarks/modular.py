@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 import moe_torch
+from benchmarks import problem
 from benchmarks.draws import SEED
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, TOKENS, Shape
+from benchmarks.timing import GraphTimer
 from moe_core.operands import ExpertWeights, TopK
 from moe_core.specs import MoESpec
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonExperts, Workspaces
@@ -51,22 +53,10 @@ def draw_calls(shape: Shape, weights: ExpertWeights, tokens: int) -> tuple[Call,
     )
 
 
-def _captured(call: Call) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
 def replay_by_turns(one: Call, two: Call) -> tuple[list[float], list[float]]:
     """Microseconds per call of both, turn by turn."""
-    graphs, times = (_captured(one), _captured(two)), ([], [])
+    timer, times = GraphTimer(), ([], [])
+    graphs = [timer.capture(lambda call=call: [call() for _ in range(CALLS)]) for call in (one, two)]
     for turn in range(TURNS):
         for which in ((0, 1), (1, 0))[turn % 2]:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -97,14 +87,9 @@ def measure(
 
 
 def draw_weights(shape: Shape, device: str) -> ExpertWeights:
-    """bf16 weights `[E, N, D]` with an rms of D^-1/2, without biases."""
-    generator = torch.Generator(device).manual_seed(SEED)
-
-    def draw(rows: int, columns: int) -> torch.Tensor:
-        made = torch.randn(shape.num_experts, rows, columns, device=device, generator=generator, dtype=torch.bfloat16)
-        return made * columns**-0.5
-
-    return ExpertWeights(draw(shape.activation.input_width(shape.d_ff), shape.d_model), draw(shape.d_model, shape.d_ff))
+    """bf16 weights `[E, N, D]`, as the modular kernel takes them."""
+    drawn = problem.draw_weights(shape, torch.Generator(device).manual_seed(SEED))
+    return ExpertWeights(drawn.gate_up.mT.contiguous(), drawn.down.mT.contiguous())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("jax")
 
 import moe_torch
 from benchmarks import modular

@@ -21,6 +21,7 @@ from moe_core.moe import plan_moe
 from moe_core.operands import ExpertWeights, MatmulOperands, RouterLogits, map_arrays, named_arrays
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan import KernelLaunch
+from moe_core.quantized_tiles import choose_quantized_tile
 from moe_core.reference.quantize import quantize
 from moe_core.reference.tiling import tile
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec
@@ -233,6 +234,21 @@ def test_configurations_that_stream(activation: Activation | None) -> None:
         ):
             found = why_illegal_stream(dataclasses.replace(config, **change), weights[steps], spec)
             assert found is not None and reason in found
+
+
+@pytest.mark.parametrize("activation", [None, Activation("silu")])
+def test_batch_invariant_products_take_one_tile(activation: Activation | None) -> None:
+    """Whatever the number of rows: the largest of the mixed family, never one that streams."""
+    spec = dataclasses.replace(TOKENS, activation=activation)
+    pinned = dataclasses.replace(spec, tuning=MatmulTuning(batch_invariant=True))
+    families, tiles = set(), set()
+    for tokens in (1, 16, 256, 4096):
+        layout = LayoutSpec(tokens, 2, 8)
+        families.add(choose_quantized_tile(described(activation), layout, spec, SM_90).config.family)
+        tiles.add(choose_quantized_tile(described(activation), layout, pinned, SM_90).config)
+    assert families == {STREAM, FAMILY}
+    (tile,) = tiles
+    assert (tile.family, tile.block_m) == (FAMILY, 128)
 
 
 @pytest.mark.parametrize(("tokens", "kernels", "family"), [
