@@ -42,6 +42,7 @@ from moe_core.kernels.hopper_ring import (
     read_fact,
 )
 from moe_core.kernels.hopper_tall_producer import producer
+from moe_core.kernels.overlap import join
 
 
 @gluon.jit
@@ -209,6 +210,7 @@ def matmul_ogs(
     TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `hopper.matmul_ogs`, without pre. schedule: row blocks of 192, which are cut as `even_block` does.
 
@@ -240,6 +242,8 @@ def matmul_ogs(
         mbarrier.init(ring_empty.index(i), count=2)
     fence_async_shared()
     barrier()
+    if OVERLAP is not None:
+        join()
     gl.warp_specialize(
         [
             (consumer, (
