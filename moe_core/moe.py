@@ -9,13 +9,12 @@ from typing import Any
 
 from moe_core import dtypes
 from moe_core.arrays import ArraySpec, require_spec
-from moe_core.chain import chain_counters, chain_launches, why_not_chained
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.expert_checks import check_weights, quantized_rows, shared_is_stacked, why_no_moe_gradient
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.fusion import fuse_launches, fusion_counters, why_not_fused
 from moe_core.matmul_codes import plan_matmul_codes, why_two_launches
 from moe_core.matmul_ogs import plan_matmul_ogs, product_tile
-from moe_core.matmul_stream_fp8 import choose_stream_fp8, plan_stream_fp8
 from moe_core.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -32,7 +31,6 @@ from moe_core.reduction import plan_reduce, plan_scale_rows
 from moe_core.routing import plan_layout, plan_route_and_layout, plan_router
 from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 from moe_core.target import Target
-from moe_core.tile_choice import TileChoice
 from moe_core.tuning import TileConfig
 
 Routing = RouterWeights | RouterLogits | TopK
@@ -93,22 +91,11 @@ def kept_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec
 
 @dataclass(frozen=True)
 class _Product:
-    """One of the experts' products. choice: None where there are no tiles. unquantised: its operands where its kernel
-    quantises their rows itself, to what `operands` says."""
+    """One of the experts' products. config: None where there are no tiles."""
 
     operands: MatmulOperands
     spec: MatmulSpec
-    choice: TileChoice | None
-    unquantised: MatmulOperands | None = None
-
-    @property
-    def config(self) -> TileConfig | None:
-        return None if self.choice is None else self.choice.config
-
-    @property
-    def quantises(self) -> bool:
-        """Whether its kernel quantises its rows."""
-        return self.unquantised is not None
+    config: TileConfig | None
 
 
 class _MoEPlanner:
@@ -151,7 +138,7 @@ class _MoEPlanner:
         slots, order = self._experts(ids, weights, layout)
         self._reduce(slots, order, layout)
         plan = builder.build()
-        return chain_launches(plan) if self.chained else plan
+        return fuse_launches(plan, self.tokens) if self.fused else plan
 
     def _declare_kept(self, layout: LayoutSpec) -> None:
         """The layout's arrays and what else a backward reads: outputs with keep, else scratch."""
@@ -236,29 +223,22 @@ class _MoEPlanner:
         )
         matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
         matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
-        products = [
-            self._choose(number, operands, plain, columns, matmul, layout)
-            for number, (operands, plain, columns, matmul) in enumerate(
-                ((first, source, width, matmul_1), (second, hidden_spec, self.d_model, matmul_2)), 1
-            )
-        ]
+        products = []
+        for number, operands, columns, matmul in ((1, first, width, matmul_1), (2, second, self.d_model, matmul_2)):
+            choice = product_tile(operands, columns, layout, matmul, target, name=f"tuning.matmul_{number}")
+            products.append(_Product(operands, matmul, None if choice is None else choice.config))
         configs = tuple(product.config for product in products)
         if configs[1] is not None and configs[1].family == "hopper":
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             products[1] = dataclasses.replace(products[1], spec=dataclasses.replace(matmul_2, scatter="row"))
         counters = 2 if any(config is not None and config.counts_tiles for config in configs) else 0
         block_ms = tuple(dict.fromkeys(config.block_m for config in configs if config is not None))
-        why_not = why_not_chained(
-            configs,
-            products[0].quantises == products[1].quantises,
-            self.tokens,
-            layout.top_k,
-            alone=self.shared is None and not self.keep,
-            batch_invariant=spec.batch_invariant,
-        )
-        self.chained = not why_not
-        if self.chained:
-            counters = chain_counters(layout.max_blocks(*block_ms))
+        alone = self.shared is None and not self.keep
+        why_not = why_not_fused(configs, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
+        self.fused = not why_not
+        if configs[1] is not None and self.fused:
+            column_tiles = -(-self.d_model // configs[1].block_n)
+            counters = fusion_counters(self.tokens, layout.max_blocks(*block_ms), column_tiles)
         self._layout(ids, layout, block_ms, counters)
 
         x = "x"
@@ -266,7 +246,7 @@ class _MoEPlanner:
             x = builder.scratch("weighted_x", source)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
-        if isinstance(rows_1, QuantizedTensor) and not products[0].quantises:
+        if isinstance(rows_1, QuantizedTensor):
             x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "pre": f"{KEPT}pre_activation"}
@@ -280,30 +260,12 @@ class _MoEPlanner:
         else:
             hidden = builder.scratch("hidden", hidden_spec)
             self._matmul(0, products[0], layout, names | {"y": hidden})
-            if isinstance(rows_2, QuantizedTensor) and not products[1].quantises:
+            if isinstance(rows_2, QuantizedTensor):
                 hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
         slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype))
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "row_weight": weights}
         self._matmul(1, products[1], layout, names | {"layer": "experts.layer", "y": slots})
         return slots, products[1].spec.scatter
-
-    def _choose(
-        self,
-        number: int,
-        operands: MatmulOperands,
-        plain: ArraySpec,
-        columns: int,
-        spec: MatmulSpec,
-        layout: LayoutSpec,
-    ) -> _Product:
-        """Product 1 or 2 with the tiles it gets. plain: its rows before they are quantised."""
-        name, rows = f"tuning.matmul_{number}", self.spec.activations
-        if rows is not None:
-            unquantised = dataclasses.replace(operands, x=plain)
-            choice = choose_stream_fp8(unquantised, rows, columns, layout, spec, self.target, name)
-            if choice is not None:
-                return _Product(operands, spec, choice, unquantised)
-        return _Product(operands, spec, product_tile(operands, columns, layout, spec, self.target, name=name))
 
     def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
         """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
@@ -350,13 +312,7 @@ class _MoEPlanner:
 
         codes: the format its result is stored in."""
         operands, config = product.operands, product.config
-        if product.unquantised is not None:
-            assert product.choice is not None and self.spec.activations is not None
-            plan = plan_stream_fp8(
-                product.unquantised, operands, self.spec.activations, layout, product.spec, self.target, product.choice
-            )
-            operands, outputs = product.unquantised, ("y",)
-        elif codes is None:
+        if codes is None:
             outputs = self._outputs if stage == 0 else ("y",)
             plan = plan_matmul_ogs(operands, layout, product.spec, self.target, stage=stage, outputs=outputs)
         else:

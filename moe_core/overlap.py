@@ -33,14 +33,13 @@ from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 MOST_TOKENS = 64
 _FIRST_ARCH = 90
 #: Modules of kernels that write a layout or a schedule.
-_LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
+_LAYOUT_MODULES = ("layout", "one_token", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
-_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "stream_fp8:matmul_stream_fp8", "reduction:reduce")
+_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
 #: Kernels whose matrices have three axes, of blocks, and what they call them.
 _TILED = {
     "hopper_mixed:matmul_mixed": ("weight_map",),
     "stream:matmul_stream": ("weight",),
-    "chained_stream:chained_stream": ("weight", "second_weight"),
 }
 #: Kernels whose blocks take a multiprocessor each: those of the launch behind wait for room, and take none away.
 _WHOLE = ("hopper:matmul_ogs",)

@@ -31,8 +31,6 @@ from moe_core.tuning import TileConfig
 from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
 from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
 from tests.faulty_kernels import OpFault, run_on_copy
-from tests.forward_faults import FAULTS as FORWARD_FAULTS
-from tests.forward_faults import FORWARDS, Forward
 from tests.harness import engine_target, run_plan
 from tests.hopper_fp8_cases import CASES, CODES, plan_codes, plan_codes_apart
 from tests.quantized_support import spec_of as described
@@ -46,7 +44,7 @@ Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 
 #: None of them changes what is waited for, how often, or an address beyond what is clamped
 #: or masked afterwards: a copy neither hangs nor leaves its arrays.
-FAULTS: Planted = FORWARD_FAULTS | {
+FAULTS: Planted = {
     "result": {
         "hopper": (
             OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
@@ -284,7 +282,7 @@ def _case(scatter: str, activation: Activation, **options: object) -> Case:
     return Case(dtype="bfloat16", spec=spec, **(given | options))  # pyright: ignore
 
 
-PRODUCTS = FORWARDS | {
+PRODUCTS = {
     "result": Product(_case("slot", Activation("silu"), row_weight=True)),
     "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
     "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
@@ -304,7 +302,7 @@ PRODUCTS = FORWARDS | {
 }
 
 
-def _compile(product: Product | Gradient | Fp8 | Prepared | Forward, folder: Path) -> int:
+def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
     target = Target("cuda", 90, 132)
     plan = product.plan(target)
     (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
@@ -315,7 +313,7 @@ def _compile(product: Product | Gradient | Fp8 | Prepared | Forward, folder: Pat
     return 0
 
 
-def _run(product: Product | Gradient | Fp8 | Prepared | Forward, folder: Path) -> int:
+def _run(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
     # Outside of the comparison: a write out of bounds is an error of its own.
     found, expected = product.results()
     try:

@@ -54,7 +54,7 @@ def judge(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    moe.why_not_chained = lambda *_, **__: "every stage is judged alone"
+    moe.why_not_fused = lambda *_, **__: "every stage is judged alone"
     for name in COMPILER:
         importlib.import_module(name)
     for place in sys.argv[1:]:

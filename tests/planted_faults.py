@@ -66,6 +66,17 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault('"row", "slot", None, None', '"row", "row", None, None', "mixtral", "moe (composed)"),
         Fault("None, second_bias, None, row_weight", "None, None, None, row_weight", "gpt_oss", "moe (composed)"),
     ),
+    "one_token": (
+        Fault("others < tl.expand_dims", "others > tl.expand_dims", "mixtral", "moe (composed)", 1),
+        Fault("finished == num_blocks - 1", "finished == 0", "mixtral", "moe (composed)", 1),
+        Fault(
+            "weight, None, bias, None, row_weight",
+            "weight, None, None, None, row_weight",
+            "gpt_oss",
+            "moe (composed)",
+            1,
+        ),
+    ),
     "bitmatrix": (
         Fault("1 << (experts & 31)", "1 << (experts & 30)", "mixtral", "bitmatrix"),
         Fault("place = tl.cumsum(bits, axis=1) - 1", "place = tl.cumsum(bits, axis=1)", "mixtral", "bitmatrix"),

@@ -52,8 +52,8 @@ FEW = [
 
 @pytest.fixture(autouse=True)
 def stages_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every stage is a launch of its own, as it is where there are reasons against chaining."""
-    monkeypatch.setattr(moe, "why_not_chained", lambda *_, **__: "the tests want launches that overlap")
+    """Every stage is a launch of its own, as it is where there are reasons against sharing."""
+    monkeypatch.setattr(moe, "why_not_fused", lambda *_, **__: "the tests want launches that overlap")
     moe.plan_moe.cache_clear()
     yield
     moe.plan_moe.cache_clear()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 #: Kernel files whose faults share a process, since importing the frameworks takes longer than finding a fault.
 GROUPS = (
     ("router", "topk"),
-    ("layout", "schedule", "route_and_layout", "bitmatrix", "chained"),
+    ("layout", "schedule", "route_and_layout", "bitmatrix", "chained", "one_token"),
     ("matmul_ogs", "activation", "reduction", "matmul_quantized", "quantize_rows"),
 )
 

@@ -1,4 +1,4 @@
-"""Both products of few tokens and their reduction in one launch, without a boundary between them. See `moe_core.chain`.
+"""Both products of few tokens and their reduction in one launch, with no boundary between them. See `moe_core.fusion`.
 
 Programs draw numbers, ascending: the first are tiles of product 1, the next of product 2, the last of the reduction. A
 program that needs results of others waits for programs with lower numbers alone. These have been drawn, so they run or
@@ -8,7 +8,7 @@ are done; the lowest that still runs waits for nobody. So all end, wherever the 
 import triton
 import triton.language as tl
 
-from moe_core.kernels.matmul_ogs import layer_offset, multiply_tile, tile_of_program
+from moe_core.kernels.matmul_ogs import multiply_tile, tile_of_program
 from moe_core.kernels.overlap import join
 from moe_core.kernels.reduction import reduce_tile
 
@@ -34,30 +34,6 @@ def wait(place, count):
 
 
 @triton.jit
-def ask_for_weights(
-    weight, layer, expert, tile, K_STEPS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NUM_LAYERS: tl.constexpr,
-    LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Have the L2 cache fetch the first K_STEPS elements along the reduction of a tile's weights."""
-    base = weight + tl.cast(expert, tl.int64) * EXPERT_STRIDE
-    if layer is not None:
-        index, _ = layer_offset(layer, NUM_LAYERS)
-        base += index * LAYER_STRIDE
-    LINE: tl.constexpr = 64
-    if N_STRIDE == 1:
-        k = tl.arange(0, K_STEPS)[:, None]
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N // LINE)[None, :] * LINE
-    else:
-        k = tl.arange(0, K_STEPS // LINE)[:, None] * LINE
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    pointers = base + tl.minimum(k, D - 1) * K_STRIDE + tl.minimum(columns, N - 1) * N_STRIDE
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def chained(
     x, weight, up, bias, up_bias, second_weight, second_bias, row_weight, layer,
     group_sizes, group_start, slot_of_row, row_of_slot, schedule, hidden, slots, out, progress,
@@ -71,7 +47,7 @@ def chained(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     SECOND_BLOCK_N: tl.constexpr, SECOND_BLOCK_K: tl.constexpr, SECOND_GROUP_M: tl.constexpr,
-    SECOND_STAGES: tl.constexpr, AHEAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    SECOND_STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one of the three; parameters as in `matmul_ogs` and `reduce`.
@@ -101,11 +77,6 @@ def chained(
         block, tile = tile_of_program(number - first_programs, num_blocks, SECOND_TILES, SECOND_GROUP_M)
         expert = tl.load(schedule + 2 * block + 1)
         if expert >= 0:
-            if AHEAD > 0:
-                ask_for_weights(
-                    second_weight, layer, expert, tile, AHEAD, F, D, NUM_LAYERS, SECOND_LAYER_STRIDE,
-                    SECOND_EXPERT_STRIDE, SECOND_K_STRIDE, SECOND_N_STRIDE, SECOND_BLOCK_N,
-                )  # fmt: skip
             wait(progress + BLOCKS + block, TILES)
             multiply_tile(
                 block, tile, expert, hidden, second_weight, None, second_bias, None, row_weight, layer, group_sizes,

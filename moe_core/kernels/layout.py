@@ -93,6 +93,8 @@ def write_groups(
     capacity,
     max_blocks_0,
     max_blocks_1,
+    program,
+    num_programs,
     NUM_EXPERTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
@@ -102,12 +104,11 @@ def write_groups(
     BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
-    """Everything that follows from the group sizes `[EXPERTS]`, shared out over the programs; returns the starts.
+    """Everything that follows from the group sizes `[EXPERTS]`, shared out over num_programs; returns the starts.
 
     group_start = [0] + cumsum(rows owned); rows that no slot fills (behind a group, behind the last one) get -1 in
     slot_of_row; schedules as in `write_schedule`; the tile counters, COUNTERS of them, start at 0.
     """
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, sizes.shape[0])
     owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
     starts = tl.cumsum(owned, axis=0) - owned
@@ -212,7 +213,8 @@ def layout_at_once(
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1,
+        BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     slots = block + tl.arange(0, BLOCK_S)
     local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
@@ -332,7 +334,8 @@ def place_blocks(
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1,
+        BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     for first in range(start, last, BLOCK_S):
         slots = first + tl.arange(0, BLOCK_S)

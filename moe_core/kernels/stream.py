@@ -18,7 +18,6 @@ from moe_core.kernels.decode_integers import integer_operand, load_factors
 from moe_core.kernels.decode_words import HEIGHT, LINES, decode_rows, left_half, of_words
 from moe_core.kernels.hopper_ring import DEPTH, barrier, row_load
 from moe_core.kernels.overlap import join
-from moe_core.kernels.progress import wait
 from moe_core.kernels.tiled_result import layer_of, rows_of, store_tile
 
 
@@ -71,22 +70,32 @@ def right_operand(rows, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def stream_tile(
-    block, tile, expert, x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start, slot_of_row,
-    schedule, y, num_rows, num_slots, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr,
-    BLOCKS: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
-    BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr,
-    BLOCK_M: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr, JOIN: gl.constexpr, AGAIN: gl.constexpr, ready,
-    count,
+def matmul_stream(
+    x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
+    num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ELEMENT: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Weight rows `tile` and row block `block`, which is one of `expert`; parameters as in `matmul_stream`.
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
 
-    JOIN: wait for the launch ahead once the rows are known and weights are under way. ready: wait there until so many
-    blocks have announced that rows of x are done, None: they are. AGAIN: block and tile are those of `matmul_stream`.
+    weight, scales, zero_points: tiled, of codes of ELEMENT (`e2m1`, `uint4`, `uint8`). BLOCKS, STEPS: blocks of 64 rows
+    that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block; REPEAT: steps that share them, ALIKE
+    of those under way. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are
+    under way; SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
     """
-    CACHE: gl.constexpr = ".cg" if JOIN else ""
+    if OVERLAP == "start":
+        join()
+    CACHE: gl.constexpr = ".cg" if OVERLAP == "layout" else ""
+    block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
+    expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+    if expert < 0:
+        if OVERLAP == "layout":
+            join()
+        return
     HALVES: gl.constexpr = COLUMNS // DEPTH
     layer_index, _ = layer_of(layer, NUM_LAYERS)
     matrix = (layer_index * NUM_EXPERTS + expert).to(gl.int64)
@@ -120,10 +129,8 @@ def stream_tile(
         x_row = (slots // TOP_K if GATHER == "token" else slots).to(gl.int64)
     columns = gl.arange(0, SPAN, gl.SliceLayout(0, loads))
     x_rows = x + x_row[:, None] * X_STRIDE + columns[None, :]
-    if JOIN:
+    if OVERLAP == "layout":
         join()
-    if ready is not None:
-        wait(ready, count)
 
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2, BLOCK_M, SPAN], swizzled)
@@ -166,7 +173,7 @@ def stream_tile(
         side = 1 - side
     async_copy.wait_group(0)
 
-    if AGAIN:
+    if ELEMENT != "e2m1":
         # Looked up again rather than kept in registers over the loop.
         program = program_again()
         block, tile = program // BLOCKS, program % BLOCKS
@@ -176,39 +183,4 @@ def stream_tile(
     store_tile(
         low_sum + high_sum, tile, expert, first, start, size, bias, row_weight, layer, slot_of_row, y, num_slots, N,
         WEIGHT_N, NUM_LAYERS, BIAS_LAYER_STRIDE, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
-    )  # fmt: skip
-
-
-@gluon.jit
-def matmul_stream(
-    x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start, slot_of_row, schedule, y,
-    num_rows, num_slots,
-    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
-    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
-    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ELEMENT: gl.constexpr, COLUMNS: gl.constexpr,
-    GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `kernels.matmul_ogs`.
-
-    weight, scales, zero_points: tiled, of codes of ELEMENT (`e2m1`, `uint4`, `uint8`). BLOCKS, STEPS: blocks of 64 rows
-    that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block; REPEAT: steps that share them, ALIKE
-    of those under way. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are
-    under way; SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. OVERLAP: see `overlap`.
-    """
-    if OVERLAP == "start":
-        join()
-    CACHE: gl.constexpr = ".cg" if OVERLAP == "layout" else ""
-    block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
-    expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
-    if expert < 0:
-        if OVERLAP == "layout":
-            join()
-        return
-    stream_tile(
-        block, tile, expert, x, weight, scales, zero_points, bias, row_weight, layer, group_sizes, group_start,
-        slot_of_row, schedule, y, num_rows, num_slots, D, N, WEIGHT_N, STEPS, BLOCKS, NUM_EXPERTS, NUM_LAYERS,
-        X_STRIDE, BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, ELEMENT, COLUMNS,
-        GROUPS, REPEAT, ALIKE, BLOCK_M, CHUNK, SPAN, OVERLAP == "layout", ELEMENT != "e2m1", None, 0,
     )  # fmt: skip

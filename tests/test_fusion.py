@@ -1,4 +1,4 @@
-"""Both products and the reduction in one launch: the bits of the launches apart, whatever the order of the programs."""
+"""Stages that share a launch: the bits of the launches apart, whatever the order of the programs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moe_core import interpreter, moe
-from moe_core.chain import MOST_TOKENS, chain_counters, why_not_chained
-from moe_core.operands import TopK
+from moe_core.fusion import MOST_TOKENS, fusion_counters, why_not_fused
+from moe_core.operands import RouterLogits, TopK
 from moe_core.plan import KernelLaunch, LaunchPlan
-from moe_core.specs import Tuning
+from moe_core.specs import RouterSpec, Tuning
 from moe_core.target import Target
 from moe_core.tuning import TileConfig
 from tests.harness import engine_target
@@ -20,6 +20,7 @@ from tests.test_moe_plan import Layer, plan_of, run_layer, simple_layer
 
 CUDA = Target("cuda", 90, 132)
 TILE = TileConfig(16, 64, 64)
+TALL = TileConfig(64, 64, 64)
 
 
 def kernels(plan: LaunchPlan) -> list[str]:
@@ -32,9 +33,10 @@ def apart(monkeypatch: pytest.MonkeyPatch):
 
     def run(layer: Layer) -> dict[str, np.ndarray]:
         with monkeypatch.context() as patch:
-            patch.setattr(moe, "why_not_chained", lambda *_, **__: "the test wants them apart")
+            patch.setattr(moe, "why_not_fused", lambda *_, **__: "the test wants them apart")
             moe.plan_moe.cache_clear()
-            assert not [kernel for kernel in kernels(plan_of(layer, engine_target())) if "chained" in kernel]
+            found = kernels(plan_of(layer, engine_target()))
+            assert not [kernel for kernel in found if kernel.split(":")[0] in ("chained", "one_token")]
             found = run_layer(layer)
         moe.plan_moe.cache_clear()
         return found
@@ -54,16 +56,55 @@ def hard_ids(num_tokens: int, kind: str) -> np.ndarray:
     return ids
 
 
-@pytest.mark.parametrize(("num_tokens", "kind"), [(1, "all"), (9, "one expert"), (40, "some"), (3, "nobody")])
-def test_results_are_those_of_launches_apart(num_tokens: int, kind: str, apart) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "kind"),
+    [(1, "all"), (1, "one expert"), (1, "nobody"), (9, "one expert"), (40, "some"), (3, "nobody")],
+)
+def test_given_ids_give_the_bits_of_launches_apart(num_tokens: int, kind: str, apart) -> None:
     layer = simple_layer(num_tokens)
     ids = hard_ids(num_tokens, kind)
     weights = np.linspace(0.1, 1.0, ids.size, dtype=np.float32).reshape(ids.shape)
     layer = dataclasses.replace(layer, routing=TopK(ids, weights), spec=dataclasses.replace(layer.spec, router=None))
-    assert kernels(plan_of(layer, engine_target()))[-1] == "chained:chained"
+    last = "one_token:multiply_and_reduce" if num_tokens == 1 else "chained:chained"
+    assert kernels(plan_of(layer, engine_target()))[-1] == last
     found, wanted = run_layer(layer), apart(layer)
     for name, value in wanted.items():
         assert found[name].tobytes() == value.tobytes(), name
+
+
+ROUTERS = [
+    RouterSpec(2),
+    RouterSpec(3, slot_order="expert", scale=2.5),
+    RouterSpec(1, scoring="sigmoid", renormalize=False),
+    RouterSpec(4, order="topk_then_softmax"),
+    RouterSpec(2, scoring="sigmoid", num_groups=2, topk_group=1),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_token_gives_the_bits_of_launches_apart(router: RouterSpec, masked: bool, apart) -> None:
+    """Ties and NaN among the logits, too: every program must choose as the routing does."""
+    for logits in ([0.5, -1.0, 2.0, 0.25], [1.0, 1.0, 1.0, 1.0], [np.nan, 3.0, -np.inf, np.nan]):
+        layer = simple_layer(1)
+        routing = RouterLogits(np.asarray([logits], np.float32))
+        mask = np.asarray([False]) if masked else None
+        spec = dataclasses.replace(layer.spec, router=router)
+        layer = dataclasses.replace(layer, routing=routing, spec=spec, token_mask=mask)
+        wanted = ["one_token:route_and_multiply", "one_token:multiply_and_reduce"]
+        assert kernels(plan_of(layer, engine_target())) == wanted
+        found, expected = run_layer(layer), apart(layer)
+        for name, value in expected.items():
+            assert found[name].tobytes() == value.tobytes(), name
+
+
+def test_one_token_whose_experts_are_mapped_is_routed_apart() -> None:
+    """A map may give one expert two rows."""
+    layer = dataclasses.replace(simple_layer(1), expert_map=np.asarray([0, 0, 1, 3], np.int32))
+    plan = plan_of(layer, CUDA)
+    wanted = ["route_and_layout:route_and_layout", "matmul_ogs:matmul_ogs", "one_token:multiply_and_reduce"]
+    assert kernels(plan) == wanted
+    assert "matmul 2 and reduce are one launch" in plan.explain()
 
 
 @pytest.mark.skipif(engine_target().kind != "interpreter", reason="only the interpreter's order can be chosen")
@@ -90,21 +131,24 @@ def test_a_forward_of_few_tokens_is_two_launches() -> None:
     [
         ({"configs": (None, None)}, "there are no tiles"),
         ({"num_tokens": 0}, "there are no tiles"),
-        ({"alike": False}, "both products need one of the families"),
-        ({"configs": (TILE, dataclasses.replace(TILE, family="hopper"))}, "got portable and hopper"),
+        (
+            {"configs": (TILE, dataclasses.replace(TILE, family="hopper"))},
+            "need the portable family, got portable and hopper",
+        ),
         ({"num_tokens": MOST_TOKENS + 1}, f"gains nothing above {MOST_TOKENS} tokens, got {MOST_TOKENS + 1}"),
         ({"configs": (TILE, dataclasses.replace(TILE, block_m=32))}, "row blocks of one height"),
         ({"configs": (TILE, dataclasses.replace(TILE, num_warps=8))}, "one number of warps"),
+        ({"configs": (TALL, TALL)}, "gains nothing above 32 rows of a block, got 64"),
         ({"top_k": 17}, "top_k must be at most 16, got 17"),
         ({"alone": False}, "something is kept"),
         ({"batch_invariant": True}, "the same kernels for every number of tokens"),
     ],
 )
 def test_reasons_against_it(change: dict, reason: str) -> None:
-    options = {"configs": (TILE, TILE), "alike": True, "num_tokens": 8, "top_k": 4}
+    options = {"configs": (TILE, TILE), "num_tokens": 8, "top_k": 4}
     arguments = options | {"alone": True, "batch_invariant": False} | change
-    positional = [arguments.pop(name) for name in ("configs", "alike", "num_tokens", "top_k")]
-    assert reason in why_not_chained(*positional, **arguments)
+    positional = [arguments.pop(name) for name in ("configs", "num_tokens", "top_k")]
+    assert reason in why_not_fused(*positional, **arguments)
 
 
 def test_batch_invariant_plans_stay_apart() -> None:
@@ -113,6 +157,8 @@ def test_batch_invariant_plans_stay_apart() -> None:
     assert kernels(plan_of(dataclasses.replace(layer, spec=invariant), CUDA))[-1] == "reduction:reduce"
 
 
-def test_counters_hold_every_row_block() -> None:
-    for blocks in (1, 62, 1022, 1023, 3000):
-        assert chain_counters(blocks) >= blocks + 2 and chain_counters(blocks).bit_count() == 1
+def test_counters_hold_every_row_block_or_tile_of_columns() -> None:
+    for count in (1, 62, 1022, 1023, 3000):
+        chained, one_token = fusion_counters(2, count, 1), fusion_counters(1, 1, count)
+        assert chained >= count + 2 and one_token >= count
+        assert chained.bit_count() == one_token.bit_count() == 1
