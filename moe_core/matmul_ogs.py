@@ -25,7 +25,7 @@ from moe_core.quantized_tiles import choose_quantized_tile, why_not_quantized
 from moe_core.routing import plan_schedule
 from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
-from moe_core.tile_choice import TileChoice, choose_tile
+from moe_core.tile_choice import TileChoice, choose_tile, without_tall_blocks
 from moe_core.tuning import MatmulProblem, TileConfig, require_legal
 
 #: A weight layout read the other way round: the product with the transposed matrix.
@@ -58,6 +58,7 @@ def product_tile(
     *,
     name: str = "tuning.config",
     joined: bool = False,
+    outputs: tuple[str, ...] = ("y",),
 ) -> TileChoice | None:
     """What `plan_matmul_ogs` computes a product with, n output columns wide; None where there are no tiles.
 
@@ -66,6 +67,8 @@ def product_tile(
     """
     if not quantized_operands(operands):
         choice = choose_tile(matmul_problem(operands.x, n, layout, spec, joined), target, spec.tuning, name)
+        if "pre" in outputs:
+            choice = without_tall_blocks(choice)
         return choice if target.compiled else None
     if not target.compiled:
         return None
@@ -83,10 +86,11 @@ def _tile(
     target: Target,
     config: TileConfig | None,
     joined: bool,
+    outputs: tuple[str, ...],
 ) -> TileChoice | None:
     """`product_tile`, or the caller's configuration."""
     if config is None:
-        return product_tile(operands, n, layout, spec, target, joined=joined)
+        return product_tile(operands, n, layout, spec, target, joined=joined, outputs=outputs)
     if quantized_operands(operands):
         spec = dataclasses.replace(spec, tuning=MatmulTuning(config))
         return product_tile(operands, n, layout, spec, target, name="config")
@@ -143,7 +147,7 @@ def plan_matmul_ogs(
     found = {"y": ArraySpec((sizes.out_rows, sizes.n), spec.out_dtype or operands.x.dtype)}
     if "pre" in outputs and spec.activation is not None:
         found["pre"] = ArraySpec((sizes.out_rows, spec.activation.input_width(sizes.n)), operands.x.dtype)
-    choice = _tile(operands, sizes.n, layout, spec, target, config, joined)
+    choice = _tile(operands, sizes.n, layout, spec, target, config, joined, outputs)
     if choice is None:
         inputs = present | ({name: name for name in LAYOUT_INPUTS} if layout is not None else {})
         for name in outputs:

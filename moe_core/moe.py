@@ -225,7 +225,10 @@ class _MoEPlanner:
         matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
         products = []
         for number, operands, columns, matmul in ((1, first, width, matmul_1), (2, second, self.d_model, matmul_2)):
-            choice = product_tile(operands, columns, layout, matmul, target, name=f"tuning.matmul_{number}")
+            outputs = self._outputs if number == 1 else ("y",)
+            choice = product_tile(
+                operands, columns, layout, matmul, target, name=f"tuning.matmul_{number}", outputs=outputs
+            )
             products.append(_Product(operands, matmul, None if choice is None else choice.config))
         configs = tuple(product.config for product in products)
         if configs[1] is not None and configs[1].family == "hopper":

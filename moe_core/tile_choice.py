@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from moe_core.specs import MatmulTuning
 from moe_core.target import Target
 from moe_core.tile_table import shipped_table
-from moe_core.tuning import MatmulProblem, TileConfig, batch_invariant_config, choose_config, require_legal
+from moe_core.tuning import (
+    HOPPER_BLOCK_M,
+    HOPPER_TALL_BLOCK_M,
+    MatmulProblem,
+    TileConfig,
+    batch_invariant_config,
+    choose_config,
+    require_legal,
+)
 
 _DEFAULTS = MatmulTuning()
+_GIVEN = "given for this call"
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ def choose_tile(
     if tuning.config is not None:
         # Not left aside where it cannot run: whoever names a configuration wants it, or to know why not.
         fix = "give another, or None for one that is chosen"
-        return TileChoice(require_legal(tuning.config, problem, target, name, fix), "given for this call")
+        return TileChoice(require_legal(tuning.config, problem, target, name, fix), _GIVEN)
     if tuning.batch_invariant:
         config = require_legal(batch_invariant_config(problem, target), problem, target)
         return TileChoice(config, "batch invariant: the same for every number of rows")
@@ -47,6 +57,16 @@ def choose_tile(
                 return TileChoice(config, f"measured: {origin}")
     config = require_legal(choose_config(problem, target), problem, target)
     return TileChoice(config, f"heuristics: {_arithmetic(problem, config, target)}")
+
+
+def without_tall_blocks(choice: TileChoice) -> TileChoice:
+    """The choice for a product that stores its pre-activation, which the kernel of tall blocks does not; results are
+    the same, to the bit. A configuration given for the call stays, and is refused later."""
+    config = choice.config
+    if config.family != "hopper" or config.block_m != HOPPER_TALL_BLOCK_M or choice.source == _GIVEN:
+        return choice
+    note = f"{choice.source}; {HOPPER_BLOCK_M} rows where the pre-activation is stored"
+    return TileChoice(dataclasses.replace(config, block_m=HOPPER_BLOCK_M), note)
 
 
 def _arithmetic(problem: MatmulProblem, config: TileConfig, target: Target) -> str:
