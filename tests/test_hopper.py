@@ -201,8 +201,8 @@ def keep_operands(gate_layout: str) -> tuple[MoEOperands, MoESpec]:
     width, up = (192, ArraySpec((8, 256, 192), "bfloat16")) if gate_layout == "separate" else (384, None)
     experts = ExpertWeights(ArraySpec((8, 256, width), "bfloat16"), ArraySpec((8, 192, 256), "bfloat16"), up)
     spec = MoESpec(Activation("silu", gate_layout=gate_layout), RouterSpec(2))
-    logits = RouterLogits(ArraySpec((512, 8), "float32"))
-    return MoEOperands(ArraySpec((512, 256), "bfloat16"), experts, logits), spec
+    logits = RouterLogits(ArraySpec((320, 8), "float32"))
+    return MoEOperands(ArraySpec((320, 256), "bfloat16"), experts, logits), spec
 
 
 @pytest.mark.parametrize("gate_layout", ["halves", "separate", "interleaved"])
@@ -212,12 +212,12 @@ def test_a_forward_that_keeps_runs_the_same_products(gate_layout: str) -> None:
     plain, kept = (hopper_launches(plan_moe(*arrays, spec, SM_90, keep=keep)) for keep in (False, True))
     names = ("pre", "pre_map", "gate_map")
     pre: dict[str, Any] = {
-        name: TensorMap("kept.pre_activation", (1024, 384), 384, (64, 128)) for name in ("pre_map", "gate_map")
+        name: TensorMap("kept.pre_activation", (640, 384), 384, (64, 128)) for name in ("pre_map", "gate_map")
     }
     if gate_layout == "interleaved":
         pre["gate_map"] = Constant(None)
     else:
-        pre["gate_map"] = dataclasses.replace(pre["gate_map"], shape=(1024, 192))
+        pre["gate_map"] = dataclasses.replace(pre["gate_map"], shape=(640, 192))
     assert {name: kept[0][name] for name in names} == pre | {"pre": Pointer("kept.pre_activation")}
     for with_pre, without in zip(kept, plain, strict=True):
         assert all(without[name] == Constant(None) for name in names)
@@ -360,10 +360,10 @@ def test_weighted_input_is_planned_as_it_is_read() -> None:
 
 def test_an_up_bias_alone_is_added() -> None:
     """The kernel loads biases where either is given."""
-    layout, activation = LayoutSpec(512, 1, 4), Activation("silu", gate_layout="separate")
+    layout, activation = LayoutSpec(400, 1, 4), Activation("silu", gate_layout="separate")
     weight = ArraySpec((4, 128, 128), "bfloat16")
     operands = MatmulOperands(
-        ArraySpec((512, 128), "bfloat16"), weight, up=weight, up_bias=ArraySpec((4, 128), "float32")
+        ArraySpec((400, 128), "bfloat16"), weight, up=weight, up_bias=ArraySpec((4, 128), "float32")
     )
     spec = MatmulSpec("in_out", "token", "row", activation)
     (launch,) = [

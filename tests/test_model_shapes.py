@@ -45,8 +45,8 @@ def test_scratch_is_activations_results_and_two_megabytes(name: str, tokens: int
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (16, 2), (64, 2), (256, 3), (16384, 5)])
 def test_launches_of_a_forward_from_logits(name: str, tokens: int, launches: int) -> None:
-    if (name, tokens) == ("mixtral", 256):
-        launches = 5  # 64 rows per expert: the hopper family, whose products are launches of their own.
+    if (name, tokens) in (("mixtral", 256), ("gptoss20b", 256)):
+        launches = 5  # 64 and 32 rows per expert: blocks so high that their products are launches of their own.
     steps = forward(name, tokens).steps
     assert len(steps) == launches and all(isinstance(step, KernelLaunch) for step in steps)
 
