@@ -176,13 +176,14 @@ def why_not_importable(peer: Peer) -> str | None:
 
 
 def add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float) -> str | None:
-    """Add one peer's figures to a row and return None, or the reason why it has none.
+    """Add one peer's figures to a row and return None, or the reason why it lacks some.
 
     seconds: what it may take with compiling. A row with a `breakdown` gets that of triton_kernels, too.
     """
     try:
         with time_limit(seconds):
             forward, figures = time_peer(peer, problem, timer, _SECONDS)
+            row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
             if peer.name == "triton_kernels" and "breakdown" in row:
                 row["breakdown"][peer.name] = summarize(timer.kernels(forward))
     except ParityIsRed as red:
@@ -190,7 +191,6 @@ def add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seco
         return str(red)
     except Exception as error:  # whatever a peer raises is the reason it has no figure
         return reason_of(error)
-    row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
     return None
 
 
