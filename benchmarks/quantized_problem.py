@@ -130,7 +130,9 @@ def specs_of(cell: Cell) -> tuple[MoESpec, MoESpec]:
     return dataclasses.replace(bf16, activations=cell.scheme.activations, fast_accumulate=cell.fast_accumulate), bf16
 
 
-def with_static_scales(experts: ExpertWeights) -> ExpertWeights:
-    """The same experts with the scale of both products' rows given: 1."""
+def with_static_scales(cell: Cell, experts: ExpertWeights) -> ExpertWeights | None:
+    """The same experts with the scales of both products' rows given: 1. None where a scale is not for all rows."""
+    if cell.scheme.activations != format_named("fp8_tensor"):
+        return None
     scales = {name: torch.ones(1, device=experts.down.values.device) for name in ("gate_up", "down")}
     return dataclasses.replace(experts, **{f"{name}_input_scale": scale for name, scale in scales.items()})

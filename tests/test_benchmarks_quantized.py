@@ -121,6 +121,20 @@ def test_products_that_are_not_launches_of_their_own(monkeypatch: pytest.MonkeyP
     assert row["torch_us"] == 1.0
 
 
+def test_red_static_scales_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = quantized.with_static_scales
+
+    def wrong(cell: quantized.Cell, experts: Any) -> Any:
+        found = real(cell, experts)
+        assert found is not None
+        return dataclasses.replace(found, down_input_scale=found.down_input_scale / 256)
+
+    monkeypatch.setattr(quantized, "with_static_scales", wrong)
+    (row,) = run(("fp8_tensor",), "--tokens", "3", "--peers", "none")
+    assert row["not_timed"]["static_scales"].startswith("parity is red: error ") and "static_scales_us" not in row
+    assert row["red_peers"] == ["static_scales"] and row["torch_us"] == 1.0
+
+
 # The peer.
 
 
