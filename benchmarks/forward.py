@@ -27,11 +27,11 @@ import moe_jax
 import moe_torch
 from benchmarks import plain
 from benchmarks.breakdown import breakdown_table, summarize
-from benchmarks.budget import Budget, time_limit
+from benchmarks.budget import Budget
 from benchmarks.draws import load_of
 from benchmarks.large import run_large
 from benchmarks.options import Options, parse
-from benchmarks.peers import ParityIsRed, Peer, dense_forward, time_peer, why_not_importable
+from benchmarks.peers import add_peer, dense_forward, why_not_importable
 from benchmarks.problem import Problem, checked_tokens, draw_problem, draw_weights, expected, relative_error
 from benchmarks.provenance import provenance
 from benchmarks.record import (
@@ -40,7 +40,6 @@ from benchmarks.record import (
     add_over_balanced,
     add_ratios,
     read_vllm_figures,
-    reason_of,
     reasons,
     table,
 )
@@ -51,8 +50,6 @@ from moe_core.runtime import target_of
 from moe_core.target import Target
 
 TOLERANCE = 1e-2
-#: A peer's repeats may take this long.
-_PEER_SECONDS = 0.5
 
 
 def check(problem: Problem, ours: Any, theirs: Any) -> dict[str, Any]:
@@ -123,7 +120,7 @@ def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Option
         if reason is None and seconds <= 0:
             reason = "the time of the cell was spent"
         if reason is None:
-            reason = _add_peer(row, peer, problem, timer, seconds)
+            reason = add_peer(row, peer, problem, timer, seconds)
             free_memory()
         if reason is not None:
             row["not_timed"][peer.name] = reason
@@ -141,22 +138,6 @@ def add_batch_invariant(row: dict[str, Any], problem: Problem, timer: Any) -> No
         row["not_timed"]["batch_invariant"] = f"parity is red: a token alone bitwise {alone}, error {error:.3g}"
         return
     row["batch_invariant_us"] = timer.time(lambda: problem.torch_forward(spec))
-
-
-def _add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float) -> str | None:
-    """Add one peer's figures and return None, or the reason why it has none."""
-    try:
-        with time_limit(seconds):
-            forward, figures = time_peer(peer, problem, timer, _PEER_SECONDS)
-            if peer.name == "triton_kernels" and "breakdown" in row:
-                row["breakdown"][peer.name] = summarize(timer.kernels(forward))
-    except ParityIsRed as red:
-        row["red_peers"].append(peer.name)
-        return str(red)
-    except Exception as error:  # whatever a peer raises is the reason it has no figure
-        return reason_of(error)
-    row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
-    return None
 
 
 def compile_ahead(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, Any]:

@@ -88,11 +88,11 @@ def chosen_names(parser: argparse.ArgumentParser, option: str, text: str, known:
     return names
 
 
-def numbers_of_tokens(parser: argparse.ArgumentParser, text: str) -> tuple[int, ...]:
-    """The numbers between the commas of --tokens; exits where one is not positive."""
+def numbers_of_tokens(parser: argparse.ArgumentParser, text: str, option: str = "--tokens") -> tuple[int, ...]:
+    """The numbers between the commas of an option's text; exits where one is not positive."""
     tokens = text.split(",")
     if not all(one.isdecimal() and int(one) > 0 for one in tokens):
-        parser.error(f"--tokens must be positive numbers with commas between them, got {text!r}")
+        parser.error(f"{option} must be positive numbers with commas between them, got {text!r}")
     return tuple(map(int, tokens))
 
 

@@ -14,7 +14,10 @@ import torch
 
 import moe_torch
 from benchmarks import plain
+from benchmarks.breakdown import summarize
+from benchmarks.budget import time_limit
 from benchmarks.problem import Problem, checked_tokens, expected, relative_error
+from benchmarks.record import reason_of
 from benchmarks.shapes import Shape
 from moe_core.specs import Activation
 
@@ -26,8 +29,10 @@ INSTALL_TRITON_KERNELS = (
 )
 #: A tenth of a second or two at the speed of dense products, and tens of gigabytes of copies.
 _MOST_FLOPS = 1.5e14
+#: A peer's repeats may take this long.
+_SECONDS = 0.5
 #: Upstream fuses this one activation, whatever the shape's: the work is equal.
-_UPSTREAM_ACTIVATION = Activation("swiglu_oai", gate_layout="interleaved")
+UPSTREAM_ACTIVATION = Activation("swiglu_oai", gate_layout="interleaved")
 
 
 class ParityIsRed(Exception):
@@ -39,7 +44,7 @@ class Peer:
     """build(problem) -> a function without arguments (torch: timed by graph replay) or of (x, logits, experts) (JAX:
     timed on the device). tokens: numbers of tokens it is timed at, None = all. activation: None = the shape's.
     required: a record lacks something without it. every_expert: it multiplies every row by every expert, and is timed
-    where that is at most `_MOST_FLOPS`.
+    where that is at most `_MOST_FLOPS`. tolerance: the largest relative error of its output.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Peer:
     tokens: tuple[int, ...] | None = None
     activation: Activation | None = None
     every_expert: bool = False
+    tolerance: float = TOLERANCE
 
     @property
     def kept(self) -> float:
@@ -66,37 +72,51 @@ class Peer:
         return None
 
 
-def upstream_forward(problem: Problem) -> Callable[[], torch.Tensor]:
+@dataclass(frozen=True)
+class UpstreamOperands:
+    """What upstream's two products take: both matrices, `[E, D, 2F]` and `[E, F, D]` of torch or wrapped by upstream,
+    their precision configurations (None = upstream's default), and what makes the rows of the first product of x."""
+
+    gate_up: Any
+    down: Any
+    gate_up_precision: Any = None
+    down_precision: Any = None
+    rows: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+
+def upstream_forward(problem: Problem, operands: UpstreamOperands | None = None) -> Callable[[], torch.Tensor]:
     """Upstream triton_kernels' forward from logits, with its fused swiglu whatever the activation (equal work).
 
-    Raises ImportError where it is not on PYTHONPATH: a recorded run needs it.
+    operands: in place of the problem's matrices, None = these. Raises ImportError where upstream is not on PYTHONPATH:
+    a recorded run needs it.
     """
     from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs  # pyright: ignore[reportMissingImports]
     from triton_kernels.routing import routing  # pyright: ignore[reportMissingImports]
     from triton_kernels.swiglu import swiglu_fn  # pyright: ignore[reportMissingImports]
 
-    arguments = (_UPSTREAM_ACTIVATION.alpha, _UPSTREAM_ACTIVATION.limit)
+    arguments = (UPSTREAM_ACTIVATION.alpha, UPSTREAM_ACTIVATION.limit)
     fused = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), arguments, 2)
     experts, top_k = problem.experts, problem.shape.top_k
+    given = operands or UpstreamOperands(experts.gate_up, experts.down)
 
     def forward() -> torch.Tensor:
         data, gather, scatter = routing(problem.logits, top_k, sm_first=False)
         hidden: Any = matmul_ogs(
-            problem.x,
-            experts.gate_up,
+            given.rows(problem.x),
+            given.gate_up,
             experts.gate_up_bias,
             data,
             gather_indx=gather,
-            precision_config=PrecisionConfig(),
+            precision_config=given.gate_up_precision or PrecisionConfig(),
             fused_activation=fused,
         )
         return matmul_ogs(
             hidden,
-            experts.down,
+            given.down,
             experts.down_bias,
             data,
             scatter_indx=scatter,
-            precision_config=PrecisionConfig(),
+            precision_config=given.down_precision or PrecisionConfig(),
             gammas=data.gate_scal,
         )
 
@@ -138,7 +158,7 @@ _RAGGED_TOKENS = (64, 1024, 4096)
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("triton_kernels", upstream_forward, activation=_UPSTREAM_ACTIVATION),
+        Peer("triton_kernels", upstream_forward, activation=UPSTREAM_ACTIVATION),
         Peer("grouped_mm", grouped_mm_forward),
         Peer("grouped_mm_compiled", compiled_forward, tokens=_COMPILED_TOKENS),
         Peer("ragged_dot", ragged_dot_forward, "jax", tokens=_RAGGED_TOKENS, every_expert=True),
@@ -153,6 +173,25 @@ def why_not_importable(peer: Peer) -> str | None:
         return None
     fix = INSTALL_TRITON_KERNELS if peer.name == "triton_kernels" else "pip install tokamax"
     return f"{peer.name} cannot be imported; {fix}"
+
+
+def add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float) -> str | None:
+    """Add one peer's figures to a row and return None, or the reason why it lacks some.
+
+    seconds: what it may take with compiling. A row with a `breakdown` gets that of triton_kernels, too.
+    """
+    try:
+        with time_limit(seconds):
+            forward, figures = time_peer(peer, problem, timer, _SECONDS)
+            row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
+            if peer.name == "triton_kernels" and "breakdown" in row:
+                row["breakdown"][peer.name] = summarize(timer.kernels(forward))
+    except ParityIsRed as red:
+        row["red_peers"].append(peer.name)
+        return str(red)
+    except Exception as error:  # whatever a peer raises is the reason it has no figure
+        return reason_of(error)
+    return None
 
 
 def time_peer(peer: Peer, problem: Problem, timer: Any, seconds: float) -> tuple[Callable[..., Any], dict[str, float]]:
@@ -183,8 +222,8 @@ def check_peer(peer: Peer, problem: Problem, output: torch.Tensor) -> float:
     """The error of a peer's output; raises ParityIsRed where it is too large."""
     tokens = checked_tokens(problem.tokens).to(problem.x.device)
     error = relative_error(output[tokens], expected(problem, tokens, peer.activation))
-    if not error < TOLERANCE:
-        raise ParityIsRed(f"parity of {peer.name} is red: error {error:.3g}, at most {TOLERANCE:g} is allowed")
+    if not error < peer.tolerance:
+        raise ParityIsRed(f"parity of {peer.name} is red: error {error:.3g}, at most {peer.tolerance:g} is allowed")
     return error
 
 

@@ -1,26 +1,28 @@
-"""The forward from logits with quantised experts, beside the bf16 op of the same weights dequantised.
+"""The forward from logits with quantised experts, beside triton_kernels and the bf16 op of dequantised weights.
 
     python -m benchmarks.quantized --cells gptoss120b:mxfp4,mixtral:fp8_block --output record.json
     python -m benchmarks.quantized --cells gptoss120b:int4_g64,qwen3:int4_g128,qwen3:int8_g128 --tokens 16,64,256
 
 Parity comes first: torch and JAX must agree bitwise, and the output with that of the dequantised weights, or nothing is
-timed. Weights whose format has a tiling are prepared (`prepare_weights`) unless --published is given. Codes and scales
-are random, with the rms of real weights. Both products are timed apart too, beside the time that the bytes of their
-weights take at the fastest streaming: codes, scales and zero points, as they are published, of the experts that have
-tokens. benchmarks/README.md describes the record.
+timed; triton_kernels, where it has the scheme, is checked too, and a row says what keeps it from a figure
+(benchmarks/quantized_peers.py). Weights whose format has a tiling are prepared (`prepare_weights`) unless --published
+is given. Codes and scales are random, with the rms of real weights. Both products are timed apart too, beside the time
+that the bytes of their weights take at the fastest streaming: codes, scales and zero points, as they are published, of
+the experts that have tokens. By default what matters most comes first: cells with a peer, then the numbers of tokens
+at which only a ratio within one run decides. benchmarks/README.md describes the record.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -29,164 +31,82 @@ import torch
 
 import moe_jax
 import moe_torch
-from benchmarks.draws import SEED, draw_logits, load_of
-from benchmarks.peers import dense_forward
-from benchmarks.problem import relative_error
+from benchmarks.breakdown import summarize
+from benchmarks.budget import Budget
+from benchmarks.draws import SEED, load_of
+from benchmarks.options import chosen_names, numbers_of_tokens
+from benchmarks.peers import TOLERANCE as PEER_TOLERANCE
+from benchmarks.peers import Peer, add_peer, dense_forward, why_not_importable
+from benchmarks.problem import Problem, relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import STREAMING_BYTES_PER_US, table
-from benchmarks.shapes import SHAPES, TOKENS, Shape
-from benchmarks.timing import GraphTimer, KernelSpan, free_memory
-from moe_core import dtypes
-from moe_core.formats import (
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    Scheme,
-    format_named,
-    quantized_specs,
-    scheme_named,
-    why_not_tileable,
+from benchmarks.quantized_peers import NAME, upstream_peer, why_not_upstream
+from benchmarks.quantized_problem import (
+    SCHEMES,
+    Cell,
+    dequantized,
+    draw_experts,
+    draw_rows,
+    specs_of,
+    stored_bytes,
+    with_static_scales,
 )
+from benchmarks.record import STREAMING_BYTES_PER_US, reasons, table
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import GraphTimer, KernelSpan, free_memory
+from moe_core.formats import why_not_tileable
 from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
 from moe_core.specs import MoESpec
 
-SCHEMA = 2
-#: The e8m0 byte of 1.
-_E8M0_ONE = 127
+SCHEMA = 3
 #: Largest relative Frobenius error of an output: of bf16 rows, and of rows that are quantised to e4m3 too.
 TOLERANCES = {False: 1e-2, True: 8e-2}
-#: Integers of 4 and 8 bits beside rows as they are.
-INTEGERS = ("int4_g32", "int4_g64", "int4_g128", "int4_g128_zp", "int8_g64", "int8_g128", "int8_channel")
-SCHEMES = {
-    "mxfp4": (scheme_named("mxfp4_w4a16"), False),
-    "fp8_block": (scheme_named("fp8_block"), False),
-    "fp8_tensor": (scheme_named("fp8_tensor"), True),
-    **{name: (Scheme(name, format_named(name)), False) for name in INTEGERS},
-}
+#: Those that triton_kernels has, too, come first.
 CELLS = (
-    "gptoss120b:mxfp4,qwen3:mxfp4,qwen3:fp8_block,mixtral:fp8_block,gptoss120b:fp8_tensor,mixtral:fp8_tensor,"
+    "gptoss120b:mxfp4,qwen3:mxfp4,mixtral:fp8_tensor,gptoss120b:fp8_tensor,mixtral:fp8_block,qwen3:fp8_block,"
     "gptoss120b:int4_g64,qwen3:int4_g128,qwen3:int4_g128_zp,gptoss120b:int8_g64,qwen3:int8_g128,qwen3:int8_channel"
 )
+#: From 1024 tokens on only a ratio within one run decides: these first, then some of the few.
+TOKENS = "4096,1024,16384,64,1,16,256"
 COLUMNS = {
     "shape": "shape", "scheme": "scheme", "prepared": "prepared", "tokens": "tokens", "active_experts": "active",
-    "torch_us": "torch", "bf16_us": "bf16", "bound_streaming_us": "stream bound", "dense_us": "dense bf16",
+    "torch_us": "torch", "static_scales_us": "static scales", "triton_kernels_us": NAME,
+    "ratio_triton_kernels": f"/ {NAME}", "static_ratio_triton_kernels": f"static / {NAME}", "bf16_us": "bf16",
+    "bound_streaming_us": "stream bound", "dense_us": "dense bf16",
     "matmul1_us": "matmul 1", "matmul1_of_bound": "of its bound", "matmul2_us": "matmul 2",
     "matmul2_of_bound": "of its bound",
 }  # fmt: skip
 
 
-class Cell(NamedTuple):
-    """A layer and how it is quantised. fast_accumulate: sums stay in the tensor cores' own precision; scale_dtype: of
-    grouped integers' scales."""
-
-    shape: Shape
-    name: str
-    scheme: Scheme
-    fast_accumulate: bool
-    scale_dtype: str = "bfloat16"
+def product_spans(spans: Sequence[KernelSpan]) -> list[tuple[int, KernelSpan]]:
+    """The launches of grouped products among the kernels of one replay, with their places."""
+    return [(place, span) for place, span in enumerate(spans) if "matmul_" in span.name]
 
 
-def draw_matrix(cell: Cell, shape: tuple[int, int, int], generator: torch.Generator) -> QuantizedTensor:
-    """Random codes `[E, N, D]` whose numbers have an rms of about D^-1/2."""
-    format = cell.scheme.weights
-    if "int" in format.element:
-        return draw_integers(format, cell.scale_dtype, shape, generator)
-    described = quantized_specs(QuantizedSpec(format), shape)
-    device, rms = generator.device, shape[-1] ** -0.5
-    if format.has_e8m0_scales:
-        values = torch.randint(0, 256, described.values.shape, dtype=torch.uint8, device=device, generator=generator)
-        # e2m1 codes have an rms of about 3.
-        middle = _E8M0_ONE + round(torch.log2(torch.tensor(rms / 3)).item())
-        scales = torch.randint(
-            middle - 1, middle + 2, described.scales.shape, dtype=torch.uint8, device=device, generator=generator
-        )
-        return QuantizedTensor(described.spec, values, scales)
-    values = torch.empty(described.values.shape, dtype=torch.float8_e4m3fn, device=device)
-    for expert in range(shape[0]):
-        numbers = torch.randn(values.shape[1:], device=device, generator=generator) * 100
-        values[expert] = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
-    scales = (0.5 + torch.rand(described.scales.shape, device=device, generator=generator)) * (rms / 100)
-    return QuantizedTensor(described.spec, values, scales)
-
-
-def draw_integers(
-    format: Format, scale_dtype: str, shape: tuple[int, int, int], generator: torch.Generator
-) -> QuantizedTensor:
-    """As `draw_matrix`, any codes; stored zero points are those in the middle and their neighbours."""
-    element, device = format.own_element, generator.device
-    described = quantized_specs(QuantizedSpec(format), shape, scale_dtype if element.max_code is not None else None)
-
-    def integers(low: int, high: int, sizes: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(low, high, sizes, dtype=torch.uint8, device=device, generator=generator)
-
-    values = integers(0, 256, described.values.shape)
-    # The rms of that many equally likely codes.
-    rms = shape[-1] ** -0.5 / (2**format.bits_per_element / 12**0.5)
-    scales = (0.5 + torch.rand(described.scales.shape, device=device, generator=generator)) * rms
-    points = None
-    if described.zero_points is not None:
-        middle, sizes = element.zero_point or 0, described.zero_points.shape
-        points = integers(middle - 1, middle + 2, sizes)
-        if element.per_byte == 2:
-            points |= integers(middle - 1, middle + 2, sizes) << 4
-    kind = getattr(torch, dtypes.canonical(described.scales.dtype))
-    return QuantizedTensor(described.spec, values.view(getattr(torch, element.dtype)), scales.to(kind), points)
-
-
-def draw_experts(cell: Cell, generator: torch.Generator) -> ExpertWeights:
-    """Both matrices, and biases where the layer has them."""
-    shape, device = cell.shape, generator.device
-    width = shape.activation.input_width(shape.d_ff)
-    biases: dict[str, Any] = {}
-    if shape.biased:
-        biases = {
-            "gate_up_bias": torch.randn(shape.num_experts, width, device=device, generator=generator),
-            "down_bias": torch.randn(shape.num_experts, shape.d_model, device=device, generator=generator),
-        }
-    return ExpertWeights(
-        draw_matrix(cell, (shape.num_experts, width, shape.d_model), generator),
-        draw_matrix(cell, (shape.num_experts, shape.d_model, shape.d_ff), generator),
-        **biases,
-    )
-
-
-def dequantized(experts: ExpertWeights) -> ExpertWeights:
-    """The same experts in bf16."""
-    matrices = {name: moe_torch.dequantize(getattr(experts, name), torch.bfloat16) for name in ("gate_up", "down")}
-    return dataclasses.replace(experts, **matrices)
-
-
-def stored_bytes(experts: ExpertWeights) -> dict[str, int]:
-    """Bytes of codes, scales and zero points of both matrices, as they are given."""
-    return {"matmul1": experts.gate_up.nbytes, "matmul2": experts.down.nbytes}
+def why_not_apart(replays: Sequence[Sequence[KernelSpan]]) -> str | None:
+    """Why both products of a forward have no times of their own, or None where each is one launch of every replay."""
+    counts = sorted({len(product_spans(spans)) for spans in replays})
+    if counts == [2]:
+        return None
+    return f"each must be a launch of its own: a replay has {' or '.join(map(str, counts))} kernels of products, not 2"
 
 
 def product_times(replays: Sequence[Sequence[KernelSpan]]) -> dict[str, float]:
     """Median us of both products of a forward, from the end of the kernel ahead where launches overlap."""
     times: dict[str, list[float]] = {"matmul1": [], "matmul2": []}
     for spans in replays:
-        found = []
-        for place, span in enumerate(spans):
-            if "matmul_" in span.name:
-                ahead = max((other.end for other in spans[:place]), default=span.start)
-                found.append(span.end - max(span.start, ahead))
-        for name, time in zip(times, found, strict=True):
-            times[name].append(time)
+        for name, (place, span) in zip(times, product_spans(spans), strict=True):
+            ahead = max((other.end for other in spans[:place]), default=span.start)
+            times[name].append(span.end - max(span.start, ahead))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
 def measure(
-    cell: Cell, tokens: int, experts: tuple[ExpertWeights, ExpertWeights], stored: dict[str, int], timer: Any
+    cell: Cell, problem: Problem, experts: tuple[ExpertWeights, ExpertWeights], stored: dict[str, int], timer: Any
 ) -> dict[str, Any]:
-    """The figures of one cell; exits where parity is red. experts: quantised, and the same in bf16; stored: bytes of
+    """Our figures of one cell; exits where parity is red. experts: quantised, and the same in bf16; stored: bytes of
     both matrices in the published layout."""
-    shape, (quantised, plain) = cell.shape, experts
-    device = plain.down.device
-    generator = torch.Generator(device).manual_seed(SEED + tokens)
-    x = torch.randn(tokens, shape.d_model, device=device, generator=generator).bfloat16()
-    logits = torch.from_numpy(draw_logits("balanced", tokens, shape.num_experts)).to(device)
-    bf16 = MoESpec(shape.activation, shape.router, weight_layout="out_in")
-    spec = dataclasses.replace(bf16, activations=cell.scheme.activations, fast_accumulate=cell.fast_accumulate)
+    shape, (quantised, plain), (spec, bf16) = cell.shape, experts, specs_of(cell)
+    x, logits, tokens = problem.x, problem.logits, problem.tokens
 
     def forward(weights: ExpertWeights, spec: MoESpec) -> Any:
         return moe_torch.moe(x, weights, RouterLogits(logits), spec)
@@ -196,56 +116,149 @@ def measure(
         moe_jax.from_dlpack(x), moe_jax.from_dlpack(logits), map_arrays(quantised, moe_jax.from_dlpack)
     )
     same = torch.equal(moe_torch.from_dlpack(theirs), ours.output)
-    error = relative_error(ours.output, expected.output)
-    if not same or not error < TOLERANCES[cell.scheme.activations is not None]:
+    error, tolerance = relative_error(ours.output, expected.output), TOLERANCES[cell.scheme.activations is not None]
+    if not same or not error < tolerance:
         sys.exit(
             f"parity is red for {shape.name} {cell.name} {tokens}: bitwise {same}, error {error}; nothing was timed"
         )
     active = load_of(ours.tokens_per_expert.cpu().numpy()).active
     bounds = {name: size * active / shape.num_experts / STREAMING_BYTES_PER_US for name, size in stored.items()}
-    products = product_times(timer.kernels(lambda: forward(quantised, spec)))
-    return {
+    row = {
         "shape": shape.name, "scheme": cell.name, "tokens": tokens, "active_experts": active,
         "prepared": quantised.down.spec.tiling is not None, "bitwise_torch_jax": same, "error_dequantized": error,
         "torch_us": timer.time(lambda: forward(quantised, spec)),
         "bf16_us": timer.time(lambda: forward(plain, bf16)),
         "bound_streaming_us": sum(bounds.values()),
-        "dense_us": timer.time(dense_forward(shape, tokens, device)),
+        "dense_us": timer.time(dense_forward(shape, tokens, x.device)),
         "scale_dtype": str(quantised.down.scales.dtype).removeprefix("torch."),
-        **{f"{name}_us": time for name, time in products.items()},
-        **{f"{name}_of_bound": bounds[name] / time for name, time in products.items()},
+        "peer_errors": {}, "not_timed": {}, "red_peers": [],
     }  # fmt: skip
+    static = with_static_scales(cell, quantised)
+    if static is not None:
+        error = relative_error(forward(static, spec).output, expected.output)
+        if error < tolerance:
+            row |= {"error_static_scales": error, "static_scales_us": timer.time(lambda: forward(static, spec))}
+        else:
+            row["red_peers"].append("static_scales")
+            row["not_timed"]["static_scales"] = f"parity is red: error {error:.3g}, at most {tolerance:g} is allowed"
+    replays = timer.kernels(lambda: forward(quantised, spec))
+    row["breakdown"] = {"ours": summarize(replays)}
+    reason = why_not_apart(replays)
+    if reason is not None:
+        row["not_timed"]["products"] = reason
+        return row
+    for name, time_taken in product_times(replays).items():
+        row |= {f"{name}_us": time_taken, f"{name}_of_bound": bounds[name] / time_taken}
+    return row
 
 
-def run(options: argparse.Namespace, timer: Any, device: str) -> list[dict[str, Any]]:
-    """The rows of every cell; the record, where an output is named, is written after each of them."""
+def add_upstream(row: dict[str, Any], peer: Peer | str, problem: Problem, timer: Any, seconds: float) -> None:
+    """triton_kernels' figures, or why it has none. peer: a string is the reason; seconds: what it may take."""
+    reason = peer if isinstance(peer, str) else peer.why_left_out(problem.shape, problem.tokens)
+    if reason is None and seconds <= 0:
+        reason = "the time of the cell was spent"
+    if reason is None and isinstance(peer, Peer):
+        reason = add_peer(row, peer, problem, timer, seconds)
+        free_memory()
+    if reason is not None:
+        row["not_timed"][NAME] = reason
+    for ratio, ours in ((f"ratio_{NAME}", "torch_us"), (f"static_ratio_{NAME}", "static_scales_us")):
+        if f"{NAME}_us" in row and ours in row:
+            row[ratio] = row[ours] / row[f"{NAME}_us"]
+
+
+def peer_of(cell: Cell, experts: ExpertWeights, options: argparse.Namespace) -> Peer | str | None:
+    """triton_kernels with experts in their published layout, why it cannot be timed, or None where nobody asked."""
+    if not options.peers:
+        return None
+    reason = why_not_upstream(cell.scheme)
+    if reason is not None:
+        return reason
+    tolerance = PEER_TOLERANCE if cell.scheme.activations is None else TOLERANCES[True]
+    peer = upstream_peer(cell.scheme, experts, tolerance, options.peer_tokens)
+    return why_not_importable(peer) or peer
+
+
+def compile_ahead(cell: Cell, experts: tuple[ExpertWeights, ExpertWeights], tokens: Sequence[int]) -> dict[str, Any]:
+    """Compile what a cell's own forwards need, several kernels at a time, and say what it took."""
+    problem, (quantised, plain), (spec, bf16) = draw_rows(cell, 1, experts[1]), experts, specs_of(cell)
+    reports = [
+        moe_torch.warmup(problem.x, weights, RouterLogits(problem.logits), of, tokens=tokens)
+        for weights, of in ((quantised, spec), (with_static_scales(cell, quantised), spec), (plain, bf16))
+        if weights is not None
+    ]
+    return {
+        "shape": cell.shape.name,
+        "scheme": cell.name,
+        "kernels": sum(len(report.kernels) for report in reports),
+        "compiled": sum(len(report.compiled) for report in reports),
+        "seconds": sum(report.seconds for report in reports),
+    }
+
+
+def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
+    """The record of every cell, written after each of them where an output is named; progress is printed."""
+    start = time.monotonic()
     rows: list[dict[str, Any]] = []
-    record = {"schema": SCHEMA, "provenance": provenance("benchmarks.quantized"), "seed": SEED, "rows": rows}
+    record = {
+        "schema": SCHEMA,
+        "provenance": provenance("benchmarks.quantized"),
+        "seed": SEED,
+        "warmup": [],
+        "rows": rows,
+    }
+
+    def progress(text: str) -> None:
+        print(f"{time.monotonic() - start:7.1f} s  {text}", file=sys.stderr, flush=True)
+
     for cell in options.cells:
         experts = draw_experts(cell, torch.Generator(device).manual_seed(SEED))
         plain = dequantized(experts)
         stored = stored_bytes(experts)
+        peer = peer_of(cell, experts, options)
         if why_not_tileable(cell.scheme.weights) is None and not options.published:
-            spec = MoESpec(cell.shape.activation, weight_layout="out_in")
-            experts = moe_torch.prepare_weights(experts, spec)
+            experts = moe_torch.prepare_weights(experts, MoESpec(cell.shape.activation, weight_layout="out_in"))
+        record["warmup"].append(compile_ahead(cell, (experts, plain), options.tokens))
+        progress(f"{cell.shape.name} {cell.name}: {record['warmup'][-1]['compiled']} kernels compiled")
+        budget = Budget(options.cell_seconds, len(options.tokens))
         for count in options.tokens:
+            began = time.monotonic()
             with torch.no_grad():
-                rows.append(measure(cell, count, (experts, plain), stored, timer))
-            print(f"{cell.shape.name} {cell.name} {count}: {rows[-1]['torch_us']:.1f} us", file=sys.stderr, flush=True)
+                problem = draw_rows(cell, count, plain)
+                row = measure(cell, problem, (experts, plain), stored, timer)
+                if peer is not None:
+                    add_upstream(row, peer, problem, timer, budget.left())
+            row["seconds"] = time.monotonic() - began
+            budget.finish_cell()
+            rows.append(row)
+            progress(describe(row))
             if options.output is not None:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(record, indent=1) + "\n")
-        del experts, plain
+        del experts, plain, peer
         jax.clear_caches()
         free_memory()
-    return rows
+    return record
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A row in a line: ours, and triton_kernels' figure or why it has none."""
+    text = f"{row['shape']} {row['scheme']} {row['tokens']}: {row['torch_us']:.1f} us"
+    if f"{NAME}_us" in row:
+        text += f", {NAME} {row[f'{NAME}_us']:.1f} us, ratio {row[f'ratio_{NAME}']:.3f}"
+    if NAME in row["not_timed"]:
+        text += f", {NAME}: {row['not_timed'][NAME]}"
+    return text
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; exits with a message where it makes no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=CELLS, help="of shape:scheme (default: %(default)s)")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens (default: %(default)s)")
+    parser.add_argument("--tokens", default=TOKENS, help="numbers of tokens, in this order (default: %(default)s)")
+    parser.add_argument("--peers", default=NAME, help=f"{NAME} (default), or `none`")
+    parser.add_argument("--peer-tokens", help="time the peer at these numbers of tokens only (default: at all)")
+    parser.add_argument("--cell-seconds", type=float, default=20.0, help="time per cell (default: %(default)s)")
     parser.add_argument("--published", action="store_true", help="leave weights in their published layout")
     scales = ("bfloat16", "float16", "float32")
     parser.add_argument("--scales", choices=scales, default=scales[0], help="of grouped integers (default: bfloat16)")
@@ -257,14 +270,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if shape not in SHAPES or scheme not in SCHEMES:
             parser.error(f"--cells must be of {', '.join(SHAPES)} and {', '.join(SCHEMES)}, got {text!r}")
         cells.append(Cell(SHAPES[shape], scheme, *SCHEMES[scheme], found.scales))
-    found.cells, found.tokens = cells, [int(count) for count in found.tokens.split(",")]
+    if not found.cell_seconds > 0:
+        parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
+    found.cells, found.tokens = cells, numbers_of_tokens(parser, found.tokens)
+    found.peers = chosen_names(parser, "--peers", found.peers, (NAME,))
+    if found.peer_tokens is not None:
+        found.peer_tokens = numbers_of_tokens(parser, found.peer_tokens, "--peer-tokens")
     return found
 
 
+def show(rows: list[dict[str, Any]]) -> str:
+    """The table of the rows, and what has no figure."""
+    return "\n\n".join(part for part in (table(rows, COLUMNS), reasons(rows)) if part)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    print(table(run(options, GraphTimer(), "cuda"), COLUMNS))
-    return 0
+    """Run and print; 1 where a parity was red: the peer's, or with given scales."""
+    rows = run(parse(arguments), GraphTimer(), "cuda")["rows"]
+    print(show(rows))
+    red = sorted({name for row in rows for name in row["red_peers"]})
+    if red:
+        print(f"parity is red for {', '.join(red)}: not timed there", file=sys.stderr)
+    return 1 if red else 0
 
 
 if __name__ == "__main__":

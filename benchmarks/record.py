@@ -74,7 +74,8 @@ def reasons(rows: list[dict[str, Any]]) -> str:
     places: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for peer, reason in row["not_timed"].items():
-            places.setdefault((peer, reason), []).append(f"{row['shape']} {row['routing']} {row['tokens']}")
+            place = " ".join(str(row[field]) for field in ("shape", "scheme", "routing", "tokens") if field in row)
+            places.setdefault((peer, reason), []).append(place)
     return "\n".join(f"{peer}: {reason} ({', '.join(cells)})" for (peer, reason), cells in places.items())
 
 
