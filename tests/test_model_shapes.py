@@ -47,6 +47,8 @@ def test_scratch_is_activations_results_and_two_megabytes(name: str, tokens: int
 def test_launches_of_a_forward_from_logits(name: str, tokens: int, launches: int) -> None:
     if (name, tokens) in (("mixtral", 256), ("gptoss20b", 256)):
         launches = 5  # 64 and 32 rows per expert: blocks so high that their products are launches of their own.
+    if tokens == 64 and SHAPES[name][3] == 8:
+        launches = 3  # 512 slots: routed by many blocks, placed by a second launch.
     steps = forward(name, tokens).steps
     assert len(steps) == launches and all(isinstance(step, KernelLaunch) for step in steps)
 

@@ -137,17 +137,17 @@ def plan_on_h200(tokens: int, num_experts: int, top_k: int = 8, **options) -> La
 
 @pytest.mark.parametrize("num_experts", [8, 60, 128, 256, 384, 512])
 def test_launches_on_a_gpu(num_experts: int) -> None:
-    for tokens in (0, 1, 16, 64):
-        assert kernels(plan_on_h200(tokens, num_experts)) == ["route_and_layout"]
-    for tokens in (65, 1024, 16384):
-        assert kernels(plan_on_h200(tokens, num_experts)) == ["route", "place_blocks"]
+    for tokens, top_k in ((0, 8), (1, 8), (16, 8), (64, 4)):
+        assert kernels(plan_on_h200(tokens, num_experts, top_k)) == ["route_and_layout"]
+    for tokens, top_k in ((64, 8), (65, 4), (1024, 8), (16384, 8)):
+        assert kernels(plan_on_h200(tokens, num_experts, top_k)) == ["route", "place_blocks"]
 
 
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "reason"),
     [
-        (64, 1024, 8, "64 tokens of 1024 columns, one launch takes 32768 logits"),
-        (16, 512, 300, "16 tokens of 512 slots, one launch takes 4096 slots"),
+        (64, 1024, 4, "64 tokens of 1024 columns, one launch takes 32768 logits"),
+        (16, 512, 300, "16 tokens of 512 slots, one launch takes 256 slots"),
         (65, 128, 8, "65 tokens, one launch takes 64"),
     ],
 )
