@@ -14,8 +14,9 @@ routes them, and `layout.place_blocks` places them. With B blocks every placing 
 B = 128 and E = 128, 1000 cycles at 64 bytes per cycle. B is therefore the number of multiprocessors at most; a program
 routes T / B tokens and places as many. Counting and scanning in launches of their own would cost two launches more.
 
-Estimated so for E = 128 and K = 8, in a CUDA graph: 4.5 us for 1 token, 7 for 64, 7 for 1024, 16 for 16384. Within whole
-forwards on an H200 the launch of one program took 2.7 us for 1 token, 5.0 for 16 and 14.1 for 64, where two took 9.2.
+Estimated so for E = 128 and K = 8, in a CUDA graph: 4.5 us for 1 token, 7 for 64, 7 for 1024, 16 for 16384. Within
+whole forwards on an H200 one program took 2.7 us for 1 token, 5.0 for 16 and 14.1 for 64, for which two launches took
+9.2.
 """
 
 from __future__ import annotations

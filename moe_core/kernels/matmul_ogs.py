@@ -60,22 +60,11 @@ def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(
-    block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row,
-    schedule, y, pre, num_rows, num_slots,
-    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
-    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
-    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
-    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    JOIN: tl.constexpr, STAGES: tl.constexpr,
+def weight_bases(
+    weight, up, layer, expert, N: tl.constexpr, NUM_LAYERS: tl.constexpr, LAYER_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Column tile `tile` of row block `block`, which is one of `expert`; parameters as in `matmul_ogs`.
-
-    JOIN: wait for the launch ahead once the rows are known. STAGES: of the pipeline, None: the launch's.
-    """
-    CACHE: tl.constexpr = ".cg" if JOIN else ""
+    """(where an expert's weights begin, where those of up do, layer index, whether the requested layer exists)."""
     layer_index = tl.full((), 0, tl.int64)
     layer_exists = True
     if layer is not None:
@@ -87,42 +76,28 @@ def multiply_tile(
         second = up + weight_offset
     elif GATE_LAYOUT == "halves":
         second = first + N * N_STRIDE
+    return first, second, layer_index, layer_exists
 
-    # Rows of this block: where they start in the layout, which exist, which slot each is.
-    if schedule is None:
-        rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        exists = rows < num_rows
-        slots = rows
-    else:
-        within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
-        # The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
-        start = tl.minimum(tl.maximum(tl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
-        exists = within < tl.minimum(tl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - start)
-        rows = start.to(tl.int64) + within
-        found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
-        slots = slot_inside(found, num_slots)
-    if GATHER == "token":
-        x_rows = slots // TOP_K
-    elif GATHER == "slot":
-        x_rows = slots
-    else:
-        x_rows = rows
-    if JOIN:
-        join()
 
+@triton.jit
+def tile_sums(
+    x_pointers, exists, first, second, tile, k_from, k_to,
+    D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """fp32 sums over k_from .. k_to - 1 of the reduction: (`[BLOCK_M, BLOCK_N]`, interleaved twice as wide; of up)."""
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     even_k: tl.constexpr = D % BLOCK_K == 0
     even_n: tl.constexpr = N % BLOCK_N == 0
-    x_pointers = x + x_rows[:, None] * X_STRIDE + k[None, :]
     wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-
     if GATE_LAYOUT == "interleaved":
         accumulator = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
     else:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(k_from, k_to, BLOCK_K, num_stages=STAGES):
         if even_k:
             x_tile = tl.load(x_pointers + start, mask=exists[:, None], other=0.0)
         else:
@@ -136,12 +111,24 @@ def multiply_tile(
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
             up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
     if GATE_LAYOUT == "joined":
-        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+        for start in tl.range(k_from, k_to, BLOCK_K, num_stages=STAGES):
             mask = exists[:, None] if even_k else exists[:, None] & (start + k < D)[None, :]
             x_tile = tl.load(x_pointers + D + start, mask=mask, other=0.0)
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
             accumulator = tl.dot(x_tile, up_tile, accumulator, input_precision=INPUT_PRECISION)
+    return accumulator, up_accumulator
 
+
+@triton.jit
+def activated_sums(
+    accumulator, up_accumulator, tile, bias, up_bias, pre, rows, exists, expert, layer_index,
+    N: tl.constexpr, WEIGHT_N: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bias, [the pre-activation stored], activation of `tile_sums`: fp32 `[BLOCK_M, BLOCK_N]`."""
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
     bias_row = (layer_index * BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * WEIGHT_N
     if GATE_LAYOUT == "interleaved":
         if bias is not None:
@@ -175,6 +162,62 @@ def multiply_tile(
             result = activate(accumulator, ACTIVATION)
         else:
             result = accumulator
+    return result
+
+
+@triton.jit
+def multiply_tile(
+    block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer, group_sizes, group_start, slot_of_row,
+    schedule, y, pre, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
+    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    JOIN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Column tile `tile` of row block `block`, which is one of `expert`; parameters as in `matmul_ogs`.
+
+    JOIN: wait for the launch ahead once the rows are known. STAGES: of the pipeline, None: the launch's.
+    """
+    CACHE: tl.constexpr = ".cg" if JOIN else ""
+    first, second, layer_index, layer_exists = weight_bases(
+        weight, up, layer, expert, N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE, N_STRIDE, GATE_LAYOUT
+    )
+
+    # Rows of this block: where they start in the layout, which exist, which slot each is.
+    if schedule is None:
+        rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists = rows < num_rows
+        slots = rows
+    else:
+        within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
+        # The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
+        start = tl.minimum(tl.maximum(tl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
+        exists = within < tl.minimum(tl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - start)
+        rows = start.to(tl.int64) + within
+        found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
+        slots = slot_inside(found, num_slots)
+    if GATHER == "token":
+        x_rows = slots // TOP_K
+    elif GATHER == "slot":
+        x_rows = slots
+    else:
+        x_rows = rows
+    if JOIN:
+        join()
+
+    x_pointers = x + x_rows[:, None] * X_STRIDE + tl.arange(0, BLOCK_K)[None, :]
+    accumulator, up_accumulator = tile_sums(
+        x_pointers, exists, first, second, tile, 0, D, D, N, K_STRIDE, N_STRIDE, GATE_LAYOUT, INPUT_PRECISION, BLOCK_M,
+        BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    result = activated_sums(
+        accumulator, up_accumulator, tile, bias, up_bias, pre, rows, exists, expert, layer_index, N, WEIGHT_N,
+        BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if y is not None:
         if schedule is not None:
             # Loaded again rather than kept in registers over the main loop, where every row counts as filled.
