@@ -33,7 +33,7 @@ from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 MOST_TOKENS = 64
 _FIRST_ARCH = 90
 #: Modules of kernels that write a layout or a schedule.
-_LAYOUT_MODULES = ("layout", "one_token", "route_and_layout", "schedule", "topk")
+_LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
 _LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
 #: Kernels whose matrices have three axes, of blocks, and what they call them.

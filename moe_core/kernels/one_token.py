@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.matmul_ogs import multiply_tile, tile_of_program
-from moe_core.kernels.overlap import join
 from moe_core.kernels.reduction import reduce_tile
 from moe_core.kernels.route_and_layout import route_tokens
 from moe_core.kernels.topk import choose_experts
@@ -43,15 +42,12 @@ def route_and_multiply(
     BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
     GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """The first program: `route_tokens` of one token; each other one: a tile of product 1, as `matmul_ogs` computes it.
 
-    Parameters as there; num_blocks: row blocks of the schedule, of which each expert of one token has one. OVERLAP: see
-    `overlap`.
+    Parameters as there; num_blocks: row blocks of the schedule, of which each expert of one token has one.
     """
-    if OVERLAP is not None:
-        join()
     if tl.program_id(0) == 0:
         route_tokens(
             logits, correction_bias, token_mask, None, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
@@ -86,15 +82,12 @@ def multiply_and_reduce(
     D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr,
     LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
     BIAS_LAYER_STRIDE: tl.constexpr, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """A tile of product 2, as `matmul_ogs` computes it; the last program of a tile of columns: the token's columns.
 
-    tile_counters: int32, zeros, one for each tile of columns; the rest as in `matmul_ogs` and `reduce`. OVERLAP: see
-    `overlap`.
+    tile_counters: int32, zeros, one for each tile of columns; the rest as in `matmul_ogs` and `reduce`.
     """
-    if OVERLAP is not None:
-        join()
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(schedule + 2 * block + 1)
     if expert >= 0:
