@@ -109,9 +109,7 @@ class BackwardPlanner:
         bindings = {}
         for operand, buffer in names.items():
             bindings |= bound_arrays(first, operand, f"experts.{buffer}")
-        choice = product_tile(
-            first, width, self.layout, matmul, target, name="tuning.matmul_1", outputs=("pre",)
-        )
+        choice = product_tile(first, width, self.layout, matmul, target, name="tuning.matmul_1", outputs=("pre",))
         assert choice is not None, "backwards of the reference are one call"
         config = choice.config
         bindings |= {"schedule": self._schedule(config.block_m)} | self._groups()
