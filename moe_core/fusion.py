@@ -12,8 +12,8 @@ runs at once.
 
 **One token** (`moe_core.kernels.one_token`): the routing shares the launch of product 1, whose blocks choose the
 token's experts themselves, and the reduction that of product 2, whose last block of a tile of columns adds up its
-slots. Nothing waits, nor does product 2 begin before product 1 has ended (`moe_core.overlap`), which was 1 us slower; a chain
-would lose, too: all blocks of product 1 run at once, and those of product 2 take room.
+slots. Nothing waits, nor does product 2 begin before product 1 has ended (`moe_core.overlap`), which was 1 us slower. A
+chain would lose, too: all blocks of product 1 run at once, and those of product 2 take room.
 """
 
 from __future__ import annotations
