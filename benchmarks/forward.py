@@ -82,6 +82,7 @@ def measure(problem: Problem, timer: Any, target: Target) -> dict[str, Any]:
     row["scratch_allowed_bytes"] = problem.allowed_scratch()
     row["bound_streaming_us"] = shape.weight_bytes(load.active) / STREAMING_BYTES_PER_US
     row["torch_us"] = timer.time(problem.torch_forward)
+    row["torch_clean_us"] = timer.time(problem.torch_forward, written=False)
     row["routing_us"] = timer.time(lambda: _route(problem))
     length = 20 if tokens <= 1024 else 6
     state = problem.x.clone()

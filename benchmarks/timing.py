@@ -55,16 +55,21 @@ class GraphTimer:
             function()
         return graph
 
-    def time(self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0) -> float:
+    def time(
+        self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0, *, written: bool = True
+    ) -> float:
         """Median microseconds of one call: graph replay between events, after an L2 flush.
 
-        After `seconds` no repeat starts, once there are enough for a median.
+        After `seconds` no repeat starts, once there are enough for a median. written: the flush leaves the cache full
+        of lines that were written, which go to memory while the call reads; if not, it reads them once more.
         """
         graph = self.capture(function)
         times: list[float] = []
         stop = time.monotonic() + seconds
         while len(times) < repeats and (len(times) < _FEWEST_REPEATS or time.monotonic() < stop):
             self._flush.zero_()
+            if not written:
+                self._flush.view(torch.float32).sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

@@ -193,11 +193,11 @@ def test_a_first_call_waits_for_each_of_its_kernels_once() -> None:
     def two_seconds_each(kernels: Sequence[Any]) -> list[KernelReport]:
         return [KernelReport(launch.kernel, "16 x 128", 2.0, number == 0) for number, (_, launch) in enumerate(kernels)]
 
-    found = measure([SHAPES["qwen3"]], (33, 64, 4096), Target("cuda", 90, 132), two_seconds_each)
+    found = measure([SHAPES["qwen3"]], (9, 16, 4096), Target("cuda", 90, 132), two_seconds_each)
     one, two, many = found["cells"]
     assert one == {
         "shape": "qwen3",
-        "tokens": 33,
+        "tokens": 9,
         "kernels": 2,
         "first_call_seconds": 4.0,
         "slowest_kernel_seconds": 2.0,
