@@ -205,7 +205,7 @@ def test_a_first_call_waits_for_each_of_its_kernels_once() -> None:
     assert two["first_call_seconds"] == 4.0 and many["first_call_seconds"] == 2.0 * many["kernels"] >= 8.0
     assert len(found["kernels"]) < one["kernels"] + two["kernels"] + many["kernels"]
     lines = show(found, 2).splitlines()
-    assert lines[0] == "qwen3 33: 2 kernels, first call 4.00 s, slowest kernel 2.00 s"
+    assert lines[0] == "qwen3 9: 2 kernels, first call 4.00 s, slowest kernel 2.00 s"
     assert lines[3].startswith(f"{len(found['kernels'])} kernels (1 existed) by 2 processes: ")
     json.dumps(found)
 
