@@ -49,9 +49,7 @@ class CallingTimer:
     def __init__(self) -> None:
         self.calls = 0
 
-    def time(
-        self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0, written: bool = True
-    ) -> float:
+    def time(self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0, written: bool = True) -> float:
         self.calls += 1
         function()
         return 100.0
