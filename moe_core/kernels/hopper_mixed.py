@@ -23,84 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_core.kernels.decode_integers import integer_operand, read_factors
-from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT, left_operand, load_lines, load_words
+from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT
+from moe_core.kernels.hopper_mixed_parts import finish, operand_of, read_block
 from moe_core.kernels.hopper_mixed_producer import producer
+from moe_core.kernels.hopper_mixed_wide import compute_wide
 from moe_core.kernels.hopper_ring import DEPTH, FACTS, RING, advance, barrier, read_fact
 from moe_core.kernels.overlap import join
-from moe_core.kernels.tiled_result import activated, bias_of
+from moe_core.kernels.tiled_result import bias_of
 
-#: Tokens that one part of the epilogue stores, and of the largest tile.
-PART = gl.constexpr(32)
+#: Tokens of the largest tile of `compute_tile`.
 LARGE = gl.constexpr(128)
-
-
-@gluon.jit
-def half_of(values, WHICH: gl.constexpr):
-    """The first or the last half of the tokens (columns)."""
-    first, last = gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, values.shape[1] // 2]), [0, 2, 1]))
-    return first if WHICH == 0 else last
-
-
-@gluon.jit
-def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
-    """One of PARTS (1, 2 or 4) parts of the tokens."""
-    if PARTS == 4:
-        values = half_of(half_of(values, WHICH // 2), WHICH % 2)
-    elif PARTS == 2:
-        values = half_of(values, WHICH)
-    return values
-
-
-@gluon.jit
-def finish(
-    accumulator, biases, layer_exists, buffer, y, weights, slots, start, rows, pair,
-    N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
-    """Bias, activation, row weight, cast, and stores of [64 accumulator rows, tokens]."""
-    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
-    TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
-    if biases is not None:
-        accumulator += biases[:, None]
-    for part in gl.static_range(BLOCK_M // TOKENS):
-        values = part_of(accumulator, part, BLOCK_M // TOKENS)
-        result = activated(values, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-        if weights is not None:
-            scale = weights.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(0, result.type.layout))
-            result *= scale[None, :]
-        result = gl.where(layer_exists, result, float("nan"))
-        barrier()
-        buffer.store(gl.permute(result.to(y.dtype.element_ty), [1, 0]))
-        barrier()
-        within = part * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-        columns = pair * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        slot = slots.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
-        exists = (within < rows) & (slot >= 0)
-        target = start.to(gl.int64) + within if SCATTER == "row" else slot.to(gl.int64)
-        mask = exists[:, None] & (columns < N)[None, :]
-        gl.store(y + target[:, None] * N + columns[None, :], buffer.load(layout), mask=mask)
-
-
-@gluon.jit
-def read_block(
-    codes, scales, zero_points, ELEMENT: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
-):  # fmt: skip
-    """What `operand_of` makes numbers of a block from."""
-    if ELEMENT == "e2m1":
-        return load_words(codes, scales)
-    else:
-        return load_lines(codes), read_factors(scales, zero_points, GROUPS, STORED)
-
-
-@gluon.jit
-def operand_of(held, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
-    """64 columns of a block as the left operand of a product."""
-    if ELEMENT == "e2m1":
-        return left_operand(held[HALF], held[2], HALF, PRODUCT)
-    else:
-        return integer_operand(held[0], held[1], HALF, ELEMENT, PRODUCT)
+#: Of tiles of up to 256 rows: tokens that are multiplied by how many there are, a power of two and the rest.
+WIDTHS = gl.constexpr(((32, 0), (64, 0), (128, 0), (128, 32), (256, 0)))
 
 
 @gluon.jit
@@ -115,7 +49,7 @@ def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
 @gluon.jit
 def compute_tile(
     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base,
-    layer_exists, y, start, rows, block,
+    layer_exists, y, start, block,
     FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -164,8 +98,8 @@ def compute_tile(
         if bias is not None:
             biases = bias_of(bias, base, block + mine, N, GATE_LAYOUT, gl.SliceLayout(1, product))
         finish(
-            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, rows, block + mine,
-            N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TOKENS,
+            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, block + mine,
+            0, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
         )  # fmt: skip
     return stage, phase
 
@@ -196,18 +130,30 @@ def consumer(
             block = tile * PAIRS + FIRST
             base = layer_index.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
             weights = weight_ring.index(place) if WEIGHTED else None
+            if BLOCK_M > LARGE:
+                below = 0
+                for variant in gl.static_range(len(WIDTHS)):
+                    if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
+                        stage, phase = compute_wide(
+                            x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                            slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start,
+                            block, FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER,
+                            GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, WIDTHS[variant][0],
+                            WIDTHS[variant][1],
+                        )  # fmt: skip
+                    below = WIDTHS[variant][0] + WIDTHS[variant][1]
             # Half of the experts with about as many rows as a tile has have a second one with a few.
-            if (BLOCK_M == LARGE) and (rows <= LARGE // 4):
+            elif (BLOCK_M == LARGE) and (rows <= LARGE // 4):
                 stage, phase = compute_tile(
                     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
-                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
                     ACTIVATION, ALPHA, LIMIT, STAGES, LARGE // 4,
                 )  # fmt: skip
             else:
                 stage, phase = compute_tile(
                     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
-                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
                     ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
                 )  # fmt: skip
@@ -246,6 +192,8 @@ def matmul_mixed(
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     by_eight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    # Tokens that one part of the epilogue stores: of the tallest tiles fewer, since little memory is left.
+    PART: gl.constexpr = 32 if BLOCK_M <= LARGE else 1024 // WIDTH
     TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
     TILES: gl.constexpr = (N + WIDTH * PAIRS - 1) // (WIDTH * PAIRS)
     WEIGHTED: gl.constexpr = row_weight is not None
@@ -278,11 +226,11 @@ def matmul_mixed(
         mbarrier.init(ring_empty.index(i), count=2)
     fence_async_shared()
     barrier()
-    # Registers of a thread: a producer that gathers rows has their addresses.
+    # Registers of a thread: a producer that gathers rows has their addresses, unless it looks them up.
     if REGISTERS is not None:
         CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
     else:
-        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if GATHER == "row" else (208, 88)
+        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if (GATHER == "row") or (BLOCK_M > LARGE) else (208, 88)
     gl.warp_specialize(
         [
             (consumer, (
