@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from moe_core import dtypes
 from moe_core.activation import row_stride
@@ -35,6 +36,10 @@ _RESERVED = 1024
 _SHARED_REGISTERS = 80
 #: Stages of two blocks that are worth having: with fewer, stages have one.
 _LEAST_STAGES = 3
+#: Mean rows per expert above which tiles are tall. Arithmetic says 96: from there on most experts have rows for more
+#: than half of the 128 columns that the next best tile multiplies at least, and codes are decoded once where it decodes
+#: those of every second expert twice; below, a tall tile has too few bytes of codes under way. None until measured.
+_TALL_ROWS = math.inf
 #: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
 #: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
 #: (docs/performance.md), not in between.
@@ -83,6 +88,8 @@ def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulS
             f"num_warps must be 4, those of a consumer, num_stages and group_m at least 1, got {config.num_warps}, "
             f"{config.num_stages} and {config.group_m}"
         )
+    if config.block_m == _TALL and config.num_stages < 2:
+        return f"num_stages must be at least 2: tiles of {_TALL} rows decode a stage ahead, got {config.num_stages}"
     if (most := _most_stages(config, weight, spec, target)) < config.num_stages:
         return f"num_stages must be at most {most} for shared memory, got {config.num_stages}"
     return None
@@ -91,7 +98,7 @@ def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulS
 def mixed_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
     """The configuration for so many mean rows per expert, with as many stages as there is room for."""
     found = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
-    height, depth = next(found, (_LARGE, _LARGE_DEPTH))
+    height, depth = next(found, (_TALL if rows > _TALL_ROWS else _LARGE, _LARGE_DEPTH))
     columns = block_of(weight.format).columns
     config = TileConfig(height, _blocks_of(height) * block_width(spec), min(depth, 2 * columns), 4, 1, 8, FAMILY)
     if _most_stages(config, weight, spec, target) < _LEAST_STAGES:
@@ -203,5 +210,7 @@ def launch_mixed(
         "OVERLAP": Constant(None),
     }
     builder.launch("hopper_mixed:matmul_mixed", (min(tiles, most),), arguments, config.num_warps, 1)
-    tokens = f"{config.block_m} tokens" if not large else f"{_LARGE // 4} or {_LARGE} tokens"
-    builder.sums(f"k in blocks of 16, in order, fp32 accumulator, wgmma of 64 weight rows and {tokens}; no split")
+    tokens = {_LARGE: f"{_LARGE // 4} or {_LARGE}", _TALL: f"32 to {_TALL}"}.get(config.block_m, f"{config.block_m}")
+    builder.sums(
+        f"k in blocks of 16, in order, fp32 accumulator, wgmma of 64 weight rows and {tokens} tokens; no split"
+    )

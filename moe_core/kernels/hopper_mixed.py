@@ -34,7 +34,7 @@ from moe_core.kernels.tiled_result import bias_of
 #: Tokens of the largest tile of `compute_tile`.
 LARGE = gl.constexpr(128)
 #: Of tiles of up to 256 rows: tokens that are multiplied by how many there are, a power of two and the rest.
-WIDTHS = gl.constexpr(((32, 0), (64, 0), (128, 0), (128, 32), (256, 0)))
+WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)))
 
 
 @gluon.jit
@@ -226,11 +226,12 @@ def matmul_mixed(
         mbarrier.init(ring_empty.index(i), count=2)
     fence_async_shared()
     barrier()
-    # Registers of a thread: a producer that gathers rows has their addresses, unless it looks them up.
+    # Registers of a thread. A producer that gathers rows has their addresses, and of tall tiles looks them up. Which
+    # split compiles without spills is found by trying: values of all parts lie in registers of each.
     if REGISTERS is not None:
         CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
     else:
-        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if (GATHER == "row") or (BLOCK_M > LARGE) else (208, 88)
+        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if (GATHER == "row") == (BLOCK_M <= LARGE) else (208, 88)
     gl.warp_specialize(
         [
             (consumer, (

@@ -195,8 +195,9 @@ def producer(
             place, ring_phase = advance(place, ring_phase, RING)
             stage, phase = load_tile(
                 x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles,
-                row_slots, full, empty, stage, phase, layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots, D, STEPS,
-                BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
+                row_slots, full, empty, stage, phase, layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots,
+                D, STEPS, BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES,
+                BLOCK_M,
             )  # fmt: skip
     mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
     announce(ring, ring_full, place, -1, 0, 0, 0)

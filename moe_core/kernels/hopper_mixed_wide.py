@@ -1,4 +1,13 @@
-"""A consumer's part of the tallest tiles of `kernels.hopper_mixed`, of up to 256 rows of x. Written in Gluon."""
+"""A consumer's part of the tallest tiles of `kernels.hopper_mixed`, of up to 256 rows of x. Written in Gluon.
+
+Of 64 weight rows only, so that every code is decoded once for up to 256 rows of x. ptxas takes products one by one,
+each waited for, where one is under way when the loop turns; so what the next stage's first product takes is decoded
+before the wait that ends a stage, while the last product runs, and a stage begins with a product:
+
+    product of columns 0 .. 63    decode columns 64 .. 127
+    product of columns 64 .. 127  wait for the next stage, decode its columns 0 .. 63
+    wait for both products, hand the stage back
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,6 +73,8 @@ def multiply_stage(
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
     GATHER: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
+    """One stage, whose first 64 columns are decoded already: `left`. Returns the next stage's, and that it is next, but
+    where the stage is the LAST of a tile."""
     HALVES: gl.constexpr = COLUMNS // DEPTH
     PARTS: gl.constexpr = HALVES * DEEP
     following, following_phase = advance(stage, phase, STAGES)
@@ -83,9 +94,7 @@ def multiply_stage(
             if GATHER != "row":
                 # Rows came through the generic proxy (cp.async), the product reads through the asynchronous one.
                 fence_async_shared()
-            held = block_at(
-                w_tiles, scale_tiles, zero_tiles, following, 0, DEEP, FIRST, PAIRS, ELEMENT, GROUPS, STORED
-            )
+            held = block_at(w_tiles, scale_tiles, zero_tiles, following, 0, DEEP, FIRST, PAIRS, ELEMENT, GROUPS, STORED)
             if part > 0:
                 sums = wait_for(sums, 1, REST)
             left = operand_of(held, 0, ELEMENT, product_of(TOKENS))
@@ -104,7 +113,10 @@ def compute_wide(
     GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's part of a tile of at most TOKENS + REST rows: block FIRST of a stage, `block` of the matrix."""
+    """A consumer's part of a tile of at most TOKENS + REST rows: block FIRST of a stage, `block` of the matrix.
+
+    TOKENS and REST are multiplied by products of their own, since each must be a power of two; REST may be 0.
+    """
     sums = (gl.zeros([HEIGHT, TOKENS], gl.float32, product_of(TOKENS)),)
     if REST > 0:
         sums += (gl.zeros([HEIGHT, REST], gl.float32, product_of(REST)),)
