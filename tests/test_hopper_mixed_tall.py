@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +19,12 @@ from moe_core.plan import Constant, KernelLaunch, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
 from moe_core.tuning import TileConfig
+from tests.faulty_kernels import KERNELS
 from tests.harness import engine_target
+from tests.hopper_faults import MIXED_TALL_FAULTS, RESULT_DIFFERS
 from tests.quantized_support import spec_of
 from tests.routing_cases import layout_arrays
+from tests.test_hopper import NO_FAULT, run_on_faulty_copies
 from tests.test_hopper_mixed import SM_90, draw_product, needs_sm_90, prepared, run_product
 from tests.tiled_plans import EPILOGUES, INTEGERS, tiled_weight
 
@@ -160,3 +164,20 @@ def test_integers_match_lower_tiles(name: str, scale_dtype: str) -> None:
             tuned = dataclasses.replace(spec, tuning=MatmulTuning(tall_config(weight, spec, height)))
             found.append(run_product(ours, layout, arrays, tuned, engine_target()).view(np.uint16))
         np.testing.assert_array_equal(found[1], found[0])
+
+
+def test_faults_can_be_planted() -> None:
+    for files in MIXED_TALL_FAULTS.values():
+        for name, faults in files.items():
+            source = (KERNELS / f"{name}.py").read_text()
+            assert all(fault.old in source for fault in faults), name
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_faults_are_found(tmp_path: Path) -> None:
+    """The unchanged copy is the control."""
+    needs_sm_90()
+    for folder, fault in run_on_faulty_copies("run", tmp_path, MIXED_TALL_FAULTS).items():
+        wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
+        assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"
