@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from moe_core.arrays import ArraySpec
-from moe_core.formats import MXFP4, QuantizedTensor, format_named
-from moe_core.formats.tiling import block_of
-from moe_core.matmul_mixed import FAMILY, block_width, mixed_config, why_illegal_mixed
+from moe_core.formats import MXFP4, format_named
+from moe_core.matmul_mixed import mixed_config, why_illegal_mixed
 from moe_core.matmul_ogs import plan_matmul_ogs
 from moe_core.operands import MatmulOperands, map_arrays
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan import Constant, KernelLaunch, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
-from moe_core.tuning import TileConfig
 from tests.faulty_kernels import KERNELS
 from tests.harness import engine_target
 from tests.hopper_faults import MIXED_TALL_FAULTS, RESULT_DIFFERS
@@ -26,7 +24,7 @@ from tests.quantized_support import spec_of
 from tests.routing_cases import layout_arrays
 from tests.test_hopper import NO_FAULT, run_on_faulty_copies
 from tests.test_hopper_mixed import SM_90, draw_product, needs_sm_90, prepared, run_product
-from tests.tiled_plans import EPILOGUES, INTEGERS, tiled_weight
+from tests.tiled_plans import EPILOGUES, INTEGERS, tall_config, tiled_weight
 
 #: Rows of experts, on each side of every height that a tile is multiplied by, of one tile and of several.
 ROWS = (
@@ -57,22 +55,6 @@ ROWS = (
     513,
 )
 FORMATS = (("mxfp4", None), *INTEGERS)
-
-
-def tall_config(weight: QuantizedTensor, spec: MatmulSpec, height: int = 256) -> TileConfig:
-    """With as many stages as there is room for; height 128: what the heuristics choose."""
-    config = mixed_config(10**6, weight, spec, SM_90)
-    assert config.block_m == 128
-    if height == 128:
-        return config
-    columns = block_of(weight.format).columns
-    config = TileConfig(256, 2 * block_width(spec), columns, 4, 2, 8, FAMILY)
-    while (
-        why_illegal_mixed(more := dataclasses.replace(config, num_stages=config.num_stages + 1), weight, spec, SM_90)
-        is None
-    ):
-        config = more
-    return config
 
 
 @pytest.mark.parametrize(("name", "scale_dtype"), FORMATS)
@@ -140,7 +122,9 @@ def test_matches_the_reference_and_lower_tiles(number: int) -> None:
     hidden["slot_of_row"][5::11] = np.where(np.arange(hidden["slot_of_row"][5::11].size) % 2, -1, layout.num_slots + 3)
     found = {}
     for height in (128, 256):
-        tuned = dataclasses.replace(spec, tuning=MatmulTuning(tall_config(weight, spec, height)))
+        config = tall_config(weight, spec) if height == 256 else mixed_config(48.5, weight, spec, SM_90)
+        assert config.block_m == height
+        tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
         found[height] = [run_product(ours, layout, given, tuned, engine_target()) for given in (arrays, hidden)]
     tolerance = quantized_matmul_tolerance("bfloat16", 416, MXFP4, spec)
     assert_close(found[256][0], expected, tolerance, label="y")
@@ -160,8 +144,8 @@ def test_integers_match_lower_tiles(name: str, scale_dtype: str) -> None:
         ours = prepared(operands, spec)
         weight = map_arrays(ours.weight, spec_of)
         found = []
-        for height in (128, 256):
-            tuned = dataclasses.replace(spec, tuning=MatmulTuning(tall_config(weight, spec, height)))
+        for config in (mixed_config(48.5, weight, spec, SM_90), tall_config(weight, spec)):
+            tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
             found.append(run_product(ours, layout, arrays, tuned, engine_target()).view(np.uint16))
         np.testing.assert_array_equal(found[1], found[0])
 
