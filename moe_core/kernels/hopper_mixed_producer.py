@@ -37,7 +37,7 @@ def take_tile(
 
 @gluon.jit
 def word_pointers(
-    array, matrix, tile, ELEMENT: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
+    array, matrix, tile, APART: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
     """Pointers to the 32-bit words of the first of RECORDS records of a tile's blocks, of scales or zero points:
@@ -47,11 +47,12 @@ def word_pointers(
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
     words = array.to(gl.pointer_type(gl.int32), bitcast=True)
     # A tile may end behind the last block of a matrix, whose rows nobody stores.
-    if ELEMENT == "e2m1":
+    if not APART:
         block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
         return words + block * (RECORDS * WORDS) + word
     else:
-        # The part of all threads apart: integers, with more arrays to point to, lack registers for it.
+        # The part of all threads apart: integers, with more arrays to point to, lack registers for it, and so do
+        # consumers of tall tiles, which hold what the producer has of the same for every tile.
         first = (matrix.to(gl.int64) * BLOCKS + tile * PAIRS) * (RECORDS * WORDS)
         pair = gl.minimum(pair, BLOCKS - 1 - tile * PAIRS)
         return words + first + (pair * (RECORDS * WORDS) + word)
@@ -100,9 +101,10 @@ def load_tile(
     HALVES: gl.constexpr = COLUMNS // DEPTH
     RECORDS: gl.constexpr = (STEPS + REPEAT - 1) // REPEAT
     WORDS: gl.constexpr = HEIGHT * GROUPS * scales.dtype.element_ty.primitive_bitwidth // 32
-    scale_words = word_pointers(scales, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, WORDS)
+    APART: gl.constexpr = (ELEMENT != "e2m1") or (CHUNKS > 1)
+    scale_words = word_pointers(scales, matrix, tile, APART, BLOCKS, PAIRS, RECORDS, WORDS)
     if zero_points is not None:
-        zero_words = word_pointers(zero_points, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
+        zero_words = word_pointers(zero_points, matrix, tile, APART, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
     block = matrix * BLOCKS + tile * PAIRS
     for step in range(0, STEPS, DEEP):
         mbarrier.wait(empty.index(stage), phase ^ 1)
