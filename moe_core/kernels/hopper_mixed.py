@@ -8,7 +8,7 @@ producer (1 or 4 warps): take a tile, announce it; for each stage, one or two bl
     is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
 consumer 0, 1 (4 warps each): 64 or 128 weight rows each; for each stage, 64 rows and 64 columns: decode, one
     asynchronous product, which runs while the next codes are decoded; then bias, activation, row weight, cast, and
-    stores by token
+    stores by token. Tiles of up to 256 rows of x, which codes are then decoded once for: `hopper_mixed_wide`
 
 Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of a block, 64 weight
 rows and 128 columns of four bits or 64 of eight, lies together, 32 bytes each, and so do the rows' scales.
@@ -33,7 +33,8 @@ from moe_core.kernels.tiled_result import bias_of
 
 #: Tokens of the largest tile of `compute_tile`.
 LARGE = gl.constexpr(128)
-#: Of tiles of up to 256 rows: tokens that are multiplied by how many there are, a power of two and the rest.
+#: Of tiles of up to 256 rows: tokens that are multiplied, by how many there are; each the sum of two powers of two, or
+#: one. Experts of about as many rows as a tile, or half as many, have a few above it half of the time.
 WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)))
 
 

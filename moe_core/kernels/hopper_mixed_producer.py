@@ -73,8 +73,8 @@ def load_words(tiles, place, pointers, step, STEPS: gl.constexpr, REPEAT: gl.con
 
 @gluon.constexpr_function
 def chunk_of(block_m):
-    """Rows of x that are loaded together; in tall tiles few may exist."""
-    return min(block_m, 128) if block_m <= 128 else 64
+    """Rows of x that are loaded, or not, together: of tall tiles many may not exist."""
+    return block_m if block_m <= 128 else 64
 
 
 @gluon.jit
@@ -87,7 +87,6 @@ def load_tile(
 ):  # fmt: skip
     """Load a tile as stages become free."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    # Rows that are loaded, or not, together.
     CHUNK: gl.constexpr = chunk_of(BLOCK_M)
     CHUNKS: gl.constexpr = BLOCK_M // CHUNK
     within = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
