@@ -28,6 +28,8 @@ _DEPTH, _VECTOR, _PART = 64, 8, 32
 #: Tokens of the tiles whose block has a multiprocessor for itself, of four blocks of weight rows and of two, and their
 #: most columns of the reduction per stage; of the others two share one.
 _LARGE, _TALL, _LARGE_DEPTH = 128, 256, 128
+#: Tokens that tiles of twice as many and more multiply where they have no more rows.
+_NARROW = 32
 #: Rows of x that a tall tile loads together, where one of them exists, and elements that a part of its epilogue stores.
 _CHUNK, _TALL_PART = 64, 1024
 #: What the hardware keeps of a multiprocessor's shared memory for each block.
@@ -210,7 +212,9 @@ def launch_mixed(
         "OVERLAP": Constant(None),
     }
     builder.launch("hopper_mixed:matmul_mixed", (min(tiles, most),), arguments, config.num_warps, 1)
-    tokens = {_LARGE: f"{_LARGE // 4} or {_LARGE}", _TALL: f"32 to {_TALL}"}.get(config.block_m, f"{config.block_m}")
+    tokens = f"{config.block_m}"
+    if config.block_m >= 2 * _NARROW:
+        tokens = f"{_NARROW} {'to' if config.block_m == _TALL else 'or'} {tokens}"
     builder.sums(
         f"k in blocks of 16, in order, fp32 accumulator, wgmma of 64 weight rows and {tokens} tokens; no split"
     )

@@ -31,8 +31,9 @@ from moe_core.kernels.hopper_ring import DEPTH, FACTS, RING, advance, barrier, r
 from moe_core.kernels.overlap import join
 from moe_core.kernels.tiled_result import bias_of
 
-#: Tokens of the largest tile of `compute_tile`.
+#: Tokens of the largest tile of `compute_tile`, and those that larger tiles with so few rows multiply.
 LARGE = gl.constexpr(128)
+NARROW = gl.constexpr(32)
 #: Of tiles of up to 256 rows: tokens that are multiplied, by how many there are; each the sum of two powers of two, or
 #: one. Experts of about as many rows as a tile, or half as many, have a few above it half of the time.
 WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)))
@@ -143,13 +144,14 @@ def consumer(
                             WIDTHS[variant][1],
                         )  # fmt: skip
                     below = WIDTHS[variant][0] + WIDTHS[variant][1]
-            # Half of the experts with about as many rows as a tile has have a second one with a few.
-            elif (BLOCK_M == LARGE) and (rows <= LARGE // 4):
+            # Half of the experts with about as many rows as a tile has have a second one with a few; of those with
+            # about half as many, half have no more than that.
+            elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
                 stage, phase = compute_tile(
                     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
                     slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
-                    ACTIVATION, ALPHA, LIMIT, STAGES, LARGE // 4,
+                    ACTIVATION, ALPHA, LIMIT, STAGES, NARROW,
                 )  # fmt: skip
             else:
                 stage, phase = compute_tile(
