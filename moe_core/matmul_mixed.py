@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from moe_core import dtypes
 from moe_core.activation import row_stride
@@ -24,15 +25,23 @@ _LINES = BLOCK_VALUES // _LINE
 #: Columns of x that lie together in shared memory, elements that TMA and cp.async take at a time, and tokens that one
 #: part of the epilogue stores.
 _DEPTH, _VECTOR, _PART = 64, 8, 32
-#: Tokens of the largest tile, whose block has a multiprocessor for itself, and its most columns of the reduction per
-#: stage; of the others two share one.
-_LARGE, _LARGE_DEPTH = 128, 128
+#: Tokens of the tiles whose block has a multiprocessor for itself, of four blocks of weight rows and of two, and their
+#: most columns of the reduction per stage; of the others two share one.
+_LARGE, _TALL, _LARGE_DEPTH = 128, 256, 128
+#: Tokens that tiles of twice as many and more multiply where they have no more rows.
+_NARROW = 32
+#: Rows of x that a tall tile loads together, where one of them exists, and elements that a part of its epilogue stores.
+_CHUNK, _TALL_PART = 64, 1024
 #: What the hardware keeps of a multiprocessor's shared memory for each block.
 _RESERVED = 1024
 #: Registers of a thread at launch where two blocks share a multiprocessor.
 _SHARED_REGISTERS = 80
 #: Stages of two blocks that are worth having: with fewer, stages have one.
 _LEAST_STAGES = 3
+#: Mean rows per expert above which tiles are tall. Arithmetic says 96: from there on most experts have rows for more
+#: than half of the 128 columns that the next best tile multiplies at least, and codes are decoded once where it decodes
+#: those of every second expert twice; below, a tall tile has too few bytes of codes under way. None until measured.
+_TALL_ROWS = math.inf
 #: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
 #: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
 #: (docs/performance.md), not in between.
@@ -68,12 +77,12 @@ def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulS
     """The reason a configuration of the family cannot run a product with a tiled weight, or None."""
     width, columns = block_width(spec), block_of(weight.format).columns
     heights = [height for _, height, _ in _HEIGHTS]
-    if config.block_m not in (*heights, _LARGE):
-        return f"block_m must be one of {', '.join(map(str, (*heights, _LARGE)))}, got {config.block_m}"
-    blocks = 4 if config.block_m == _LARGE else 2
+    if config.block_m not in (*heights, _LARGE, _TALL):
+        return f"block_m must be one of {', '.join(map(str, (*heights, _LARGE, _TALL)))}, got {config.block_m}"
+    blocks = _blocks_of(config.block_m)
     if config.block_n != blocks * width:
         return f"block_n must be {blocks * width}, {blocks} blocks of weight rows, got {config.block_n}"
-    depths = [depth for depth in (columns, 2 * columns) if config.block_m != _LARGE or depth <= _LARGE_DEPTH]
+    depths = [depth for depth in (columns, 2 * columns) if config.block_m < _LARGE or depth <= _LARGE_DEPTH]
     if config.block_k not in depths:
         return f"block_k must be {' or '.join(map(str, depths))}, got {config.block_k}"
     if config.num_warps != 4 or config.group_m < 1 or config.num_stages < 1:
@@ -81,6 +90,8 @@ def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulS
             f"num_warps must be 4, those of a consumer, num_stages and group_m at least 1, got {config.num_warps}, "
             f"{config.num_stages} and {config.group_m}"
         )
+    if config.block_m == _TALL and config.num_stages < 2:
+        return f"num_stages must be at least 2: tiles of {_TALL} rows decode a stage ahead, got {config.num_stages}"
     if (most := _most_stages(config, weight, spec, target)) < config.num_stages:
         return f"num_stages must be at most {most} for shared memory, got {config.num_stages}"
     return None
@@ -89,9 +100,9 @@ def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulS
 def mixed_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
     """The configuration for so many mean rows per expert, with as many stages as there is room for."""
     found = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
-    height, depth = next(found, (_LARGE, _LARGE_DEPTH))
-    blocks, columns = 4 if height == _LARGE else 2, block_of(weight.format).columns
-    config = TileConfig(height, blocks * block_width(spec), min(depth, 2 * columns), 4, 1, 8, FAMILY)
+    height, depth = next(found, (_TALL if rows > _TALL_ROWS else _LARGE, _LARGE_DEPTH))
+    columns = block_of(weight.format).columns
+    config = TileConfig(height, _blocks_of(height) * block_width(spec), min(depth, 2 * columns), 4, 1, 8, FAMILY)
     if _most_stages(config, weight, spec, target) < _LEAST_STAGES:
         config = dataclasses.replace(config, block_k=columns)
     return dataclasses.replace(config, num_stages=_most_stages(config, weight, spec, target))
@@ -102,6 +113,11 @@ def block_width(spec: MatmulSpec) -> int:
     return SIDE_ROWS if spec.activation is not None and spec.activation.gated else BLOCK_ROWS
 
 
+def _blocks_of(block_m: int) -> int:
+    """Blocks of weight rows of a tile."""
+    return 4 if block_m == _LARGE else 2
+
+
 def _blocks(config: TileConfig, spec: MatmulSpec) -> int:
     return config.block_n // block_width(spec)
 
@@ -109,7 +125,7 @@ def _blocks(config: TileConfig, spec: MatmulSpec) -> int:
 def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> int:
     """Stages of a pipeline in the shared memory that a block of the grid has."""
     limit = shared_limit(target.arch)
-    if config.block_m != _LARGE:
+    if config.block_m < _LARGE:
         limit = (limit + _RESERVED) // 2 - _RESERVED
     arrays = [array for array in (weight.scales, weight.zero_points) if array is not None]
     # Of a block: its codes, and a record of each other array.
@@ -117,7 +133,8 @@ def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, 
     steps = config.block_k // block_of(weight.format).columns
     stage = steps * _blocks(config, spec) * held + config.block_m * config.block_k * 2
     # Two announced tiles with slots and weights, both consumers' results, and barriers.
-    rest = 2 * 8 * config.block_m + 2 * min(config.block_m, _PART) * block_width(spec) * 2 + 512
+    part = _TALL_PART if config.block_m == _TALL else min(config.block_m, _PART) * block_width(spec)
+    rest = 2 * 8 * config.block_m + 2 * part * 2 + 512
     return (limit - rest) // stage
 
 
@@ -156,7 +173,7 @@ def launch_mixed(
     d, stride = x.shape[1], row_stride("x", x)
     values: ArraySpec = weight.values
     blocks = _blocks(config, spec)
-    large, gathered = config.block_m == _LARGE, spec.gather != "row"
+    large, gathered = config.block_m >= _LARGE, spec.gather != "row"
     num_blocks = layout.max_blocks(config.block_m)
     tiles = num_blocks * -(-n // config.block_n)
     most = builder.target.num_sms * (1 if large else 2)
@@ -164,7 +181,9 @@ def launch_mixed(
     def optional(name: str) -> Pointer | Constant:
         return Pointer(name) if builder.has(name) else Constant(None)
 
-    x_map = TensorMap("x", (x.shape[0], d), stride, (config.block_m, _DEPTH))
+    many = config.block_m == _LARGE or (gathered and config.block_m > 16)
+    box = _CHUNK if config.block_m == _TALL else config.block_m
+    x_map = TensorMap("x", (x.shape[0], d), stride, (box, _DEPTH))
     deep = config.block_k // block_of(weight.format).columns
     arguments: dict[str, Argument] = {
         "x": Pointer("x"),
@@ -187,11 +206,15 @@ def launch_mixed(
         "PAIRS": Constant(blocks),
         "DEEP": Constant(deep),
         # One warp issues what little a small tile or TMA asks for soonest; gathering many rows takes more threads.
-        "PRODUCER_WARPS": Constant(4 if large or (gathered and config.block_m > 16) else 1),
+        "PRODUCER_WARPS": Constant(4 if many else 1),
         "REGISTERS": Constant(None if large else _SHARED_REGISTERS),
         "GROUP_M": Constant(config.group_m),
         "OVERLAP": Constant(None),
     }
     builder.launch("hopper_mixed:matmul_mixed", (min(tiles, most),), arguments, config.num_warps, 1)
-    tokens = f"{config.block_m} tokens" if not large else f"{_LARGE // 4} or {_LARGE} tokens"
-    builder.sums(f"k in blocks of 16, in order, fp32 accumulator, wgmma of 64 weight rows and {tokens}; no split")
+    tokens = f"{config.block_m}"
+    if config.block_m >= 2 * _NARROW:
+        tokens = f"{_NARROW} {'to' if config.block_m == _TALL else 'or'} {tokens}"
+    builder.sums(
+        f"k in blocks of 16, in order, fp32 accumulator, wgmma of 64 weight rows and {tokens} tokens; no split"
+    )

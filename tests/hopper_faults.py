@@ -101,9 +101,8 @@ FAULTS: Planted = {
                 "up, gate = gl.split(gl.permute(values, [0, 2, 3, 1]))",
             ),
         ),
-        "hopper_mixed": (
-            OpFault("exists = (within < rows) & (slot >= 0)", "exists = (within < rows - 1) & (slot >= 0)"),
-        ),
+        "hopper_mixed": (OpFault("block = tile * PAIRS + FIRST", "block = tile * PAIRS"),),
+        "hopper_mixed_parts": (OpFault("columns = pair * WIDTH", "columns = pair // 2 * WIDTH"),),
         "hopper_mixed_producer": (
             OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
             OpFault("((block + pair) * STEPS + step) * LINES", "(block * STEPS + step) * LINES"),
@@ -151,6 +150,18 @@ TALL_FAULTS: Planted = {
         ),
         "hopper_producer": (OpFault("slice((2 * part + 1) * PANEL", "slice(2 * part * PANEL"),),
         "schedule": (OpFault("CHUNKS * block - tl.minimum(block, low)", "CHUNKS * block - 0 * low"),),
+    },
+}
+#: The same of tiles of 256 rows for prepared weights.
+MIXED_TALL_FAULTS: Planted = {
+    "prepared, tall": {
+        "hopper_mixed_wide": (
+            OpFault("x_tile.slice(TOKENS, REST, dim=0)", "x_tile.slice(0, REST, dim=0)"),
+            OpFault("held, (part + 1) % HALVES,", "held, 0,"),
+            OpFault("slots, start, block, TOKENS, N", "slots, start, block, 0, N"),
+        ),
+        "hopper_mixed_parts": (OpFault("half_of(values, WHICH // 2 % 2)", "half_of(values, WHICH % 2)"),),
+        "hopper_mixed_producer": (OpFault("row_slots.slice(chunk * CHUNK, CHUNK)", "row_slots.slice(0, CHUNK)"),),
     },
 }
 RESULT_DIFFERS = 10
@@ -247,12 +258,16 @@ class Fp8:
 
 
 class Prepared:
-    """A product with tiled weights, gated, by token and with biases; experts with several tiles of rows."""
+    """A product with tiled weights, gated, by token and with biases; experts with several tiles of rows, or with one
+    that is tall."""
 
     outputs = ("y",)
-    layout = LayoutSpec(70, 2, 4)
 
-    def __init__(self, streamed: bool, format: Format = MXFP4, d: int = 416, scale_dtype: str = "float32") -> None:
+    def __init__(
+        self, streamed: bool, format: Format = MXFP4, d: int = 416, scale_dtype: str = "float32", tall: bool = False
+    ) -> None:
+        tokens = 300 if tall else 70
+        self.layout = LayoutSpec(tokens, 2, 4)
         self.kernel = "stream:matmul_stream" if streamed else "hopper_mixed:matmul_mixed"
         epilogue = (Activation("silu", gate_layout="halves"), "token", "slot", True, True, False)
         self.operands, spec = draw_product(epilogue, self.layout, d, 96, 0, format, scale_dtype)
@@ -261,8 +276,10 @@ class Prepared:
         config = replace(stream_config(weight, spec), block_k=256)
         if not streamed:
             config = mixed_config(1, weight, spec, Target("cuda", 90, 132))
+        if tall:
+            config = replace(config, block_m=256, block_k=128, num_stages=3)
         self.spec = replace(spec, tuning=MatmulTuning(config))
-        self.arrays = layout_arrays(draw_ids("uniform", 70, 2, 4, 0), self.layout)
+        self.arrays = layout_arrays(draw_ids("uniform", tokens, 2, 4, 0), self.layout)
         self.tolerance = quantized_matmul_tolerance("bfloat16", d, format, spec)
 
     def plan(self, target: Target) -> LaunchPlan:
@@ -290,6 +307,7 @@ PRODUCTS = {
     "fp8": Fp8(codes=False),
     "codes": Fp8(codes=True),
     "prepared": Prepared(streamed=False),
+    "prepared, tall": Prepared(streamed=False, tall=True),
     "streamed": Prepared(streamed=True),
     "prepared integers": Prepared(False, format_named("int8_g128_zp"), 384, "bfloat16"),
     "streamed integers": Prepared(True, format_named("int4_g32_zp"), 416, "float16"),

@@ -13,7 +13,7 @@ import pytest
 from tests.backward_faults import FAULTS as BACKWARD_FAULTS
 from tests.faulty_kernels import KERNELS, plant
 from tests.hopper_faults import FAULTS as HOPPER_FAULTS
-from tests.hopper_faults import TALL_FAULTS
+from tests.hopper_faults import MIXED_TALL_FAULTS, TALL_FAULTS
 from tests.overlap_faults import FAULTS as OVERLAP_FAULTS
 from tests.planted_faults import FAULTS, Fault
 from tests.quantized_faults import FAULTS as QUANTIZED_FAULTS
@@ -47,10 +47,11 @@ def run_parity_on(folders: dict[Path, Fault]) -> None:
 
 def test_every_kernel_file_has_faults() -> None:
     files = {path.stem for path in KERNELS.glob("*.py")} - {"__init__"}
-    # Gluon has no interpreter: tests/test_hopper.py and test_hopper_tall.py run the Hopper kernels' faults on a GPU.
+    # Gluon has no interpreter: tests/test_hopper.py, test_hopper_tall.py and test_hopper_mixed_tall.py run the Hopper
+    # kernels' faults on a GPU.
     # Waiting shows in what is compiled alone: tests/test_overlap.py runs the faults of launches that overlap.
-    planted = (*HOPPER_FAULTS.values(), *TALL_FAULTS.values(), *OVERLAP_FAULTS.values())
-    compiled = {name for found in planted for name in found}
+    planted = (HOPPER_FAULTS, TALL_FAULTS, MIXED_TALL_FAULTS, OVERLAP_FAULTS)
+    compiled = {name for products in planted for found in products.values() for name in found}
     quantized = {name for found in QUANTIZED_FAULTS.values() for name, _ in found}
     assert set(FAULTS) | set(BACKWARD_FAULTS) | quantized | compiled == files
     assert set(FAULTS) == {name for group in GROUPS for name in group}

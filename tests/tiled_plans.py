@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from benchmarks.shapes import SHAPES
 from moe_core.arrays import ArraySpec
 from moe_core.formats import MXFP4, Format, QuantizedSpec, QuantizedTensor, format_named, quantized_specs
-from moe_core.formats.tiling import Tiling
+from moe_core.formats.tiling import Tiling, block_of
+from moe_core.matmul_mixed import FAMILY, block_width, why_illegal_mixed
 from moe_core.matmul_ogs import plan_matmul_ogs
 from moe_core.operands import MatmulOperands
 from moe_core.plan import LaunchPlan
-from moe_core.specs import Activation, LayoutSpec, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
+from moe_core.tuning import TileConfig
 
 #: One on each side of every change of tiles.
 ROWS_PER_EXPERT = (1, 8, 16, 40, 512)
@@ -47,9 +50,19 @@ def tiled_weight(
     return quantized_specs(QuantizedSpec(format, "out_in", Tiling(shape[-2], shape[-1], order)), shape, scale_dtype)
 
 
+def tall_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
+    """A tile of 256 rows of x, with as many stages as there is room for."""
+    target = Target("cuda", 90, 132)
+    config = TileConfig(256, 2 * block_width(spec), block_of(weight.format).columns, 4, 2, 8, FAMILY)
+    more = dataclasses.replace(config, num_stages=3)
+    while why_illegal_mixed(more, weight, spec, target) is None:
+        config, more = more, dataclasses.replace(more, num_stages=more.num_stages + 1)
+    return config
+
+
 def _product(
     rows: int, sizes: tuple[int, int, int], epilogue: tuple, target: Target, format: Format = MXFP4,
-    scale_dtype: str | None = None,
+    scale_dtype: str | None = None, tall: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     """sizes: experts, D and N."""
     experts, d, n = sizes
@@ -65,7 +78,10 @@ def _product(
         row_weight=ArraySpec((layout.num_slots,), "float32") if weighted else None,
         layer=ArraySpec((1,), "int32") if stacked else None,
     )
-    return plan_matmul_ogs(operands, layout, MatmulSpec("out_in", gather, scatter, activation), target)
+    spec = MatmulSpec("out_in", gather, scatter, activation)
+    if tall:
+        spec = dataclasses.replace(spec, tuning=MatmulTuning(tall_config(operands.weight, spec)))
+    return plan_matmul_ogs(operands, layout, spec, target)
 
 
 def prepared(target: Target) -> Iterator[LaunchPlan]:
@@ -90,18 +106,31 @@ def prepared_integers(target: Target) -> Iterator[LaunchPlan]:
             yield _product(rows, (8, 384, 352), epilogue, target, format_named(name), scale_dtype)
 
 
+def prepared_tall(target: Target) -> Iterator[LaunchPlan]:
+    """Tiles of 256 rows: a layer, every epilogue, and every format with one of them."""
+    if target.arch != 90:
+        return
+    yield from _layers(512, ("gptoss120b",), target, tall=True)
+    for epilogue in EPILOGUES:
+        yield _product(512, (8, 416, 352), epilogue, target, tall=True)
+    for place, (name, scale_dtype) in enumerate(INTEGERS):
+        epilogue = EPILOGUES[place % len(EPILOGUES)]
+        yield _product(512, (8, 384, 352), epilogue, target, format_named(name), scale_dtype, tall=True)
+
+
 def _layers(
-    rows: int, models: tuple[str, ...], target: Target, format: Format = MXFP4, scale_dtype: str | None = None
-) -> Iterator[LaunchPlan]:
+    rows: int, models: tuple[str, ...], target: Target, format: Format = MXFP4, scale_dtype: str | None = None,
+    tall: bool = False,
+) -> Iterator[LaunchPlan]:  # fmt: skip
     """Both products of released models' layers."""
     for model in models:
         shape = SHAPES[model]
         experts, d, n = shape.num_experts, shape.d_model, shape.d_ff
         first = (shape.activation, "token", "row", False, shape.biased, False)
-        yield _product(rows, (experts, d, n), first, target, format, scale_dtype)
+        yield _product(rows, (experts, d, n), first, target, format, scale_dtype, tall)
         second = (None, "row", "slot", True, shape.biased, False)
-        yield _product(rows, (experts, n, d), second, target, format, scale_dtype)
+        yield _product(rows, (experts, n, d), second, target, format, scale_dtype, tall)
 
 
 #: Groups of the compile gate.
-GROUPS = {"prepared": prepared, "prepared_integers": prepared_integers}
+GROUPS = {"prepared": prepared, "prepared_integers": prepared_integers, "prepared_tall": prepared_tall}

@@ -8,7 +8,7 @@ producer (1 or 4 warps): take a tile, announce it; for each stage, one or two bl
     is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
 consumer 0, 1 (4 warps each): 64 or 128 weight rows each; for each stage, 64 rows and 64 columns: decode, one
     asynchronous product, which runs while the next codes are decoded; then bias, activation, row weight, cast, and
-    stores by token
+    stores by token. Tiles of up to 256 rows of x, which codes are then decoded once for: `hopper_mixed_wide`
 
 Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of a block, 64 weight
 rows and 128 columns of four bits or 64 of eight, lies together, 32 bytes each, and so do the rows' scales.
@@ -23,84 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_core.kernels.decode_integers import integer_operand, read_factors
-from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT, left_operand, load_lines, load_words
+from moe_core.kernels.decode_words import HEIGHT, LINES, UNIT
+from moe_core.kernels.hopper_mixed_parts import finish, operand_of, read_block
 from moe_core.kernels.hopper_mixed_producer import producer
+from moe_core.kernels.hopper_mixed_wide import compute_wide
 from moe_core.kernels.hopper_ring import DEPTH, FACTS, RING, advance, barrier, read_fact
 from moe_core.kernels.overlap import join
-from moe_core.kernels.tiled_result import activated, bias_of
+from moe_core.kernels.tiled_result import bias_of
 
-#: Tokens that one part of the epilogue stores, and of the largest tile.
-PART = gl.constexpr(32)
+#: Tokens of the largest tile of `compute_tile`, and those that larger tiles with so few rows multiply.
 LARGE = gl.constexpr(128)
-
-
-@gluon.jit
-def half_of(values, WHICH: gl.constexpr):
-    """The first or the last half of the tokens (columns)."""
-    first, last = gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, values.shape[1] // 2]), [0, 2, 1]))
-    return first if WHICH == 0 else last
-
-
-@gluon.jit
-def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
-    """One of PARTS (1, 2 or 4) parts of the tokens."""
-    if PARTS == 4:
-        values = half_of(half_of(values, WHICH // 2), WHICH % 2)
-    elif PARTS == 2:
-        values = half_of(values, WHICH)
-    return values
-
-
-@gluon.jit
-def finish(
-    accumulator, biases, layer_exists, buffer, y, weights, slots, start, rows, pair,
-    N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
-    """Bias, activation, row weight, cast, and stores of [64 accumulator rows, tokens]."""
-    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
-    TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
-    if biases is not None:
-        accumulator += biases[:, None]
-    for part in gl.static_range(BLOCK_M // TOKENS):
-        values = part_of(accumulator, part, BLOCK_M // TOKENS)
-        result = activated(values, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-        if weights is not None:
-            scale = weights.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(0, result.type.layout))
-            result *= scale[None, :]
-        result = gl.where(layer_exists, result, float("nan"))
-        barrier()
-        buffer.store(gl.permute(result.to(y.dtype.element_ty), [1, 0]))
-        barrier()
-        within = part * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-        columns = pair * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        slot = slots.slice(part * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
-        exists = (within < rows) & (slot >= 0)
-        target = start.to(gl.int64) + within if SCATTER == "row" else slot.to(gl.int64)
-        mask = exists[:, None] & (columns < N)[None, :]
-        gl.store(y + target[:, None] * N + columns[None, :], buffer.load(layout), mask=mask)
-
-
-@gluon.jit
-def read_block(
-    codes, scales, zero_points, ELEMENT: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
-):  # fmt: skip
-    """What `operand_of` makes numbers of a block from."""
-    if ELEMENT == "e2m1":
-        return load_words(codes, scales)
-    else:
-        return load_lines(codes), read_factors(scales, zero_points, GROUPS, STORED)
-
-
-@gluon.jit
-def operand_of(held, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
-    """64 columns of a block as the left operand of a product."""
-    if ELEMENT == "e2m1":
-        return left_operand(held[HALF], held[2], HALF, PRODUCT)
-    else:
-        return integer_operand(held[0], held[1], HALF, ELEMENT, PRODUCT)
+NARROW = gl.constexpr(32)
+#: Of tiles of up to 256 rows: tokens that are multiplied, by how many there are; each the sum of two powers of two, or
+#: one. Experts of about as many rows as a tile, or half as many, have a few above it half of the time.
+WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)))
 
 
 @gluon.jit
@@ -115,7 +51,7 @@ def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
 @gluon.jit
 def compute_tile(
     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base,
-    layer_exists, y, start, rows, block,
+    layer_exists, y, start, block,
     FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -164,8 +100,8 @@ def compute_tile(
         if bias is not None:
             biases = bias_of(bias, base, block + mine, N, GATE_LAYOUT, gl.SliceLayout(1, product))
         finish(
-            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, rows, block + mine,
-            N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TOKENS,
+            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, block + mine,
+            0, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
         )  # fmt: skip
     return stage, phase
 
@@ -196,18 +132,31 @@ def consumer(
             block = tile * PAIRS + FIRST
             base = layer_index.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
             weights = weight_ring.index(place) if WEIGHTED else None
-            # Half of the experts with about as many rows as a tile has have a second one with a few.
-            if (BLOCK_M == LARGE) and (rows <= LARGE // 4):
+            if BLOCK_M > LARGE:
+                below = 0
+                for variant in gl.static_range(len(WIDTHS)):
+                    if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
+                        stage, phase = compute_wide(
+                            x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                            slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start,
+                            block, FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER,
+                            GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, WIDTHS[variant][0],
+                            WIDTHS[variant][1],
+                        )  # fmt: skip
+                    below = WIDTHS[variant][0] + WIDTHS[variant][1]
+            # Half of the experts with about as many rows as a tile has have a second one with a few; of those with
+            # about half as many, half have no more than that.
+            elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
                 stage, phase = compute_tile(
                     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
-                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
-                    ACTIVATION, ALPHA, LIMIT, STAGES, LARGE // 4,
+                    ACTIVATION, ALPHA, LIMIT, STAGES, NARROW,
                 )  # fmt: skip
             else:
                 stage, phase = compute_tile(
                     x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
-                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, rows, block,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
                     ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
                 )  # fmt: skip
@@ -246,6 +195,8 @@ def matmul_mixed(
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     by_eight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    # Tokens that one part of the epilogue stores: of the tallest tiles fewer, since little memory is left.
+    PART: gl.constexpr = 32 if BLOCK_M <= LARGE else 1024 // WIDTH
     TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
     TILES: gl.constexpr = (N + WIDTH * PAIRS - 1) // (WIDTH * PAIRS)
     WEIGHTED: gl.constexpr = row_weight is not None
@@ -278,11 +229,12 @@ def matmul_mixed(
         mbarrier.init(ring_empty.index(i), count=2)
     fence_async_shared()
     barrier()
-    # Registers of a thread: a producer that gathers rows has their addresses.
+    # Registers of a thread. A producer that gathers rows has their addresses, and of tall tiles looks them up. Which
+    # split compiles without spills is found by trying: values of all parts lie in registers of each.
     if REGISTERS is not None:
         CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
     else:
-        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if GATHER == "row" else (208, 88)
+        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if (GATHER == "row") == (BLOCK_M <= LARGE) else (208, 88)
     gl.warp_specialize(
         [
             (consumer, (

@@ -37,7 +37,7 @@ def take_tile(
 
 @gluon.jit
 def word_pointers(
-    array, matrix, tile, ELEMENT: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
+    array, matrix, tile, APART: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
     """Pointers to the 32-bit words of the first of RECORDS records of a tile's blocks, of scales or zero points:
@@ -47,11 +47,12 @@ def word_pointers(
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
     words = array.to(gl.pointer_type(gl.int32), bitcast=True)
     # A tile may end behind the last block of a matrix, whose rows nobody stores.
-    if ELEMENT == "e2m1":
+    if not APART:
         block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
         return words + block * (RECORDS * WORDS) + word
     else:
-        # The part of all threads apart: integers, with more arrays to point to, lack registers for it.
+        # The part of all threads apart: integers, with more arrays to point to, lack registers for it, and so do
+        # consumers of tall tiles, which hold what the producer has of the same for every tile.
         first = (matrix.to(gl.int64) * BLOCKS + tile * PAIRS) * (RECORDS * WORDS)
         pair = gl.minimum(pair, BLOCKS - 1 - tile * PAIRS)
         return words + first + (pair * (RECORDS * WORDS) + word)
@@ -70,19 +71,27 @@ def load_words(tiles, place, pointers, step, STEPS: gl.constexpr, REPEAT: gl.con
     )
 
 
+@gluon.constexpr_function
+def chunk_of(block_m):
+    """Rows of x that are loaded, or not, together: of tall tiles many may not exist."""
+    return block_m if block_m <= 128 else 64
+
+
 @gluon.jit
 def load_tile(
-    x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty,
-    stage, phase, matrix, start, rows, tile, num_slots,
+    x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles, row_slots, full,
+    empty, stage, phase, matrix, start, rows, tile, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     X_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Load a tile as stages become free."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    within = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    CHUNK: gl.constexpr = chunk_of(BLOCK_M)
+    CHUNKS: gl.constexpr = BLOCK_M // CHUNK
+    within = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     columns = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
-    if GATHER != "row":
+    if (GATHER != "row") and (CHUNKS == 1):
         # The arrays of a layout may come from anywhere: no value in them may lead outside x.
         slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
         slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
@@ -91,20 +100,27 @@ def load_tile(
     HALVES: gl.constexpr = COLUMNS // DEPTH
     RECORDS: gl.constexpr = (STEPS + REPEAT - 1) // REPEAT
     WORDS: gl.constexpr = HEIGHT * GROUPS * scales.dtype.element_ty.primitive_bitwidth // 32
-    scale_words = word_pointers(scales, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, WORDS)
+    APART: gl.constexpr = (ELEMENT != "e2m1") or (CHUNKS > 1)
+    scale_words = word_pointers(scales, matrix, tile, APART, BLOCKS, PAIRS, RECORDS, WORDS)
     if zero_points is not None:
-        zero_words = word_pointers(zero_points, matrix, tile, ELEMENT, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
+        zero_words = word_pointers(zero_points, matrix, tile, APART, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
     block = matrix * BLOCKS + tile * PAIRS
     for step in range(0, STEPS, DEEP):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
         CODES: gl.constexpr = PAIRS * DEEP * LINES * 128
         if GATHER == "row":
-            mbarrier.expect(ready, CODES + BLOCK_M * COLUMNS * DEEP * 2)
-            for part in gl.static_range(HALVES * DEEP):
-                tma_load(
-                    x_map, [start, step * COLUMNS + part * DEPTH], ready, x_tiles.index(HALVES * DEEP * stage + part)
-                )
+            for chunk in gl.static_range(CHUNKS):
+                exists = (rows > chunk * CHUNK) | (chunk == 0)
+                last = exists & ((rows <= (chunk + 1) * CHUNK) | (chunk == CHUNKS - 1))
+                mbarrier.expect(ready, CODES + (chunk + 1) * CHUNK * COLUMNS * DEEP * 2, pred=last)
+            for chunk in gl.static_range(CHUNKS):
+                for part in gl.static_range(HALVES * DEEP):
+                    tma_load(
+                        x_map, [start + chunk * CHUNK, step * COLUMNS + part * DEPTH], ready,
+                        x_tiles.index(HALVES * DEEP * stage + part).slice(chunk * CHUNK, CHUNK, dim=0),
+                        pred=(rows > chunk * CHUNK) | (chunk == 0),
+                    )  # fmt: skip
         else:
             mbarrier.expect(ready, CODES)
         for pair in gl.static_range(PAIRS):
@@ -115,11 +131,23 @@ def load_tile(
             load_words(scale_tiles, stage * DEEP + deep, scale_words, step + deep, STEPS, REPEAT)
             if zero_points is not None:
                 load_words(zero_tiles, stage * DEEP + deep, zero_words, step + deep, STEPS, REPEAT)
-        if GATHER != "row":
+        if (GATHER != "row") and (CHUNKS == 1):
             for part in gl.static_range(HALVES * DEEP):
                 first = step * COLUMNS + part * DEPTH
                 mask = (within < rows)[:, None] & (first + columns < D)[None, :]
                 row_load(x_tiles.index(HALVES * DEEP * stage + part), x_rows + first, mask=mask)
+        elif GATHER != "row":
+            for chunk in gl.static_range(CHUNKS):
+                if rows > chunk * CHUNK:
+                    # Looked up again for every stage: there are no registers for so many addresses.
+                    slots = row_slots.slice(chunk * CHUNK, CHUNK).load(gl.SliceLayout(1, layout))
+                    known = gl.maximum(slots, 0)
+                    x_row = known // TOP_K if GATHER == "token" else known
+                    pointers = x + step * COLUMNS + x_row.to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
+                    for part in gl.static_range(HALVES * DEEP):
+                        mask = (slots >= 0)[:, None] & (step * COLUMNS + part * DEPTH + columns < D)[None, :]
+                        x_tile = x_tiles.index(HALVES * DEEP * stage + part).slice(chunk * CHUNK, CHUNK, dim=0)
+                        row_load(x_tile, pointers + part * DEPTH, mask=mask)
         async_copy.mbarrier_arrive(ready, increment_count=False)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
@@ -164,11 +192,13 @@ def producer(
             mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
             write_row_facts(row_weight, slot_of_row, weight_ring, slot_ring, place, start, rows, num_slots, BLOCK_M)
             announce(ring, ring_full, place, expert, start, rows, tile)
+            row_slots = slot_ring.index(place)
             place, ring_phase = advance(place, ring_phase, RING)
             stage, phase = load_tile(
                 x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles,
-                full, empty, stage, phase, layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots, D, STEPS,
-                BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES, BLOCK_M,
+                row_slots, full, empty, stage, phase, layer_index * NUM_EXPERTS + expert, start, rows, tile, num_slots,
+                D, STEPS, BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES,
+                BLOCK_M,
             )  # fmt: skip
     mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
     announce(ring, ring_full, place, -1, 0, 0, 0)
