@@ -38,10 +38,10 @@ _RESERVED = 1024
 _SHARED_REGISTERS = 80
 #: Stages of two blocks that are worth having: with fewer, stages have one.
 _LEAST_STAGES = 3
-#: Mean rows per expert above which tiles are tall. Arithmetic says 96: from there on most experts have rows for more
-#: than half of the 128 columns that the next best tile multiplies at least, and codes are decoded once where it decodes
-#: those of every second expert twice; below, a tall tile has too few bytes of codes under way. None until measured.
-_TALL_ROWS = math.inf
+#: Mean rows per expert above which, and up to which, tiles of mxfp4 weights are tall, of products without gate and of
+#: gated ones; measured with whole forwards at means of 32, 64, 128, 256 and 512 (docs/performance.md). Integers have not
+#: been measured: their tiles are not tall by themselves.
+_TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
 #: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
 #: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
 #: (docs/performance.md), not in between.
@@ -100,7 +100,9 @@ def why_illegal_mixed(config: TileConfig, weight: QuantizedTensor, spec: MatmulS
 def mixed_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
     """The configuration for so many mean rows per expert, with as many stages as there is room for."""
     found = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
-    height, depth = next(found, (_TALL if rows > _TALL_ROWS else _LARGE, _LARGE_DEPTH))
+    above, most = _TALL_ROWS[spec.activation is not None and spec.activation.gated]
+    tall = weight.format.has_e8m0_scales and above < rows <= most
+    height, depth = next(found, (_TALL if tall else _LARGE, _LARGE_DEPTH))
     columns = block_of(weight.format).columns
     config = TileConfig(height, _blocks_of(height) * block_width(spec), min(depth, 2 * columns), 4, 1, 8, FAMILY)
     if _most_stages(config, weight, spec, target) < _LEAST_STAGES:
