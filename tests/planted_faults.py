@@ -63,8 +63,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("rank[None, :], all_ranks", "0 * rank[None, :], all_ranks", "mixtral", "moe (composed)"),
     ),
     "chained": (
-        Fault('"row", "slot", None, None', '"row", "row", None, None', "mixtral", "moe (composed)"),
-        Fault("None, second_bias, None, row_weight", "None, None, None, row_weight", "gpt_oss", "moe (composed)"),
+        Fault('"row", "slot", None, None', '"row", "row", None, None', "mixtral", "moe (composed)", 12),
+        Fault("None, second_bias, None, row_weight", "None, None, None, row_weight", "gpt_oss", "moe (composed)", 12),
     ),
     "one_token": (
         Fault("others < tl.expand_dims", "others > tl.expand_dims", "mixtral", "moe (composed)", 1),
