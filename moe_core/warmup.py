@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from moe_core.checks import require_at_least
-from moe_core.compiler import compile_launch, launch_signature
+from moe_core.compiler import compile_launch, launch_signature, load_kernel
 from moe_core.errors import InvalidInput
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime import prepare
@@ -87,6 +87,9 @@ def compile_kernels(
     require_at_least("workers", workers, 1)
     if not kernels:
         return ()
+    # In this thread: modules that import each other, as Triton's do, cannot be imported first by several at once.
+    for name in dict.fromkeys(launch.kernel for _, launch in kernels):
+        load_kernel(name)
     with ThreadPoolExecutor(min(workers, len(kernels)), "moebius-compile") as pool:
         return tuple(pool.map(lambda kernel: _compile(*kernel), kernels))
 

@@ -7,16 +7,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_core import InvalidInput
+from moe_core import warmup as warmup_module
+from moe_core.plan import KernelLaunch, LaunchPlan
 from moe_core.specs import Tuning
 from moe_core.target import Target
 from moe_core.tune.products import PRESETS
-from moe_core.warmup import KernelReport, WarmupReport, distinct_kernels, token_counts, warmup
+from moe_core.warmup import KernelReport, WarmupReport, compile_kernels, distinct_kernels, token_counts, warmup
 from tests.harness import engine_target
 from tests.test_tile_choice import layer_plan
 
@@ -74,6 +77,22 @@ def test_the_number_of_tokens_is_compiled_into_nothing() -> None:
     """Counts that get the same tiles share every kernel."""
     plans = [layer_plan(Tuning(batch_invariant=True), tokens, H200) for tokens in range(300, 400)]
     assert len(distinct_kernels(plans)) == len(distinct_kernels(plans[:1]))
+
+
+def test_kernels_are_imported_before_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread: in a process that has not imported Triton, several at once found it half imported."""
+    kernels, seen = distinct_kernels([layer_plan(None, 4096, H200)]), []
+
+    def compiled(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
+        seen.append(("compiled", launch.kernel))
+        return KernelReport(launch.kernel, "", 0.0, True)
+
+    monkeypatch.setattr(warmup_module, "_compile", compiled)
+    monkeypatch.setattr(warmup_module, "load_kernel", lambda name: seen.append((threading.current_thread().name, name)))
+    assert len(compile_kernels(kernels, workers=3)) == len(kernels)
+    names = list(dict.fromkeys(launch.kernel for _, launch in kernels))
+    assert seen[: len(names)] == [(threading.current_thread().name, name) for name in names]
+    assert {kind for kind, _ in seen[len(names) :]} == {"compiled"}
 
 
 def test_plans_for_a_cpu_are_made_ready() -> None:
