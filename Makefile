@@ -7,8 +7,8 @@ BENCH ?=
 RUN := .venv/bin/python
 
 KERNEL_TESTS := $(addprefix tests/test_,matmul_ogs.py activation.py reduction.py moe_plan.py router.py routing.py layout.py \
-	route_and_layout.py bitmatrix.py activation_backward.py routing_backward.py weight_gradient.py matmul_backward.py \
-	moe_backward.py)
+	route_and_layout.py fusion.py bitmatrix.py activation_backward.py routing_backward.py weight_gradient.py \
+	matmul_backward.py moe_backward.py)
 
 .PHONY: environment parity test gate lint format bench bench-training memcheck clean
 
@@ -52,7 +52,7 @@ SANITIZE = MOEBIUS_EXAMPLES=3 compute-sanitizer --target-processes all --log-fil
 CLEAN = grep -rhE "SUMMARY: 0 " build/sanitizer && ! grep -rlE "SUMMARY: [1-9]" build/sanitizer
 memcheck: environment
 	rm -rf build/sanitizer && mkdir -p build/sanitizer
-	$(call SANITIZE,memcheck,tests/test_hopper.py tests/test_hopper_tall.py tests/test_hopper_weight_gradient.py)
+	$(call SANITIZE,memcheck,$(wildcard tests/test_hopper*.py))
 	$(call SANITIZE,racecheck)
 	$(CLEAN)
 

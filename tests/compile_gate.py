@@ -7,6 +7,7 @@ process); prints one JSON list of records. ARCH: `80`, `90`, `100`, or `gfx942` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -391,10 +392,8 @@ def compile_for_amd(plan: LaunchPlan, launch: KernelLaunch) -> Record:
 def main(group: str, arch: str) -> list[Record]:
     """The records of one group of plans on one architecture."""
     target = Target("cuda", 80, NUM_SMS[80]) if arch == GFX942 else Target("cuda", int(arch), NUM_SMS[int(arch)])
-    launches = distinct_launches(GROUPS[group](target))
-    if arch == GFX942:
-        return [compile_for_amd(plan, launch) for plan, launch in launches]
-    return [measure(plan, launch, target) for plan, launch in launches]
+    compiled = compile_for_amd if arch == GFX942 else functools.partial(measure, target=target)
+    return [compiled(plan, launch) for plan, launch in distinct_launches(GROUPS[group](target))]
 
 
 if __name__ == "__main__":
