@@ -92,7 +92,7 @@ class BackwardPlanner:
             self.d_out = self._call(plan, "output gradient", x=self.d_out)
 
     def _recompute(self) -> None:
-        """Matmul 1 again, with the forward's tiles: to its bits."""
+        """Matmul 1 again, to the forward's bits: with its tiles, or lower ones that give the same."""
         builder, experts, spec, target = self.builder, self.experts, self.spec, self.target
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         tuning = spec.matmul_tuning(1)

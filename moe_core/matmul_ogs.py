@@ -68,7 +68,8 @@ def product_tile(
     if not quantized_operands(operands):
         choice = choose_tile(matmul_problem(operands.x, n, layout, spec, joined), target, spec.tuning, name)
         if "pre" in outputs:
-            choice = without_tall_blocks(choice)
+            # That alone is a backward's recomputation, whose forward may have had the configuration given for the call.
+            choice = without_tall_blocks(choice, given=outputs == ("pre",))
         return choice if target.compiled else None
     if not target.compiled:
         return None

@@ -239,9 +239,11 @@ class _MoEPlanner:
         alone = self.shared is None and not self.keep
         why_not = why_not_fused(configs, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
         self.fused = not why_not
+        if why_not and all(configs):
+            builder.note(f"stages share no launch: {why_not}")
         if configs[1] is not None and self.fused:
             column_tiles = -(-self.d_model // configs[1].block_n)
-            counters = fusion_counters(self.tokens, layout.max_blocks(*block_ms), column_tiles)
+            counters = fusion_counters(self.tokens, layout.max_blocks(configs[1].block_m), column_tiles)
         self._layout(ids, layout, block_ms, counters)
 
         x = "x"

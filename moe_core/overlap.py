@@ -1,4 +1,4 @@
-"""Overlapping launches: of few tokens' plans, a launch may begin before the one ahead of it has ended.
+"""Overlapping launches: a launch may begin before the one ahead of it has ended.
 
 A forward of few tokens whose stages share no launch (`moe_core.fusion`) is four of 5 to 30 us, and each boundary
 costs the end of one grid, whose last blocks leave most of the GPU idle, and the start of the next, whose blocks first
@@ -18,8 +18,8 @@ Four rules make it safe; `moe_core.kernels.overlap` is what kernels call.
 Another kernel that another thread puts into the stream between two of these changes nothing: both wait for it. Stream
 capture keeps the order: inside a plan its edges are programmatic, between plans and other kernels full ones.
 
-Many tokens or large experts gain nothing: boundaries are a small part, and blocks that wait hold what the launch ahead
-could use (docs/performance.md).
+It gains with few tokens and small experts, and where a product has blocks that take a multiprocessor each; elsewhere
+boundaries are a small part, and blocks that wait hold what the launch ahead could use (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import math
 
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 
-#: Plans of more tokens launch ordinarily.
+#: Plans of more tokens launch ordinarily, but for those with a kernel of `_WHOLE`.
 MOST_TOKENS = 64
 _FIRST_ARCH = 90
 #: Modules of kernels that write a layout or a schedule.
@@ -41,7 +41,8 @@ _TILED = {
     "hopper_mixed:matmul_mixed": ("weight_map",),
     "stream:matmul_stream": ("weight",),
 }
-#: Kernels whose blocks take a multiprocessor each: those of the launch behind wait for room, and take none away.
+#: Kernels whose blocks take a multiprocessor each: those of the launch behind wait for room, and take none away. Of the
+#: hopper family, that with row blocks of 128; the others have not been measured.
 _WHOLE = ("hopper:matmul_ogs",)
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
 #: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
@@ -56,13 +57,18 @@ def why_not_overlapped(plan: LaunchPlan, num_tokens: int, batch_invariant: bool)
         return f"dependent launches need a cuda device of sm_{_FIRST_ARCH} or newer, got {target}"
     if batch_invariant:
         return "batch_invariant runs the same kernels for every number of tokens"
-    if any(isinstance(step, KernelLaunch) and step.kernel in _WHOLE for step in plan.steps):
+    if _takes_whole(plan):
         return ""
     if num_tokens > MOST_TOKENS:
         return f"overlapping gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
     if (size := _expert_bytes(plan)) > MOST_EXPERT_BYTES:
         return f"overlapping gains nothing where an expert has more than {MOST_EXPERT_BYTES} bytes, got {size}"
     return ""
+
+
+def _takes_whole(plan: LaunchPlan) -> bool:
+    """Whether one of its kernels is of `_WHOLE`."""
+    return any(isinstance(step, KernelLaunch) and step.kernel in _WHOLE for step in plan.steps)
 
 
 def _expert_bytes(plan: LaunchPlan) -> int:
@@ -94,7 +100,10 @@ def overlap_launches(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool
         steps.append(_overlapped(step, ahead))
         ahead = step
     count = sum(step.dependent for step in steps)
-    note = f"{count} of {len(steps)} launches begin before the one ahead has ended, as {num_tokens} tokens are few"
+    reason = "whose blocks take a multiprocessor each" if _takes_whole(plan) else f"as {num_tokens} tokens are few"
+    note = f"{count} of {len(steps)} launches begin before the one ahead has ended, {reason}"
+    if not count:
+        note = "launches follow one another: none of their kernels waits for the launch ahead by itself"
     return dataclasses.replace(plan, steps=tuple(steps), notes=(*plan.notes, note))
 
 

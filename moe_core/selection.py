@@ -310,9 +310,9 @@ class _RoutedLayout:
         tokens = next(size for size in (*_FEW_SIZES[kind], FEW_TOKENS[kind]) if size >= num_tokens)
         width = max(self.selection.columns, self.launcher.experts)
         if tokens * width > _FEW_LOGITS:
-            return f"{tokens} tokens of {width} columns, one launch takes {_FEW_LOGITS} logits"
+            return f"{num_tokens} tokens, as {tokens} of {width} columns, one launch takes {_FEW_LOGITS} logits"
         if tokens * self.selection.slots > (most := _FEW_SLOTS[kind]):
-            return f"{tokens} tokens of {self.selection.slots} slots, one launch takes {most} slots"
+            return f"{num_tokens} tokens, as {tokens} of {self.selection.slots} slots, one launch takes {most} slots"
         return tokens
 
     def _in_one(self, tokens: int) -> None:

@@ -59,11 +59,11 @@ def choose_tile(
     return TileChoice(config, f"heuristics: {_arithmetic(problem, config, target)}")
 
 
-def without_tall_blocks(choice: TileChoice) -> TileChoice:
+def without_tall_blocks(choice: TileChoice, *, given: bool = False) -> TileChoice:
     """The choice for a product that stores its pre-activation, which the kernel of tall blocks does not; results are
-    the same, to the bit. A configuration given for the call stays, and is refused later."""
+    the same, to the bit. A configuration given for the call stays, and is refused later, unless `given`."""
     config = choice.config
-    if config.family != "hopper" or config.block_m != HOPPER_TALL_BLOCK_M or choice.source == _GIVEN:
+    if config.family != "hopper" or config.block_m != HOPPER_TALL_BLOCK_M or (choice.source == _GIVEN and not given):
         return choice
     note = f"{choice.source}; {HOPPER_BLOCK_M} rows where the pre-activation is stored"
     return TileChoice(dataclasses.replace(config, block_m=HOPPER_BLOCK_M), note)

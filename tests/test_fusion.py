@@ -157,6 +157,26 @@ def test_batch_invariant_plans_stay_apart() -> None:
     assert kernels(plan_of(dataclasses.replace(layer, spec=invariant), CUDA))[-1] == "reduction:reduce"
 
 
+def test_one_token_may_have_products_of_different_heights(apart) -> None:
+    """As an override, or a measured table, may say."""
+    layer = simple_layer(1)
+    tuned = dataclasses.replace(layer.spec, tuning=Tuning(matmul_1=TALL))
+    layer = dataclasses.replace(layer, spec=tuned)
+    for target in (CUDA, engine_target()):
+        assert kernels(plan_of(layer, target))[-1] == "one_token:multiply_and_reduce"
+    found, wanted = run_layer(layer), apart(layer)
+    for name, value in wanted.items():
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+def test_plans_say_why_stages_share_no_launch() -> None:
+    layer = simple_layer(8)
+    assert "stages share no launch" not in plan_of(layer, CUDA).explain()
+    tuned = dataclasses.replace(layer.spec, tuning=Tuning(matmul_1=TALL))
+    text = plan_of(dataclasses.replace(layer, spec=tuned), CUDA).explain()
+    assert "note    stages share no launch: both products need row blocks of one height" in text
+
+
 def test_counters_hold_every_row_block_or_tile_of_columns() -> None:
     for count in (1, 62, 1022, 1023, 3000):
         chained, one_token = fusion_counters(2, count, 1), fusion_counters(1, 1, count)

@@ -18,13 +18,13 @@ from moe_core.layout import plan_schedule
 from moe_core.matmul_ogs import matmul_problem, plan_matmul_ogs
 from moe_core.moe import plan_moe
 from moe_core.moe_backward import plan_moe_backward
-from moe_core.operands import ExpertWeights, MatmulOperands, OutputGradients, RouterLogits
+from moe_core.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.plan import Constant, KernelLaunch, LaunchPlan, TensorMap
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.reference import routing as reference
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
-from moe_core.tuning import TileConfig, choose_config, hopper_config, why_illegal
+from moe_core.tuning import TileConfig, choose_config, why_illegal
 from tests.composed_matmul import filled_rows, run_composed
 from tests.faulty_kernels import KERNELS
 from tests.harness import engine_target, run_plan
@@ -127,22 +127,24 @@ def test_boxes_are_panels_where_gate_and_up_lie_apart(gate_layout: str) -> None:
     assert first["STAGES"] == second["STAGES"] == Constant(3)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_stores_the_pre_activation_refuses_it(recompute: bool) -> None:
+def test_what_stores_the_pre_activation_refuses_it() -> None:
     x, experts, routing, spec = moe_arguments()
-    message = "block_m 128 where the pre-activation is stored, as training does"
-    if recompute:
-        from moe_core.operands import MoEOperands
-
-        spec, operands = dataclasses.replace(spec, recompute=True), MoEOperands(x, experts, routing)
-        with pytest.raises(InvalidInput, match=message):
-            plan_moe_backward(OutputGradients(x), operands, spec, SM_90, wanted=("d_x",))
-    else:
-        with pytest.raises(InvalidInput, match=message):
-            plan_moe(x, experts, routing, spec, SM_90, keep=True)
+    with pytest.raises(InvalidInput, match="block_m 128 where the pre-activation is stored, as training does"):
+        plan_moe(x, experts, routing, spec, SM_90, keep=True)
     spec = moe_arguments(heights=(128, 192))[-1]
     kept = launches(plan_moe(x, experts, routing, spec, SM_90, keep=True))
     assert [name for name, _ in kept] == ["hopper:matmul_ogs", "hopper_tall:matmul_ogs"]
+
+
+def test_a_backward_that_recomputes_has_lower_blocks() -> None:
+    """To the forward's bits, which keeps no pre-activation and may have tall ones, chosen or given."""
+    x, experts, routing, given = moe_arguments(heights=(192, 128))
+    for spec in (dataclasses.replace(given, recompute=True), dataclasses.replace(given, recompute=True, tuning=None)):
+        first, _ = launches(plan_moe(x, experts, routing, spec, SM_90, keep=True))
+        assert first[0] == "hopper_tall:matmul_ogs"
+        operands = MoEOperands(x, experts, routing)
+        again = launches(plan_moe_backward(OutputGradients(x), operands, spec, SM_90, wanted=("d_x",)))[0]
+        assert again[0] == "hopper:matmul_ogs" and again[1]["pre"] == Pointer("pre_activation")
 
 
 @pytest.mark.parametrize(
@@ -171,12 +173,16 @@ def test_what_is_legal(change: dict[str, Any], target: Target, reason: str | Non
         plan_matmul_ogs(operands, layout, spec, target, config=config)
 
 
-def test_it_is_run_only_where_it_is_asked_for() -> None:
-    for rows in (1, 48 * 128, 200 * 128, 10**6):
+def test_it_is_chosen_where_most_groups_have_more_than_128_rows_and_at_most_192() -> None:
+    heights = {}
+    for mean in (48, 100, 120, 128, 160, 180, 192, 256, 8000):
         problem = matmul_problem(
-            ArraySpec((rows, 4096), "bfloat16"), 768, LayoutSpec(rows, 1, 128), MatmulSpec("in_out")
+            ArraySpec((mean * 128, 4096), "bfloat16"), 768, LayoutSpec(mean * 128, 1, 128), MatmulSpec("in_out")
         )
-        assert choose_config(problem, SM_90).block_m != 192 and hopper_config(problem).block_m == 128
+        heights[mean] = choose_config(problem, SM_90).block_m
+        assert why_illegal(choose_config(problem, SM_90), problem, SM_90) is None
+    assert [mean for mean, height in heights.items() if height == 192] == [120, 128, 160, 180]
+    assert set(heights.values()) == {128, 192}
 
 
 def both(case: Case) -> tuple[np.ndarray, np.ndarray]:

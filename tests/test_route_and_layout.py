@@ -146,8 +146,8 @@ def test_launches_on_a_gpu(num_experts: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "reason"),
     [
-        (64, 1024, 4, "64 tokens of 1024 columns, one launch takes 32768 logits"),
-        (16, 512, 300, "16 tokens of 512 slots, one launch takes 256 slots"),
+        (64, 1024, 4, "64 tokens, as 64 of 1024 columns, one launch takes 32768 logits"),
+        (16, 512, 300, "16 tokens, as 16 of 512 slots, one launch takes 256 slots"),
         (65, 128, 8, "65 tokens, one launch takes 64"),
     ],
 )
