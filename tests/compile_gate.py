@@ -255,8 +255,8 @@ def _hopper(target: Target) -> Iterator[LaunchPlan]:
     for name, dtype in models:
         for weight_layout in ("in_out", "out_in"):
             model = dataclasses.replace(MODELS[name], weight_layout=weight_layout)
-            # Few rows per expert and many: Mixtral's long reductions take fewer stages for few.
-            for tokens in (512, 4096) if name == "mixtral" else (4096,):
+            # Few rows per expert and many, none with tall blocks: Mixtral's long reductions take fewer stages for few.
+            for tokens in (1024, 4096) if name == "mixtral" else (8192,):
                 yield _layer_plan(model, tokens, target, dtype)
     layout, d, n, e = LayoutSpec(2048, 4, 16), 1024, 360, 16
     layer, row_weight = ArraySpec((1,), "int32"), ArraySpec((layout.num_slots,), "float32")
