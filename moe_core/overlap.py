@@ -36,10 +36,10 @@ _FIRST_ARCH = 90
 _LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
 _LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
-#: Kernels whose matrices have three axes, of blocks, and what they call them.
+#: Kernels whose matrices have three axes, of blocks, and what they call it.
 _TILED = {
-    "hopper_mixed:matmul_mixed": ("weight_map",),
-    "stream:matmul_stream": ("weight",),
+    "hopper_mixed:matmul_mixed": "weight_map",
+    "stream:matmul_stream": "weight",
 }
 #: Kernels whose blocks take a multiprocessor each: those of the launch behind wait for room, and take none away. Of the
 #: hopper family, that with row blocks of 128; the others have not been measured.
@@ -76,10 +76,9 @@ def _expert_bytes(plan: LaunchPlan) -> int:
     tiled = set()
     for step in plan.steps:
         if isinstance(step, KernelLaunch) and step.kernel in _TILED:
-            for name in _TILED[step.kernel]:
-                weight = dict(step.arguments)[name]
-                assert isinstance(weight, (Pointer, TensorMap)), weight
-                tiled.add(weight.buffer)
+            weight = dict(step.arguments)[_TILED[step.kernel]]
+            assert isinstance(weight, (Pointer, TensorMap)), weight
+            tiled.add(weight.buffer)
     matrices = [(buffer.spec, 3 if buffer.name in tiled else 2) for buffer in plan.inputs if buffer.name in _MATRICES]
     return sum(array.nbytes // math.prod(array.shape[:-axes]) for array, axes in matrices)
 

@@ -251,8 +251,7 @@ def _matmul_variants(target: Target) -> Iterator[LaunchPlan]:
 
 def _hopper(target: Target) -> Iterator[LaunchPlan]:
     """The hopper family, sm_90 only: both products of layers, then single ops, whose layouts are not trusted."""
-    models = (("qwen3", "bfloat16"), ("gptoss120b", "bfloat16"), ("mixtral", "bfloat16"), ("qwen3", "float16"))
-    for name, dtype in models:
+    for name, dtype in (*((name, "bfloat16") for name in ("qwen3", "gptoss120b", "mixtral")), ("qwen3", "float16")):
         for weight_layout in ("in_out", "out_in"):
             model = dataclasses.replace(MODELS[name], weight_layout=weight_layout)
             # Few rows per expert and many, none with tall blocks: Mixtral's long reductions take fewer stages for few.

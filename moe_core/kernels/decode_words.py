@@ -10,11 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.kernels.hopper_ring import DEPTH
 
-#: A block of tiled codes: its weight rows, which are the accumulator rows of one product, half of them, its columns,
-#: and its lines of 128 bytes.
+#: A block of tiled codes: its weight rows, which are the accumulator rows of one product, half of them, and its lines
+#: of 128 bytes.
 HEIGHT = gl.constexpr(64)
 UNIT = gl.constexpr(32)
-COLUMNS = gl.constexpr(128)
 LINES = gl.constexpr(32)
 
 

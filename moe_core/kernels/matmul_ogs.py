@@ -81,12 +81,12 @@ def weight_bases(
 
 @triton.jit
 def tile_sums(
-    x_pointers, exists, first, second, tile, k_from, k_to,
+    x_pointers, exists, first, second, tile,
     D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sums over k_from .. k_to - 1 of the reduction: (`[BLOCK_M, BLOCK_N]`, interleaved twice as wide; of up)."""
+    """fp32 sums over the reduction: (`[BLOCK_M, BLOCK_N]`, interleaved twice as wide; of up)."""
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     even_k: tl.constexpr = D % BLOCK_K == 0
@@ -97,7 +97,7 @@ def tile_sums(
     else:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(k_from, k_to, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
         if even_k:
             x_tile = tl.load(x_pointers + start, mask=exists[:, None], other=0.0)
         else:
@@ -111,7 +111,7 @@ def tile_sums(
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
             up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
     if GATE_LAYOUT == "joined":
-        for start in tl.range(k_from, k_to, BLOCK_K, num_stages=STAGES):
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
             mask = exists[:, None] if even_k else exists[:, None] & (start + k < D)[None, :]
             x_tile = tl.load(x_pointers + D + start, mask=mask, other=0.0)
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
@@ -210,7 +210,7 @@ def multiply_tile(
 
     x_pointers = x + x_rows[:, None] * X_STRIDE + tl.arange(0, BLOCK_K)[None, :]
     accumulator, up_accumulator = tile_sums(
-        x_pointers, exists, first, second, tile, 0, D, D, N, K_STRIDE, N_STRIDE, GATE_LAYOUT, INPUT_PRECISION, BLOCK_M,
+        x_pointers, exists, first, second, tile, D, N, K_STRIDE, N_STRIDE, GATE_LAYOUT, INPUT_PRECISION, BLOCK_M,
         BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     result = activated_sums(
