@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import re
 from typing import Any
 
 from moe_core import dtypes
@@ -105,4 +107,31 @@ def _compile(
     scratch = getattr(compiled.metadata, "global_scratch_size", 0)
     if scratch:
         raise RuntimeError(f"{kernel} needs {scratch} bytes of Triton's global scratch, which plans do not provide")
+    require_counted_once(kernel, compiled.asm["ttgir"])
     return compiled
+
+
+def require_counted_once(kernel: str, ttgir: str) -> None:
+    """Raise RuntimeError where registers of one thread hold an element twice that a histogram counts: Triton's lowering
+    allows for threads and warps that hold the same element, not for registers."""
+    layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
+    histograms = ttgir.count("tt.histogram ")
+    sources = re.findall(r"tt\.histogram .*?: tensor<(\d+)xi32, (#\S.*?)> ->", ttgir)
+    if len(sources) != histograms:
+        raise RuntimeError(f"{kernel}: {histograms} histograms, of which {len(sources)} have a layout that is known")
+    for size, name in sources:
+        layout = layouts.get(name, name)
+        if _repeats_registers(layout, int(size)):
+            raise RuntimeError(
+                f"{kernel} would count each of {size} elements several times: its histogram has {layout}"
+            )
+
+
+def _repeats_registers(layout: str, size: int) -> bool:
+    """Whether a layout of a vector gives one thread an element in several registers, or is of no known kind."""
+    if layout.startswith("#ttg.slice<"):
+        return False  # By definition: it leaves out registers that differ along the sliced axis alone.
+    if blocked := re.match(r"#ttg\.blocked<\{sizePerThread = \[(\d+)\]", layout):
+        return int(blocked[1]) > size
+    linear = re.match(r"#ttg\.linear<\{register = (\[.*?\]), lane", layout)
+    return linear is None or [0] in json.loads(linear[1])

@@ -201,6 +201,9 @@ def _routing(target: Target) -> Iterator[LaunchPlan]:
     for tokens, (num_experts, top_k) in itertools.product((1, 4, 16, 64, 1024, 2048, 16384), ((128, 8), (512, 10))):
         scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
         yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))
+    for tokens, num_experts, top_k in itertools.product((65, 16384), (48, 128, 512), (1, 2)):
+        scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
+        yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target)
     for tokens in (1, 64, 1024, 16384):
         ids, layout = ArraySpec((tokens, 8), "int32"), LayoutSpec(tokens, 8, 128)
         yield routing.plan_layout(ids, layout, target, block_ms=(16, 128))

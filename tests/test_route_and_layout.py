@@ -101,6 +101,14 @@ def test_any_number_of_experts(num_experts: int, tokens: int) -> None:
     check(RouterCase(RouterSpec(min(num_experts, 6)), tokens, num_experts, False, "normal", False, 3))
 
 
+@pytest.mark.parametrize("num_experts", [4, 48, 128, 512])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_few_choices_of_many_tokens(num_experts: int, top_k: int) -> None:
+    """A thread's registers along the experts outnumber the choices: each is still counted once."""
+    for tokens in (5, 65, 200):
+        check(RouterCase(RouterSpec(top_k), tokens, num_experts, False, "normal", False, 6), block_ms=(16,))
+
+
 def test_groups_that_are_padded() -> None:
     """Three groups of eight in four of eight columns; groups of six in eight columns."""
     for num_experts, num_groups in ((24, 3), (24, 4)):

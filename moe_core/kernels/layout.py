@@ -44,6 +44,17 @@ def local_experts(
 
 
 @triton.jit
+def count_experts(local, EXPERTS: tl.constexpr):
+    """int32 `[EXPERTS]`: how many of local (-1 = none) are each expert.
+
+    Triton 3.6 counts an element as often as registers of one thread hold it, which those of a choice along an axis may;
+    gathered anew, one register does. `compiler.require_counted_once` checks it.
+    """
+    local = tl.gather(local, tl.arange(0, local.shape[0]), 0)
+    return tl.histogram(local, EXPERTS, mask=local >= 0)
+
+
+@triton.jit
 def rank_slots(local, before):
     """(rank of each slot among those of its expert, before with these slots added).
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.bitmatrix import set_bits
-from moe_core.kernels.layout import to_local
+from moe_core.kernels.layout import count_experts, to_local
 from moe_core.kernels.overlap import join
 
 # Keys below those of every number (the smallest, of -inf, is -0x7F800001): NaN, then experts that may not be chosen,
@@ -315,7 +315,7 @@ def route(
             tl.store(place, words.to(tl.uint32, bitcast=True), mask=inside[:, None] & (number < NUM_WORDS))
         if block_counts is not None:
             local, _ = to_local(tl.reshape(chosen, (BLOCK_T * SLOTS,)), expert_map, NUM_EXPERTS, NUM_LOCAL)
-            counts += tl.histogram(local, EXPERTS, mask=local >= 0)
+            counts += count_experts(local, EXPERTS)
     if block_counts is not None:
         experts = tl.arange(0, EXPERTS)
         tl.store(block_counts + block.to(tl.int64) * NUM_LOCAL + experts, counts, mask=experts < NUM_LOCAL)
