@@ -22,14 +22,16 @@ def take_tile(
     left = number < num_blocks * TILES
     row = gl.where(left, number, 0) // TILES
     expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
-    expert_row = row - gl.load(schedule + 2 * row.to(gl.int64))
+    expert_block = gl.load(schedule + 2 * row.to(gl.int64))
     known = gl.maximum(expert, 0)
     start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
     size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
     blocks = gl.maximum((size + BLOCK_M - 1) // BLOCK_M, 1)
-    # Neither an idle row nor a number past the end has a tile: they take the first, whose addresses exist.
-    exists = left & (expert >= 0)
-    block, tile = tile_of_program(gl.where(exists, number - expert_row * TILES, 0), blocks, TILES, GROUP_M)
+    # Neither an idle row nor a number past the end has a tile, nor what a group that starts too late lacks rows for:
+    # they take the first, whose addresses exist.
+    exists = left & (expert >= 0) & (expert_block < blocks)
+    within = number - (row - expert_block) * TILES
+    block, tile = tile_of_program(gl.where(exists, within, 0), blocks, TILES, GROUP_M)
     first = block * BLOCK_M
     rows = gl.where(exists, gl.minimum(size - first, BLOCK_M), 0)
     return gl.where(left, gl.where(rows > 0, expert, -1), -2), start + first, rows, tile

@@ -99,14 +99,15 @@ def next_tile(
     # that blocks which start together read the same weights while those are in the L2 cache.
     row = gl.where(left, number, 0) // TILES_N
     expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
-    expert_row = row - gl.load(schedule + 2 * row.to(gl.int64))
+    expert_block = gl.load(schedule + 2 * row.to(gl.int64))
     known = gl.maximum(expert, 0)
     start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
     size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
     blocks = gl.maximum((size + HEIGHT - 1) // HEIGHT, 1)
-    # Neither an idle row nor a number past the end has a tile.
-    exists = left & (expert >= 0)
-    block, tile = tile_of_program(gl.where(exists, number - expert_row * TILES_N, 0), blocks, TILES_N, GROUP_M)
+    # Neither an idle row nor a number past the end has a tile, nor what a group that starts too late lacks rows for.
+    exists = left & (expert >= 0) & (expert_block < blocks)
+    within = number - (row - expert_block) * TILES_N
+    block, tile = tile_of_program(gl.where(exists, within, 0), blocks, TILES_N, GROUP_M)
     return left, exists, expert, start, size, blocks, block, tile
 
 

@@ -1,0 +1,89 @@
+"""Layouts whose arrays say what cannot be, in the kernels of sm_90: nothing outside of any buffer is written, and the
+kernel ends. (The portable kernel's are in test_matmul_ogs.py.)"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from moe_core.matmul_mixed import mixed_config
+from moe_core.matmul_stream import stream_config
+from moe_core.operands import map_arrays
+from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
+from tests.harness import engine_target
+from tests.quantized_support import spec_of
+from tests.routing_cases import draw_ids, layout_arrays
+from tests.test_hopper import FIRST, SECOND
+from tests.test_hopper_mixed import HEIGHTS, SM_90, draw_product, needs_sm_90, prepared, run_product
+from tests.test_hopper_tall import tall
+from tests.test_matmul_ogs import Case, build, run_matmul
+from tests.tiled_plans import EPILOGUES, tall_config
+
+pytestmark = pytest.mark.gpu
+
+Arrays = dict[str, np.ndarray]
+
+
+def lies(arrays: Arrays, rows: int) -> dict[str, Arrays]:
+    """The layout with one array changed; sizes and starts of three groups at most."""
+
+    def changed(name: str, place: slice, values: object) -> Arrays:
+        array = arrays[name].copy()
+        array[place] = values
+        return arrays | {name: array}
+
+    first = slice(0, 1)
+    return {
+        "groups start at the last row": changed("group_start", slice(None), rows - 1),
+        "groups start before the rows": changed("group_start", slice(None), -(2**31)),
+        "groups start behind the rows": changed("group_start", slice(None), 2**31 - 1),
+        "a group starts in the middle": changed("group_start", first, rows // 2 + 3),
+        "a huge group": changed("group_sizes", first, 2**31 - 1),
+        "a negative group": changed("group_sizes", first, -(2**31)),
+        "a group longer than the rows": changed("group_sizes", first, rows + 1),
+        "slots outside": changed("slot_of_row", slice(0, None, 3), 2**31 - 1),
+        "negative slots": changed("slot_of_row", slice(0, None, 5), -(2**31)),
+    }
+
+
+def run_all(run: Callable[[Arrays], np.ndarray], arrays: Arrays, rows: int) -> None:
+    """`run` looks at the guard zones; the arrays as they are give the same before and after."""
+    before = run(arrays)
+    for wrong in lies(arrays, rows).values():
+        run(wrong)
+    np.testing.assert_array_equal(run(arrays), before)
+
+
+@pytest.mark.parametrize("height", [128, 192])
+@pytest.mark.parametrize("scatter", ["row", "slot"])
+@pytest.mark.parametrize("gather", ["row", "token", "slot"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_16_bit_weights(gated: bool, gather: str, scatter: str, height: int) -> None:
+    needs_sm_90()
+    activation = EPILOGUES[0][0] if gated else None
+    spec = MatmulSpec("in_out", gather, scatter, activation)
+    operands, layout, arrays = build(Case(400, 2, 3, 192, 264, "bfloat16", spec, "uniform", row_weight=True))
+    config = FIRST if gated else SECOND
+    config = tall(config) if height == 192 else config
+    run_all(lambda given: run_matmul(operands, layout, given, spec, config=config), arrays, layout.capacity)
+
+
+@pytest.mark.parametrize("tile", ["stream", *map(str, HEIGHTS), "256"])
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_prepared_weights(number: int, tile: str) -> None:
+    needs_sm_90()
+    layout = LayoutSpec(700, 2, 3)
+    arrays = layout_arrays(draw_ids("uniform", 700, 2, 3, number), layout)
+    operands, spec = draw_product(EPILOGUES[number], layout, 384, 320, number)
+    operands = prepared(operands, spec)
+    weight = map_arrays(operands.weight, spec_of)
+    if tile == "stream":
+        config = stream_config(weight, spec)
+    else:
+        config = tall_config(weight, spec) if tile == "256" else mixed_config(HEIGHTS[int(tile)], weight, spec, SM_90)
+        assert config.block_m == int(tile)
+    tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
+    run_all(lambda given: run_product(operands, layout, given, tuned, engine_target()), arrays, layout.capacity)
