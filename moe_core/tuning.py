@@ -130,10 +130,12 @@ def why_illegal(config: TileConfig, problem: MatmulProblem, target: Target) -> s
     return None
 
 
-def hopper_config(problem: MatmulProblem, num_stages: int = HOPPER_STAGES, group_m: int = 8) -> TileConfig:
+def hopper_config(
+    problem: MatmulProblem, num_stages: int = HOPPER_STAGES, group_m: int = 8, block_m: int = HOPPER_BLOCK_M
+) -> TileConfig:
     """The hopper family's configuration of a problem."""
     block_n = HOPPER_WIDTH // problem.buffers
-    return TileConfig(HOPPER_BLOCK_M, block_n, HOPPER_BLOCK_K, 4, num_stages, group_m, "hopper")
+    return TileConfig(block_m, block_n, HOPPER_BLOCK_K, 4, num_stages, group_m, "hopper")
 
 
 def _why_not_hopper(config: TileConfig, problem: MatmulProblem, target: Target) -> str | None:
@@ -163,7 +165,7 @@ def choose_config(problem: MatmulProblem, target: Target) -> TileConfig:
     rows, gated = problem.rows_per_group, problem.buffers == 2
     if rows >= _HOPPER_ROWS and target.arch == 90 and not problem.not_hopper:
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
-            return dataclasses.replace(hopper_config(problem, HOPPER_TALL_STAGES, 4), block_m=HOPPER_TALL_BLOCK_M)
+            return hopper_config(problem, HOPPER_TALL_STAGES, 4, HOPPER_TALL_BLOCK_M)
         # Blocks that read the same weights drift apart over a long reduction; a shorter queue keeps them together.
         together = problem.d >= 4096 and rows <= 2 * HOPPER_BLOCK_M
         return hopper_config(problem, HOPPER_STAGES - 1 if together else HOPPER_STAGES, 4)
