@@ -80,12 +80,16 @@ def why_not_hopper_fp8(
     return ""
 
 
-def why_not_codes(format: Format, n: int, spec: MatmulSpec) -> str:
-    """The reason a product that the kernel runs cannot store its result in a format of rows, empty if it can."""
+def why_not_codes(format: Format, n: int, spec: MatmulSpec, static: bool = False) -> str:
+    """The reason a product that the kernel runs cannot store its result in a format of rows, empty if it can.
+
+    static: the format's scale is given."""
     if spec.activation is None or not spec.activation.gated or spec.scatter != "row":
         return f"its tiles have one group of {_GROUP} columns of a gated activation, by row"
-    if format.element != "e4m3" or format.has_e8m0_scales or (format.group_rows, format.group_columns) != (1, _GROUP):
-        return f"it quantises to e4m3 with a scale for {_GROUP} columns of a row, got {format}"
+    groups = (None, None) if static else (1, _GROUP)
+    if format.element != "e4m3" or format.has_e8m0_scales or (format.group_rows, format.group_columns) != groups:
+        wanted = f"a scale for {_GROUP} columns of a row, or one that is given for all"
+        return f"it quantises to e4m3 with {wanted}, got {format}{' and a scale' if static else ''}"
     if n % _CODES:
         return f"rows of codes must be multiples of {_CODES} bytes, got {n} columns"
     return ""
@@ -104,6 +108,13 @@ def _why_not_scales(x: Format, weights: Format) -> str:
     return ""
 
 
+def _rule(codes: Format | None, static: bool) -> str | None:
+    """How scales of a result's codes are found."""
+    if codes is None:
+        return None
+    return "given" if static else codes.scale_rule
+
+
 def launch_hopper_fp8(
     builder: PlanBuilder,
     operands: MatmulOperands,
@@ -119,7 +130,8 @@ def launch_hopper_fp8(
     must be 0 then.
 
     trusted: the layout is one of ours, without padding inside a group, so that whole tiles may be stored; codes need
-    it. codes: y is quantised to that format, in `y.values` and `y.scales`; see `why_not_codes`.
+    it. codes: y is quantised to that format, in `y.values` and `y.scales`, with the scale of the buffer `static_scale`
+    if there is one; see `why_not_codes`.
     """
     x: QuantizedTensor = operands.x
     weight: QuantizedTensor = operands.weight
@@ -158,6 +170,7 @@ def launch_hopper_fp8(
         "y": Pointer(y),
         "y_scales": optional("y.scales"),
         "y_map": TensorMap(y, (builder.spec(y).shape[0], n), n, (_CONSUMER_ROWS, _PIECE)),
+        "given": optional("static_scale"),
         "num_blocks": Scalar(num_blocks),
         "num_rows": Scalar(layout.capacity),
         "num_slots": Scalar(layout.num_slots),
@@ -188,7 +201,7 @@ def launch_hopper_fp8(
         "STAGES": Constant(config.num_stages),
         "GROUP_M": Constant(config.group_m),
         "HIDDEN": Constant(spec.out_dtype),
-        "RULE": Constant(codes.scale_rule if codes is not None else None),
+        "RULE": Constant(_rule(codes, builder.has("static_scale"))),
         **_REGISTERS,
     }
     grid = min(tiles, builder.target.num_sms)

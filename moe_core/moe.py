@@ -256,7 +256,7 @@ class _MoEPlanner:
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "pre": f"{KEPT}pre_activation"}
         if isinstance(rows_2, QuantizedTensor) and not why_two_launches(
-            first, width, matmul_1, configs[0], rows_2.format
+            first, width, matmul_1, configs[0], rows_2.format, bool(self._static_scale())
         ):
             hidden = "quantized_hidden"
             for part, array in named_arrays(rows_2, f"{hidden}."):
@@ -286,6 +286,11 @@ class _MoEPlanner:
         outputs = dict(zip((buffer.name for buffer in plan.outputs), made, strict=True))
         builder.call(plan, f"quantize {name}", {"x": source} | given | outputs)
         return quantized
+
+    def _static_scale(self) -> dict[str, str]:
+        """The static scale of product 2's rows, if it was given, by the name under which product 1 quantises by it."""
+        name = "experts.down_input_scale"
+        return {"static_scale": name} if self.builder.has(name) else {}
 
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
         """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
@@ -317,13 +322,15 @@ class _MoEPlanner:
 
         codes: the format its result is stored in."""
         operands, config = product.operands, product.config
+        bindings: dict[str, str] = {}
         if codes is None:
             outputs = self._outputs if stage == 0 else ("y",)
             plan = plan_matmul_ogs(operands, layout, product.spec, self.target, stage=stage, outputs=outputs)
         else:
-            plan = plan_matmul_codes(operands, layout, product.spec, codes, self.target)
-            outputs = tuple(buffer.name for buffer in plan.outputs)
-        bindings = {}
+            given = self._static_scale()
+            scale = self.builder.spec(given["static_scale"]) if given else None
+            plan = plan_matmul_codes(operands, layout, product.spec, codes, self.target, scale=scale)
+            outputs, bindings = tuple(buffer.name for buffer in plan.outputs), dict(given)
         for name in (*outputs, *(name for name, _ in named_arrays(operands))):
             # Of a quantised operand: x.values, of the buffer that is bound to x.
             operand, dot, part = name.partition(".")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_core.arrays import ArraySpec
-from moe_core.formats import FP8_GROUP, Format, QuantizedSpec, Scheme, quantized_specs, scheme_named
+from moe_core.formats import FP8_GROUP, FP8_TENSOR, QuantizedSpec, Scheme, quantized_specs, scheme_named
 from moe_core.layout import plan_schedule
 from moe_core.matmul_codes import plan_matmul_codes
 from moe_core.matmul_hopper import zero_counters
@@ -115,27 +115,22 @@ def with_special_rows(operands: MatmulOperands) -> MatmulOperands:
     return operands
 
 
-def plan_codes(operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target) -> LaunchPlan:
-    """values and scales of a composed product's result. operands: arrays."""
-    return _compose(operands, case, num_tokens, target, FP8_GROUP, fused=True)
-
-
-def plan_codes_apart(operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target) -> LaunchPlan:
-    """`plan_codes` by a product, then its quantisation."""
-    return _compose(operands, case, num_tokens, target, FP8_GROUP, fused=False)
-
-
-def _compose(
-    operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target, format: Format, *, fused: bool
+def plan_codes(
+    operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target, *, static: bool, fused: bool
 ) -> LaunchPlan:
+    """values and scales of a composed product's result, in one launch or by a product, then its quantisation.
+
+    operands: arrays. static: with one scale for all, the input `static_scale`."""
     layout, spec, arrays = case.layout(num_tokens), case.tuned, map_arrays(operands, spec_of)
+    format, scale = (FP8_TENSOR, ArraySpec((1,), "float32")) if static else (FP8_GROUP, None)
     if fused:
-        plan = plan_matmul_codes(arrays, layout, spec, format, target)
+        plan = plan_matmul_codes(arrays, layout, spec, format, target, scale=scale)
     else:
         plan = plan_matmul_ogs(arrays, layout, spec, target, stage=0)
     builder = PlanBuilder("composed codes", target)
     names = [name for name, _ in named_arrays(arrays)] + list(LAYOUT_INPUTS)
     bindings = {name: builder.input(name, plan.spec(name)) for name in names}
+    given = {"static_scale": builder.input("static_scale", scale)} if scale is not None else {}
     codes = quantized_specs(QuantizedSpec(format), (layout.capacity, case.n))
     made = {part: builder.output(part, array) for part, array in named_arrays(codes)}
     bindings["schedule"] = builder.scratch("schedule", plan.spec("schedule"))
@@ -143,9 +138,10 @@ def _compose(
     builder.call(plan_schedule(layout, hopper_fp8_config(spec).block_m, target), "schedule", making)
     bindings["tile_counters"] = zero_counters(builder)
     if fused:
-        builder.call(plan, "matmul", bindings | {f"y.{part}": name for part, name in made.items()})
+        builder.call(plan, "matmul", bindings | given | {f"y.{part}": name for part, name in made.items()})
         return builder.build()
     hidden = builder.scratch("hidden", ArraySpec((layout.capacity, case.n), "bfloat16"))
     builder.call(plan, "matmul", bindings | {"y": hidden})
-    builder.call(plan_quantize_rows(builder.spec(hidden), format, target), "quantize", {"x": hidden} | made)
+    plan = plan_quantize_rows(builder.spec(hidden), format, target, scales=scale)
+    builder.call(plan, "quantize", {"x": hidden} | given | made)
     return builder.build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from benchmarks.shapes import SHAPES
@@ -116,6 +117,11 @@ def hopper(target: Target) -> Iterator[LaunchPlan]:
     for case in (hopper_fp8_cases.CODES, hopper_fp8_cases.CASES["halves"]):
         operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
         yield plan_matmul_codes(operands, layout, case.tuned, FP8_GROUP, target)
+    fast = hopper_fp8_cases.CASES["halves"]
+    for spec in (fast.spec, dataclasses.replace(fast.spec, fast_accumulate=True)):
+        case = dataclasses.replace(fast, spec=spec, scheme=scheme_named("fp8_tensor"))
+        operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
+        yield plan_matmul_codes(operands, layout, case.tuned, FP8_TENSOR, target, scale=ArraySpec((1,), "float32"))
 
 
 #: Groups of the compile gate.

@@ -13,6 +13,7 @@ from moe_core.arrays import ArraySpec
 from moe_core.formats import (
     FP8_CHANNEL,
     FP8_GROUP,
+    FP8_TENSOR,
     FP8_TOKEN,
     MXFP8,
     Format,
@@ -34,7 +35,7 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoE
 from moe_core.target import Target
 from tests.composed_matmul import filled_rows
 from tests.harness import engine_target, run_plan
-from tests.hopper_fp8_cases import CASES, CODES, plan_codes, plan_codes_apart, with_special_rows
+from tests.hopper_fp8_cases import CASES, CODES, plan_codes, with_special_rows
 from tests.quantized_support import spec_of
 from tests.routing_cases import draw_ids, layout_arrays
 
@@ -88,23 +89,30 @@ def test_layouts_that_lie_and_layers_outside_stay_inside_their_buffers() -> None
     assert np.isnan(run(outside, layout, case.tuned, groups, engine_target()).astype(np.float32)).all()
 
 
+def codes_of(fused: bool, scale: float | None, operands: MatmulOperands, tokens: int, groups: dict) -> dict:
+    """values and scales of CODES, in groups or by the scale that is given."""
+    plan = plan_codes(operands, CODES, tokens, engine_target(), static=scale is not None, fused=fused)
+    given = {} if scale is None else {"static_scale": np.array([scale], np.float32)}
+    return run_plan(plan, dict(named_arrays(operands)) | groups | given)
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_codes_are_those_of_two_launches() -> None:
-    """Of zeros, of numbers of every size, of groups with infinities and NaN: bit by bit."""
+@pytest.mark.parametrize("scale", [None, 0.01, 3.0, 1e-44, 1e-25, 1e25, 3e38, 0.0, -1.0, np.inf, np.nan])
+def test_codes_are_those_of_two_launches(scale: float | None) -> None:
+    """Of zeros, of numbers of every size, of rows with infinities and NaN: bit by bit."""
     needs_sm_90()
     for tokens, kind in ((500, "uniform"), (70, "some_absent")):
         operands, layout = with_special_rows(CODES.operands(tokens)), CODES.layout(tokens)
         groups = layout_arrays(draw_ids(kind, tokens, 2, 4, 0), layout)
         groups.pop("row_of_slot")
-        filled, found = filled_rows(layout, groups), []
-        for make in (plan_codes, plan_codes_apart):
-            plan = make(operands, CODES, tokens, engine_target())
-            found.append(run_plan(plan, dict(named_arrays(operands)) | groups))
+        filled = filled_rows(layout, groups)
+        one, two = (codes_of(fused, scale, operands, tokens, groups) for fused in (True, False))
         for name in ("values", "scales"):
-            one, two = (np.ascontiguousarray(arrays[name][filled]) for arrays in found)
-            assert np.array_equal(one.view(np.uint8), two.view(np.uint8)), name
-        assert (found[0]["values"][~filled].view(np.uint8) == 0xFF).all()
+            rows = filled if scale is None or name == "values" else slice(None)
+            left, right = (np.ascontiguousarray(arrays[name][rows]) for arrays in (one, two))
+            assert np.array_equal(left.view(np.uint8), right.view(np.uint8)), name
+        assert (one["values"][~filled].view(np.uint8) == 0xFF).all()
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -169,21 +177,33 @@ def test_many_rows_take_it_and_batch_invariance_does_not() -> None:
     assert {config.family for config in configs} == {"quantized"} and len(configs) == 1
 
 
-def forward(scheme: Scheme, tuning: Tuning | None = None) -> LaunchPlan:
+def forward(scheme: Scheme, tuning: Tuning | None = None, static: bool = False) -> LaunchPlan:
+    """static: with given scales of both products' rows."""
+
     def weights(*shape: int) -> QuantizedTensor:
         return quantized_specs(QuantizedSpec(scheme.weights), shape)
 
     experts = ExpertWeights(weights(8, 512, 384), weights(8, 384, 256))
+    if static:
+        one = ArraySpec((1,), "float32")
+        experts = dataclasses.replace(experts, gate_up_input_scale=one, down_input_scale=one)
     spec = MoESpec(Activation("silu"), RouterSpec(2), "out_in", activations=scheme.activations, tuning=tuning)
     logits = RouterLogits(ArraySpec((512, 8), "float32"))
     return plan_moe(ArraySpec((512, 384), "bfloat16"), experts, logits, spec, SM_90)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "quantisers"), [("fp8_block", 1), ("fp8_block_pow2", 1), ("fp8_channel", 2), ("fp8_tensor", 4)]
+    ("scheme", "static", "quantisers"),
+    [
+        ("fp8_block", False, 1),
+        ("fp8_block_pow2", False, 1),
+        ("fp8_channel", False, 2),
+        ("fp8_tensor", False, 4),
+        ("fp8_tensor", True, 1),
+    ],
 )
-def test_a_forward_quantises_hidden_rows_where_they_are_made(scheme: str, quantisers: int) -> None:
-    plan = forward(scheme_named(scheme))
+def test_a_forward_quantises_hidden_rows_where_they_are_made(scheme: str, static: bool, quantisers: int) -> None:
+    plan = forward(scheme_named(scheme), static=static)
     launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
     kernels = [step.kernel for step in launches]
     assert kernels.count(KERNEL) == 2
@@ -204,7 +224,11 @@ def test_what_is_not_stored_as_codes_says_why() -> None:
     assert not why_not_codes(FP8_GROUP, 256, gated)
     assert "by row" in why_not_codes(FP8_GROUP, 256, dataclasses.replace(gated, scatter="slot"))
     assert "gated" in why_not_codes(FP8_GROUP, 256, CASES["slots"].spec)
-    assert "128 columns" in why_not_codes(FP8_TOKEN, 256, gated)
+    assert not why_not_codes(FP8_TENSOR, 256, gated, static=True)
+    for format, static in ((FP8_TOKEN, False), (FP8_TENSOR, False), (FP8_GROUP, True)):
+        assert "a scale for 128 columns of a row, or one that is given for all" in why_not_codes(
+            format, 256, gated, static
+        )
     assert "16 bytes" in why_not_codes(FP8_GROUP, 264, gated)
     operands = CASES["halves"].described(100)
     assert "hopper family" in why_two_launches(operands, 256, gated, None, FP8_GROUP)

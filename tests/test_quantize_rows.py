@@ -67,7 +67,7 @@ def test_bits_of_the_reference(name: str) -> None:
 def test_a_static_scale_stands_for_all(format: Format) -> None:
     x = hard_rows(20, 38, "float32")
     x[7, 0] = np.copysign(np.float32(np.nan), np.float32(-1))
-    for scale in (0.01, 3.0, 0.0, np.nan, np.inf):
+    for scale in (0.01, 3.0, 1e-44, 1e-38, 1e-20, 1e20, 3e38, 0.0, -0.5, np.nan, np.inf):
         assert_same_bits(x, format, np.array([scale], np.float32))
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_core.kernels.activation import activate, activate_gated
-from moe_core.kernels.hopper_codes import quantize_tile
+from moe_core.kernels.hopper_codes import quantize_by, quantize_tile
 from moe_core.kernels.hopper_producer import producer
 from moe_core.kernels.hopper_ring import (
     DEPTH,
@@ -203,7 +203,8 @@ def finish_halves(
 ):  # fmt: skip
     """Bias, [pre-activation cast and stored], activation, row weight, cast, store.
 
-    y_scales, if not None: of gated activations' results, which are cast to DTYPE and quantised by RULE; y: their codes.
+    y_scales, if not None: of gated activations' results, which are cast to DTYPE and quantised by RULE (`given`: to the
+    scale in y_scales); y: their codes.
     """
     if GATE_LAYOUT is not None:
         first = add_bias(first, bias_row, 0)
@@ -220,7 +221,9 @@ def finish_halves(
                 result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
         if y is not None:
             result = weigh(result, scale, layer_exists, STACKED)
-            if y_scales is not None:
+            if RULE == "given":
+                result = quantize_by(result.to(DTYPE).to(gl.float32), y_scales)
+            elif y_scales is not None:
                 result = quantize_tile(result.to(DTYPE).to(gl.float32), y_scales, start, rows, tile, FIRST, N, RULE)
         if pre is not None:
             store_pre(last, buffer, pre, pre_map, gate_map, start, rows, tile, 1, FIRST, N, GATE_LAYOUT)

@@ -1,30 +1,21 @@
-"""Results of the Hopper matmuls as e4m3 codes with a scale for each row's 128 columns: what the next product reads."""
+"""Results of the Hopper matmuls as e4m3 codes: what the next product reads."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.kernels.quantize_rows import magnitude_bits, up_to_power_of_two
-
-
-@gluon.jit
-def exact_quotient(values, divisor):
-    """values / divisor, correctly rounded (Markstein 1990), of positive divisors: one division for each row.
-
-    The second remainder is exact, and so the last step rounds right, unless values are so small that their code is 0.
-    """
-    reciprocal = gl.div_rn(gl.full(divisor.shape, 1.0, gl.float32, divisor.type.layout), divisor)[:, None]
-    divisor = divisor[:, None]
-    near = values * reciprocal
-    near = gl.fma(gl.fma(-near, divisor, values), reciprocal, near)
-    near = gl.fma(gl.fma(-near, divisor, values), reciprocal, near)
-    # The sum of both zeros is positive: -0 has lost its sign.
-    sign = values.to(gl.int32, bitcast=True) & -0x80000000
-    return (near.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
+from moe_core.kernels.quantize_rows import (
+    comfortable_divisor,
+    e4m3_quotient,
+    magnitude_bits,
+    refined_quotient,
+    up_to_power_of_two,
+)
 
 
 @gluon.jit
 def quantize_tile(values, scales, start, rows, tile, FIRST: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
-    """Rows times 128 columns of fp32 numbers, which a result of 16 bits can hold: e4m3 numbers; writes their scales.
+    """Rows times 128 columns of fp32 numbers, which a result of 16 bits can hold: e4m3 numbers, with a scale for each
+    row's 128 columns; writes these.
 
     scales fp32 `[rows, ceil(N / 128)]`, by layout row. RULE: as in `quantize_rows.choose_scale`, whose bits these are.
     """
@@ -44,5 +35,18 @@ def quantize_tile(values, scales, start, rows, tile, FIRST: gl.constexpr, N: gl.
     within = FIRST + gl.arange(0, ROWS, layout)
     places = scales + (start.to(gl.int64) + within) * ((N + WIDTH - 1) // WIDTH) + tile
     gl.store(places, gl.where(usable, scale, float("nan")), mask=within < rows)
-    codes = gl.where(usable[:, None], exact_quotient(values, scale), 0.0)
+    reciprocal = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, layout), scale)
+    codes = gl.where(usable[:, None], refined_quotient(values, scale[:, None], reciprocal[:, None]), 0.0)
     return codes.to(gl.float8e4nv)
+
+
+@gluon.jit
+def quantize_by(values, given):
+    """fp32 numbers, which a result of 16 bits can hold, as e4m3 numbers of the one scale fp32 `[1]` that is given;
+    zeros where it is not positive."""
+    scale = gl.load(given)
+    positive = scale > 0.0
+    factor, divisor = comfortable_divisor(gl.where(positive, scale, 1.0))
+    reciprocal = gl.div_rn(gl.to_tensor(1.0), divisor)
+    codes = e4m3_quotient(gl.where(positive, values, 0.0), factor, divisor, reciprocal)
+    return codes

@@ -1,8 +1,9 @@
 """Rows of activations as codes and scales: the bits that `moe_core.reference.quantize` gives.
 
 One rounding at a time, on any architecture: true division, then half to even on the bits of fp32 numbers, since not
-every architecture converts to fp8. Magnitudes are compared as integers, where a NaN is larger than every number and
-infinity: a group that holds either gets the scale NaN and codes of zero.
+every architecture converts to fp8. Those that do multiply with the reciprocal, to the same bits (`e4m3_quotient`), and
+convert, which takes fewer instructions. Magnitudes are compared as integers, where a NaN is larger than every number
+and infinity: a group that holds either gets the scale NaN and codes of zero.
 """
 
 import triton
@@ -92,6 +93,51 @@ def quotient(values, scale, usable):
 
 
 @triton.jit
+def refined_quotient(values, divisor, reciprocal):
+    """values / divisor, correctly rounded (Markstein 1990): positive divisors and their rounded reciprocals.
+
+    The second remainder is exact, and so the last step rounds right, unless values are so small that their code is 0.
+    """
+    near = values * reciprocal
+    near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
+    near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
+    # The sum of both zeros is positive: -0 has lost its sign.
+    sign = values.to(tl.int32, bitcast=True) & -0x80000000
+    return (near.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def comfortable_divisor(scale):
+    """(factor, divisor): values / scale = values * factor / divisor for positive scales of any size, with a divisor
+    whose reciprocal is a normal number; factors are powers of two, and 0 for an infinite scale."""
+    factor = tl.where(scale < 2.0**-62, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
+    infinite = scale == float("inf")
+    return tl.where(infinite, 0.0, factor), tl.where(infinite, 1.0, scale * factor)
+
+
+@triton.jit
+def e4m3_quotient(values, factor, divisor, reciprocal):
+    """e4m3 numbers of values * factor / divisor; what saturates is cut off before it can leave fp32, NaN stays."""
+    bound = divisor * 1024.0
+    values = tl.minimum(values * factor, bound, propagate_nan=tl.PropagateNan.ALL)
+    values = tl.maximum(values, -bound, propagate_nan=tl.PropagateNan.ALL)
+    return refined_quotient(values, divisor, reciprocal).to(tl.float8e4nv)
+
+
+@triton.jit
+def codes_of(values, scale, usable, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr):
+    """Codes of values / scale; zeros where the scale or the group is not usable. CONVERTS: e4m3 in hardware."""
+    if CONVERTS:
+        positive = usable & (scale > 0.0)
+        factor, divisor = comfortable_divisor(tl.where(positive, scale, 1.0))
+        reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        codes = e4m3_quotient(values, factor, divisor, reciprocal).to(tl.uint8, bitcast=True)
+        return tl.where(positive, codes, 0)
+    else:
+        return encode(quotient(values, scale, usable), ELEMENT)
+
+
+@triton.jit
 def even_and_odd(tile):
     """Columns 0, 2, ... and columns 1, 3, ... of [rows, columns]."""
     rows: tl.constexpr = tile.shape[0]
@@ -122,8 +168,8 @@ def load_rows(x, rows, columns, inside, STRIDE: tl.constexpr):
 def quantize_groups(
     x, values, scales, num_rows,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    ELEMENT: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
+    TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows in groups of GROUP columns, of which there are GROUPS; one group of each of BLOCK_M rows at a time.
 
@@ -138,7 +184,7 @@ def quantize_groups(
     bits = tl.max(magnitude_bits(tile), axis=1)
     scale = choose_scale(bits, RULE, LARGEST, TOP_EXPONENT)
     tl.store(scales + rows * GROUPS + group, scale, mask=exists)
-    codes = encode(quotient(tile, scale[:, None], (bits < 0x7F800000)[:, None]), ELEMENT)
+    codes = codes_of(tile, scale[:, None], (bits < 0x7F800000)[:, None], ELEMENT, CONVERTS)
     store_codes(values, codes, rows, columns, inside, WIDTH, ELEMENT)
 
 
@@ -172,21 +218,24 @@ def partial_maxima(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = the bits of the largest magnitude of its used rows: blocks of BLOCK_M by turns."""
-    bits = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    bits = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_M
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, num_rows, step):
         rows = first + tl.arange(0, BLOCK_M)
         used = used_rows(used_by, rows, num_rows, USERS)
-        bits = tl.maximum(bits, row_maxima(x, rows, used, WIDTH, STRIDE, BLOCK_K))
-    tl.store(partials + tl.program_id(0), tl.max(bits, axis=0))
+        for start in range(0, WIDTH, BLOCK_K):
+            columns = start + tl.arange(0, BLOCK_K)
+            inside = used[:, None] & (columns < WIDTH)[None, :]
+            bits = tl.maximum(bits, magnitude_bits(load_rows(x, rows, columns, inside, STRIDE)))
+    tl.store(partials + tl.program_id(0), tl.max(tl.reshape(bits, (BLOCK_M * BLOCK_K,)), axis=0))
 
 
 @triton.jit
 def quantize_whole_rows(
     x, used_by, partials, given, values, scales, num_rows,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr, PARTIALS: tl.constexpr, ELEMENT: tl.constexpr,
-    RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`.
 
@@ -213,5 +262,5 @@ def quantize_whole_rows(
         columns = start + tl.arange(0, BLOCK_K)
         inside = exists[:, None] & (columns < WIDTH)[None, :]
         tile = load_rows(x, rows, columns, inside & used[:, None], STRIDE)
-        codes = encode(quotient(tile, scale, usable), ELEMENT)
+        codes = codes_of(tile, scale, usable, ELEMENT, CONVERTS)
         store_codes(values, codes, rows, columns, inside, WIDTH, ELEMENT)
