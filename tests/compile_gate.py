@@ -303,6 +303,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "matmul_variants": _matmul_variants,
     "hopper": _hopper,
     "hopper_tall": hopper_plans.tall,
+    "shipped_table": hopper_plans.shipped,
     "overlap": overlap_order.plans,
     "backward_ops": backward_plans.plans,
     **quantized_plans.GROUPS,

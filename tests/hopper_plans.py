@@ -1,4 +1,5 @@
-"""Products of the Hopper matmul that store the pre-activation or have tall row blocks, for the compile gate."""
+"""Products of the Hopper matmul that store the pre-activation or have tall row blocks, and those of the shipped table,
+for the compile gate."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from moe_core.operands import MatmulOperands
 from moe_core.plan import LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.target import Target
+from moe_core.tile_table import shipped_table
 from moe_core.tuning import TileConfig
 
 
@@ -95,3 +97,24 @@ def _tall_options() -> Iterator[tuple[MatmulOperands, LayoutSpec, MatmulSpec, in
         )
         spec = MatmulSpec("in_out" if in_out else "out_in", gather, scatter, activation)
         yield operands, layout, spec, stage
+
+
+def shipped(target: Target) -> Iterator[LaunchPlan]:
+    """A product for every entry of the shipped table, which is what it is planned with."""
+    for problem in (entry.problem for entry in shipped_table(target.arch).entries):
+        layout, in_out, d = LayoutSpec(problem.rows, 1, problem.groups), problem.weight_layout == "in_out", problem.d
+        x = ArraySpec((layout.num_tokens, d), problem.dtype)
+        if problem.buffers == 1:
+            activations, gather, scatter = (None,), "row", "slot"
+        else:
+            activations = tuple(
+                Activation("silu", gate_layout=gate_layout) for gate_layout in ("halves", "interleaved")
+            )
+            gather, scatter = "token", "row"
+        for activation in activations:
+            width = problem.n * problem.buffers
+            weight = ArraySpec((problem.groups, *((d, width) if in_out else (width, d))), problem.dtype)
+            spec = MatmulSpec(problem.weight_layout, gather, scatter, activation)
+            plan = plan_matmul_ogs(MatmulOperands(x, weight), layout, spec, target)
+            assert "measured: the shipped table" in plan.explain()
+            yield plan

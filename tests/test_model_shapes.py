@@ -55,6 +55,9 @@ def test_launches_of_a_forward_from_logits(name: str, tokens: int, launches: int
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_many_rows_per_expert_take_the_hopper_family(name: str) -> None:
+    """Mixtral's product 1 in its tall blocks, which were measured for it."""
     kernels = [step.kernel for step in forward(name, 16384).steps if isinstance(step, KernelLaunch)]
-    assert kernels.count("hopper:matmul_ogs") == 2
+    products = [kernel for kernel in kernels if kernel.endswith(":matmul_ogs")]
+    first = "hopper_tall" if name == "mixtral" else "hopper"
+    assert products == [f"{first}:matmul_ogs", "hopper:matmul_ogs"]
     assert not [step for step in forward(name, 1).steps if getattr(step, "kernel", "").startswith("hopper")]
