@@ -121,7 +121,7 @@ def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Option
         if reason is None and seconds <= 0:
             reason = "the time of the cell was spent"
         if reason is None:
-            reason = add_peer(row, peer, problem, timer, seconds)
+            reason = add_peer(row, peer, problem, timer, seconds, {"ours": problem.torch_forward})
             free_memory()
         if reason is not None:
             row["not_timed"][peer.name] = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ INSTALL_TRITON_KERNELS = (
 )
 #: A tenth of a second or two at the speed of dense products, and tens of gigabytes of copies.
 _MOST_FLOPS = 1.5e14
-#: A peer's repeats may take this long.
-_SECONDS = 0.5
+#: A peer's repeats may take this long, and replays of ours and a peer's by turns.
+_SECONDS, _SECONDS_BY_TURNS = 0.5, 1.0
 #: Upstream fuses this one activation, whatever the shape's: the work is equal.
 UPSTREAM_ACTIVATION = Activation("swiglu_oai", gate_layout="interleaved")
 
@@ -44,7 +44,8 @@ class Peer:
     """build(problem) -> a function without arguments (torch: timed by graph replay) or of (x, logits, experts) (JAX:
     timed on the device). tokens: numbers of tokens it is timed at, None = all. activation: None = the shape's.
     required: a record lacks something without it. every_expert: it multiplies every row by every expert, and is timed
-    where that is at most `_MOST_FLOPS`. tolerance: the largest relative error of its output.
+    where that is at most `_MOST_FLOPS`. tolerance: the largest relative error of its output. by_turns: ours is timed
+    once more, replay by replay beside it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Peer:
     activation: Activation | None = None
     every_expert: bool = False
     tolerance: float = TOLERANCE
+    by_turns: bool = False
 
     @property
     def kept(self) -> float:
@@ -158,7 +160,7 @@ _RAGGED_TOKENS = (64, 1024, 4096)
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("triton_kernels", upstream_forward, activation=UPSTREAM_ACTIVATION),
+        Peer("triton_kernels", upstream_forward, activation=UPSTREAM_ACTIVATION, by_turns=True),
         Peer("grouped_mm", grouped_mm_forward),
         Peer("grouped_mm_compiled", compiled_forward, tokens=_COMPILED_TOKENS),
         Peer("ragged_dot", ragged_dot_forward, "jax", tokens=_RAGGED_TOKENS, every_expert=True),
@@ -175,15 +177,25 @@ def why_not_importable(peer: Peer) -> str | None:
     return f"{peer.name} cannot be imported; {fix}"
 
 
-def add_peer(row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float) -> str | None:
+def add_peer(
+    row: dict[str, Any],
+    peer: Peer,
+    problem: Problem,
+    timer: Any,
+    seconds: float,
+    ours: Mapping[str, Callable[[], Any]],
+) -> str | None:
     """Add one peer's figures to a row and return None, or the reason why it lacks some.
 
-    seconds: what it may take with compiling. A row with a `breakdown` gets that of triton_kernels, too.
+    seconds: what it may take with compiling. ours: by name, what a peer is timed by turns with, if it is. A row with a
+    `breakdown` gets that of triton_kernels, too.
     """
     try:
         with time_limit(seconds):
             forward, figures = time_peer(peer, problem, timer, _SECONDS)
             row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
+            if peer.by_turns:
+                row["by_turns_us"] = timer.by_turns({**ours, peer.name: forward}, seconds=_SECONDS_BY_TURNS)
             if peer.name == "triton_kernels" and "breakdown" in row:
                 row["breakdown"][peer.name] = summarize(timer.kernels(forward))
     except ParityIsRed as red:

@@ -15,12 +15,13 @@ at which only a ratio within one run decides. benchmarks/README.md describes the
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from moe_core.formats import why_not_tileable
 from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
 from moe_core.specs import MoESpec
 
-SCHEMA = 3
+SCHEMA = 4
 #: Largest relative Frobenius error of an output: of bf16 rows, and of rows that are quantised to e4m3 too.
 TOLERANCES = {False: 1e-2, True: 8e-2}
 #: Those that triton_kernels has, too, come first.
@@ -152,19 +153,39 @@ def measure(
     return row
 
 
-def add_upstream(row: dict[str, Any], peer: Peer | str, problem: Problem, timer: Any, seconds: float) -> None:
-    """triton_kernels' figures, or why it has none. peer: a string is the reason; seconds: what it may take."""
+def add_upstream(
+    row: dict[str, Any],
+    peer: Peer | str,
+    problem: Problem,
+    timer: Any,
+    seconds: float,
+    ours: dict[str, Callable[[], Any]],
+) -> None:
+    """triton_kernels' figures, or why it has none. peer: a string is the reason; seconds: what it may take; ours: the
+    forward `torch`, and that with given scales, `static_scales`, if there is one."""
     reason = peer if isinstance(peer, str) else peer.why_left_out(problem.shape, problem.tokens)
     if reason is None and seconds <= 0:
         reason = "the time of the cell was spent"
     if reason is None and isinstance(peer, Peer):
-        reason = add_peer(row, peer, problem, timer, seconds)
+        reason = add_peer(row, peer, problem, timer, seconds, ours)
         free_memory()
     if reason is not None:
         row["not_timed"][NAME] = reason
-    for ratio, ours in ((f"ratio_{NAME}", "torch_us"), (f"static_ratio_{NAME}", "static_scales_us")):
-        if f"{NAME}_us" in row and ours in row:
-            row[ratio] = row[ours] / row[f"{NAME}_us"]
+    turns = row.get("by_turns_us", {})
+    for ratio, name in ((f"ratio_{NAME}", "torch"), (f"static_ratio_{NAME}", "static_scales")):
+        if name in turns:
+            row[ratio] = turns[name] / turns[NAME]
+
+
+def forwards_of(cell: Cell, problem: Problem, experts: ExpertWeights) -> dict[str, Callable[[], Any]]:
+    """Ours, `torch`, and the same with given scales of rows, `static_scales`, where the scheme takes them."""
+    spec, logits = specs_of(cell)[0], RouterLogits(problem.logits)
+    weights = {"torch": experts, "static_scales": with_static_scales(cell, experts)}
+    return {
+        name: functools.partial(moe_torch.moe, problem.x, of, logits, spec)
+        for name, of in weights.items()
+        if of is not None
+    }
 
 
 def peer_of(cell: Cell, experts: ExpertWeights, options: argparse.Namespace) -> Peer | str | None:
@@ -227,7 +248,8 @@ def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
                 problem = draw_rows(cell, count, plain)
                 row = measure(cell, problem, (experts, plain), stored, timer)
                 if peer is not None:
-                    add_upstream(row, peer, problem, timer, budget.left())
+                    ours = forwards_of(cell, problem, experts)
+                    add_upstream(row, peer, problem, timer, budget.left(), ours)
             row["seconds"] = time.monotonic() - began
             budget.finish_cell()
             rows.append(row)

@@ -114,4 +114,4 @@ def upstream_peer(
     tolerance: the largest relative error; tokens: those it is timed at, None = all.
     """
     build = _FORWARDS[scheme.name](experts)
-    return Peer(NAME, build, tokens=tokens, activation=UPSTREAM_ACTIVATION, tolerance=tolerance)
+    return Peer(NAME, build, tokens=tokens, activation=UPSTREAM_ACTIVATION, tolerance=tolerance, by_turns=True)

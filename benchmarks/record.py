@@ -19,6 +19,7 @@ COLUMNS = {
     "shape": "shape", "routing": "routing", "tokens": "tokens", "active_experts": "active", "torch_us": "torch",
     "routing_us": "of it routing", "torch_device_us": "torch device", "jax_device_us": "jax device",
     "jax_over_torch": "jax / torch", "jax_callbacks": "callbacks", "triton_kernels_us": "triton_kernels",
+    "over_triton_kernels": "/ triton_kernels",
     "grouped_mm_us": "grouped_mm", "grouped_mm_compiled_us": "compiled", "ragged_dot_us": "ragged_dot",
     "tokamax_us": "tokamax", "batch_invariant_us": "batch invariant", "bound_streaming_us": "stream bound",
     "dense_us": "dense bound", "bound_fraction": "of the bound", "over_best_peer": "/ best peer",
@@ -38,8 +39,8 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
     """What follows from the figures of one row.
 
     bound_us is the larger of the two bounds and bound_fraction its share of our time; over_best_peer our time over the
-    best peer's that was measured alike; over_allowed our time over 1.25 * (vLLM's experts alone + our routing), where
-    vLLM's were recorded, which they are for balanced routing.
+    best peer's that was measured alike, over_triton_kernels that of replays by turns; over_allowed our time over 1.25 *
+    (vLLM's experts alone + our routing), where vLLM's were recorded, which they are for balanced routing.
     """
     row["bound_us"] = max(row["bound_streaming_us"], row["dense_us"])
     row["bound_fraction"] = row["bound_us"] / row["torch_us"]
@@ -48,6 +49,8 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
     peers = [row[f"{name}_us"] for name in GRAPH_TIMED if f"{name}_us" in row]
     if peers:
         row["over_best_peer"] = row["torch_us"] / min(peers)
+    if turns := row.get("by_turns_us"):
+        row["over_triton_kernels"] = turns["ours"] / turns["triton_kernels"]
     recorded = vllm_figures.get(row["shape"], {}).get(str(row["tokens"]))
     if recorded is not None and row["routing"] == "balanced":
         row["vllm_us"], row["vllm_active_experts"] = recorded["us"], recorded["active"]

@@ -6,7 +6,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -63,20 +63,35 @@ class GraphTimer:
         After `seconds` no repeat starts, once there are enough for a median. written: the flush leaves the cache full
         of lines that were written, which go to memory while the call reads; if not, it reads them once more.
         """
-        graph = self.capture(function)
-        times: list[float] = []
+        graph, times = self.capture(function), []
         stop = time.monotonic() + seconds
         while len(times) < repeats and (len(times) < _FEWEST_REPEATS or time.monotonic() < stop):
-            self._flush.zero_()
-            if not written:
-                self._flush.view(torch.float32).sum()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
+            times.append(self._replay(graph, written))
         return statistics.median(times)
+
+    def by_turns(
+        self, functions: Mapping[str, Callable[[], Any]], repeats: int = 30, seconds: float = 1.0
+    ) -> dict[str, float]:
+        """Median microseconds of one call of each, as `time` has them, replayed by turns: the chip's clock, which falls
+        while it is busy, is the same for all. seconds: as for `time`, of all together."""
+        graphs = {name: self.capture(function) for name, function in functions.items()}
+        rounds: list[list[float]] = []
+        stop = time.monotonic() + seconds
+        while len(rounds) < repeats and (len(rounds) < _FEWEST_REPEATS or time.monotonic() < stop):
+            rounds.append([self._replay(graph) for graph in graphs.values()])
+        return {name: statistics.median(times) for name, times in zip(graphs, zip(*rounds, strict=True), strict=True)}
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, written: bool = True) -> float:
+        """Microseconds of one replay after an L2 flush."""
+        self._flush.zero_()
+        if not written:
+            self._flush.view(torch.float32).sum()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
 
     def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
         """Median microseconds on the device of one of `length` calls that one graph holds."""

@@ -30,10 +30,18 @@ RUN = ("mxfp4", "fp8_block", "fp8_tensor", "int4_g32", "int4_g128_zp", "int8_cha
 PREPARED = ("mxfp4", "int4_g32", "int4_g128_zp", "int8_channel")
 
 
+def function_runs(function: Callable[[], Any]) -> bool:
+    function()
+    return True
+
+
 class Calls:
     def time(self, function: Callable[[], Any], seconds: float = 1.0) -> float:
         function()
         return 1.0
+
+    def by_turns(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
+        return {name: 1.0 + number for number, name in enumerate(functions) if function_runs(functions[name])}
 
     def kernels(self, function: Callable[[], Any]) -> list[list[KernelSpan]]:
         function()
@@ -144,12 +152,13 @@ def test_a_peer_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert not undescribed(rows)
     for small, row in (rows[:2], rows[2:]):
         assert small["not_timed"] == {"triton_kernels": "timed at 9 tokens only"}
-        assert row["triton_kernels_us"] == row["ratio_triton_kernels"] == 1.0 and not row["not_timed"]
+        assert row["triton_kernels_us"] == 1.0 and not row["not_timed"]
+        assert row["ratio_triton_kernels"] == 1 / len(row["by_turns_us"])
         # Its own activation is the shape's here, its arithmetic that of the check.
         assert row["peer_errors"] == {"triton_kernels": 0.0} and set(row["breakdown"]) == {"ours", "triton_kernels"}
-    assert "static_scales_us" not in rows[1] and rows[3]["static_ratio_triton_kernels"] == 1.0
+    assert "static_scales_us" not in rows[1] and rows[3]["static_ratio_triton_kernels"] == 2 / 3
     printed = capsys.readouterr().err
-    assert " s  tiny mxfp4 9: 1.0 us, triton_kernels 1.0 us, ratio 1.000\n" in printed
+    assert " s  tiny mxfp4 9: 1.0 us, triton_kernels 1.0 us, ratio 0.500\n" in printed
     assert " s  tiny mxfp4 1: 1.0 us, triton_kernels: timed at 9 tokens only\n" in printed
 
 

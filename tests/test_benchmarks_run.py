@@ -54,6 +54,9 @@ class CallingTimer:
         function()
         return 100.0
 
+    def by_turns(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
+        return {name: self.time(function) for name, function in functions.items()}
+
     def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
         return self.time(function)
 

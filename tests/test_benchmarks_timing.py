@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
 from benchmarks.breakdown import breakdown_table, summarize
-from benchmarks.timing import KernelSpan, equal_parts
+from benchmarks.timing import GraphTimer, KernelSpan, equal_parts
+
+
+class Replays(GraphTimer):
+    """Without a GPU: a graph is its function's name, and each replay takes 1 us more than the one before."""
+
+    def __init__(self) -> None:
+        self.replayed: list[str] = []
+
+    def capture(self, function: Any) -> Any:
+        return function()
+
+    def _replay(self, graph: Any, written: bool = True) -> float:
+        self.replayed.append(graph)
+        return float(len(self.replayed))
+
+
+def test_replays_by_turns() -> None:
+    timer = Replays()
+    found = timer.by_turns({"ours": lambda: "a", "theirs": lambda: "b"}, repeats=7)
+    assert timer.replayed == ["a", "b"] * 7
+    assert found == {"ours": 7.0, "theirs": 8.0}, "medians of 1, 3, .. 13 and of 2, 4, .. 14"
+    timer = Replays()
+    assert timer.time(lambda: "a", repeats=5) == 3.0 and timer.replayed == ["a"] * 5
+    assert len(timer.by_turns({"ours": lambda: "a"}, seconds=0.0)) == 1
 
 
 def test_kernels_of_equal_calls_are_told_apart() -> None:

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SUITE = {name: ("80", "90", "100") for name in ("gptoss120b", "matmul_variants")}
 SUITE |= {name: ("90",) for name in ("qwen3_training", "routing", "small_ops", "backward_ops")}
 #: Groups of kernels for one architecture alone.
-ONLY = dict.fromkeys(
+ONLY: dict[str, str] = dict.fromkeys(
     ("hopper_tall", "shipped_table", "prepared", "prepared_integers", "prepared_tall", "quantized_hopper"), "90"
 )
 ALL = os.environ.get("MOEBIUS_GATE") == "all"
