@@ -1,0 +1,140 @@
+"""Whole bf16 forwards from logits with other heights of the hopper family's row blocks, beside the built-in choice.
+
+    python -m benchmarks.tiles --shapes gptoss120b,mixtral --tokens 4096,16384 --output record.json
+
+Every combination of 128 and 192 rows in both products; the other fields are the built-in choice's where it has that
+height, else 3 stages in groups of 4. All outputs must be equal bit by bit, or nothing of that cell is timed. Graphs are
+replayed by turns, so that the chip's clock is the same for all. `moebius-tune` times products alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.draws import SEED
+from benchmarks.options import chosen_names, numbers_of_tokens
+from benchmarks.problem import Problem, draw_problem, draw_weights
+from benchmarks.provenance import provenance
+from benchmarks.record import table
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.timing import GraphTimer, free_memory
+from moe_core.arrays import ArraySpec
+from moe_core.matmul_ogs import matmul_problem
+from moe_core.runtime import target_of
+from moe_core.specs import LayoutSpec, MatmulSpec, Tuning
+from moe_core.target import Target
+from moe_core.tile_choice import choose_tile
+from moe_core.tuning import HOPPER_BLOCK_M, HOPPER_TALL_BLOCK_M, MatmulProblem, TileConfig, hopper_config, why_illegal
+
+SCHEMA = 1
+HEIGHTS = (HOPPER_BLOCK_M, HOPPER_TALL_BLOCK_M)
+#: Of a height that is not the built-in choice's.
+_STAGES, _GROUP_M = 3, 4
+
+
+def products(shape: Shape, tokens: int) -> tuple[MatmulProblem, MatmulProblem]:
+    """What the configurations of both products of a forward are chosen by."""
+    layout = LayoutSpec(tokens, shape.top_k, shape.num_experts)
+    x, hidden = ArraySpec((tokens, shape.d_model), "bfloat16"), ArraySpec((layout.capacity, shape.d_ff), "bfloat16")
+    first = MatmulSpec("in_out", "token", "row", shape.activation)
+    return (
+        matmul_problem(x, shape.d_ff, layout, first),
+        matmul_problem(hidden, shape.d_model, layout, MatmulSpec("in_out", "row", "slot")),
+    )
+
+
+def choices(shape: Shape, tokens: int, target: Target) -> tuple[tuple[TileConfig, TileConfig], dict[str, Tuning]]:
+    """Both products' built-in configurations, and every legal combination of heights by name, `128, 192` for both
+    products' in order."""
+    problems = products(shape, tokens)
+    first, second = (choose_tile(problem, target).config for problem in problems)
+    found: dict[str, Tuning] = {}
+    for heights in itertools.product(HEIGHTS, repeat=2):
+        configs = [
+            own
+            if (own.family, own.block_m) == ("hopper", height)
+            else hopper_config(problem, _STAGES, _GROUP_M, height)
+            for own, problem, height in zip((first, second), problems, heights, strict=True)
+        ]
+        if not any(why_illegal(config, problem, target) for config, problem in zip(configs, problems, strict=True)):
+            found[", ".join(map(str, heights))] = Tuning(matmul_1=configs[0], matmul_2=configs[1])
+    return (first, second), found
+
+
+def measure(problem: Problem, target: Target, timer: Any, seconds: float) -> dict[str, Any]:
+    """The figures of one cell; exits where the bits of two outputs differ."""
+    shape, tokens = problem.shape, problem.tokens
+    built_in, tunings = choices(shape, tokens, target)
+    specs = {"built in": problem.spec}
+    specs |= {name: dataclasses.replace(problem.spec, tuning=tuning) for name, tuning in tunings.items()}
+    forwards = {name: functools.partial(problem.torch_forward, spec) for name, spec in specs.items()}
+    expected = forwards["built in"]().output
+    for name, forward in forwards.items():
+        if not torch.equal(forward().output, expected):
+            sys.exit(f"parity is red for {shape.name} {tokens}: {name} rows change bits; nothing was timed")
+    times = timer.by_turns(forwards, seconds=seconds)
+    return {
+        "shape": shape.name,
+        "tokens": tokens,
+        "rows_per_expert": tokens * shape.top_k / shape.num_experts,
+        "built_in_rows": [config.block_m if config.family == "hopper" else 0 for config in built_in],
+        "us": times,
+        "over_built_in": {name: us / times["built in"] for name, us in times.items()},
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    """A line per cell: the built-in choice's time, and the others' over it."""
+    flat = [
+        {
+            "cell": f"{row['shape']} {row['tokens']} ({row['rows_per_expert']:g})",
+            "us": row["us"]["built in"],
+            **{name: ratio for name, ratio in row["over_built_in"].items() if name != "built in"},
+        }
+        for row in rows
+    ]
+    names = dict.fromkeys(name for row in flat for name in row)
+    return table(flat, {name: name for name in names} | {"cell": "shape, tokens (rows per expert)", "us": "built in"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--tokens", default="1024,4096,16384", help="numbers of tokens (default: %(default)s)")
+    parser.add_argument("--cell-seconds", type=float, default=2.0, help="replays of a cell (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    options = parser.parse_args(arguments)
+    shapes = [SHAPES[name] for name in chosen_names(parser, "--shapes", options.shapes, list(SHAPES))]
+    tokens, timer, target = numbers_of_tokens(parser, options.tokens), GraphTimer(), target_of(("cuda", 0))
+    rows: list[dict[str, Any]] = []
+    record = {"schema": SCHEMA, "provenance": provenance("benchmarks.tiles"), "seed": SEED, "rows": rows}
+    for shape in shapes:
+        weights = draw_weights(shape, torch.Generator("cuda").manual_seed(SEED))
+        for count in tokens:
+            with torch.no_grad():
+                problem = draw_problem(shape, "balanced", count, weights)
+                rows.append(measure(problem, target, timer, options.cell_seconds))
+            print(show(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+            if options.output is not None:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
+            del problem
+            free_memory()
+        del weights
+        free_memory()
+    print(show(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
