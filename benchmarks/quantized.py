@@ -249,6 +249,8 @@ def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
                 row = measure(cell, problem, (experts, plain), stored, timer)
                 if peer is not None:
                     ours = forwards_of(cell, problem, experts)
+                    if "static_scales_us" not in row:
+                        ours.pop("static_scales", None)
                     add_upstream(row, peer, problem, timer, budget.left(), ours)
             row["seconds"] = time.monotonic() - began
             budget.finish_cell()
@@ -267,7 +269,9 @@ def describe(row: dict[str, Any]) -> str:
     """A row in a line: ours, and triton_kernels' figure or why it has none."""
     text = f"{row['shape']} {row['scheme']} {row['tokens']}: {row['torch_us']:.1f} us"
     if f"{NAME}_us" in row:
-        text += f", {NAME} {row[f'{NAME}_us']:.1f} us, ratio {row[f'ratio_{NAME}']:.3f}"
+        text += f", {NAME} {row[f'{NAME}_us']:.1f} us"
+    if f"ratio_{NAME}" in row:
+        text += f", ratio {row[f'ratio_{NAME}']:.3f}"
     if NAME in row["not_timed"]:
         text += f", {NAME}: {row['not_timed'][NAME]}"
     return text

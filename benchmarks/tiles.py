@@ -2,9 +2,10 @@
 
     python -m benchmarks.tiles --shapes gptoss120b,mixtral --tokens 4096,16384 --output record.json
 
-Every combination of 128 and 192 rows in both products; the other fields are the built-in choice's where it has that
-height, else 3 stages in groups of 4. All outputs must be equal bit by bit, or nothing of that cell is timed. Graphs are
-replayed by turns, so that the chip's clock is the same for all. `moebius-tune` times products alone.
+Every combination of 128 and 192 rows in both products; the other fields are those of the built-in choice, or else of
+the heuristics, where they have that height, and else as many stages as there is room for, in groups of 4. All outputs
+must be equal bit by bit, or nothing of that cell is timed. Graphs are replayed by turns, so that the chip's clock is
+the same for all. `moebius-tune` times products alone.
 """
 
 from __future__ import annotations
@@ -34,12 +35,23 @@ from moe_core.runtime import target_of
 from moe_core.specs import LayoutSpec, MatmulSpec, Tuning
 from moe_core.target import Target
 from moe_core.tile_choice import choose_tile
-from moe_core.tuning import HOPPER_BLOCK_M, HOPPER_TALL_BLOCK_M, MatmulProblem, TileConfig, hopper_config, why_illegal
+from moe_core.tuning import (
+    HOPPER_BLOCK_M,
+    HOPPER_STAGES,
+    HOPPER_TALL_BLOCK_M,
+    HOPPER_TALL_STAGES,
+    MatmulProblem,
+    TileConfig,
+    choose_config,
+    hopper_config,
+    why_illegal,
+)
 
 SCHEMA = 1
 HEIGHTS = (HOPPER_BLOCK_M, HOPPER_TALL_BLOCK_M)
-#: Of a height that is not the built-in choice's.
-_STAGES, _GROUP_M = 3, 4
+#: Row blocks that share weights, of a height that nothing chooses, and its stages.
+_GROUP_M = 4
+_STAGES = {HOPPER_BLOCK_M: HOPPER_STAGES, HOPPER_TALL_BLOCK_M: HOPPER_TALL_STAGES}
 
 
 def products(shape: Shape, tokens: int) -> tuple[MatmulProblem, MatmulProblem]:
@@ -53,6 +65,14 @@ def products(shape: Shape, tokens: int) -> tuple[MatmulProblem, MatmulProblem]:
     )
 
 
+def of_height(height: int, own: TileConfig, problem: MatmulProblem, target: Target) -> TileConfig:
+    """A configuration with row blocks of that height. own: the built-in choice."""
+    for config in (own, choose_config(problem, target)):
+        if (config.family, config.block_m) == ("hopper", height):
+            return config
+    return hopper_config(problem, _STAGES[height], _GROUP_M, height)
+
+
 def choices(shape: Shape, tokens: int, target: Target) -> tuple[tuple[TileConfig, TileConfig], dict[str, Tuning]]:
     """Both products' built-in configurations, and every legal combination of heights by name, `128, 192` for both
     products' in order."""
@@ -61,9 +81,7 @@ def choices(shape: Shape, tokens: int, target: Target) -> tuple[tuple[TileConfig
     found: dict[str, Tuning] = {}
     for heights in itertools.product(HEIGHTS, repeat=2):
         configs = [
-            own
-            if (own.family, own.block_m) == ("hopper", height)
-            else hopper_config(problem, _STAGES, _GROUP_M, height)
+            of_height(height, own, problem, target)
             for own, problem, height in zip((first, second), problems, heights, strict=True)
         ]
         if not any(why_illegal(config, problem, target) for config, problem in zip(configs, problems, strict=True)):

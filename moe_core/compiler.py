@@ -13,6 +13,8 @@ from moe_core.errors import Unsupported
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.target import Target
 
+#: Modules whose kernels have histograms.
+_COUNTING = ("topk:", "layout:", "route_and_layout:", "one_token:")
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
 _POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
 #: Where a TMA copy puts its box: rows in panels of 128 bytes, swizzled over 8 rows.
@@ -107,7 +109,11 @@ def _compile(
     scratch = getattr(compiled.metadata, "global_scratch_size", 0)
     if scratch:
         raise RuntimeError(f"{kernel} needs {scratch} bytes of Triton's global scratch, which plans do not provide")
-    require_counted_once(kernel, compiled.asm["ttgir"])
+    # Absent under TRITON_STORE_BINARY_ONLY.
+    ttgir = compiled.asm.get("ttgir")
+    if ttgir is None and kernel.startswith(_COUNTING):
+        raise RuntimeError(f"{kernel} counts slots, which is checked in its TTGIR; unset TRITON_STORE_BINARY_ONLY")
+    require_counted_once(kernel, ttgir or "")
     return compiled
 
 

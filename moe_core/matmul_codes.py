@@ -17,7 +17,13 @@ from moe_core.tuning import TileConfig
 
 
 def why_two_launches(
-    operands: MatmulOperands, n: int, spec: MatmulSpec, config: TileConfig | None, format: Format, static: bool = False
+    operands: MatmulOperands,
+    n: int,
+    spec: MatmulSpec,
+    config: TileConfig | None,
+    format: Format,
+    *,
+    static: bool = False,
 ) -> str:
     """The reason a product with that configuration does not quantise its result itself, empty if it does.
 
@@ -25,7 +31,7 @@ def why_two_launches(
     """
     if config is None or config.family != "hopper" or not isinstance(operands.weight, QuantizedTensor):
         return "only the hopper family's fp8 kernel quantises what it stores"
-    return why_not_codes(format, n, spec, static)
+    return why_not_codes(format, n, spec, static=static)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,7 +54,7 @@ def plan_matmul_codes(
     sizes = check_operands(operands, layout, spec, False)
     choice = product_tile(operands, sizes.n, layout, spec, target)
     config = None if choice is None else choice.config
-    reason = why_two_launches(operands, sizes.n, spec, config, format, scale is not None)
+    reason = why_two_launches(operands, sizes.n, spec, config, format, static=scale is not None)
     assert choice is not None and not reason, reason
     builder = PlanBuilder("matmul_codes", target)
     for name, array in named_arrays(operands):

@@ -80,7 +80,7 @@ def why_not_hopper_fp8(
     return ""
 
 
-def why_not_codes(format: Format, n: int, spec: MatmulSpec, static: bool = False) -> str:
+def why_not_codes(format: Format, n: int, spec: MatmulSpec, *, static: bool = False) -> str:
     """The reason a product that the kernel runs cannot store its result in a format of rows, empty if it can.
 
     static: the format's scale is given."""

@@ -66,10 +66,11 @@ def product_tile(
     where quantised operands have no kernel on the target.
     """
     if not quantized_operands(operands):
-        choice = choose_tile(matmul_problem(operands.x, n, layout, spec, joined), target, spec.tuning, name)
+        problem = matmul_problem(operands.x, n, layout, spec, joined)
+        choice = choose_tile(problem, target, spec.tuning, name)
         if "pre" in outputs:
             # That alone is a backward's recomputation, whose forward may have had the configuration given for the call.
-            choice = without_tall_blocks(choice, given=outputs == ("pre",))
+            choice = without_tall_blocks(choice, problem, target, given=outputs == ("pre",))
         return choice if target.compiled else None
     if not target.compiled:
         return None

@@ -256,7 +256,7 @@ class _MoEPlanner:
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "layer": "experts.layer", "pre": f"{KEPT}pre_activation"}
         if isinstance(rows_2, QuantizedTensor) and not why_two_launches(
-            first, width, matmul_1, configs[0], rows_2.format, bool(self._static_scale())
+            first, width, matmul_1, configs[0], rows_2.format, static=bool(self._static_scale())
         ):
             hidden = "quantized_hidden"
             for part, array in named_arrays(rows_2, f"{hidden}."):

@@ -19,7 +19,7 @@ from moe_core.tuning import (
 )
 
 _DEFAULTS = MatmulTuning()
-_GIVEN = "given for this call"
+_GIVEN, _MEASURED = "given for this call", "measured: "
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,24 @@ def choose_tile(
             config = None if table is None else table.find(problem, target.arch)
             if config is not None:
                 require_legal(config, problem, target, f"the entry of {origin}", "measure again with moebius-tune")
-                return TileChoice(config, f"measured: {origin}")
+                return TileChoice(config, f"{_MEASURED}{origin}")
     config = require_legal(choose_config(problem, target), problem, target)
     return TileChoice(config, f"heuristics: {_arithmetic(problem, config, target)}")
 
 
-def without_tall_blocks(choice: TileChoice, *, given: bool = False) -> TileChoice:
+def without_tall_blocks(
+    choice: TileChoice, problem: MatmulProblem, target: Target, *, given: bool = False
+) -> TileChoice:
     """The choice for a product that stores its pre-activation, which the kernel of tall blocks does not; results are
-    the same, to the bit. A configuration given for the call stays, and is refused later, unless `given`."""
+    the same, to the bit. What a table holds was measured with tall blocks: the heuristics choose instead. A
+    configuration given for the call stays, and is refused later, unless `given`."""
     config = choice.config
     if config.family != "hopper" or config.block_m != HOPPER_TALL_BLOCK_M or (choice.source == _GIVEN and not given):
         return choice
+    if choice.source.startswith(_MEASURED):
+        config = choose_config(problem, target)
+        choice = TileChoice(config, f"heuristics: {_arithmetic(problem, config, target)}")
+        return without_tall_blocks(choice, problem, target)
     note = f"{choice.source}; {HOPPER_BLOCK_M} rows where the pre-activation is stored"
     return TileChoice(dataclasses.replace(config, block_m=HOPPER_BLOCK_M), note)
 

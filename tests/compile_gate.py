@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shapes import SHAPES, TOKENS, Shape
-from moe_core import matmul_ogs, moe, moe_backward, reduction, routing, tuning
+from moe_core import matmul_ogs, moe, moe_backward, reduction, tuning
 from moe_core.activation import plan_activation
 from moe_core.arrays import ArraySpec
 from moe_core.compiler import compile_launch, launch_signature, load_kernel
@@ -32,9 +32,9 @@ from moe_core.operands import (
     SharedExpert,
 )
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
-from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
+from moe_core.specs import ACTIVATIONS, Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
-from tests import backward_plans, hopper_plans, overlap_order, quantized_plans
+from tests import backward_plans, hopper_plans, overlap_order, quantized_plans, routing_plans
 
 #: Multiprocessors of an A100, an H200 and a B200.
 NUM_SMS, GFX942 = {80: 108, 90: 132, 100: 148}, "gfx942"
@@ -188,40 +188,6 @@ def _batch_invariant(target: Target) -> Iterator[LaunchPlan]:
         yield _layer_plan(model, 64, target, dtype, Tuning(batch_invariant=True))
 
 
-def _routing(target: Target) -> Iterator[LaunchPlan]:
-    logits, bias, mask = ArraySpec((512, 384), "float32"), ArraySpec((384,), "float32"), ArraySpec((512,), "bool")
-    for router in (
-        RouterSpec(6, renormalize=True),
-        RouterSpec(6, order="topk_then_softmax", slot_order="expert"),
-        RouterSpec(6, "sigmoid", scale=2.5),
-        RouterSpec(6, "sqrt_softplus", renormalize=True, num_groups=8, topk_group=4),
-    ):
-        yield routing.plan_routing(logits, router, target, token_mask=mask, with_bitmatrix=True)
-        yield routing.plan_routing(logits, router, target, correction_bias=bias)
-    for tokens, (num_experts, top_k) in itertools.product((1, 4, 16, 64, 1024, 2048, 16384), ((128, 8), (512, 10))):
-        scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
-        yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))
-    for tokens, num_experts, top_k in itertools.product((65, 16384), (48, 128, 512), (1, 2)):
-        scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
-        yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target)
-    for tokens in (1, 64, 1024, 16384):
-        ids, layout = ArraySpec((tokens, 8), "int32"), LayoutSpec(tokens, 8, 128)
-        yield routing.plan_layout(ids, layout, target, block_ms=(16, 128))
-        aligned = dataclasses.replace(layout, alignment=128)
-        expert_map = ArraySpec((256,), "int32")
-        yield routing.plan_layout(ids, aligned, target, expert_map=expert_map, token_mask=ArraySpec((tokens,), "bool"))
-        yield routing.plan_layout(ids, dataclasses.replace(layout, max_rows=512), target)
-        yield routing.plan_schedule(layout, 64, target)
-        yield routing.plan_pack_bitmatrix(ids, 130, target)
-        yield routing.plan_unpack_bitmatrix(ArraySpec((tokens, 5), "uint32"), 130, 8, target)
-    for spec in (LogitsSpec(), LogitsSpec("out_in", "bfloat16")):
-        for dtype in ("bfloat16", "float32"):
-            for tokens in (1, 64, 4096):
-                shape = (2048, 128) if spec.weight_layout == "in_out" else (128, 2048)
-                weight = ArraySpec(shape, dtype)
-                yield routing.plan_router(ArraySpec((tokens, 2048), dtype), weight, None, spec, target)
-
-
 def _small_ops(target: Target) -> Iterator[LaunchPlan]:
     for name in ACTIVATIONS:
         for layout in ("halves", "interleaved", "separate"):
@@ -298,7 +264,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     **{f"{name}_training": _training(name) for name in MODELS},
     "other_dtypes": _other_dtypes,
     "batch_invariant": _batch_invariant,
-    "routing": _routing,
+    "routing": routing_plans.plans,
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
     "hopper": _hopper,

@@ -32,7 +32,7 @@ from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
 from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
 from tests.faulty_kernels import OpFault, run_on_copy
 from tests.harness import engine_target, run_plan
-from tests.hopper_fp8_cases import CASES, CODES, plan_codes, plan_codes_apart
+from tests.hopper_fp8_cases import CASES, CODES, plan_codes
 from tests.quantized_support import spec_of as described
 from tests.routing_cases import draw_ids, layout_arrays
 from tests.test_hopper_mixed import draw_product, prepared, run_product
@@ -239,7 +239,7 @@ class Fp8:
 
     def plan(self, target: Target) -> LaunchPlan:
         if self.codes:
-            return plan_codes(self.operands, self.case, 300, target)
+            return plan_codes(self.operands, self.case, 300, target, static=False, fused=True)
         return plan_matmul_ogs(map_arrays(self.operands, described), self.layout, self.case.tuned, target)
 
     def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -253,7 +253,8 @@ class Fp8:
         if not self.codes:
             operands = map_arrays(self.operands, described)
             return found, run(plan_matmul_ogs(operands, self.layout, self.case.spec, Target("reference")))
-        expected = run(plan_codes_apart(self.operands, self.case, 300, engine_target()))
+        apart = plan_codes(self.operands, self.case, 300, engine_target(), static=False, fused=False)
+        expected = run(apart)
         return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
 
 

@@ -174,6 +174,31 @@ def test_a_peer_that_fails_loses_nothing_else(monkeypatch: pytest.MonkeyPatch) -
     assert row["not_timed"] == {"triton_kernels": "the time of the cell was spent"}
 
 
+def test_a_peer_whose_replays_by_turns_fail_keeps_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_turns(timer: Calls, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
+        raise TimeoutError("took longer than 1 s")
+
+    a_peer(monkeypatch)
+    monkeypatch.setattr(Calls, "by_turns", by_turns)
+    (row,) = run(("mxfp4",), "--tokens", "3")
+    assert row["triton_kernels_us"] == 1.0 and "ratio_triton_kernels" not in row
+    assert row["not_timed"] == {"triton_kernels": "TimeoutError: took longer than 1 s"}
+
+
+def test_red_static_scales_are_not_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = quantized.with_static_scales
+
+    def wrong(cell: quantized.Cell, experts: Any) -> Any:
+        found = real(cell, experts)
+        assert found is not None
+        return dataclasses.replace(found, down_input_scale=found.down_input_scale / 256)
+
+    a_peer(monkeypatch)
+    monkeypatch.setattr(quantized, "with_static_scales", wrong)
+    (row,) = run(("fp8_tensor",), "--tokens", "3")
+    assert set(row["by_turns_us"]) == {"torch", "triton_kernels"} and "static_ratio_triton_kernels" not in row
+
+
 def test_a_red_peer_is_not_timed_and_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(problem: Problem) -> Callable[[], Any]:
         return lambda: 1.1 * expected(problem, slice(None), quantized_peers.UPSTREAM_ACTIVATION)

@@ -227,7 +227,7 @@ def test_what_is_not_stored_as_codes_says_why() -> None:
     assert not why_not_codes(FP8_TENSOR, 256, gated, static=True)
     for format, static in ((FP8_TOKEN, False), (FP8_TENSOR, False), (FP8_GROUP, True)):
         assert "a scale for 128 columns of a row, or one that is given for all" in why_not_codes(
-            format, 256, gated, static
+            format, 256, gated, static=static
         )
     assert "16 bytes" in why_not_codes(FP8_GROUP, 264, gated)
     operands = CASES["halves"].described(100)

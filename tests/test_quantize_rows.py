@@ -133,6 +133,22 @@ def test_every_fp8_number_and_every_tie() -> None:
     assert_same_bits(np.stack([row, -row]), FP8_TOKEN)
 
 
+def test_quotients_beside_every_tie() -> None:
+    """What lies a rounding error from the middle of two neighbours, for scales of any size: the quotient's last bit
+    decides, which a product with the reciprocal alone gets wrong."""
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middles, random = (numbers[1:] + numbers[:-1]) / 2, np.random.default_rng(0)
+    for exponent in (-100, -63, -20, -1, 0, 3, 40, 63, 100):
+        scale = np.float32(random.uniform(1, 2) * 2.0**exponent)
+        near = (middles.astype(np.float64) * scale).astype(np.float32)
+        rows = [near]
+        for _ in range(2):
+            rows = [np.nextafter(rows[0], -np.inf, dtype=np.float32), *rows]
+            rows.append(np.nextafter(rows[-1], np.inf, dtype=np.float32))
+        x = np.stack([*rows, *(-row for row in rows)])
+        assert_same_bits(x, FP8_TENSOR, np.array([scale], np.float32))
+
+
 def test_strided_rows() -> None:
     x = hard_rows(9, 64, "float32")
     plan = plan_quantize_rows(ArraySpec((9, 32), "float32", (64, 1)), MXFP4, engine_target())

@@ -18,7 +18,7 @@ from moe_core.operands import ExpertWeights, MatmulOperands, RouterWeights, Shar
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, export_plans, load_plans, register
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
 from moe_core.target import Target
-from moe_core.tile_choice import choose_tile
+from moe_core.tile_choice import TileChoice, choose_tile, without_tall_blocks
 from moe_core.tile_table import TileEntry, TileTable, rows_bucket
 from moe_core.tuning import (
     MatmulProblem,
@@ -278,3 +278,19 @@ def test_wrong_tunings(make: Callable[[], object], message: str) -> None:
 def test_tunings_travel_as_text() -> None:
     spec = MoESpec(Activation("silu"), tuning=Tuning(GIVEN, MEASURED, table_of(problem())))
     assert codec.loads(codec.dumps(spec)) == spec
+
+
+@pytest.mark.parametrize("rows_per_expert", [150, 600])
+def test_products_that_store_their_pre_activation_leave_tall_blocks_of_a_table(rows_per_expert: int) -> None:
+    """They were measured as tall ones: the heuristics choose, and what is tall of theirs gets lower."""
+    asked = problem(rows_per_expert * E)
+    tall = hopper_config(asked, 3, 2, 192)
+    found = without_tall_blocks(TileChoice(tall, "measured: the shipped table"), asked, H200)
+    assert found.config == dataclasses.replace(choose_config(asked, H200), block_m=128) != tall
+    assert found.source.startswith("heuristics: ") and f"{rows_per_expert}.0 rows per expert" in found.source
+    low = TileChoice(hopper_config(asked, 3, 2), "measured: the shipped table")
+    assert without_tall_blocks(low, asked, H200) == low
+    given = TileChoice(tall, "given for this call")
+    assert without_tall_blocks(given, asked, H200) == given, "refused later"
+    lower = without_tall_blocks(given, asked, H200, given=True)
+    assert lower.config == hopper_config(asked, 3, 2)

@@ -48,5 +48,4 @@ def quantize_by(values, given):
     positive = scale > 0.0
     factor, divisor = comfortable_divisor(gl.where(positive, scale, 1.0))
     reciprocal = gl.div_rn(gl.to_tensor(1.0), divisor)
-    codes = e4m3_quotient(gl.where(positive, values, 0.0), factor, divisor, reciprocal)
-    return codes
+    return e4m3_quotient(gl.where(positive, values, 0.0), factor, divisor, reciprocal)

@@ -18,7 +18,7 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5, 6, 7),
     "group_m": (1, 4, 8, 16),
 }
-#: Of the hopper family's tiles but the height is fixed: what is left to choose, in order.
+#: All of the hopper family's tiles but the height is fixed: what is left to choose, in order.
 HOPPER_CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 192)}
 #: Numbers of rows at which the heuristics are asked for further starting points.
 _ROWS = tuple(4**exponent for exponent in range(11))
