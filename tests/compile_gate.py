@@ -148,6 +148,14 @@ def _layer_plan(
     return moe.plan_moe(layer.x, layer.experts, layer.routing, spec, target, shared=layer.shared, keep=keep)
 
 
+def _without_tables(model: Model, tokens: int, target: Target, dtype: str) -> Tuning:
+    """What the heuristics choose for product 1, whatever the shipped table holds."""
+    shape, layout = model.shape, model.weight_layout
+    first = MatmulSpec(layout, "token", "row", shape.activation)
+    x, slots = ArraySpec((tokens, shape.d_model), dtype), LayoutSpec(tokens, shape.top_k, shape.num_experts)
+    return Tuning(matmul_1=tuning.choose_config(matmul_ogs.matmul_problem(x, shape.d_ff, slots, first), target))
+
+
 def _layers(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
     def plans(target: Target) -> Iterator[LaunchPlan]:
         for tokens in TOKENS:
@@ -225,7 +233,7 @@ def _hopper(target: Target) -> Iterator[LaunchPlan]:
             model = dataclasses.replace(MODELS[name], weight_layout=weight_layout)
             # Few rows per expert and many, none with tall blocks: Mixtral's long reductions take fewer stages for few.
             for tokens in (1024, 4096) if name == "mixtral" else (8192,):
-                yield _layer_plan(model, tokens, target, dtype)
+                yield _layer_plan(model, tokens, target, dtype, _without_tables(model, tokens, target, dtype))
     layout, d, n, e = LayoutSpec(2048, 4, 16), 1024, 360, 16
     layer, row_weight = ArraySpec((1,), "int32"), ArraySpec((layout.num_slots,), "float32")
     for weight_layout, dtype in itertools.product(("in_out", "out_in"), ("bfloat16", "float16")):
