@@ -16,8 +16,6 @@ from moe_core.target import Target
 
 #: Elements that activations have.
 _ELEMENTS = ("e4m3", "e2m1", "int8")
-#: The first architecture that converts to e4m3.
-_FP8_ARCH = 89
 #: Programs that look for the largest magnitude of a whole array; a power of two, since the next launch reads all.
 _MAXIMA = 512
 #: Elements of a tile: 16 of a thread of 4 warps.
@@ -106,10 +104,9 @@ def _require_users(used_by: ArraySpec, x: ArraySpec, format: Format, scales: Arr
 def _rule(format: Format, target: Target) -> dict[str, Argument]:
     """The kernels' constants that say what codes and scales are."""
     element = format.own_element
-    converts = target.kind == "cuda" and target.arch >= _FP8_ARCH
     return {
         "ELEMENT": Constant(element.name),
-        "CONVERTS": Constant(converts and element.name == "e4m3" and not format.has_e8m0_scales),
+        "CONVERTS": Constant(target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales),
         "RULE": Constant(format.scale_rule),
         "LARGEST": Constant(element.largest),
         "TOP_EXPONENT": Constant(element.top_exponent or 0),

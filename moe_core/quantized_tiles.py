@@ -21,8 +21,6 @@ from moe_core.tile_choice import TileChoice
 from moe_core.tuning import TileConfig, shared_limit
 
 FAMILY = "quantized"
-#: The first architecture whose tensor cores multiply e4m3.
-_FP8_ARCH = 89
 #: Columns after which partial sums of fp8 products are added up in fp32.
 _PROMOTED = 128
 #: Mean rows per expert from which the hopper family multiplies fp8 with fp8: that of 16-bit products. Measured from 64
@@ -81,7 +79,7 @@ def product_method(operands: MatmulOperands, target: Target) -> ProductMethod:
     group = _finest(weights.group_columns, x.format.group_columns)
     if elements == {"int8"}:
         return ProductMethod("int8", scaling, 32, group)
-    if elements == {"e4m3"} and (target.kind != "cuda" or target.arch >= _FP8_ARCH):
+    if elements == {"e4m3"} and (target.kind != "cuda" or target.has_fp8):
         return ProductMethod("e4m3", scaling, 32, group)
     return ProductMethod("bfloat16", scaling, 16, group)
 

@@ -12,6 +12,8 @@ from moe_core.codec import plan_type
 from moe_core.errors import InvalidInput
 
 KINDS = ("cuda", "interpreter", "reference")
+#: The first architecture with e4m3.
+_FP8_ARCH = 89
 _cpu_engine: contextvars.ContextVar[str | None] = contextvars.ContextVar("moe_core_cpu_engine", default=None)
 
 
@@ -28,6 +30,11 @@ class Target:
     kind: str
     arch: int = 0
     num_sms: int = 0
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it is a GPU whose tensor cores multiply e4m3 and whose instructions convert to it."""
+        return self.kind == "cuda" and self.arch >= _FP8_ARCH
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -80,6 +80,18 @@ def a_peer(monkeypatch: pytest.MonkeyPatch, forward: Callable[[Problem], Callabl
     monkeypatch.setattr(quantized, "why_not_importable", lambda peer: None)
 
 
+def wrong_static_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales by which hidden rows saturate."""
+    real = quantized.with_static_scales
+
+    def wrong(cell: quantized.Cell, experts: Any) -> Any:
+        found = real(cell, experts)
+        assert found is not None
+        return dataclasses.replace(found, down_input_scale=found.down_input_scale / 256)
+
+    monkeypatch.setattr(quantized, "with_static_scales", wrong)
+
+
 def undescribed(rows: list[dict[str, Any]]) -> list[str]:
     text = (pathlib.Path(quantized.__file__).parent / "README.md").read_text()
     return [name for name in {name for row in rows for name in row} if f"`{name}`" not in text]
@@ -130,14 +142,7 @@ def test_products_that_are_not_launches_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_red_static_scales_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = quantized.with_static_scales
-
-    def wrong(cell: quantized.Cell, experts: Any) -> Any:
-        found = real(cell, experts)
-        assert found is not None
-        return dataclasses.replace(found, down_input_scale=found.down_input_scale / 256)
-
-    monkeypatch.setattr(quantized, "with_static_scales", wrong)
+    wrong_static_scales(monkeypatch)
     (row,) = run(("fp8_tensor",), "--tokens", "3", "--peers", "none")
     assert row["not_timed"]["static_scales"].startswith("parity is red: error ") and "static_scales_us" not in row
     assert row["red_peers"] == ["static_scales"] and row["torch_us"] == 1.0
@@ -186,15 +191,8 @@ def test_a_peer_whose_replays_by_turns_fail_keeps_its_figure(monkeypatch: pytest
 
 
 def test_red_static_scales_are_not_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = quantized.with_static_scales
-
-    def wrong(cell: quantized.Cell, experts: Any) -> Any:
-        found = real(cell, experts)
-        assert found is not None
-        return dataclasses.replace(found, down_input_scale=found.down_input_scale / 256)
-
     a_peer(monkeypatch)
-    monkeypatch.setattr(quantized, "with_static_scales", wrong)
+    wrong_static_scales(monkeypatch)
     (row,) = run(("fp8_tensor",), "--tokens", "3")
     assert set(row["by_turns_us"]) == {"torch", "triton_kernels"} and "static_ratio_triton_kernels" not in row
 
