@@ -187,6 +187,7 @@ def launch_quantized(
         "BLOCK_N": Constant(config.block_n),
         "BLOCK_K": Constant(config.block_k),
         "GROUP_M": Constant(config.group_m),
+        "OVERLAP": Constant(None),
     }
     grid = num_blocks * -(-sizes.n // config.block_n)
     kernel = "matmul_quantized:matmul_quantized"

@@ -1,10 +1,10 @@
 """Overlapping launches: a launch may begin before the one ahead of it has ended.
 
-A forward of few tokens whose stages share no launch (`moe_core.fusion`) is four of 5 to 30 us, and each boundary
-costs the end of one grid, whose last blocks leave most of the GPU idle, and the start of the next, whose blocks first
-look up what to work on. NVIDIA GPUs from sm_90 have programmatic dependent launch: a dependent launch begins once
-every block of the launch ahead has allowed it or ended, and waits in its kernel for that launch to have ended. So
-blocks are in place and know their expert when their rows are ready.
+A forward of few tokens whose stages share no launch (`moe_core.fusion`) is four of 5 to 30 us, six where rows are
+quantised, and each boundary costs the end of one grid, whose last blocks leave most of the GPU idle, and the start of
+the next, whose blocks first look up what to work on. NVIDIA GPUs from sm_90 have programmatic dependent launch: a
+dependent launch begins once every block of the launch ahead has allowed it or ended, and waits in its kernel for that
+launch to have ended. So blocks are in place and know their expert when their rows are ready.
 
 Four rules make it safe; `moe_core.kernels.overlap` is what kernels call.
 
@@ -35,7 +35,12 @@ _FIRST_ARCH = 90
 #: Modules of kernels that write a layout or a schedule.
 _LAYOUT_MODULES = ("layout", "route_and_layout", "schedule", "topk")
 #: Kernels that look at their layout first and wait afterwards.
-_LOOK_UP_FIRST = ("matmul_ogs:matmul_ogs", "stream:matmul_stream", "reduction:reduce")
+_LOOK_UP_FIRST = (
+    "matmul_ogs:matmul_ogs",
+    "matmul_quantized:matmul_quantized",
+    "stream:matmul_stream",
+    "reduction:reduce",
+)
 #: Kernels whose matrices have three axes, of blocks, and what they call it.
 _TILED = {
     "hopper_mixed:matmul_mixed": "weight_map",

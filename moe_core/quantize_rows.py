@@ -141,6 +141,7 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
         **_rule(format, builder.target),
         "BLOCK_M": Constant(block_m),
         "BLOCK_K": Constant(block_k),
+        "OVERLAP": Constant(None),
     }
     builder.launch("quantize_rows:quantize_groups", (-(-rows // block_m), groups), arguments, num_warps, 1)
 
@@ -151,7 +152,7 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     block_k = min(padded(width), _TILE)
     block_m = _rows_of_tile(block_k, rows, builder.target)
     shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
-    tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k)}
+    tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k), "OVERLAP": Constant(None)}
     partials = 1 if builder.target.kind == "interpreter" else _MAXIMA
     used = builder.has("used_by")
     shape["USERS"] = Constant(builder.spec("used_by").shape[0] // max(rows, 1) if used else 0)

@@ -1,8 +1,9 @@
 """Faults planted in copies of kernels whose launches overlap, and the process that compiles each copy and judges it.
 
 Run as a script: `python -m tests.overlap_faults FOLDER...`, in a process without TRITON_INTERPRET. Every folder holds
-kernels and lies in one that is named after a step of the plan; a fork that takes its kernels from there leaves its exit
-status in `status` in the folder: 0 where the order holds, ORDER_BROKEN where it does not. Needs no GPU.
+kernels and lies in one that is named after a step of a plan, in one that is named after the plan; a fork that takes its
+kernels from there leaves its exit status in `status` in the folder: 0 where the order holds, ORDER_BROKEN where it does
+not. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from moe_core.compiler import compile_launch
 from moe_core.plan import KernelLaunch
 from moe_core.target import Target
 from tests.faulty_kernels import COMPILER, OpFault, run_on_copy
-from tests.overlap_order import layer_plan, order_violation
+from tests.overlap_order import layer_plan, order_violation, quantized_plan
 
 _WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
-#: By step of the plan (0 routing, 1 and 2 the products, 3 the reduction) and by kernel file.
-FAULTS: dict[int, dict[str, tuple[OpFault, ...]]] = {
-    0: {"route_and_layout": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
-    1: {
+PLANS = {"plain": layer_plan, "quantized": quantized_plan}
+#: By plan, by its step (of the plain one: 0 routing, 1 and 2 the products, 3 the reduction; of the other one: 1 and 3
+#: quantise rows, 2 and 4 multiply) and by kernel file.
+FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
+    ("plain", 0): {"route_and_layout": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
+    ("plain", 1): {
         "overlap": (
             OpFault(_WAIT, ""),
             OpFault(_ALLOW, ""),
@@ -30,7 +33,7 @@ FAULTS: dict[int, dict[str, tuple[OpFault, ...]]] = {
         ),
         "matmul_ogs": (OpFault('if OVERLAP == "start":', 'if OVERLAP == "never":'),),
     },
-    2: {
+    ("plain", 2): {
         "matmul_ogs": (
             OpFault("    if JOIN:\n        join()\n\n", ""),
             OpFault('            if OVERLAP == "layout":\n                join()\n', ""),
@@ -38,14 +41,22 @@ FAULTS: dict[int, dict[str, tuple[OpFault, ...]]] = {
             OpFault('".cg" if JOIN else ""', '""'),
         ),
     },
-    3: {"reduction": (OpFault('BLOCK_N, OVERLAP == "layout",', 'BLOCK_N, OVERLAP == "never",'),)},
+    ("plain", 3): {"reduction": (OpFault('BLOCK_N, OVERLAP == "layout",', 'BLOCK_N, OVERLAP == "never",'),)},
+    ("quantized", 1): {"quantize_rows": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
+    ("quantized", 2): {
+        "matmul_quantized": (
+            OpFault('    if OVERLAP == "layout":\n        join()\n    x_rows', "    x_rows"),
+            OpFault('            if OVERLAP == "layout":\n                join()\n', ""),
+            OpFault('".cg" if OVERLAP == "layout" else ""', '""'),
+        ),
+    },
 }
 ORDER_BROKEN = 10
 
 
 def judge(folder: Path) -> int:
     target = Target("cuda", 90, 132)
-    plan = layer_plan(target, 4)
+    plan = PLANS[folder.parent.parent.name](target, 4)
     launch = plan.steps[int(folder.parent.name)]
     assert isinstance(launch, KernelLaunch)
     violation = order_violation(launch, compile_launch(plan, launch, target).asm["ptx"])

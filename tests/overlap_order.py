@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from moe_core.arrays import ArraySpec
+from moe_core.formats import QuantizedSpec, quantized_specs, scheme_named
 from moe_core.moe import plan_moe
 from moe_core.operands import ExpertWeights, RouterLogits, SharedExpert, TopK
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer
@@ -85,7 +86,20 @@ def layer_plan(
     return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside)
 
 
+def quantized_plan(target: Target, tokens: int, scheme: str = "fp8_block", num_experts: int = 8) -> LaunchPlan:
+    """A forward from logits of D = 256 and F = 128, its weights as published, two experts per token."""
+    quantized = scheme_named(scheme)
+    weights = QuantizedSpec(quantized.weights)
+    experts = ExpertWeights(*(quantized_specs(weights, (num_experts, *sizes)) for sizes in ((256, 256), (256, 128))))
+    spec = MoESpec(Activation("silu"), RouterSpec(2), "out_in", activations=quantized.activations)
+    routing = RouterLogits(ArraySpec((tokens, num_experts), "float32"))
+    return plan_moe(ArraySpec((tokens, 256), "bfloat16"), experts, routing, spec, target)
+
+
 def plans(target: Target) -> Iterator[LaunchPlan]:
-    """What the models' layers do not have: given ids, stacked layers, many slots per token, weighted inputs."""
+    """What the models' layers do not have: given ids, stacked layers, many slots per token, weighted inputs; and what
+    quantises rows, or reads weights as they are published."""
     yield layer_plan(target, 4, 20, 32, routed="ids", stacked=True, weight_layout="out_in")
     yield layer_plan(target, 4, 1, on_input=True, shared=True)
+    for scheme in ("fp8_block", "fp8_tensor", "int4_w4a16_zp"):
+        yield quantized_plan(target, 4, scheme)

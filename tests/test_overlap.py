@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from moe_core import codec, dtypes, moe, overlap
+from moe_core.arrays import ArraySpec
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, PlanBuilder
 from moe_core.specs import Tuning
 from moe_core.target import Target
 from tests.faulty_kernels import OpFault, plant
 from tests.harness import engine_target, run_plan
-from tests.overlap_faults import FAULTS, ORDER_BROKEN
-from tests.overlap_order import layer_plan, order_violation
+from tests.overlap_faults import FAULTS, ORDER_BROKEN, PLANS
+from tests.overlap_order import layer_plan, order_violation, quantized_plan
 
 ROOT = Path(__file__).parents[1]
 H200, B200, A100 = Target("cuda", 90, 132), Target("cuda", 100, 148), Target("cuda", 80, 108)
@@ -110,6 +111,19 @@ def test_launches_between_the_layout_and_its_readers() -> None:
     assert shared == [*FEW[:3], ("matmul_ogs", True, "layout"), ("matmul_ogs", True, "layout"), FEW[3]]
 
 
+def test_quantised_stages_overlap() -> None:
+    """Rows are quantised between the layout and product 1, which has its layout before it waits."""
+    product = ("matmul_quantized", True, "layout")
+    groups = ("quantize_groups", True, "start")
+    assert described(quantized_plan(H200, 4)) == [FEW[0], groups, product, groups, product, FEW[3]]
+    whole = [("partial_maxima", True, "start"), ("quantize_whole_rows", True, "start")]
+    found = described(quantized_plan(H200, 4, "fp8_tensor"))
+    assert found == [FEW[0], *whole, product, *whole, product, FEW[3]]
+    found = described(quantized_plan(H200, 4, "int4_w4a16_zp"))
+    assert found == [FEW[0], ("matmul_quantized", True, "start"), product, FEW[3]]
+    assert not any(step.dependent for step in launches(quantized_plan(H200, 65)))
+
+
 def test_kernels_that_take_whole_multiprocessors_overlap_for_any_number_of_tokens() -> None:
     """Few experts have many rows each, which the hopper family multiplies, if 64 divides the reduction."""
     plan = layer_plan(H200, 64, 4, 4, width=96)
@@ -132,13 +146,13 @@ def test_large_experts_launch_ordinarily() -> None:
 
 @pytest.fixture
 def ordinary_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LaunchPlan]]:
-    """`layer_plan`, its launches one after another."""
+    """The plan that a function makes, its launches one after another."""
 
-    def plan(*arguments: Any, **options: Any) -> LaunchPlan:
+    def plan(make: Callable[..., LaunchPlan], *arguments: Any, **options: Any) -> LaunchPlan:
         with monkeypatch.context() as context:
             context.setattr(moe, "overlap_launches", lambda plan, *_, **__: plan)
             moe.plan_moe.cache_clear()
-            return layer_plan(*arguments, **options)
+            return make(*arguments, **options)
 
     yield plan
     moe.plan_moe.cache_clear()
@@ -147,7 +161,7 @@ def ordinary_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Lau
 def test_only_flags_differ_from_the_ordinary_plan(ordinary_plan: Callable[..., LaunchPlan]) -> None:
     """Same kernels, grids, buffers and sums under another key, which exported plans keep."""
     plan = layer_plan(H200, 4, shared=True)
-    ordinary = ordinary_plan(H200, 4, shared=True)
+    ordinary = ordinary_plan(layer_plan, H200, 4, shared=True)
     flags = {"OVERLAP": Constant(None)}
     steps = tuple(
         dataclasses.replace(
@@ -167,22 +181,41 @@ def test_only_flags_differ_from_the_ordinary_plan(ordinary_plan: Callable[..., L
 def test_overlapping_changes_no_bit(
     tokens: int, options: dict[str, Any], ordinary_plan: Callable[..., LaunchPlan]
 ) -> None:
+    require_equal_bits(ordinary_plan, layer_plan, tokens, top_k=4, num_experts=32, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_tensor", "int4_w4a16_zp"])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_overlapping_changes_no_bit_of_quantised_stages(
+    tokens: int, scheme: str, ordinary_plan: Callable[..., LaunchPlan]
+) -> None:
+    require_equal_bits(ordinary_plan, quantized_plan, tokens, scheme=scheme, num_experts=32)
+
+
+def require_equal_bits(
+    ordinary_plan: Callable[..., LaunchPlan], make: Callable[..., LaunchPlan], tokens: int, **options: Any
+) -> None:
     """Many runs in a row on other numbers, scratch and outputs poisoned before each."""
     target, random = engine_target(), np.random.default_rng(tokens)
-    ordinary = ordinary_plan(target, tokens, 4, 32, **options)
+    ordinary = ordinary_plan(make, target, tokens, **options)
     moe.plan_moe.cache_clear()
-    plan = layer_plan(target, tokens, 4, 32, **options)
+    plan = make(target, tokens, **options)
     assert any(step.dependent for step in launches(plan)) == (target.arch >= 90)
     for _ in range(20):
-        arrays = {}
-        for buffer in plan.inputs:
-            values = random.standard_normal(buffer.spec.shape, np.float32)
-            if buffer.spec.dtype == "int32":
-                values = np.argsort(random.random((tokens, 32)), axis=1)[:, :4]
-            arrays[buffer.name] = values.astype(dtypes.numpy_dtype(buffer.spec.dtype))
+        arrays = {buffer.name: drawn(buffer.spec, random, tokens) for buffer in plan.inputs}
         found, expected = run_plan(plan, arrays), run_plan(ordinary, arrays)
         for name, value in expected.items():
             assert found[name].tobytes() == value.tobytes(), name
+
+
+def drawn(spec: ArraySpec, random: np.random.Generator, tokens: int) -> np.ndarray:
+    """Random ids (int32), codes (uint8), or numbers."""
+    if spec.dtype == "int32":
+        return np.argsort(random.random((tokens, 32)), axis=1)[:, :4].astype(np.int32)
+    if spec.dtype == "uint8":
+        return random.integers(0, 256, spec.shape, np.uint8)
+    return random.standard_normal(spec.shape, np.float32).astype(dtypes.numpy_dtype(spec.dtype))
 
 
 def test_a_plan_cannot_begin_with_a_dependent_launch() -> None:
@@ -236,20 +269,21 @@ def test_ordinary_launches_must_not_wait_nor_dependent_ones_forget_to() -> None:
 
 
 def test_faults_of_the_order_are_found(tmp_path: Path) -> None:
-    """In copies of the kernels; the last copy has none."""
+    """In copies of the kernels; the last copy of each plan has none."""
     folders = {}
-    for step, files in FAULTS.items():
-        (tmp_path / str(step)).mkdir()
+    for (plan, step), files in FAULTS.items():
+        (tmp_path / plan / str(step)).mkdir(parents=True)
         for kernel_file, faults in files.items():
             for number, fault in enumerate(faults):
-                folder = tmp_path / str(step) / f"{kernel_file}-{number}"
+                folder = tmp_path / plan / str(step) / f"{kernel_file}-{number}"
                 plant(kernel_file, fault, folder)
                 folders[folder] = ORDER_BROKEN
-    unchanged = tmp_path / "2" / "unchanged"
-    plant("", OpFault("", ""), unchanged)
+    unchanged = {tmp_path / plan / "2" / "unchanged": 0 for plan in PLANS}
+    for folder in unchanged:
+        plant("", OpFault("", ""), folder)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "tests.overlap_faults", *map(str, [*folders, unchanged])]
+    command = [sys.executable, "-m", "tests.overlap_faults", *map(str, folders | unchanged)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=280)
-    for folder, status in (folders | {unchanged: 0}).items():
+    for folder, status in (folders | unchanged).items():
         assert int((folder / "status").read_text()) == status, f"{folder.name}: {(folder / 'log').read_text()}"

@@ -24,6 +24,7 @@ from moe_core.kernels.dequantize import (
     zero_point,
 )
 from moe_core.kernels.matmul_ogs import layer_offset, slot_inside, tile_of_program
+from moe_core.kernels.overlap import join
 
 
 @triton.jit
@@ -125,19 +126,23 @@ def add_bias(tile, bias, up_bias, layer_index, expert, n, side, exists, WEIGHT_N
 
 @triton.jit
 def rows_of_block(
-    block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M: tl.constexpr
-):
-    """Rows of a block: where they lie in the layout, which exist, which slot each is; schedule None = dense."""
+    block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a block: where they lie in the layout, which exist, which slot each is; schedule None = dense.
+
+    CACHE: the cache modifier of what is read."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         return rows, rows < num_rows, rows
     else:
-        within = tl.load(schedule + 2 * block) * BLOCK_M + tl.arange(0, BLOCK_M)
+        within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
         # The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
-        first = tl.minimum(tl.maximum(tl.load(group_start + expert), 0), num_rows)
-        exists = within < tl.minimum(tl.load(group_sizes + expert), num_rows - first)
+        first = tl.minimum(tl.maximum(tl.load(group_start + expert, cache_modifier=CACHE), 0), num_rows)
+        exists = within < tl.minimum(tl.load(group_sizes + expert, cache_modifier=CACHE), num_rows - first)
         rows = first.to(tl.int64) + within
-        return rows, exists, slot_inside(tl.load(slot_of_row + rows, mask=exists, other=0), num_slots)
+        found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
+        return rows, exists, slot_inside(found, num_slots)
 
 
 @triton.jit
@@ -188,6 +193,7 @@ def matmul_quantized(
     DOT: tl.constexpr, SCALING: tl.constexpr, UNIFORM: tl.constexpr, ORDER: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, FAST_ACCUMULATE: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of y. N: output columns; WEIGHT_N: rows of one weight matrix (2N when it holds gate and up).
 
@@ -198,12 +204,18 @@ def matmul_quantized(
     DOT: what is multiplied, `e4m3` or `int8` codes as they are, else `bfloat16`, `float16` or `float32` numbers.
     pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
     UNIFORM: the weight rows of a tile, of one side, share their scales. TOKENS_FIRST: rows of x are the left operand.
+    OVERLAP: see `overlap`.
     """
+    if OVERLAP == "start":
+        join()
+    CACHE: tl.constexpr = ".cg" if OVERLAP == "layout" else ""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = 0
     if schedule is not None:
-        expert = tl.load(schedule + 2 * block + 1)
+        expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         if expert < 0:
+            if OVERLAP == "layout":
+                join()
             return
     layer_index = tl.full((), 0, tl.int64)
     layer_exists = True
@@ -239,13 +251,15 @@ def matmul_quantized(
         point_rows = matrix_rows(zero_points, up_zero_points, matrix, point_n, side, POINT_MATRIX, POINT_N)
 
     rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE
     )
     x_row = rows
     if GATHER == "token":
         x_row = slots // TOP_K
     elif GATHER == "slot":
         x_row = slots
+    if OVERLAP == "layout":
+        join()
     x_rows = values_of(x, X_ELEMENT, DOT) + x_row * X_STRIDE
     x_scale_rows = None
     x_scale = 1.0

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.dequantize import e8m0_to_bfloat16
+from moe_core.kernels.overlap import join
 
 
 @triton.jit
@@ -169,11 +170,13 @@ def quantize_groups(
     x, values, scales, num_rows,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
-    TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows in groups of GROUP columns, of which there are GROUPS; one group of each of BLOCK_M rows at a time.
 
-    BLOCK_K: GROUP rounded up to a power of two."""
+    BLOCK_K: GROUP rounded up to a power of two. OVERLAP: see `overlap`."""
+    if OVERLAP is not None:
+        join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     group = tl.program_id(1)
@@ -215,9 +218,13 @@ def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
 @triton.jit
 def partial_maxima(
     x, used_by, partials, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = the bits of the largest magnitude of its used rows: blocks of BLOCK_M by turns."""
+    """partials[program] = the bits of the largest magnitude of its used rows: blocks of BLOCK_M by turns.
+
+    OVERLAP: see `overlap`."""
+    if OVERLAP is not None:
+        join()
     bits = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_M
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, num_rows, step):
@@ -235,11 +242,13 @@ def quantize_whole_rows(
     x, used_by, partials, given, values, scales, num_rows,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr, PARTIALS: tl.constexpr, ELEMENT: tl.constexpr,
     CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`.
 
-    Rows that are not used (`used_rows`) are not read: they get codes of zero."""
+    Rows that are not used (`used_rows`) are not read: they get codes of zero. OVERLAP: see `overlap`."""
+    if OVERLAP is not None:
+        join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     used = used_rows(used_by, rows, num_rows, USERS)
