@@ -18,8 +18,9 @@ from moe_core.target import Target
 _ELEMENTS = ("e4m3", "e2m1", "int8")
 #: Programs that look for the largest magnitude of a whole array; a power of two, since the next launch reads all.
 _MAXIMA = 512
-#: Elements of a tile: 16 of a thread of 4 warps.
-_TILE = 2048
+#: Elements of a tile, 16 of a thread, and its warps; of one that is a part of wider rows, and the columns it may have.
+_TILE, _WARPS = 2048, 4
+_PART, _PART_WARPS, _PART_COLUMNS = 4096, 8, 1024
 #: Columns of the widest group, which is one tile.
 _WIDEST_GROUP = 16384
 
@@ -113,10 +114,10 @@ def _rule(format: Format, target: Target) -> dict[str, Argument]:
     }
 
 
-def _rows_of_tile(columns: int, rows: int, target: Target) -> int:
-    """Rows of a tile that has so many columns."""
+def _rows_of_tile(elements: int, columns: int, rows: int, target: Target) -> int:
+    """Rows of a tile of so many elements and columns."""
     # The number of rows is not looked at on devices: a kernel serves every batch.
-    return padded(rows) if target.kind == "interpreter" else max(1, _TILE // columns)
+    return padded(rows) if target.kind == "interpreter" else max(1, elements // columns)
 
 
 def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
@@ -129,8 +130,8 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
             f"format must have groups of at most {_WIDEST_GROUP} columns on {builder.target}, got {format.name} with "
             f"{group}; share scales over whole rows, or in smaller groups"
         )
-    block_m = _rows_of_tile(block_k, rows, builder.target)
-    num_warps = min(16, max(4, block_k // 512))
+    block_m = _rows_of_tile(_TILE, block_k, rows, builder.target)
+    num_warps = min(16, max(_WARPS, block_k // 512))
     arguments: dict[str, Argument] = {
         **{name: Pointer(name) for name in ("x", "values", "scales")},
         "num_rows": Scalar(rows),
@@ -149,8 +150,8 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
 def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     rows, width = builder.spec("x").shape
     whole, static = format.group_rows is None, builder.has("static_scale")
-    block_k = min(padded(width), _TILE)
-    block_m = _rows_of_tile(block_k, rows, builder.target)
+    block_k = min(padded(width), _PART_COLUMNS)
+    block_m = _rows_of_tile(_PART, block_k, rows, builder.target)
     shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
     tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k), "OVERLAP": Constant(None)}
     partials = 1 if builder.target.kind == "interpreter" else _MAXIMA
@@ -160,7 +161,7 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     if whole and not static:
         builder.scratch("partials", ArraySpec((partials,), "int32"))
         arguments = {**read, "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
-        builder.launch("quantize_rows:partial_maxima", (partials,), arguments, 4, 1)
+        builder.launch("quantize_rows:partial_maxima", (partials,), arguments, _PART_WARPS, 1)
     arguments = {
         **read,
         "partials": Pointer("partials") if whole and not static else Constant(None),
@@ -174,4 +175,4 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     }
     # One scale of all rows is written even where there are none.
     programs = max(-(-rows // block_m), 1 if whole else 0)
-    builder.launch("quantize_rows:quantize_whole_rows", (programs,), arguments, 4, 1)
+    builder.launch("quantize_rows:quantize_whole_rows", (programs,), arguments, _PART_WARPS, 1)
