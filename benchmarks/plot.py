@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.record import SCHEMA, STREAMING_BYTES_PER_US
+from benchmarks.record import PLOTTED_SCHEMAS, STREAMING_BYTES_PER_US
 from benchmarks.shapes import SHAPES
 
 Row = dict[str, Any]
@@ -55,9 +55,10 @@ def read_records(paths: Sequence[Path]) -> list[dict[str, Any]]:
     records, cells = [], {}
     for path in paths:
         record = json.loads(path.read_text())
-        if record.get("schema") != SCHEMA:
+        if record.get("schema") not in PLOTTED_SCHEMAS:
+            wanted = " or ".join(map(str, PLOTTED_SCHEMAS))
             raise ValueError(
-                f"{path} must be a record of schema {SCHEMA}, got {record.get('schema')}; run benchmarks.forward again"
+                f"{path} must be a record of schema {wanted}, got {record.get('schema')}; run benchmarks.forward again"
             )
         for row in record["rows"]:
             cell = (row["shape"], row["routing"], row["tokens"])

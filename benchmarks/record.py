@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 #: Raised when the meaning of a field changes.
-SCHEMA = 2
+SCHEMA = 3
+#: Schemas whose plotted fields mean what they mean now.
+PLOTTED_SCHEMAS = (2, SCHEMA)
 #: The fastest streaming seen on an H200 (its datasheet says 4.8 TB/s).
 STREAMING_BYTES_PER_US = 4.5e6
 #: How far above vLLM's experts and our routing a forward may lie.

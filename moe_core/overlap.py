@@ -1,8 +1,8 @@
 """Overlapping launches: a launch may begin before the one ahead of it has ended.
 
-A forward of few tokens whose stages share no launch (`moe_core.fusion`) is four of 5 to 30 us, six where rows are
-quantised, and each boundary costs the end of one grid, whose last blocks leave most of the GPU idle, and the start of
-the next, whose blocks first look up what to work on. NVIDIA GPUs from sm_90 have programmatic dependent launch: a
+A forward of few tokens whose stages share no launch (`moe_core.fusion`) is four of 5 to 30 us, five to eight where rows
+are quantised, and each boundary costs the end of one grid, whose last blocks leave most of the GPU idle, and the start
+of the next, whose blocks first look up what to work on. NVIDIA GPUs from sm_90 have programmatic dependent launch: a
 dependent launch begins once every block of the launch ahead has allowed it or ended, and waits in its kernel for that
 launch to have ended. So blocks are in place and know their expert when their rows are ready.
 

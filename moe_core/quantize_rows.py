@@ -18,9 +18,13 @@ from moe_core.target import Target
 _ELEMENTS = ("e4m3", "e2m1", "int8")
 #: Programs that look for the largest magnitude of a whole array; a power of two, since the next launch reads all.
 _MAXIMA = 512
-#: Elements of a tile, 16 of a thread, and its warps; of one that is a part of wider rows, and the columns it may have.
-_TILE, _WARPS = 2048, 4
-_PART, _PART_WARPS, _PART_COLUMNS = 4096, 8, 1024
+#: Elements of a tile, 16 of a thread of 4 warps.
+_TILE = 2048
+#: Rows from which whole rows are quantised several at a time, and such a tile: elements, columns at most, warps. With
+#: 16384 rows and more it takes up to half the time, with 256 and fewer up to twice (docs/performance.md); in between
+#: nothing was measured.
+_MANY_ROWS = 4096
+_MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
 #: Columns of the widest group, which is one tile.
 _WIDEST_GROUP = 16384
 
@@ -114,10 +118,18 @@ def _rule(format: Format, target: Target) -> dict[str, Argument]:
     }
 
 
-def _rows_of_tile(elements: int, columns: int, rows: int, target: Target) -> int:
-    """Rows of a tile of so many elements and columns."""
+def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
+    """Rows of a tile that has so many columns."""
     # The number of rows is not looked at on devices: a kernel serves every batch.
     return padded(rows) if target.kind == "interpreter" else max(1, elements // columns)
+
+
+def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of rows of that width: one for few rows and one for many."""
+    many = rows >= _MANY_ROWS and target.kind != "interpreter"
+    elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
+    block_k = min(padded(width), columns)
+    return _rows_of_tile(block_k, rows, target, elements), block_k, num_warps
 
 
 def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
@@ -130,8 +142,8 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
             f"format must have groups of at most {_WIDEST_GROUP} columns on {builder.target}, got {format.name} with "
             f"{group}; share scales over whole rows, or in smaller groups"
         )
-    block_m = _rows_of_tile(_TILE, block_k, rows, builder.target)
-    num_warps = min(16, max(_WARPS, block_k // 512))
+    block_m = _rows_of_tile(block_k, rows, builder.target)
+    num_warps = min(16, max(4, block_k // 512))
     arguments: dict[str, Argument] = {
         **{name: Pointer(name) for name in ("x", "values", "scales")},
         "num_rows": Scalar(rows),
@@ -150,9 +162,8 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
 def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     rows, width = builder.spec("x").shape
     whole, static = format.group_rows is None, builder.has("static_scale")
-    block_k = min(padded(width), _PART_COLUMNS)
-    block_m = _rows_of_tile(_PART, block_k, rows, builder.target)
     shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
+    block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
     tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k), "OVERLAP": Constant(None)}
     partials = 1 if builder.target.kind == "interpreter" else _MAXIMA
     used = builder.has("used_by")
@@ -161,7 +172,7 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     if whole and not static:
         builder.scratch("partials", ArraySpec((partials,), "int32"))
         arguments = {**read, "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
-        builder.launch("quantize_rows:partial_maxima", (partials,), arguments, _PART_WARPS, 1)
+        builder.launch("quantize_rows:partial_maxima", (partials,), arguments, num_warps, 1)
     arguments = {
         **read,
         "partials": Pointer("partials") if whole and not static else Constant(None),
@@ -175,4 +186,4 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     }
     # One scale of all rows is written even where there are none.
     programs = max(-(-rows // block_m), 1 if whole else 0)
-    builder.launch("quantize_rows:quantize_whole_rows", (programs,), arguments, _PART_WARPS, 1)
+    builder.launch("quantize_rows:quantize_whole_rows", (programs,), arguments, num_warps, 1)

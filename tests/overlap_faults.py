@@ -8,21 +8,29 @@ not. Needs no GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from moe_core import moe
 from moe_core.compiler import compile_launch
-from moe_core.plan import KernelLaunch
+from moe_core.plan import KernelLaunch, LaunchPlan
 from moe_core.target import Target
 from tests.faulty_kernels import COMPILER, OpFault, run_on_copy
 from tests.overlap_order import layer_plan, order_violation, quantized_plan
 
 _WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
-PLANS = {"plain": layer_plan, "quantized": quantized_plan}
-#: By plan, by its step (of the plain one: 0 routing, 1 and 2 the products, 3 the reduction; of the other one: 1 and 3
-#: quantise rows, 2 and 4 multiply) and by kernel file.
+PLANS: dict[str, Callable[[Target, int], LaunchPlan]] = {
+    "plain": layer_plan,
+    "quantized": quantized_plan,
+    "one_scale": functools.partial(quantized_plan, scheme="fp8_tensor"),
+    "decoded": functools.partial(quantized_plan, scheme="int4_w4a16_zp"),
+}
+#: By plan, by its step (of plans that quantise nothing: 0 routing, 1 and 2 the products, 3 the reduction; of
+#: `quantized`: 1 and 3 quantise rows, 2 and 4 multiply; of `one_scale`: 1 finds the largest magnitude, 2 quantises) and
+#: by kernel file.
 FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
     ("plain", 0): {"route_and_layout": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
     ("plain", 1): {
@@ -43,6 +51,9 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
     },
     ("plain", 3): {"reduction": (OpFault('BLOCK_N, OVERLAP == "layout",', 'BLOCK_N, OVERLAP == "never",'),)},
     ("quantized", 1): {"quantize_rows": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
+    ("one_scale", 1): {"quantize_rows": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
+    ("one_scale", 2): {"quantize_rows": (OpFault("if OVERLAP is not None:", "if OVERLAP is None:"),)},
+    ("decoded", 1): {"matmul_quantized": (OpFault('if OVERLAP == "start":', 'if OVERLAP == "never":'),)},
     ("quantized", 2): {
         "matmul_quantized": (
             OpFault('    if OVERLAP == "layout":\n        join()\n    x_rows', "    x_rows"),

@@ -86,11 +86,23 @@ def layer_plan(
     return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside)
 
 
-def quantized_plan(target: Target, tokens: int, scheme: str = "fp8_block", num_experts: int = 8) -> LaunchPlan:
-    """A forward from logits of D = 256 and F = 128, its weights as published, two experts per token."""
+def quantized_plan(
+    target: Target,
+    tokens: int,
+    scheme: str = "fp8_block",
+    num_experts: int = 8,
+    *,
+    stacked: bool = False,
+    static: bool = False,
+) -> LaunchPlan:
+    """A forward from logits of D = 256 and F = 128, its weights as published, two experts per token. static: the scales
+    of both products' rows are given."""
     quantized = scheme_named(scheme)
-    weights = QuantizedSpec(quantized.weights)
-    experts = ExpertWeights(*(quantized_specs(weights, (num_experts, *sizes)) for sizes in ((256, 256), (256, 128))))
+    weights, lead = QuantizedSpec(quantized.weights), (3, num_experts) if stacked else (num_experts,)
+    matrices = (quantized_specs(weights, (*lead, *sizes)) for sizes in ((256, 256), (256, 128)))
+    scale = ArraySpec((1,), "float32") if static else None
+    layer = ArraySpec((1,), "int32") if stacked else None
+    experts = ExpertWeights(*matrices, layer=layer, gate_up_input_scale=scale, down_input_scale=scale)
     spec = MoESpec(Activation("silu"), RouterSpec(2), "out_in", activations=quantized.activations)
     routing = RouterLogits(ArraySpec((tokens, num_experts), "float32"))
     return plan_moe(ArraySpec((tokens, 256), "bfloat16"), experts, routing, spec, target)
@@ -101,5 +113,9 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     quantises rows, or reads weights as they are published."""
     yield layer_plan(target, 4, 20, 32, routed="ids", stacked=True, weight_layout="out_in")
     yield layer_plan(target, 4, 1, on_input=True, shared=True)
-    for scheme in ("fp8_block", "fp8_tensor", "int4_w4a16_zp"):
+    for scheme in ("fp8_block", "fp8_tensor", "int8_w8a8", "int4_w4a16_zp"):
         yield quantized_plan(target, 4, scheme)
+        # Many rows per expert: kernels lie between that launch ordinarily.
+        yield quantized_plan(target, 64, scheme, 2)
+    yield quantized_plan(target, 4, stacked=True)
+    yield quantized_plan(target, 4, "fp8_tensor", static=True)

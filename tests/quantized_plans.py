@@ -70,12 +70,13 @@ def layers(target: Target) -> Iterator[LaunchPlan]:
             yield from _pair(scheme_named(scheme), sizes, rows, shape.activation, target, "out_in")
     for format in map(format_named, format_names()):
         if _quantises_rows(format):
-            yield plan_quantize_rows(ArraySpec((64, 2880), "bfloat16"), format, target)
+            for rows in (64, 4096):
+                yield plan_quantize_rows(ArraySpec((rows, 2880), "bfloat16"), format, target)
             yield plan_quantize_rows(ArraySpec((64, 64), "float32", (96, 1)), format, target)
     yield plan_quantize_rows(ArraySpec((64, 37), "float32"), FP8_TENSOR, target, scales=ArraySpec((1,), "float32"))
-    for users in (1, 8):
-        users_of_rows = ArraySpec((64 * users,), "int32")
-        yield plan_quantize_rows(ArraySpec((64, 2880), "bfloat16"), FP8_TENSOR, target, used_by=users_of_rows)
+    for rows, users in ((64, 1), (64, 8), (4096, 8)):
+        users_of_rows = ArraySpec((rows * users,), "int32")
+        yield plan_quantize_rows(ArraySpec((rows, 2880), "bfloat16"), FP8_TENSOR, target, used_by=users_of_rows)
 
 
 def _every_scheme(target: Target, layout: str, rows: int) -> Iterator[LaunchPlan]:

@@ -111,17 +111,29 @@ def test_launches_between_the_layout_and_its_readers() -> None:
     assert shared == [*FEW[:3], ("matmul_ogs", True, "layout"), ("matmul_ogs", True, "layout"), FEW[3]]
 
 
-def test_quantised_stages_overlap() -> None:
+@pytest.mark.parametrize("target", [H200, B200])
+def test_quantised_stages_overlap(target: Target) -> None:
     """Rows are quantised between the layout and product 1, which has its layout before it waits."""
     product = ("matmul_quantized", True, "layout")
     groups = ("quantize_groups", True, "start")
-    assert described(quantized_plan(H200, 4)) == [FEW[0], groups, product, groups, product, FEW[3]]
-    whole = [("partial_maxima", True, "start"), ("quantize_whole_rows", True, "start")]
-    found = described(quantized_plan(H200, 4, "fp8_tensor"))
-    assert found == [FEW[0], *whole, product, *whole, product, FEW[3]]
-    found = described(quantized_plan(H200, 4, "int4_w4a16_zp"))
-    assert found == [FEW[0], ("matmul_quantized", True, "start"), product, FEW[3]]
-    assert not any(step.dependent for step in launches(quantized_plan(H200, 65)))
+    assert described(quantized_plan(target, 4)) == [FEW[0], groups, product, groups, product, FEW[3]]
+    whole = ("quantize_whole_rows", True, "start")
+    found = [("partial_maxima", True, "start"), whole]
+    assert described(quantized_plan(target, 4, "fp8_tensor")) == [FEW[0], *found, product, *found, product, FEW[3]]
+    given = described(quantized_plan(target, 4, "fp8_tensor", static=True))
+    assert given == [FEW[0], whole, product, whole, product, FEW[3]]
+    decoded = described(quantized_plan(target, 4, "int4_w4a16_zp"))
+    assert decoded == [FEW[0], ("matmul_quantized", True, "start"), product, FEW[3]]
+    assert not any(step.dependent for step in launches(quantized_plan(target, 65)))
+
+
+def test_quantised_stages_that_know_nothing_of_it_launch_ordinarily() -> None:
+    """Many rows per expert: columns are put in order by a launch of their own, and fp8 takes the hopper family."""
+    order, product = ("order_columns", False, "absent"), ("matmul_quantized", True, "layout")
+    decoded = described(quantized_plan(H200, 64, "int4_w4a16_zp", 2))
+    assert decoded == [FEW[0], order, product, order, product, FEW[3]]
+    codes = described(quantized_plan(H200, 64, "fp8_block", 2))
+    assert [name for name, dependent, _ in codes if not dependent] == [FEW[0][0], "matmul_fp8", "matmul_fp8"]
 
 
 def test_kernels_that_take_whole_multiprocessors_overlap_for_any_number_of_tokens() -> None:
@@ -280,6 +292,7 @@ def test_faults_of_the_order_are_found(tmp_path: Path) -> None:
                 folders[folder] = ORDER_BROKEN
     unchanged = {tmp_path / plan / "2" / "unchanged": 0 for plan in PLANS}
     for folder in unchanged:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         plant("", OpFault("", ""), folder)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}

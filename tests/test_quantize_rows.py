@@ -9,7 +9,7 @@ import pytest
 from moe_core import InvalidInput, Unsupported
 from moe_core.arrays import ArraySpec
 from moe_core.formats import FP8_TENSOR, FP8_TOKEN, INT8_TOKEN, MXFP4, Format, format_named, format_names
-from moe_core.plan import KernelLaunch
+from moe_core.plan import Constant, KernelLaunch
 from moe_core.quantize_rows import plan_quantize_rows
 from moe_core.reference.quantize import quantize_rows
 from moe_core.target import Target
@@ -106,6 +106,30 @@ def test_users_that_do_not_fit(format: Format, entries: int, options: dict[str, 
     with pytest.raises(InvalidInput, match=words):
         used_by = ArraySpec((entries,), "int32")
         plan_quantize_rows(ArraySpec((4, 64), "bfloat16"), format, engine_target(), used_by=used_by, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [FP8_TENSOR, FP8_TOKEN, INT8_TOKEN, E2M1_TENSOR], ids=str)
+def test_bits_of_many_rows(format: Format) -> None:
+    """Whose tile is not that of few."""
+    x = hard_rows(4099, 1100, "bfloat16", format.group_rows is None)
+    assert_same_bits(x, format)
+    if format.group_rows is None:
+        assert_same_bits(x, format, np.array([0.01], np.float32))
+
+
+def test_many_rows_have_a_tile_of_their_own() -> None:
+    def tiles(rows: int) -> list[tuple[object, object, int, int]]:
+        plan = plan_quantize_rows(ArraySpec((rows, 2880), "bfloat16"), FP8_TENSOR, Target("cuda", 90, 132))
+        steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+        constants = [dict(step.arguments) for step in steps]
+        return [
+            (found["BLOCK_M"], found["BLOCK_K"], step.num_warps, step.grid[0])
+            for found, step in zip(constants, steps, strict=True)
+        ]
+
+    few, many = (Constant(1), Constant(2048), 4), (Constant(4), Constant(1024), 8)
+    assert tiles(4095) == [(*few, 512), (*few, 4095)] and tiles(4097) == [(*many, 512), (*many, 1025)]
 
 
 def test_groups_wider_than_a_usual_tile() -> None:

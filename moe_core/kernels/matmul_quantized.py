@@ -146,6 +146,33 @@ def rows_of_block(
 
 
 @triton.jit
+def row_of_x(rows, slots, GATHER: tl.constexpr, TOP_K: tl.constexpr):
+    """Which row of x each row of a block multiplies."""
+    if GATHER == "token":
+        return slots // TOP_K
+    elif GATHER == "slot":
+        return slots
+    else:
+        return rows
+
+
+@triton.jit
+def scale_pointers(
+    scales, up_scales, matrix, n, side, tile, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr, N: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the scales of a tile's weight rows, twice; UNIFORM: to those of side 0, and those of side 1."""
+    if UNIFORM:
+        group_n = row_group(weight_row(tile * BLOCK_N, 0, N, GATE_LAYOUT), GROUP_ROWS)
+        first = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
+        group_n = row_group(weight_row(tile * BLOCK_N, 1, N, GATE_LAYOUT), GROUP_ROWS)
+        return first, matrix_rows(scales, up_scales, matrix, group_n, 1, SCALE_MATRIX, SCALE_N)
+    else:
+        both = matrix_rows(scales, up_scales, matrix, row_group(n, GROUP_ROWS), side, SCALE_MATRIX, SCALE_N)
+        return both, both
+
+
+@triton.jit
 def store_result(
     y, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots,
     N: tl.constexpr, SCATTER: tl.constexpr, PAIRED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
@@ -237,15 +264,9 @@ def matmul_quantized(
     n = weight_row(tl.minimum(column, N - 1), side, N, GATE_LAYOUT)
     values = values_of(weight, ELEMENT, DOT)
     weight_rows = matrix_rows(values, up, matrix, n, side, VALUE_MATRIX, VALUE_N)
-    if UNIFORM:
-        group_n = row_group(weight_row(tile * BLOCK_N, 0, N, GATE_LAYOUT), GROUP_ROWS)
-        scale_rows = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
-        group_n = row_group(weight_row(tile * BLOCK_N, 1, N, GATE_LAYOUT), GROUP_ROWS)
-        scale_rows_1 = matrix_rows(scales, up_scales, matrix, group_n, 1, SCALE_MATRIX, SCALE_N)
-    else:
-        group_n = row_group(n, GROUP_ROWS)
-        scale_rows = matrix_rows(scales, up_scales, matrix, group_n, side, SCALE_MATRIX, SCALE_N)
-        scale_rows_1 = scale_rows
+    scale_rows, scale_rows_1 = scale_pointers(
+        scales, up_scales, matrix, n, side, tile, SCALE_MATRIX, SCALE_N, N, GROUP_ROWS, GATE_LAYOUT, UNIFORM, BLOCK_N
+    )
     if zero_points is not None:
         point_n = n // 2 if ELEMENT == "uint4" else n
         point_rows = matrix_rows(zero_points, up_zero_points, matrix, point_n, side, POINT_MATRIX, POINT_N)
@@ -253,11 +274,7 @@ def matmul_quantized(
     rows, exists, slots = rows_of_block(
         block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE
     )
-    x_row = rows
-    if GATHER == "token":
-        x_row = slots // TOP_K
-    elif GATHER == "slot":
-        x_row = slots
+    x_row = row_of_x(rows, slots, GATHER, TOP_K)
     if OVERLAP == "layout":
         join()
     x_rows = values_of(x, X_ELEMENT, DOT) + x_row * X_STRIDE
