@@ -20,9 +20,9 @@ _ELEMENTS = ("e4m3", "e2m1", "int8")
 _MAXIMA = 512
 #: Elements of a tile, 16 of a thread of 4 warps.
 _TILE = 2048
-#: Rows from which whole rows are quantised several at a time, and such a tile: elements, columns at most, warps. With
-#: 16384 rows and more it takes up to half the time, with 256 and fewer up to twice (docs/performance.md); in between
-#: nothing was measured.
+#: Rows from which whole rows are quantised several at a time, and such a tile: elements, columns at most, warps; to the
+#: same bits. With 16384 rows and more it takes up to half the time, with 256 and fewer up to twice
+#: (docs/performance.md); in between nothing was measured.
 _MANY_ROWS = 4096
 _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
 #: Columns of the widest group, which is one tile.
@@ -120,7 +120,7 @@ def _rule(format: Format, target: Target) -> dict[str, Argument]:
 
 def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
     """Rows of a tile that has so many columns."""
-    # The number of rows is not looked at on devices: a kernel serves every batch.
+    # On devices a kernel serves every batch.
     return padded(rows) if target.kind == "interpreter" else max(1, elements // columns)
 
 
