@@ -56,6 +56,7 @@ FAULTS: Planted = {
             OpFault("gl.arange(0, ROWS, layout), rows - 1)", "gl.arange(0, ROWS, layout), rows - 2)"),
             OpFault("within = tile * PIECE + columns % PIECE", "within = tile * PIECE + (columns + 1) % PIECE"),
             OpFault('second = column + (N if GATE_LAYOUT == "halves" else 0)', "second = column"),
+            OpFault("left = within & (expert >= 0)", "left = within & (expert == 0)"),
         ),
         "hopper_ring": (OpFault("write_fact(ring, place, 3, tile)", "write_fact(ring, place, 3, tile // 2)"),),
     },

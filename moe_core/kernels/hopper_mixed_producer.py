@@ -19,19 +19,20 @@ def take_tile(
         number = gl.program_id(0) + turn * gl.num_programs(0)
     else:
         number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
-    left = number < num_blocks * TILES
-    row = gl.where(left, number, 0) // TILES
+    within = number < num_blocks * TILES
+    row = gl.where(within, number, 0) // TILES
     expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
     expert_block = gl.load(schedule + 2 * row.to(gl.int64))
+    # Idle rows are a schedule's last ones: behind the first of them there is no tile.
+    left = within & (expert >= 0)
     known = gl.maximum(expert, 0)
     start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
     size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
     blocks = gl.maximum((size + BLOCK_M - 1) // BLOCK_M, 1)
-    # Neither an idle row nor a number past the end has a tile, nor what a group that starts too late lacks rows for:
-    # they take the first, whose addresses exist.
-    exists = left & (expert >= 0) & (expert_block < blocks)
-    within = number - (row - expert_block) * TILES
-    block, tile = tile_of_program(gl.where(exists, within, 0), blocks, TILES, GROUP_M)
+    # What a group that starts too late lacks rows for has no tile: it takes the first, whose addresses exist.
+    exists = left & (expert_block < blocks)
+    place = number - (row - expert_block) * TILES
+    block, tile = tile_of_program(gl.where(exists, place, 0), blocks, TILES, GROUP_M)
     first = block * BLOCK_M
     rows = gl.where(exists, gl.minimum(size - first, BLOCK_M), 0)
     return gl.where(left, gl.where(rows > 0, expert, -1), -2), start + first, rows, tile

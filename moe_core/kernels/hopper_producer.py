@@ -94,20 +94,22 @@ def next_tile(
     """
     TILES_N: gl.constexpr = (N + PIECE - 1) // PIECE if GATE_LAYOUT is not None else (N + WIDE - 1) // WIDE
     number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
-    left = number < num_blocks * TILES_N
     # An expert's blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert, so
     # that blocks which start together read the same weights while those are in the L2 cache.
-    row = gl.where(left, number, 0) // TILES_N
+    within = number < num_blocks * TILES_N
+    row = gl.where(within, number, 0) // TILES_N
     expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
     expert_block = gl.load(schedule + 2 * row.to(gl.int64))
+    # Idle rows are a schedule's last ones: behind the first of them there is no tile.
+    left = within & (expert >= 0)
     known = gl.maximum(expert, 0)
     start = gl.minimum(gl.maximum(gl.load(group_start + known), 0), num_rows)
     size = gl.minimum(gl.load(group_sizes + known), num_rows - start)
     blocks = gl.maximum((size + HEIGHT - 1) // HEIGHT, 1)
-    # Neither an idle row nor a number past the end has a tile, nor what a group that starts too late lacks rows for.
-    exists = left & (expert >= 0) & (expert_block < blocks)
-    within = number - (row - expert_block) * TILES_N
-    block, tile = tile_of_program(gl.where(exists, within, 0), blocks, TILES_N, GROUP_M)
+    # What a group that starts too late lacks rows for has no tile.
+    exists = left & (expert_block < blocks)
+    place = number - (row - expert_block) * TILES_N
+    block, tile = tile_of_program(gl.where(exists, place, 0), blocks, TILES_N, GROUP_M)
     return left, exists, expert, start, size, blocks, block, tile
 
 
