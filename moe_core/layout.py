@@ -21,11 +21,16 @@ SLOTS_AT_ONCE = {"cuda": 4096, "interpreter": 256}
 _BLOCK_SLOTS = {"cuda": 128, "interpreter": 64}
 #: Slots that one step of counting takes: the first number where it holds them all, else the last.
 _CHUNK_SLOTS = {"cuda": (256, 1024), "interpreter": (64, 128)}
-#: Slots that one step of placing a block takes, one per thread: the compiler would load fewer again for each layout it
-#: wants them in. The interpreter's sizes are small so that its tests take every loop.
-_PLACED_SLOTS = {"cuda": 256, "interpreter": 64}
-#: Blocks whose counts a placing program adds up at once, at most, and counts (128 per thread).
-_SUMMED_BLOCKS, _SUMMED_COUNTS = {"cuda": 128, "interpreter": 4}, 32768
+#: Slots that one step of placing a block takes: the first number that holds a block, else the last. The interpreter's
+#: sizes are small so that its tests take every loop.
+_PLACED_SLOTS = {"cuda": (64, 256), "interpreter": (16, 64)}
+#: Warps of a placing program, at least. Fewer wait for each other in less time.
+_PLACING_WARPS = 4
+#: Blocks whose counts a placing program adds up at once: the first number that holds them all, else the last, or as
+#: many as have this many counts per warp (128 per thread).
+_SUMMED_BLOCKS, _SUMMED_COUNTS = {"cuda": (32, 128), "interpreter": (2, 4)}, 4096
+#: Programs, at least, that write what does not depend on single slots while others place these.
+_LEAST_SHARING = 2
 #: Blocks of slots that the interpreter counts apart; a GPU gets one per multiprocessor, since every program reads all.
 _INTERPRETER_BLOCKS = 6
 #: Schedules a layout kernel writes itself; further ones are launches of their own.
@@ -35,6 +40,11 @@ _FUSED_SCHEDULES = 2
 def padded(size: int, least: int = 16) -> int:
     """The next power of two, at least `least`."""
     return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def first_holding(sizes: tuple[int, ...], count: int) -> int:
+    """The first of some ascending sizes that holds count, else the last."""
+    return next((size for size in sizes if size >= count), sizes[-1])
 
 
 def optional(name: str, spec: ArraySpec | None) -> Pointer | Constant:
@@ -160,7 +170,7 @@ class LayoutLauncher:
             self.builder.note(f"{slots} slots: one launch, every program counts all slots")
             self._at_once()
         else:
-            step = _PLACED_SLOTS[self.target.kind]
+            step = _PLACED_SLOTS[self.target.kind][-1]
             block_slots = -(-slots // (most_blocks(self.target) * step)) * step
             self.builder.note(f"{slots} slots: counted in blocks of {block_slots}, then placed")
             self._count_blocks(block_slots)
@@ -172,11 +182,11 @@ class LayoutLauncher:
         for block_m in self.block_ms[_FUSED_SCHEDULES:]:
             _launch_schedule(self.builder, self.layout, block_m, f"schedule_{block_m}")
 
-    def _programs(self, blocks: int) -> int:
-        """Programs of a placing kernel: one per block of slots, and enough to share out the rows left by padding."""
+    def _sharing(self) -> int:
+        """Programs among which the rows that no slot fills are shared out."""
         if self.target.kind == "interpreter":
-            return max(blocks, 1)
-        return max(blocks, min(-(-self.layout.capacity // BLOCK_ELEMENTS["cuda"]), self.target.num_sms), 1)
+            return 1
+        return max(1, min(-(-self.layout.capacity // BLOCK_ELEMENTS["cuda"]), self.target.num_sms))
 
     def schedules(self) -> tuple[dict[str, Pointer | Constant], dict[str, Scalar]]:
         """The fused schedules' and the tile counters' pointers, and the schedules' lengths."""
@@ -202,14 +212,13 @@ class LayoutLauncher:
 
     def _at_once(self) -> None:
         layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.kind]
-        chunks = _CHUNK_SLOTS[self.target.kind]
-        chunk = chunks[0] if layout.num_slots <= chunks[0] else chunks[-1]
+        chunk = first_holding(_CHUNK_SLOTS[self.target.kind], layout.num_slots)
         pointers, lengths = self.schedules()
         outputs = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids")
         num_warps = _expert_warps(self.experts, 4)
         self.builder.launch(
             "layout:layout_at_once",
-            (self._programs(-(-layout.num_slots // block_slots)),),
+            (max(-(-layout.num_slots // block_slots), self._sharing()),),
             {
                 **self.read,
                 **{name: Pointer(name) for name in outputs},
@@ -249,16 +258,23 @@ class LayoutLauncher:
             num_warps=_expert_warps(self.experts, 4),
         )
 
+    def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
+        """Warps of `place_blocks`, slots that it places at once, blocks whose counts it adds up at once."""
+        kind = self.target.kind
+        num_warps = _expert_warps(self.experts, _PLACING_WARPS)
+        placed, summed = first_holding(_PLACED_SLOTS[kind], block_slots), first_holding(_SUMMED_BLOCKS[kind], blocks)
+        return num_warps, placed, min(summed, _SUMMED_COUNTS * num_warps // self.experts)
+
     def place_blocks(self, block_slots: int, block_invalid: Pointer | Constant) -> None:
         """Place the slots by the counts of their blocks, in scratch `block_counts`."""
-        layout, kind = self.layout, self.target.kind
+        layout = self.layout
         blocks = -(-layout.num_slots // block_slots)
         pointers, lengths = self.schedules()
-        summed = min(_SUMMED_BLOCKS[kind], _SUMMED_COUNTS // self.experts)
+        num_warps, placed, summed = self._placing_sizes(blocks, block_slots)
         outputs = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids")
         self.builder.launch(
             "layout:place_blocks",
-            (self._programs(blocks),),
+            (blocks + max(_LEAST_SHARING, self._sharing()),),
             {
                 **self.read,
                 "block_counts": Pointer("block_counts"),
@@ -271,10 +287,10 @@ class LayoutLauncher:
                 "capacity": Scalar(layout.capacity),
                 **lengths,
                 **self.sizes,
-                **self.tail({"BLOCK_S": _PLACED_SLOTS[kind], "BLOCK_B": summed}, 8),
+                **self.tail({"BLOCK_S": placed, "BLOCK_B": summed}, num_warps),
                 "OVERLAP": Constant(None),
             },
-            num_warps=8,
+            num_warps=num_warps,
         )
 
 

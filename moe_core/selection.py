@@ -15,8 +15,8 @@ B = 128 and E = 128, 1000 cycles at 64 bytes per cycle. B is therefore the numbe
 routes T / B tokens and places as many. Counting and scanning in launches of their own would cost two launches more.
 
 Estimated so for E = 128 and K = 8, in a CUDA graph: 4.5 us for 1 token, 7 for 64, 7 for 1024, 16 for 16384. Within
-whole forwards on an H200 one program took 2.7 us for 1 token, 5.0 for 16 and 14.1 for 64, for which two launches took
-9.2.
+whole forwards on an H200 one program took 2.7 us for 1 token, 5.0 for 16 and 14.1 for 64, for which two launches take
+5.2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from dataclasses import dataclass
 
 from moe_core.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput
-from moe_core.layout import BLOCK_ELEMENTS, LayoutLauncher, most_blocks, optional, padded, plan_layout, require_experts
+from moe_core.layout import (
+    BLOCK_ELEMENTS,
+    LayoutLauncher,
+    first_holding,
+    most_blocks,
+    optional,
+    padded,
+    plan_layout,
+    require_experts,
+)
 from moe_core.plan import Constant, LaunchPlan, PlanBuilder, Pointer, ReferenceCall, Scalar
 from moe_core.specs import LayoutSpec, RouterSpec
 from moe_core.target import Target
@@ -36,8 +45,8 @@ from moe_core.target import Target
 FEW_TOKENS = {"cuda": 64, "interpreter": 32}
 #: Tokens such a kernel takes: the first number that holds them all, so that few kernels are compiled.
 _FEW_SIZES = {"cuda": (1, 4, 16, 64), "interpreter": (32,)}
-#: Slots it takes in all. On an H200 it was 4 us slower than two launches with 512 (64 tokens, K = 8), 1 us faster with
-#: 256 (64 tokens, K = 4), 4 to 7 us faster with fewer.
+#: Slots it takes in all. On an H200 it is 8 us slower than two launches with 512 (64 tokens, K = 8), up to 2 us slower
+#: with 256 (64 tokens, K = 4), for which it saves one, and as fast with fewer.
 _FEW_SLOTS = {"cuda": 256, "interpreter": 4096}
 #: Logits it takes in all, and logits and slots it takes at once.
 _FEW_LOGITS, _STEP_LOGITS, _STEP_SLOTS = 32768, 8192, 256
@@ -347,7 +356,7 @@ class _RoutedLayout:
         layout, target, launcher = self.layout, self.target, self.launcher
         most = most_blocks(target)
         sizes = _COUNTED_TOKENS[target.kind]
-        block_t = next((size for size in sizes if size * most >= layout.num_tokens), sizes[-1])
+        block_t = first_holding(sizes, -(-layout.num_tokens // most))
         block_t = min(block_t, max(1, _STEP_LOGITS // self.selection.columns))
         num_warps = self.selection.num_warps(block_t, min(16, block_t))
         block_tokens = block_t * max(1, -(-layout.num_tokens // (block_t * most)))

@@ -52,6 +52,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("group_sizes + experts, sizes,", "group_sizes + experts, sizes // 2,", "mixtral", "layout"),
         Fault("tl.where(placed, row, -1)", "tl.where(placed, row, 0)", "qwen2_moe", "layout"),
         Fault("tl.where(blocks < block, counts, 0)", "tl.where(blocks < block, 0, 0)", "qwen3_moe", "layout", 96),
+        Fault("tl.cumsum(owned, axis=0) - owned", "tl.cumsum(owned, axis=0) // 2", "qwen3_moe", "layout", 96),
     ),
     "schedule": (
         Fault("row + 1, experts,", "row + 1, experts // 2,", "mixtral", "matmul1"),

@@ -2,7 +2,8 @@
 
 Every array of the layout is a sum over counts of slots per expert. Few slots: one kernel whose programs all count every
 slot (`layout_at_once`). Many: one kernel counts the slots of each block (`count_blocks`, or `topk.route` while it
-routes them), then every program of `place_blocks` adds up all blocks' counts and places the slots of its own.
+routes them), then every program of `place_blocks` adds up all blocks' counts and places the slots of its own, or is one
+of the few that write what depends on the sums alone.
 """
 
 import triton
@@ -94,6 +95,13 @@ def group_rows(sizes, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_RO
 
 
 @triton.jit
+def first_rows(sizes, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """The row that each group starts at, `[EXPERTS]`: rows that those ahead of it own."""
+    owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+    return tl.cumsum(owned, axis=0) - owned
+
+
+@triton.jit
 def write_groups(
     sizes,
     group_start,
@@ -122,7 +130,7 @@ def write_groups(
     """
     experts = tl.arange(0, sizes.shape[0])
     owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
-    starts = tl.cumsum(owned, axis=0) - owned
+    starts = first_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
     total = tl.sum(owned, axis=0)
     if program == 0:
         tl.store(group_start + experts, starts, mask=experts < NUM_EXPERTS)
@@ -321,37 +329,42 @@ def place_blocks(
 ):
     """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
 
+    The first num_blocks programs place a block each, the others share out what `write_groups` does and the totals.
     block_invalid None: ids that `topk.route` made, all of them valid. OVERLAP: see `overlap`.
     """
     if OVERLAP is not None:
         join()
     block = tl.program_id(0)
-    found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     start = block.to(tl.int64) * block_slots
     last = tl.minimum(start + block_slots, num_slots)
     slots = start + tl.arange(0, BLOCK_S)
+    # Asked for together with the counts: behind the last block there are none.
     local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+    found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     sizes = found
     if MAX_ROWS is not None:
         sizes = tl.minimum(found, MAX_ROWS)
-    if block == 0:
-        experts = tl.arange(0, EXPERTS)
-        tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
-        wrong = tl.zeros((BLOCK_FILL,), dtype=tl.int32)
-        if block_invalid is not None:
-            for first in range(0, num_blocks, BLOCK_FILL):
-                blocks = first + tl.arange(0, BLOCK_FILL)
-                wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
-        tl.store(invalid_ids, tl.sum(wrong, axis=0))
-    starts = write_groups(
-        sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1,
-        BLOCK_PAD, BLOCK_FILL,
-    )  # fmt: skip
-    for first in range(start, last, BLOCK_S):
-        slots = first + tl.arange(0, BLOCK_S)
-        # The next ids are on their way while these are ranked.
-        ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
-        rank, before = rank_slots(local, before)
-        place_slots(slots, slots < last, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
-        local = ahead
+    if block >= num_blocks:
+        if block == num_blocks:
+            experts = tl.arange(0, EXPERTS)
+            tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
+            wrong = tl.zeros((BLOCK_FILL,), dtype=tl.int32)
+            if block_invalid is not None:
+                for first in range(0, num_blocks, BLOCK_FILL):
+                    blocks = first + tl.arange(0, BLOCK_FILL)
+                    wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
+            tl.store(invalid_ids, tl.sum(wrong, axis=0))
+        write_groups(
+            sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0,
+            max_blocks_1, block - num_blocks, tl.num_programs(0) - num_blocks, NUM_EXPERTS, ALIGNMENT, MAX_ROWS,
+            COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        )  # fmt: skip
+    else:
+        starts = first_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+        for first in range(start, last, BLOCK_S):
+            slots = first + tl.arange(0, BLOCK_S)
+            # The next ids are on their way while these are ranked.
+            ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+            rank, before = rank_slots(local, before)
+            place_slots(slots, slots < last, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
+            local = ahead
