@@ -10,7 +10,7 @@ from moe_core.arrays import ArraySpec, require_spec
 from moe_core.checks import require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
-from moe_core.layout import padded
+from moe_core.layout import BLOCK_ELEMENTS, padded
 from moe_core.plan import Argument, Constant, LaunchPlan, PlanBuilder, Pointer, Scalar
 from moe_core.target import Target
 
@@ -120,8 +120,10 @@ def _rule(format: Format, target: Target) -> dict[str, Argument]:
 
 def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
     """Rows of a tile that has so many columns."""
+    if target.kind == "interpreter":
+        return min(padded(rows), max(1, BLOCK_ELEMENTS["interpreter"] // columns))
     # On devices a kernel serves every batch.
-    return padded(rows) if target.kind == "interpreter" else max(1, elements // columns)
+    return max(1, elements // columns)
 
 
 def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
