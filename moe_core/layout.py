@@ -31,7 +31,7 @@ _PLACING_WARPS, _FEW_EXPERTS = (4, 8), 512
 #: many as have this many counts per warp (128 per thread).
 _SUMMED_BLOCKS, _SUMMED_COUNTS = {"cuda": (32, 128), "interpreter": (2, 4)}, 4096
 #: Programs, at least, that write what does not depend on single slots while others place these.
-_LEAST_SHARING = 2
+_LEAST_SHARING = 4
 #: Blocks of slots that the interpreter counts apart; a GPU gets one per multiprocessor, since every program reads all.
 _INTERPRETER_BLOCKS = 6
 #: Schedules a layout kernel writes itself; further ones are launches of their own.
@@ -317,7 +317,7 @@ def _launch_schedule(builder: PlanBuilder, layout: LayoutSpec, block_m: int, out
 @functools.lru_cache(maxsize=4096)
 def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPlan:
     """schedule int32 `[max_blocks, 2]` of group_sizes int32 `[E]`: (row block within the expert, expert), experts and
-    their blocks ascending, idle rows (-1, -1).
+    their blocks ascending, idle rows (-1, -1) behind them all: kernels stop at the first.
 
     Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2). Input: group_sizes; output: schedule. Raises
     InvalidInput, Unsupported.

@@ -45,8 +45,8 @@ from moe_core.target import Target
 FEW_TOKENS = {"cuda": 64, "interpreter": 32}
 #: Tokens such a kernel takes: the first number that holds them all, so that few kernels are compiled.
 _FEW_SIZES = {"cuda": (1, 4, 16, 64), "interpreter": (32,)}
-#: Slots it takes in all. On an H200 it is 8 us slower than two launches with 512 (64 tokens, K = 8), up to 2 us slower
-#: with 256 (64 tokens, K = 4), for which it saves one, and as fast with fewer.
+#: Slots it takes in all. On an H200 it is 9 us slower than two launches with 512 (64 tokens, K = 8), up to 2 us slower
+#: with 256 (64 tokens, K = 4), where it saves a launch, and as fast with fewer.
 _FEW_SLOTS = {"cuda": 256, "interpreter": 4096}
 #: Logits it takes in all, and logits and slots it takes at once.
 _FEW_LOGITS, _STEP_LOGITS, _STEP_SLOTS = 32768, 8192, 256

@@ -107,6 +107,7 @@ FAULTS: Planted = {
         "hopper_mixed_producer": (
             OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
             OpFault("((block + pair) * STEPS + step) * LINES", "(block * STEPS + step) * LINES"),
+            OpFault("left = within & (expert >= 0)", "left = within & (expert == 0)"),
         ),
         "decode_words": (
             OpFault("0x3f003f00", "0x3e803e80"),

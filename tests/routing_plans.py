@@ -28,6 +28,7 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     for tokens, (num_experts, top_k) in (
         *itertools.product((1, 4, 16, 64, 1024, 2048, 16384), ((128, 8), (512, 10))),
         *itertools.product((65, 16384), few_choices),
+        (1024, (4096, 8)),
     ):
         scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
         yield routing.plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))

@@ -193,7 +193,7 @@ def test_blocks_of_tokens(tokens: int) -> None:
     arguments = {name: value.value for name, value in route.arguments if isinstance(value, Scalar | Constant)}
     block_tokens, block_t = int(arguments["block_tokens"] or 0), int(arguments["BLOCK_T"] or 0)
     assert block_tokens % block_t == 0 and route.grid[0] == -(-tokens // block_tokens) <= 132
-    assert place.grid[0] - route.grid[0] == max(2, min(-(-8 * tokens // 4096), 132)), "programs that place no slots"
+    assert place.grid[0] - route.grid[0] == max(4, min(-(-8 * tokens // 4096), 132)), "programs that place no slots"
 
 
 @pytest.mark.parametrize(
