@@ -24,9 +24,9 @@ _CHUNK_SLOTS = {"cuda": (256, 1024), "interpreter": (64, 128)}
 #: Slots that one step of placing a block takes: the first number that holds a block, else the last. The interpreter's
 #: sizes are small so that its tests take every loop.
 _PLACED_SLOTS = {"cuda": (64, 256), "interpreter": (16, 64)}
-#: Warps of a placing program: the first number where one step takes a block of slots and there are no more than so many
-#: experts, since fewer warps wait for each other in less time; else the second, for the registers.
-_PLACING_WARPS, _FEW_EXPERTS = (4, 8), 512
+#: Warps of a placing program whose blocks of slots are small, with no more than so many experts, since fewer warps wait
+#: for each other in less time; and of any other, for the registers.
+_FEW_WARPS, _FEW_EXPERTS, _MANY_WARPS = 4, 512, 8
 #: Blocks whose counts a placing program adds up at once: the first number that holds them all, else the last, or as
 #: many as have this many counts per warp (128 per thread).
 _SUMMED_BLOCKS, _SUMMED_COUNTS = {"cuda": (32, 128), "interpreter": (2, 4)}, 4096
@@ -262,7 +262,8 @@ class LayoutLauncher:
     def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
         """Warps of `place_blocks`, slots that it places at once, blocks whose counts it adds up at once."""
         sizes = _PLACED_SLOTS[self.target.kind]
-        num_warps = _PLACING_WARPS[not (block_slots <= sizes[0] and self.experts <= _FEW_EXPERTS)]
+        small = block_slots <= sizes[0] and self.experts <= _FEW_EXPERTS
+        num_warps = _FEW_WARPS if small else _MANY_WARPS
         summed = first_holding(_SUMMED_BLOCKS[self.target.kind], blocks)
         return num_warps, first_holding(sizes, block_slots), min(summed, _SUMMED_COUNTS * num_warps // self.experts)
 

@@ -316,7 +316,7 @@ class _RoutedLayout:
         kind, num_tokens = self.target.kind, self.layout.num_tokens
         if num_tokens > FEW_TOKENS[kind]:
             return f"{num_tokens} tokens, one launch takes {FEW_TOKENS[kind]}"
-        tokens = next(size for size in (*_FEW_SIZES[kind], FEW_TOKENS[kind]) if size >= num_tokens)
+        tokens = first_holding((*_FEW_SIZES[kind], FEW_TOKENS[kind]), num_tokens)
         width = max(self.selection.columns, self.launcher.experts)
         if tokens * width > _FEW_LOGITS:
             return f"{num_tokens} tokens, as {tokens} of {width} columns, one launch takes {_FEW_LOGITS} logits"
