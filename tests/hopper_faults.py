@@ -11,6 +11,8 @@ kernels from there leaves its exit status in `status` in the folder and its outp
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +32,7 @@ from moe_core.target import Target
 from moe_core.tuning import TileConfig
 from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
 from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
-from tests.faulty_kernels import OpFault, run_on_copy
+from tests.faulty_kernels import OpFault, plant, run_on_copy
 from tests.harness import engine_target, run_plan
 from tests.hopper_fp8_cases import CASES, CODES, plan_codes
 from tests.quantized_support import spec_of as described
@@ -39,6 +41,8 @@ from tests.test_hopper_mixed import draw_product, prepared, run_product
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul, specs_of
 from tests.test_weight_gradient import Ragged, expected_of, many_rows, run_op, spec_of
 
+ROOT = Path(__file__).parents[1]
+NO_FAULT = OpFault("", "")
 #: Faults by product and kernel file.
 Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 
@@ -353,6 +357,22 @@ def _act(action: str, folder: Path) -> int:
     status = ACTIONS[action](PRODUCTS[folder.parent.name], folder)
     assert importlib.import_module("moe_core.kernels.hopper").__file__ == str(folder / "hopper.py")
     return status
+
+
+def run_on_faulty_copies(action: str, folder: Path, planted: Planted) -> dict[Path, OpFault]:
+    """Copies of the kernels, the first one for each product unchanged, after `tests.hopper_faults` has run on them."""
+    folders = {}
+    for product, files in planted.items():
+        (folder / product).mkdir()
+        faults = [("", NO_FAULT), *((name, fault) for name, found in files.items() for fault in found)]
+        for number, (kernel_file, fault) in enumerate(faults):
+            copy = folder / product / f"{kernel_file or 'unchanged'}-{number}"
+            plant(kernel_file, fault, copy)
+            folders[copy] = fault
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.hopper_faults", action, *map(str, folders)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    return folders
 
 
 if __name__ == "__main__":

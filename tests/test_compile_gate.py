@@ -16,6 +16,7 @@ import sys
 import pytest
 
 from tests.compile_gate import GFX942, GROUPS, MODELS, Record, resource_usage
+from tests.hopper_faults import FAULTS, run_on_faulty_copies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: What the suite compiles, and for which architectures; `make gate` compiles every group for every one.
@@ -88,6 +89,18 @@ def test_the_hopper_family_compiles_within_limits(tmp_path: pathlib.Path) -> Non
         keeping = [record for record in products if "pre=None" not in record.label]
         assert any(f"GATE_LAYOUT={gate}" in record.label for record in keeping), gate
     assert any(" y=None" in record.label for record in products), "no pre-activation alone"
+
+
+@pytest.mark.skipif(not ALL, reason="compiled by `make gate`")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("product", FAULTS)
+def test_faulty_copies_compile_to_other_instructions(product: str, tmp_path: pathlib.Path) -> None:
+    """What `test_hopper.test_faults_are_found` finds on a GPU is there to be found."""
+    folders = run_on_faulty_copies("compile", tmp_path, {product: FAULTS[product]})
+    for folder in folders:
+        assert (folder / "status").read_text() == "0", (folder / "log").read_text()
+    found = {(folder / "instructions").read_text() for folder in folders}
+    assert len(found) == len(folders)
 
 
 @pytest.mark.timeout(600)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,11 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSp
 from moe_core.target import Target
 from moe_core.tuning import TileConfig, hopper_config, why_illegal
 from tests.composed_matmul import expected_composed, filled_rows, run_composed
-from tests.faulty_kernels import OpFault, plant
 from tests.harness import engine_target
-from tests.hopper_faults import FAULTS, RESULT_DIFFERS, Planted
+from tests.hopper_faults import FAULTS, NO_FAULT, RESULT_DIFFERS, run_on_faulty_copies
 from tests.routing_cases import KINDS
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul
 
-ROOT = Path(__file__).parents[1]
-NO_FAULT = OpFault("", "")
 SM_90 = Target("cuda", 90, 132)
 FIRST, SECOND = (TileConfig(128, width, 64, 4, 4, 8, "hopper") for width in (128, 256))
 
@@ -300,38 +294,12 @@ def test_other_tiles_are_refused(change: dict[str, int], reason: str) -> None:
     assert why_illegal(SECOND, problem, SM_90) is None
 
 
-def run_on_faulty_copies(action: str, folder: Path, planted: Planted = FAULTS) -> dict[Path, OpFault]:
-    """Copies of the kernels, the first one for each product unchanged, after `tests.hopper_faults` has run on them."""
-    folders = {}
-    for product, files in planted.items():
-        (folder / product).mkdir()
-        faults = [("", NO_FAULT), *((name, fault) for name, found in files.items() for fault in found)]
-        for number, (kernel_file, fault) in enumerate(faults):
-            copy = folder / product / f"{kernel_file or 'unchanged'}-{number}"
-            plant(kernel_file, fault, copy)
-            folders[copy] = fault
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.hopper_faults", action, *map(str, folders)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
-    return folders
-
-
-@pytest.mark.timeout(600)
-def test_faulty_copies_compile_to_other_instructions(tmp_path: Path) -> None:
-    """What the next test finds on a GPU is there to be found."""
-    folders = run_on_faulty_copies("compile", tmp_path)
-    for folder in folders:
-        assert (folder / "status").read_text() == "0", (folder / "log").read_text()
-    found = {(folder / "instructions").read_text() for folder in folders}
-    assert len(found) == len(folders)
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_faults_are_found(tmp_path: Path) -> None:
     """The unchanged copy is the control: what fails the others is the fault, not the copying."""
     needs_sm_90()
-    for folder, fault in run_on_faulty_copies("run", tmp_path).items():
+    for folder, fault in run_on_faulty_copies("run", tmp_path, FAULTS).items():
         wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
         assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"
 

@@ -19,10 +19,9 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
 from tests.faulty_kernels import KERNELS
 from tests.harness import engine_target
-from tests.hopper_faults import MIXED_TALL_FAULTS, RESULT_DIFFERS
+from tests.hopper_faults import MIXED_TALL_FAULTS, NO_FAULT, RESULT_DIFFERS, run_on_faulty_copies
 from tests.quantized_support import spec_of
 from tests.routing_cases import layout_arrays
-from tests.test_hopper import NO_FAULT, run_on_faulty_copies
 from tests.test_hopper_mixed import SM_90, draw_product, needs_sm_90, prepared, run_product
 from tests.tiled_plans import EPILOGUES, INTEGERS, tall_config, tiled_weight
 
