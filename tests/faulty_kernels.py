@@ -28,6 +28,10 @@ class OpFault:
     new: str
 
 
+#: Of the copy that is the control, planted where the kernel file is empty.
+NO_FAULT = OpFault("", "")
+
+
 def plant(kernel_file: str, fault: OpFault, folder: Path) -> None:
     """Copy every kernel file into `folder`, one of them with the fault; none where kernel_file is empty."""
     folder.mkdir()

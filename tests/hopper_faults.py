@@ -32,7 +32,7 @@ from moe_core.target import Target
 from moe_core.tuning import TileConfig
 from moe_core.weight_gradient import WeightGradientSpec, plan_weight_gradient
 from tests.composed_matmul import expected_composed, filled_rows, plan_composed, run_composed
-from tests.faulty_kernels import OpFault, plant, run_on_copy
+from tests.faulty_kernels import NO_FAULT, OpFault, plant, run_on_copy
 from tests.harness import engine_target, run_plan
 from tests.hopper_fp8_cases import CASES, CODES, plan_codes
 from tests.quantized_support import spec_of as described
@@ -42,7 +42,6 @@ from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul, spec
 from tests.test_weight_gradient import Ragged, expected_of, many_rows, run_op, spec_of
 
 ROOT = Path(__file__).parents[1]
-NO_FAULT = OpFault("", "")
 #: Faults by product and kernel file.
 Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 

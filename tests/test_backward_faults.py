@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.backward_faults import FAULTS
-from tests.faulty_kernels import OpFault, plant
+from tests.faulty_kernels import NO_FAULT, plant
 
 ROOT = Path(__file__).parents[1]
-NO_FAULT = OpFault("", "")
 
 
 @pytest.mark.parametrize("kernel_file", list(FAULTS))

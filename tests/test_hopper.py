@@ -24,8 +24,9 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSp
 from moe_core.target import Target
 from moe_core.tuning import TileConfig, hopper_config, why_illegal
 from tests.composed_matmul import expected_composed, filled_rows, run_composed
+from tests.faulty_kernels import NO_FAULT
 from tests.harness import engine_target
-from tests.hopper_faults import FAULTS, NO_FAULT, RESULT_DIFFERS, run_on_faulty_copies
+from tests.hopper_faults import FAULTS, RESULT_DIFFERS, run_on_faulty_copies
 from tests.routing_cases import KINDS
 from tests.test_matmul_ogs import Case, build, expected_matmul, run_matmul
 

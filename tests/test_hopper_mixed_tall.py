@@ -17,9 +17,9 @@ from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan import Constant, KernelLaunch, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.target import Target
-from tests.faulty_kernels import KERNELS
+from tests.faulty_kernels import KERNELS, NO_FAULT
 from tests.harness import engine_target
-from tests.hopper_faults import MIXED_TALL_FAULTS, NO_FAULT, RESULT_DIFFERS, run_on_faulty_copies
+from tests.hopper_faults import MIXED_TALL_FAULTS, RESULT_DIFFERS, run_on_faulty_copies
 from tests.quantized_support import spec_of
 from tests.routing_cases import layout_arrays
 from tests.test_hopper_mixed import SM_90, draw_product, needs_sm_90, prepared, run_product

@@ -26,9 +26,9 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSp
 from moe_core.target import Target
 from moe_core.tuning import TileConfig, choose_config, why_illegal
 from tests.composed_matmul import filled_rows, run_composed
-from tests.faulty_kernels import KERNELS
+from tests.faulty_kernels import KERNELS, NO_FAULT
 from tests.harness import engine_target, run_plan
-from tests.hopper_faults import NO_FAULT, RESULT_DIFFERS, TALL_FAULTS, run_on_faulty_copies
+from tests.hopper_faults import RESULT_DIFFERS, TALL_FAULTS, run_on_faulty_copies
 from tests.test_hopper import KEEPING, SM_90, cases, config_of, needs_sm_90
 from tests.test_matmul_ogs import Case, build, expected_matmul, random_array, run_matmul
 

@@ -18,7 +18,7 @@ from moe_core.arrays import ArraySpec
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, PlanBuilder
 from moe_core.specs import Tuning
 from moe_core.target import Target
-from tests.faulty_kernels import OpFault, plant
+from tests.faulty_kernels import NO_FAULT, plant
 from tests.harness import engine_target, run_plan
 from tests.overlap_faults import FAULTS, ORDER_BROKEN, PLANS
 from tests.overlap_order import layer_plan, order_violation, quantized_plan
@@ -293,7 +293,7 @@ def test_faults_of_the_order_are_found(tmp_path: Path) -> None:
     unchanged = {tmp_path / plan / "2" / "unchanged": 0 for plan in PLANS}
     for folder in unchanged:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        plant("", OpFault("", ""), folder)
+        plant("", NO_FAULT, folder)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "tests.overlap_faults", *map(str, folders | unchanged)]

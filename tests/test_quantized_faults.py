@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faulty_kernels import OpFault, plant
+from tests.faulty_kernels import NO_FAULT, OpFault, plant
 from tests.quantized_faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
-NO_FAULT = OpFault("", "")
 
 
 @pytest.mark.parametrize("tests", list(FAULTS))
