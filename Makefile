@@ -6,11 +6,12 @@ WORKERS ?= auto
 BENCH ?=
 RUN := .venv/bin/python
 
-KERNEL_TESTS := $(addprefix tests/test_,matmul_ogs.py activation.py reduction.py moe_plan.py router.py routing.py layout.py \
-	route_and_layout.py fusion.py bitmatrix.py activation_backward.py routing_backward.py weight_gradient.py \
-	matmul_backward.py moe_backward.py)
+KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \
+	moe/test_forward.py router/test_forward.py routing/test_topk.py routing/test_layout.py \
+	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
+	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py)
 
-.PHONY: environment parity test gate lint format bench bench-training memcheck clean
+.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -21,9 +22,13 @@ parity: environment
 test: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
-# Compiles every kernel of every group for every architecture; the suite does a part of it, for its length.
+# Compiles for every architecture each kernel with every type and constant at least once, and copies with planted faults.
 gate: environment
-	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/test_compile_gate.py
+	MOEBIUS_GATE=cover $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/runtime/test_compile_gate.py
+
+# Compiles every plan of every group for every architecture: three to four times as long.
+gate-all: environment
+	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/runtime/test_compile_gate.py
 
 lint: environment
 	$(RUN) -m ruff check .
@@ -53,7 +58,7 @@ SANITIZE = MOEBIUS_EXAMPLES=3 compute-sanitizer --target-processes all --log-fil
 CLEAN = grep -rhE "SUMMARY: 0 " build/sanitizer && ! grep -rlE "SUMMARY: [1-9]" build/sanitizer
 memcheck: environment
 	rm -rf build/sanitizer && mkdir -p build/sanitizer
-	$(call SANITIZE,memcheck,$(wildcard tests/test_hopper*.py))
+	$(call SANITIZE,memcheck,tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed)
 	$(call SANITIZE,racecheck)
 	$(CLEAN)
 

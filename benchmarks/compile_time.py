@@ -25,14 +25,14 @@ from typing import Any
 
 from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES, TOKENS, Shape
-from moe_core.arrays import ArraySpec
-from moe_core.cuda import cuda_available, cuda_target
-from moe_core.moe import plan_moe
-from moe_core.operands import ExpertWeights, RouterLogits
-from moe_core.plan import KernelLaunch, LaunchPlan
-from moe_core.specs import MoESpec
-from moe_core.target import Target
-from moe_core.warmup import KernelReport, compile_kernels, distinct_kernels, kernel_identity
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from moe_core.runtime.cuda import cuda_available, cuda_target
+from moe_core.runtime.warmup import KernelReport, compile_kernels, distinct_kernels, kernel_identity
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits
 
 Kernel = tuple[LaunchPlan, KernelLaunch]
 _DEFAULT_TARGET = Target("cuda", 90, 132)

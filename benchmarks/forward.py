@@ -45,9 +45,9 @@ from benchmarks.record import (
 )
 from benchmarks.shapes import Shape
 from benchmarks.timing import GraphTimer, free_memory
-from moe_core.operands import ExpertWeights, RouterLogits
-from moe_core.runtime import target_of
-from moe_core.target import Target
+from moe_core.base.target import Target
+from moe_core.runtime.devices import target_of
+from moe_core.specs.operands import ExpertWeights, RouterLogits
 
 TOLERANCE = 1e-2
 
@@ -143,7 +143,7 @@ def add_batch_invariant(row: dict[str, Any], problem: Problem, timer: Any) -> No
     row["batch_invariant_us"] = timer.time(lambda: problem.torch_forward(spec))
 
 
-def compile_ahead(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, Any]:
+def warmup(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, Any]:
     """Compile what the cells of a shape need, several kernels at a time, and say what it took."""
     problem = draw_problem(shape, "balanced", 1, experts, options.seed)
     specs = [problem.spec, problem.batch_invariant_spec] if options.batch_invariant else [problem.spec]
@@ -172,7 +172,7 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
     }
     for shape in options.shapes:
         weights = draw_weights(shape, torch.Generator(device).manual_seed(options.seed))
-        record["warmup"].append({"shape": shape.name, **compile_ahead(shape, weights, options)})
+        record["warmup"].append({"shape": shape.name, **warmup(shape, weights, options)})
         cells = [(routing, tokens) for routing in options.routings for tokens in options.tokens]
         budget = Budget(options.cell_seconds, len(cells))
         for routing, tokens in cells:

@@ -23,7 +23,7 @@ import numpy as np
 
 import moe_jax
 from benchmarks.provenance import provenance
-from moe_jax import ffi
+from moe_jax.bridge import ffi
 
 WARM_UP = 20
 LANES = 8

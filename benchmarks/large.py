@@ -16,8 +16,8 @@ import moe_jax
 import moe_torch
 from benchmarks.problem import Problem, draw_weights, expected, relative_error
 from benchmarks.shapes import Shape
-from moe_core.operands import ExpertWeights, RouterLogits
-from moe_core.specs import Activation
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertWeights, RouterLogits
 
 #: T * D = T * K * F = 2.7e9, T * K * D = 5.4e9 elements.
 LARGE_SHAPE = Shape("large", 640, 320, 8, 2, Activation("silu"), False)

@@ -26,8 +26,8 @@ from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, TOKENS, Shape
 from benchmarks.timing import GraphTimer
-from moe_core.operands import ExpertWeights, TopK
-from moe_core.specs import MoESpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, TopK
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonExperts, Workspaces
 
 SCHEMA = 1

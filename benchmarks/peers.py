@@ -19,7 +19,7 @@ from benchmarks.budget import time_limit
 from benchmarks.problem import Problem, checked_tokens, expected, relative_error
 from benchmarks.record import reason_of
 from benchmarks.shapes import Shape
-from moe_core.specs import Activation
+from moe_core.specs.matmul import Activation
 
 #: Peers round more often than we do (bf16 between every two operations).
 TOLERANCE = 2e-2

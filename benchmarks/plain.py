@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.problem import activate
 from benchmarks.shapes import Shape
-from moe_core.operands import ExpertWeights
-from moe_core.specs import Activation
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertWeights
 
 
 def in_one_dtype(experts: ExpertWeights) -> ExpertWeights:

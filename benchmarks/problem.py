@@ -12,12 +12,14 @@ import moe_jax
 import moe_torch
 from benchmarks.draws import SEED, draw_logits
 from benchmarks.shapes import Shape
-from moe_core.arrays import ArraySpec
-from moe_core.moe import plan_moe
-from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
-from moe_core.plan import LaunchPlan
-from moe_core.specs import Activation, MoESpec, Tuning
-from moe_core.target import Target
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, map_arrays
+from moe_core.specs.tuning import Tuning
 
 #: Tokens of a problem that are compared with the fp32 arithmetic.
 CHECKED_TOKENS = 48

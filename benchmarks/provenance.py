@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from moe_core import __version__
-from moe_core.cuda import cuda_available, driver
+from moe_core.runtime.cuda import cuda_available, driver
 
 _PACKAGES = ("torch", "jax", "jaxlib", "jax-tvm-ffi", "apache-tvm-ffi", "triton", "numpy", "transformers", "tokamax")
 

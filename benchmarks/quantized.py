@@ -5,7 +5,7 @@
 
 Parity comes first: torch and JAX must agree bitwise, and the output with that of the dequantised weights, or nothing is
 timed; triton_kernels, where it has the scheme, is checked too, and a row says what keeps it from a figure
-(benchmarks/quantized_peers.py). Weights whose format has a tiling are prepared (`prepare_weights`) unless --published
+(benchmarks/quantized_peers.py). Weights whose format has a tiling are prepared (`prepack_weights`) unless --published
 is given. Codes and scales are random, with the rms of real weights. Both products are timed apart too, beside the time
 that the bytes of their weights take at the fastest streaming: codes, scales and zero points, as they are published, of
 the experts that have tokens. By default what matters most comes first: cells with a peer, then the numbers of tokens
@@ -55,8 +55,8 @@ from benchmarks.record import STREAMING_BYTES_PER_US, reasons, table
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import GraphTimer, KernelSpan, free_memory
 from moe_core.formats import why_not_tileable
-from moe_core.operands import ExpertWeights, RouterLogits, map_arrays
-from moe_core.specs import MoESpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, map_arrays
 
 SCHEMA = 4
 #: Largest relative Frobenius error of an output: of bf16 rows, and of rows that are quantised to e4m3 too.
@@ -200,7 +200,7 @@ def peer_of(cell: Cell, experts: ExpertWeights, options: argparse.Namespace) -> 
     return why_not_importable(peer) or peer
 
 
-def compile_ahead(cell: Cell, experts: tuple[ExpertWeights, ExpertWeights], tokens: Sequence[int]) -> dict[str, Any]:
+def warmup(cell: Cell, experts: tuple[ExpertWeights, ExpertWeights], tokens: Sequence[int]) -> dict[str, Any]:
     """Compile what a cell's own forwards need, several kernels at a time, and say what it took."""
     problem, (quantised, plain), (spec, bf16) = draw_rows(cell, 1, experts[1]), experts, specs_of(cell)
     reports = [
@@ -238,8 +238,8 @@ def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
         stored = stored_bytes(experts)
         peer = peer_of(cell, experts, options)
         if why_not_tileable(cell.scheme.weights) is None and not options.published:
-            experts = moe_torch.prepare_weights(experts, MoESpec(cell.shape.activation, weight_layout="out_in"))
-        record["warmup"].append(compile_ahead(cell, (experts, plain), options.tokens))
+            experts = moe_torch.prepack_weights(experts, MoESpec(cell.shape.activation, weight_layout="out_in"))
+        record["warmup"].append(warmup(cell, (experts, plain), options.tokens))
         progress(f"{cell.shape.name} {cell.name}: {record['warmup'][-1]['compiled']} kernels compiled")
         budget = Budget(options.cell_seconds, len(options.tokens))
         for count in options.tokens:

@@ -22,7 +22,7 @@ import torch
 from benchmarks.peers import UPSTREAM_ACTIVATION, Peer, UpstreamOperands, upstream_forward
 from benchmarks.problem import Problem
 from moe_core.formats import QuantizedTensor, Scheme
-from moe_core.operands import ExpertWeights
+from moe_core.specs.operands import ExpertWeights
 
 NAME = "triton_kernels"
 #: Up to so many tokens upstream's scales are laid out for kernels of 4 warps, above for 8.

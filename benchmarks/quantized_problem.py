@@ -11,10 +11,10 @@ import moe_torch
 from benchmarks.draws import SEED, draw_logits
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, format_named, quantized_specs, scheme_named
-from moe_core.operands import ExpertWeights
-from moe_core.specs import MoESpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights
 
 #: The e8m0 byte of 1.
 _E8M0_ONE = 127

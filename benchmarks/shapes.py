@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.specs import Activation, RouterSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.routing import RouterSpec
 
 _SILU = Activation("silu")
 _SWIGLU_OAI = Activation("swiglu_oai", gate_layout="interleaved")

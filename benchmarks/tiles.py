@@ -1,4 +1,4 @@
-"""Whole bf16 forwards from logits with other heights of the hopper family's row blocks, beside the built-in choice.
+"""Whole bf16 forwards from logits with other heights of the sm90 family's row blocks, beside the built-in choice.
 
     python -m benchmarks.tiles --shapes gptoss120b,mixtral --tokens 4096,16384 --output record.json
 
@@ -29,62 +29,66 @@ from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import GraphTimer, free_memory
-from moe_core.arrays import ArraySpec
-from moe_core.matmul_ogs import matmul_problem
-from moe_core.runtime import target_of
-from moe_core.specs import LayoutSpec, MatmulSpec, Tuning
-from moe_core.target import Target
-from moe_core.tile_choice import choose_tile
-from moe_core.tuning import (
-    HOPPER_BLOCK_M,
-    HOPPER_STAGES,
-    HOPPER_TALL_BLOCK_M,
-    HOPPER_TALL_STAGES,
-    MatmulProblem,
-    TileConfig,
-    choose_config,
-    hopper_config,
-    why_illegal,
-)
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.matmul.families import why_illegal
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_M, SM90_STAGES, SM90_TALL_BLOCK_M, SM90_TALL_STAGES, sm90_config
+from moe_core.ops.matmul.tile_choice import choose_tile, heuristic_tile
+from moe_core.runtime.devices import target_of
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import MatmulOperands
+from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tuning import Tuning
 
 SCHEMA = 1
-HEIGHTS = (HOPPER_BLOCK_M, HOPPER_TALL_BLOCK_M)
+HEIGHTS = (SM90_BLOCK_M, SM90_TALL_BLOCK_M)
 #: Row blocks that share weights, of a height that nothing chooses, and its stages.
 _GROUP_M = 4
-_STAGES = {HOPPER_BLOCK_M: HOPPER_STAGES, HOPPER_TALL_BLOCK_M: HOPPER_TALL_STAGES}
+_STAGES = {SM90_BLOCK_M: SM90_STAGES, SM90_TALL_BLOCK_M: SM90_TALL_STAGES}
 
 
-def products(shape: Shape, tokens: int) -> tuple[MatmulProblem, MatmulProblem]:
+def products(shape: Shape, tokens: int, target: Target) -> tuple[MatmulProblem, MatmulProblem]:
     """What the configurations of both products of a forward are chosen by."""
-    layout = LayoutSpec(tokens, shape.top_k, shape.num_experts)
+    layout, experts = LayoutSpec(tokens, shape.top_k, shape.num_experts), shape.num_experts
     x, hidden = ArraySpec((tokens, shape.d_model), "bfloat16"), ArraySpec((layout.capacity, shape.d_ff), "bfloat16")
+    gate_up = ArraySpec((experts, shape.d_model, shape.activation.input_width(shape.d_ff)), "bfloat16")
+    down = ArraySpec((experts, shape.d_ff, shape.d_model), "bfloat16")
     first = MatmulSpec("in_out", "token", "row", shape.activation)
     return (
-        matmul_problem(x, shape.d_ff, layout, first),
-        matmul_problem(hidden, shape.d_model, layout, MatmulSpec("in_out", "row", "slot")),
+        MatmulProblem(MatmulOperands(x, gate_up), layout, first, target),
+        MatmulProblem(MatmulOperands(hidden, down), layout, MatmulSpec("in_out", "row", "slot"), target),
     )
 
 
-def of_height(height: int, own: TileConfig, problem: MatmulProblem, target: Target) -> TileConfig:
+def of_height(height: int, own: TileConfig, problem: MatmulProblem) -> TileConfig:
     """A configuration with row blocks of that height. own: the built-in choice."""
-    for config in (own, choose_config(problem, target)):
-        if (config.family, config.block_m) == ("hopper", height):
+    for config in (own, heuristic_tile(problem).config):
+        if (config.family, config.block_m) == ("sm90", height):
             return config
-    return hopper_config(problem, _STAGES[height], _GROUP_M, height)
+    return sm90_config(problem, _STAGES[height], _GROUP_M, height)
+
+
+def built_in(problem: MatmulProblem) -> TileConfig:
+    """What a forward takes for a product."""
+    choice = choose_tile(problem)
+    assert choice is not None, "a GPU has tiles"
+    return choice.config
 
 
 def choices(shape: Shape, tokens: int, target: Target) -> tuple[tuple[TileConfig, TileConfig], dict[str, Tuning]]:
     """Both products' built-in configurations, and every legal combination of heights by name, `128, 192` for both
     products' in order."""
-    problems = products(shape, tokens)
-    first, second = (choose_tile(problem, target).config for problem in problems)
+    problems = products(shape, tokens, target)
+    first, second = (built_in(problem) for problem in problems)
     found: dict[str, Tuning] = {}
     for heights in itertools.product(HEIGHTS, repeat=2):
         configs = [
-            of_height(height, own, problem, target)
+            of_height(height, own, problem)
             for own, problem, height in zip((first, second), problems, heights, strict=True)
         ]
-        if not any(why_illegal(config, problem, target) for config, problem in zip(configs, problems, strict=True)):
+        if not any(why_illegal(config, problem) for config, problem in zip(configs, problems, strict=True)):
             found[", ".join(map(str, heights))] = Tuning(matmul_1=configs[0], matmul_2=configs[1])
     return (first, second), found
 
@@ -92,7 +96,7 @@ def choices(shape: Shape, tokens: int, target: Target) -> tuple[tuple[TileConfig
 def measure(problem: Problem, target: Target, timer: Any, seconds: float) -> dict[str, Any]:
     """The figures of one cell; exits where the bits of two outputs differ."""
     shape, tokens = problem.shape, problem.tokens
-    built_in, tunings = choices(shape, tokens, target)
+    own, tunings = choices(shape, tokens, target)
     specs = {"built in": problem.spec}
     specs |= {name: dataclasses.replace(problem.spec, tuning=tuning) for name, tuning in tunings.items()}
     forwards = {name: functools.partial(problem.torch_forward, spec) for name, spec in specs.items()}
@@ -105,7 +109,7 @@ def measure(problem: Problem, target: Target, timer: Any, seconds: float) -> dic
         "shape": shape.name,
         "tokens": tokens,
         "rows_per_expert": tokens * shape.top_k / shape.num_experts,
-        "built_in_rows": [config.block_m if config.family == "hopper" else 0 for config in built_in],
+        "built_in_rows": [config.block_m if config.family == "sm90" else 0 for config in own],
         "us": times,
         "over_built_in": {name: us / times["built in"] for name, us in times.items()},
     }

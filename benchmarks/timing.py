@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from moe_jax.ffi import callback_count
+from moe_jax.bridge.ffi import callback_count
 
 _FLUSH_BYTES = 512 * 1024 * 1024
 _STREAMED_BYTES = 2 * 1024 * 1024 * 1024

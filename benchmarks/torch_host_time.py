@@ -26,9 +26,8 @@ import torch
 import moe_torch
 from benchmarks.provenance import provenance
 from moe_core.layers import HUGGING_FACE
-from moe_torch import eager, operators
-from moe_torch.ops import moe_arguments
-from moe_torch.options import encode
+from moe_torch.bridge import eager
+from moe_torch.operators.requests import moe_request
 
 WARM_UP = 50
 CALLS = 30
@@ -66,9 +65,8 @@ def calls(device: str) -> dict[str, Call]:
     from_x = moe_torch.prepare_moe(experts, router, spec)
     from_logits = moe_torch.prepare_moe(experts, moe_torch.RouterLogits, spec)
     from_ids = moe_torch.prepare_moe(experts, moe_torch.TopK, unrouted)
-    _, arrays = moe_arguments(x, experts, router, spec, None, None, None)
-    arguments = (*arrays, encode(spec))
-    operator = operators.MOE[moe_torch.RouterWeights]
+    operator, arrays, options = moe_request(x, experts, router, spec, None, None, None)
+    arguments = (*arrays, options)
     if eager.plain_key(arguments) is None:
         raise SystemExit("moe is no plain eager call here; nothing was timed")
     for name, found in {"layer": layer(x), "layer of a batch": layer(batched), "launcher": from_x(x)}.items():

@@ -51,8 +51,8 @@ from benchmarks.training_problem import (
     torch_step,
 )
 from benchmarks.training_record import TRAINING_COLUMNS, TRAINING_SCHEMA, add_training_ratios, read_sonicmoe_figures
-from moe_core.runtime import target_of
-from moe_core.target import Target
+from moe_core.base.target import Target
+from moe_core.runtime.devices import target_of
 
 #: Several casts to bf16 lie between a gradient and what it is the gradient of.
 TOLERANCE = 2e-2

@@ -19,12 +19,12 @@ import moe_torch
 from benchmarks.draws import SEED
 from benchmarks.problem import activate, draw_weights
 from benchmarks.shapes import Shape
-from moe_core.arrays import ArraySpec
-from moe_core.moe import plan_moe
-from moe_core.moe_backward import plan_moe_backward
-from moe_core.operands import ExpertWeights, MoEOperands, OutputGradients, RouterWeights, named_arrays
-from moe_core.specs import MoESpec
-from moe_core.target import Target
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, RouterWeights, named_arrays
 
 #: Small beside the logits, whose rms is 1: a large one would unbalance the routing.
 _ROUTER_BIAS = 0.01
@@ -81,7 +81,7 @@ class TrainingProblem:
         specs = arguments({name: _spec_of(array) for name, array in self.arrays.items()})
         wanted = tuple(f"d_{name}" for name in self.arrays)
         gradients = OutputGradients(_spec_of(self.gradient))
-        forward = plan_moe(*specs, self.spec, target, keep=True)
+        forward = plan_moe(*specs, self.spec, target, save=True)
         backward = plan_moe_backward(gradients, MoEOperands(*specs), self.spec, target, wanted=wanted)
         return forward.scratch_bytes, backward.scratch_bytes
 

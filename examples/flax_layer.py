@@ -39,7 +39,7 @@ def main() -> None:
     @jax.jit
     def forward(stack: MoE, x: jax.Array) -> jax.Array:
         def step(x: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-            return x + stack(x, layer=index), None
+            return x + stack(x, layer_index=index), None
 
         return jax.lax.scan(step, x, jnp.arange(LAYERS))[0]
 

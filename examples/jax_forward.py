@@ -18,7 +18,7 @@ def forward(x: jax.Array, routers: jax.Array, gate_up: jax.Array, down: jax.Arra
     def layer(x: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, router = step
         # The weights of all layers are one operand; the index picks a layer on the device.
-        result = moe(x, ExpertWeights(gate_up, down, layer=index), RouterWeights(router), SPEC)
+        result = moe(x, ExpertWeights(gate_up, down, layer_index=index), RouterWeights(router), SPEC)
         return x + result.output, result.tokens_per_expert
 
     indices = jnp.arange(LAYERS, dtype=jnp.int32)[:, None]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_core.layers import HUGGING_FACE, ExpertsSpec, LayerWeights, MoELayerSpec
-from moe_core.specs import RouterSpec
+from moe_core.specs.routing import RouterSpec
 
 #: 11 kB of English that every checkout has.
 LICENSE = pathlib.Path(__file__).resolve().parent.parent / "LICENSE"

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from moe_core.reference.quantize import quantize
+from moe_core.ops.quantize.reference import quantize
 from moe_jax import (
     MatmulOperands,
     MatmulSpec,

@@ -17,7 +17,7 @@ import dataclasses
 
 import torch
 
-from moe_core.reference.quantize import quantize
+from moe_core.ops.quantize.reference import quantize
 from moe_torch import (
     LogitsSpec,
     MatmulOperands,

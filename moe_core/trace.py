@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.checkpoint.storage import open_file
-from moe_core.checks import require_at_least
-from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
-from moe_core.specs import LogitsSpec, MoESpec
+from moe_core.base.checks import require_at_least
+from moe_core.base.files import file_writer, open_file
+from moe_core.errors import InvalidInput
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
 
 _FORMAT, _VERSION = "moebius.routing_trace", "1"
 
@@ -119,13 +119,7 @@ class RoutingTrace:
 
         Raises Unsupported where the package safetensors is not installed.
         """
-        try:
-            from safetensors.numpy import save_file
-        except ModuleNotFoundError as error:
-            raise Unsupported(
-                "writing a routing trace needs the package safetensors, which is not installed; "
-                "pip install 'moebius[checkpoint]'"
-            ) from error
+        save_file = file_writer("a routing trace")
         arrays = {
             f"layers.{number}.{name}": getattr(layer, name)
             for number, layer in enumerate(self.layers)
@@ -167,17 +161,12 @@ def sizes_of(
     if isinstance(routing, TopK):
         if expert_map is not None:
             return routing.ids.shape[1], expert_map.shape[0]
-        return routing.ids.shape[1], experts.gate_up.shape[0 if experts.layer is None else 1]
+        return routing.ids.shape[1], experts.gate_up.shape[0 if experts.layer_index is None else 1]
     if spec.router is None:
         raise InvalidInput("router of spec must be a RouterSpec, got None; pass one, or ids and weights as a TopK")
     if isinstance(routing, RouterLogits):
         return spec.router.require_top_k(), routing.logits.shape[1]
     return spec.router.require_top_k(), routing.weight.shape[1 if spec.router_weight_layout == "in_out" else 0]
-
-
-def logits_spec(spec: MoESpec) -> LogitsSpec:
-    """How a whole MoE forward computes its logits."""
-    return spec.logits_spec()
 
 
 class Playback:

@@ -1,110 +1,27 @@
 """Moebius on JAX: Mixture-of-Experts ops on Triton kernels, for jit, scan, vmap, shard_map and export."""
 
 from moe_core import __version__
+from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.plan import export_plans
-from moe_core.target import Target
-from moe_jax.compile_ahead import warmup
-from moe_jax.composed import KEPT_NAMES
-from moe_jax.exchange import from_dlpack
-from moe_jax.ops import (
-    Activation,
-    ExpertWeights,
-    Format,
-    LayoutSpec,
-    LogitsSpec,
-    MatmulOperands,
-    MatmulSpec,
-    MatmulTuning,
-    MoEOutput,
-    MoESpec,
-    QuantizedSpec,
-    QuantizedTensor,
-    RaggedLayout,
-    RouterLogits,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-    Scheme,
-    SharedExpert,
-    TileConfig,
-    TileTable,
-    Tiling,
-    TopK,
-    Tuning,
-    activation,
-    dequantize,
-    explain_moe,
-    format_named,
-    make_layout,
-    matmul_ogs,
-    moe,
-    pack_bitmatrix,
-    prepare_weights,
-    quantize,
-    quantize_rows,
-    reduce,
-    restore_weights,
-    route,
-    router,
-    scale_rows,
-    scheme_named,
-    unpack_bitmatrix,
-)
-from moe_jax.platforms import cpu_engine, export_target, load_plans
+from moe_core.plan.registry import export_plans
+from moe_jax import ops
+from moe_jax.autodiff.moe import SAVED_NAMES
+from moe_jax.bridge.dlpack import from_dlpack
+from moe_jax.bridge.platforms import cpu_engine, export_target, load_plans
+from moe_jax.ops import *  # noqa: F403 - its `__all__`
+from moe_jax.warmup import warmup
 
 __all__ = [
-    "KEPT_NAMES",
-    "Activation",
-    "ExpertWeights",
-    "Format",
+    "SAVED_NAMES",
     "InvalidInput",
-    "LayoutSpec",
-    "LogitsSpec",
-    "MatmulOperands",
-    "MatmulSpec",
-    "MatmulTuning",
-    "MoEOutput",
-    "MoESpec",
-    "QuantizedSpec",
-    "QuantizedTensor",
-    "RaggedLayout",
-    "RouterLogits",
-    "RouterSpec",
-    "RouterWeights",
-    "Routing",
-    "Scheme",
-    "SharedExpert",
     "Target",
-    "TileConfig",
-    "TileTable",
-    "Tiling",
-    "TopK",
-    "Tuning",
     "Unsupported",
     "__version__",
-    "activation",
     "cpu_engine",
-    "dequantize",
-    "explain_moe",
     "export_plans",
     "export_target",
-    "format_named",
     "from_dlpack",
     "load_plans",
-    "make_layout",
-    "matmul_ogs",
-    "moe",
-    "pack_bitmatrix",
-    "prepare_weights",
-    "quantize",
-    "quantize_rows",
-    "reduce",
-    "restore_weights",
-    "route",
-    "router",
-    "scale_rows",
-    "scheme_named",
-    "unpack_bitmatrix",
     "warmup",
 ]
+__all__ += ops.__all__

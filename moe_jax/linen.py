@@ -21,7 +21,7 @@ stored in the compute dtype are then read where they are, and nothing is copied:
         def __call__(self, x):
             stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
             step = nn.scan(
-                lambda stack, x, index: (x + stack(x, layer=index), None),
+                lambda stack, x, index: (x + stack(x, layer_index=index), None),
                 variable_broadcast=("params", "router_state", "quantized"),
                 variable_axes={"intermediates": 0},
                 split_rngs={"params": False},
@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.errors import Unsupported
-from moe_core.warmup import WarmupReport
+from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import (
     DEFAULT_KERNEL_INIT,
@@ -143,13 +143,13 @@ class MoE(nn.Module):
         x: Array,
         *,
         token_mask: Array | None = None,
-        layer: Array | int | None = None,
+        layer_index: Array | int | None = None,
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
         spec = self.spec
-        prepared = layers.is_prepared(self.variables.get(QUANTIZED, {}))
-        places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepared))
+        prepacked = layers.is_prepacked(self.variables.get(QUANTIZED, {}))
+        places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         result = layers.forward(
             _declare(self, places, self.param_dtype, self.kernel_init),
@@ -157,7 +157,7 @@ class MoE(nn.Module):
             spec,
             dtype=self.dtype,
             token_mask=token_mask,
-            layer=layer,
+            layer_index=layer_index,
             return_aux=return_aux or sows,
         )
         if sows:
@@ -199,21 +199,21 @@ class MoE(nn.Module):
         return self._variables(jax.tree.map(jnp.array, arrays))
 
     @nn.nowrap
-    def prepare_weights(self, variables: Any) -> dict[str, Any]:
+    def prepack_weights(self, variables: Any) -> dict[str, Any]:
         """Variables (unboxed) with the experts' quantised matrices in the order of Hopper's kernels, to be called
         when weights are loaded: `quantized/wi/tiled_values` and so on, in checkpoints too. See
-        `moe_jax.layers.prepare_weights`. Collections of other modules are not kept. Raises InvalidInput."""
-        return self._variables(layers.prepare_weights(self._parameters(variables), self.spec, self.num_layers))
+        `moe_jax.layers.prepack_weights`. Collections of other modules are not kept. Raises InvalidInput."""
+        return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
     def restore_weights(self, variables: Any) -> dict[str, Any]:
-        """The inverse of `prepare_weights`."""
+        """The inverse of `prepack_weights`."""
         return self._variables(layers.restore_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
     def _variables(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The layer's parameters as its collections."""
-        every = layers.leaves(self.spec, self.num_layers, layers.is_prepared(arrays))
+        every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(arrays))
         collections = dict.fromkeys(_collection(leaf) for leaf in every)
         return {
             name: layers.nested(
@@ -231,8 +231,8 @@ class MoE(nn.Module):
     def _parameters(self, variables: Any) -> dict[str, Any]:
         """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
         variables = nn.meta.unbox(variables)
-        prepared = layers.is_prepared(variables.get(QUANTIZED, {}))
-        every = layers.leaves(self.spec, self.num_layers, prepared)
+        prepacked = layers.is_prepacked(variables.get(QUANTIZED, {}))
+        every = layers.leaves(self.spec, self.num_layers, prepacked)
         return layers.nested(
             (leaf.path, layers.find(variables.get(_collection(leaf), {}), leaf.path)) for leaf in every
         )

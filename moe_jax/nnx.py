@@ -14,7 +14,7 @@ stored in the compute dtype are then read where they are, and nothing is copied:
 
     @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
     def step(stack, x, index):
-        return x + stack(x, layer=index)
+        return x + stack(x, layer_index=index)
 
     y = step(stack, x, jnp.arange(24))
 
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.warmup import WarmupReport
+from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import (
     DEFAULT_KERNEL_INIT,
@@ -99,7 +99,7 @@ class QuantizedArray(nnx.Variable):
 
 class ParameterGroup(nnx.Module):
     """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate), and
-    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points; prepared: tiled_values and so on)."""
+    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points; prepacked: tiled_values and so on)."""
 
     kernel: nnx.Param
     bias: nnx.Param
@@ -203,7 +203,7 @@ class MoE(nnx.Module):
         x: Array,
         *,
         token_mask: Array | None = None,
-        layer: Array | int | None = None,
+        layer_index: Array | int | None = None,
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
@@ -213,7 +213,7 @@ class MoE(nnx.Module):
             self.spec,
             dtype=self.dtype,
             token_mask=token_mask,
-            layer=layer,
+            layer_index=layer_index,
             return_aux=return_aux,
         )
 
@@ -244,14 +244,14 @@ class MoE(nnx.Module):
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
 
         Every array goes where the one it replaces was, and shares no memory with `weights`; a layer made by
-        `nnx.eval_shape` needs none to replace. See `moe_jax.layers.load_weights`. A prepared layer is so again after.
+        `nnx.eval_shape` needs none to replace. See `moe_jax.layers.load_weights`. A prepacked layer is so again after.
         """
-        if self.is_prepared:
+        if self.is_prepacked:
             self.restore_weights()
             try:
                 self.load_weights(weights)
             finally:
-                self.prepare_weights()
+                self.prepack_weights()
             return
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         for leaf in layers.leaves(self.spec, self.num_layers):
@@ -267,32 +267,32 @@ class MoE(nnx.Module):
             variable.set_value(placed)
 
     def export_weights(self) -> LayerWeights | list[LayerWeights]:
-        """The weights as NumPy arrays in the canonical form, as stored here (prepared ones as published); for a stack,
+        """The weights as NumPy arrays in the canonical form, as stored here (prepacked ones as published); for a stack,
         of each layer."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether the experts' matrices lie as `prepare_weights` puts them. InvalidInput for both layouts at once."""
+    def is_prepacked(self) -> bool:
+        """Whether the experts' matrices lie as `prepack_weights` puts them. InvalidInput for both layouts at once."""
         groups = {name: getattr(self, name, None) for name in ("wi", "wo")}
-        return layers.is_prepared(
+        return layers.is_prepacked(
             {name: vars(group) for name, group in groups.items() if isinstance(group, ParameterGroup)}
         )
 
-    def prepare_weights(self) -> None:
+    def prepack_weights(self) -> None:
         """Put the experts' quantised matrices into the order of Hopper's kernels, in place; call it when the weights
         are loaded. `wi.values` becomes `wi.tiled_values`, scales and zero points likewise, in states and
-        checkpoints too. See `moe_jax.layers.prepare_weights`. Raises InvalidInput."""
-        self._hold(layers.prepare_weights(self.parameters(), self.spec, self.num_layers))
+        checkpoints too. See `moe_jax.layers.prepack_weights`. Raises InvalidInput."""
+        self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers))
 
     def restore_weights(self) -> None:
-        """The inverse of `prepare_weights`, in place; a layer that is not prepared stays as it is."""
+        """The inverse of `prepack_weights`, in place; a layer that is not prepacked stays as it is."""
         self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers))
 
     def _hold(self, parameters: dict[str, Any]) -> None:
         """Take over quantised matrices from parameters that may have other names for their arrays."""
         before = [leaf for leaf in self._leaves() if leaf.is_quantized]
-        after = layers.leaves(self.spec, self.num_layers, layers.is_prepared(parameters))
+        after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         for leaf in before:
             delattr(self._group_of(leaf), leaf.path[-1])
         for leaf in after:
@@ -301,7 +301,7 @@ class MoE(nnx.Module):
                 setattr(self._group_of(leaf), leaf.path[-1], variable)
 
     def _leaves(self) -> tuple[Leaf, ...]:
-        return layers.leaves(self.spec, self.num_layers, self.is_prepared)
+        return layers.leaves(self.spec, self.num_layers, self.is_prepacked)
 
     def _group_of(self, leaf: Leaf) -> Any:
         """What has the leaf's variable."""

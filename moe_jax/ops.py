@@ -1,18 +1,21 @@
 """The ops on JAX arrays. They work eagerly and in jit, scan, cond, checkpoint, vmap, shard_map and jax.export.
 
-Every op is planned while it is traced (or on its first eager call for given shapes): wrong arguments raise InvalidInput
-there, and kernels are compiled there, for every local CUDA device. A program holds one custom call per op.
+Every op is planned while it is traced, or on its first eager call for given shapes. Kernels are compiled there, for
+every local CUDA device. A program holds one custom call per op.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
 - Several devices: call the ops inside `jax.shard_map`, on local parts. Elsewhere XLA gathers a sharded operand on every
-  device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported; under `jit` with automatic
+  device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported. Under `jit` with automatic
   mesh axes it cannot be seen.
 - vmap runs one call per element, in order.
-- Derivatives: `moe`, `router`, `route`, `matmul_ogs`, `activation` and `reduce` have gradients (reverse mode; `jax.jvp`
-  raises JAX's TypeError, a second derivative Unsupported). Differentiating another op raises Unsupported.
+- Gradients: `moe`, `router`, `route`, `matmul_ogs`, `activation` and `reduce` have them, in reverse mode
+  (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative Unsupported. Differentiating another op
+  raises Unsupported.
 - Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
+- Errors: every function raises InvalidInput for an argument with the wrong type, shape or dtype, for arrays of several
+  devices, and for options that contradict each other. It raises Unsupported for a platform without kernels.
 
-Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert. Slot `s = t * K + k`.
+Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert, N output width. Slot `s = t * K + k`.
 """
 
 from __future__ import annotations
@@ -20,18 +23,24 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
-from moe_core.activation import plan_activation
-from moe_core.arrays import ArraySpec, require_spec
-from moe_core.dtypes import MATMUL_DTYPES, canonical
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.base.arrays import require_spec
+from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
-from moe_core.matmul_ogs import LAYOUT_INPUTS, plan_matmul_ogs
-from moe_core.moe import plan_moe
-from moe_core.moe_backward import explain_training
-from moe_core.operands import (
+from moe_core.ops.activation.forward import plan_activation
+from moe_core.ops.matmul.forward import plan_matmul_ogs
+from moe_core.ops.moe.backward import explain_training
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.router.forward import plan_router
+from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
+from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.topk import plan_routing
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    LAYOUT_INPUTS,
     ExpertWeights,
     MatmulOperands,
     MoEOutput,
@@ -42,77 +51,48 @@ from moe_core.operands import (
     SharedExpert,
     TopK,
 )
-from moe_core.reduction import plan_reduce, plan_scale_rows
-from moe_core.routing import plan_layout, plan_pack_bitmatrix, plan_unpack_bitmatrix
-from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
-from moe_core.tile_table import TileTable
-from moe_core.tuning import TileConfig
-from moe_jax import pytrees as pytrees
-from moe_jax.calls import Array, OpCall, require_type
-from moe_jax.composed import moe_call, run_moe, training_plans
-from moe_jax.prepared import prepare_weights, restore_weights
+from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tile_table import TileTable
+from moe_core.specs.tuning import MatmulTuning, Tuning
+from moe_jax.autodiff.moe import run_moe
+from moe_jax.autodiff.stages import run_stage
+from moe_jax.bridge import pytrees as pytrees
+from moe_jax.bridge.calls import Array, OpCall, require_type
+from moe_jax.bridge.checks import dtype_name, on_host, require_layout_array
+from moe_jax.bridge.requests import moe_request, training_plans
+from moe_jax.prepack import prepack_weights, restore_weights
 from moe_jax.quantize import dequantize, quantize, quantize_rows
-from moe_jax.routing import run_route, run_router
-from moe_jax.stage_gradients import run_stage
 from moe_jax.trace import watched
 
 __all__ = [
-    "Activation",
-    "ExpertWeights",
-    "Format",
-    "LayoutSpec",
-    "LogitsSpec",
-    "MatmulOperands",
-    "MatmulSpec",
-    "MatmulTuning",
-    "MoEOutput",
-    "MoESpec",
-    "QuantizedSpec",
-    "QuantizedTensor",
-    "RaggedLayout",
-    "RouterLogits",
-    "RouterSpec",
-    "RouterWeights",
-    "Routing",
-    "Scheme",
-    "SharedExpert",
-    "TileConfig",
-    "TileTable",
-    "Tiling",
-    "TopK",
-    "Tuning",
-    "activation",
-    "dequantize",
-    "explain_moe",
-    "format_named",
-    "make_layout",
-    "matmul_ogs",
-    "moe",
-    "pack_bitmatrix",
-    "prepare_weights",
-    "quantize",
-    "quantize_rows",
-    "reduce",
-    "restore_weights",
-    "route",
-    "router",
-    "scale_rows",
-    "scheme_named",
-    "unpack_bitmatrix",
-]
+    "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
+    "MoEOutput", "MoESpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits", "RouterSpec",
+    "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK", "Tuning",
+    "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix",
+    "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "route", "router", "scale_rows",
+    "scheme_named", "unpack_bitmatrix",
+]  # fmt: skip
 
 _PLAIN_LOGITS = LogitsSpec()
 
 
 def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS) -> jax.Array:
-    """logits fp32 `[T, E]` = x `[T, D]` @ weight (+ bias `[E]`), accumulated in fp32.
+    """Compute the router's logits, accumulated in fp32.
 
-    weight: `[D, E]` or `[E, D]`, as `spec.weight_layout` says. Each array bf16, fp16 or fp32.
-    Raises InvalidInput for other shapes or dtypes.
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`.
+        weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
+        bias: bf16, fp16 or fp32 `[E]`.
+        spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
+
+    Returns:
+        logits fp32 `[T, E]`.
     """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
-    return run_router(call, call.array("x", x), call.array("weight", weight), call.optional("bias", bias), spec)
+    arrays = (call.array("x", x), call.array("weight", weight), call.optional("bias", bias))
+    return run_stage(call, plan_router, *arrays, spec)[0]
 
 
 def route(
@@ -122,21 +102,25 @@ def route(
     correction_bias: Array | None = None,
     token_mask: Array | None = None,
 ) -> Routing:
-    """ids int32 `[T, K]` and weights fp32 `[T, K]` from logits fp32 `[T, E]`, by the rules of `spec`.
+    """Choose each token's experts and their weights from logits.
 
-    correction_bias: fp32 `[E]`, added for the selection only. token_mask: bool `[T]`; a masked (False) token gets ids
-    -1 and weights 0. Raises InvalidInput for K > E and for groups that do not fit E.
+    Args:
+        logits: fp32 `[T, E]`.
+        spec: the rules of the choice.
+        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
+        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
+
+    Returns:
+        ids int32 `[T, K]` and weights fp32 `[T, K]`.
+
+    Raises:
+        InvalidInput: K > E, or groups that do not fit E.
     """
     call = OpCall("route")
     require_type("spec", spec, RouterSpec)
-    ids, weights = run_route(
-        call,
-        call.array("logits", logits),
-        call.optional("correction_bias", correction_bias),
-        call.optional("token_mask", token_mask),
-        spec,
-    )
-    return Routing(ids, weights)
+    array = call.array("logits", logits)
+    bias, mask = call.optional("correction_bias", correction_bias), call.optional("token_mask", token_mask)
+    return Routing(*run_stage(call, plan_routing, array, spec, correction_bias=bias, token_mask=mask))
 
 
 def make_layout(
@@ -149,54 +133,73 @@ def make_layout(
     max_rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
-    """Rows grouped by expert from ids int32 `[T, K]`; an expert's rows are in slot order.
+    """Group the slots of ids by expert. An expert's rows are in slot order.
 
-    num_experts: E, the local experts. expert_map: int32 `[E_global]`, global id -> local id or -1. token_mask: bool
-    `[T]`. alignment, max_rows: see LayoutSpec. Ids of -1 have no row. Ids outside [-1, E), or [-1, E_global) with an
-    expert_map, have none either and count in `invalid_ids`. checked: raise InvalidInput where that count is not 0,
-    which waits for the result and so works eagerly only (Unsupported while tracing).
+    Args:
+        ids: int32 `[T, K]`. -1 means no expert, and such a slot has no row.
+        num_experts: E, the local experts.
+        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
+        token_mask: bool `[T]`. Tokens that are False have no rows.
+        alignment: each expert's rows start at a multiple of it.
+        max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
+        checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the result, so it works eagerly only.
+
+    Returns:
+        the layout. An id outside [-1, E), or [-1, E_global) with an expert_map, acts as -1 and counts in
+        `invalid_ids`.
+
+    Raises:
+        Unsupported: `checked` while tracing.
     """
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
     num_tokens, top_k = shape.shape
     layout = LayoutSpec(num_tokens, top_k, num_experts, alignment, max_rows)
-    outputs = call.run(
-        plan_layout,
-        shape,
-        layout,
-        expert_map=call.optional("expert_map", expert_map),
-        token_mask=call.optional("token_mask", token_mask),
-    )
-    result = RaggedLayout(layout, *outputs)
+    given = {"expert_map": call.optional("expert_map", expert_map)}
+    given["token_mask"] = call.optional("token_mask", token_mask)
+    result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, **given))
     if checked:
-        _require_valid("make_layout", result.invalid_ids, num_experts, expert_map)
+        num_ids = num_experts if expert_map is None else expert_map.shape[0]
+        require_known_ids(on_host("make_layout", result.invalid_ids), num_ids)
     return result
 
 
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
-    """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
+    """Pack ids into one bit per token and expert.
 
-    -1 sets nothing, and neither does an id outside [-1, E). A repeated id sets its bit once. checked: raise
-    InvalidInput for repeated or outside ids, which waits for the result and so works eagerly only (Unsupported while
-    tracing).
+    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated id
+    sets its bit once.
+
+    Args:
+        ids: int32 `[T, K]`.
+        num_experts: E.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the result, so it
+            works eagerly only.
+
+    Returns:
+        bitmatrix uint32 `[T, ceil(E / 32)]`.
+
+    Raises:
+        Unsupported: `checked` while tracing.
     """
     call = OpCall("pack_bitmatrix")
     bitmatrix, duplicates, invalid_ids = call.run(plan_pack_bitmatrix, call.array("ids", ids), num_experts)
     if checked:
-        _require_valid("pack_bitmatrix", invalid_ids, num_experts, None)
-        repeated = int(np.asarray(duplicates)[0])
-        if repeated:
-            raise InvalidInput(
-                f"ids must not repeat within a token, which a bitmatrix cannot hold, got {repeated} repeated ids; "
-                "use make_layout, where each slot counts"
-            )
+        require_known_ids(on_host("pack_bitmatrix", invalid_ids), num_experts)
+        require_distinct_ids(on_host("pack_bitmatrix", duplicates))
     return bitmatrix
 
 
 def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Array:
-    """ids int32 `[T, K]`, ascending and padded with -1, of bitmatrix uint32 `[T, ceil(E / 32)]`.
+    """Unpack a bitmatrix into ids.
 
-    A token with more than K bits set keeps its K lowest ids.
+    Args:
+        bitmatrix: uint32 `[T, ceil(E / 32)]`.
+        num_experts: E.
+        top_k: K. A token with more bits keeps its K lowest ids.
+
+    Returns:
+        ids int32 `[T, K]`, ascending, then -1.
     """
     call = OpCall("unpack_bitmatrix")
     (ids,) = call.run(plan_unpack_bitmatrix, call.array("bitmatrix", bitmatrix), num_experts, top_k)
@@ -204,11 +207,20 @@ def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Arra
 
 
 def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> jax.Array:
-    """Ragged grouped matmul: row r of an expert's group is `epilogue(x[source of r] @ weight[expert])`.
+    """Multiply the rows of each expert with its weight: a ragged grouped matmul.
 
-    layout None: one dense product, x `[T, D]` and weight `[D, N]`. Result: `[capacity, N]` (`spec.scatter` row) or
-    `[T * K, N]` (slot), in `spec.out_dtype`; rows without an expert are zeros. weight with up, and x with them, may be
-    `QuantizedTensor`s (docs/quantization.md). Raises InvalidInput, Unsupported.
+    `y[row] = cast(act(x[source of row] @ weight[expert of row] + bias) * row_weight)`, in fp32 up to the cast.
+    Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
+
+    Args:
+        operands: see MatmulOperands. x is bf16, fp16 or fp32. weight with up, and x with them, may be
+            `QuantizedTensor`s (docs/user/quantization.md).
+        layout: the rows' experts. None = one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
+        spec: gather, scatter, fused activation, weight layout, dtypes.
+
+    Returns:
+        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
+        width after gating. Rows without an expert are exact zeros.
     """
     call = OpCall("matmul_ogs")
     require_type("operands", operands, MatmulOperands)
@@ -218,26 +230,27 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
         require_type("layout", layout, RaggedLayout)
         # Which of them a plan reads depends on its target.
         for name in (*LAYOUT_INPUTS, "row_of_slot"):
-            _require_layout_array(name, call.array(name, getattr(layout, name)), layout.spec)
-    request = call.request(plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)
-    return run_stage(request, call.placed().values())
+            require_layout_array(name, call.array(name, getattr(layout, name)), layout.spec)
+    return run_stage(call, plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)[0]
 
 
 def activation(x: Array, activation: Activation, *, up: Array | None = None, out_dtype: Any = None) -> jax.Array:
-    """y `[R, F]` = the activation of x, in fp32, cast once to out_dtype (None = the dtype of x).
+    """Apply an activation in fp32, with one cast at the end.
 
-    x: `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate beside up `[R, F]` for gate_layout `separate`).
+    Args:
+        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate beside `up`).
+        activation: its name, gating and gate layout.
+        up: `[R, F]`, the second buffer of gate_layout `separate`.
+        out_dtype: a dtype. None = the dtype of x.
+
+    Returns:
+        y `[R, F]`.
     """
     call = OpCall("activation")
     require_type("activation", activation, Activation)
-    request = call.request(
-        plan_activation,
-        call.array("x", x),
-        activation,
-        up=call.optional("up", up),
-        out_dtype=_dtype_name("out_dtype", out_dtype),
-    )
-    return run_stage(request, call.placed().values())
+    rows, other = call.array("x", x), call.optional("up", up)
+    dtype = dtype_name("out_dtype", out_dtype)
+    return run_stage(call, plan_activation, rows, activation, up=other, out_dtype=dtype)[0]
 
 
 def reduce(
@@ -249,50 +262,47 @@ def reduce(
     shared_gate: Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """out `[T, D]`: the sum over a token's slots in fp32, in slot order, cast once to out_dtype (None = y's).
+    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end.
 
-    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (`row`). Slots without a row add nothing.
-    shared `[T, D]` is added in fp32, times sigmoid(shared_gate fp32 `[T, 1]`) if given.
+    Args:
+        y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
+        layout: which row each slot has.
+        order: `slot` or `row`: how the rows of y lie.
+        shared: `[T, D]`, added last.
+        shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
+        out_dtype: a dtype. None = the dtype of y.
+
+    Returns:
+        out `[T, D]`.
     """
     call = OpCall("reduce")
     require_type("layout", layout, RaggedLayout)
     rows = call.array("y", y)
     slots = call.array("row_of_slot", layout.row_of_slot)
-    _require_layout_array("row_of_slot", slots, layout.spec)
+    require_layout_array("row_of_slot", slots, layout.spec)
     if order == "row":
         require_spec("y", rows, (layout.spec.capacity, "d_model"), MATMUL_DTYPES)
-    request = call.request(
-        plan_reduce,
-        rows,
-        slots,
-        layout.spec.top_k,
-        order=order,
-        shared=call.optional("shared", shared),
-        shared_gate=call.optional("shared_gate", shared_gate),
-        out_dtype=_dtype_name("out_dtype", out_dtype),
-    )
-    return run_stage(request, call.placed().values())
+    options: dict[str, Any] = {"order": order, "out_dtype": dtype_name("out_dtype", out_dtype)}
+    options |= {"shared": call.optional("shared", shared), "shared_gate": call.optional("shared_gate", shared_gate)}
+    return run_stage(call, plan_reduce, rows, slots, layout.spec.top_k, **options)[0]
 
 
 def scale_rows(x: Array, weights: Array) -> jax.Array:
-    """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]`, in fp32, cast to the dtype of x."""
+    """Multiply each row with its weight in fp32, with one cast at the end.
+
+    Args:
+        x: `[T, D]`.
+        weights: fp32 `[T, 1]`.
+
+    Returns:
+        y `[T, D]` in the dtype of x.
+    """
     call = OpCall("scale_rows")
     (y,) = call.run(plan_scale_rows, call.array("x", x), call.array("weights", weights))
     return y
 
 
-def _moe(
-    x: Any, experts: Any, routing: Any, spec: Any, *, checked: bool = False, replayed: Any = None, **options: Any
-) -> MoEOutput:
-    """`moe`; replayed: None, or the Routing of a trace, which takes the place of the call's own."""
-    result = run_moe(x, experts, routing, spec, replayed=replayed, **options)
-    if checked:
-        expert_map = options.get("expert_map")
-        _require_valid("moe", result.invalid_ids, result.tokens_per_expert.shape[0], expert_map)
-    return result
-
-
-@watched(_moe)
+@watched(run_moe)
 def moe(
     x: Array,
     experts: ExpertWeights,
@@ -304,22 +314,42 @@ def moe(
     shared: SharedExpert | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """One whole Mixture-of-Experts on x `[T, D]`: one custom call, and one more for its gradients.
+    """Run one whole MoE forward as one custom call; its gradients are one more.
 
-    routing: from x (RouterWeights), from logits (RouterLogits) or decided (TopK; ids and weights come back as given).
-    token_mask: bool `[T]`, False = the token has no expert. expert_map: int32 `[E_global]`, global id -> local or -1.
-    shared: a dense expert for every token. Result: see MoEOutput; its logits are None for TopK. The matrices of experts
-    may be `QuantizedTensor`s, and `spec.activations` a format for what they are multiplied with (docs/quantization.md).
-    checked: raise InvalidInput where ids lie outside [-1, E), which waits for the result and so works eagerly only
-    (Unsupported while tracing). Raises InvalidInput, Unsupported.
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
+    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
-    Gradients (reverse mode, once): of x, every weight and bias, the logits or weights given; not of correction_bias.
-    They flow in through output, weights and logits; ids and counts have none, and neither have quantised weights, which
-    they flow through, or a forward with spec.activations. Arrays that are not differentiated cost
-    nothing: no weight gradient is computed for a frozen weight. docs/training.md has the equations.
+    Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
+    weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
+    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what these
+    need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
+    `spec.activations` nothing has a gradient.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`.
+        experts: weights and biases of the local experts. Matrices may be `QuantizedTensor`s
+            (docs/user/quantization.md).
+        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights are
+            given).
+        spec: options of the whole forward. `spec.activations` is the format that x and the hidden rows are
+            quantised to.
+        token_mask: bool `[T]`. A token that is False has no expert: its row is zero (plus shared), and it counts in
+            no statistic.
+        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
+        shared: a dense expert that every token visits.
+        checked: raise InvalidInput for an id outside [-1, E_global). This waits for the result, so it works eagerly
+            only.
+
+    Returns:
+        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids;
+        see MoEOutput. Given ids and weights are returned as they are.
+
+    Raises:
+        InvalidInput: arguments that do not fit each other.
+        Unsupported: `checked` while tracing, second derivatives, and a gradient that does not exist.
     """
     options = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
-    return _moe(x, experts, routing, spec, **options)
+    return run_moe(x, experts, routing, spec, **options)
 
 
 def explain_moe(
@@ -333,49 +363,19 @@ def explain_moe(
     shared: SharedExpert | None = None,
     training: bool = False,
 ) -> str:
-    """What `moe` would run for these arguments where they are: kernels, scratch, summation order.
+    """Describe what `moe` would run for these arguments.
 
-    training: the forward of a training step, then its backward with every gradient.
-
-    Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it
+    Every buffer, kernel, decision and summation order where the arrays are. Runs nothing. The arguments are those of
+    `moe`. Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it
     explains that target's plan.
+
+    Args:
+        training: explain the forward of a training step, then its backward with every gradient.
+
+    Returns:
+        the plan as text.
     """
-    call, arguments, keywords = moe_call(x, experts, routing, spec, token_mask, expert_map, shared)
+    call, arguments, keywords = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     if training:
         return explain_training(training_plans(call, arguments, keywords))
-    return call.explain(plan_moe, *arguments, **keywords)
-
-
-def _require_layout_array(name: str, array: ArraySpec, layout: LayoutSpec) -> None:
-    """A layout made under vmap or by hand may not be what its spec says."""
-    sizes = {
-        "group_sizes": layout.num_experts,
-        "group_start": layout.num_experts + 1,
-        "slot_of_row": layout.capacity,
-        "row_of_slot": layout.num_slots,
-    }
-    require_spec(f"layout.{name}", array, (sizes[name],), "int32")
-
-
-def _dtype_name(name: str, dtype: Any) -> str | None:
-    if dtype is None:
-        return None
-    try:
-        return canonical(dtype)
-    except InvalidInput as error:
-        raise InvalidInput(f"{name}: {error}") from error
-
-
-def _require_valid(op: str, invalid_ids: Array, num_experts: int, expert_map: Array | None) -> None:
-    """Wait for the count of ids outside [-1, E) and raise InvalidInput unless it is 0; Unsupported while tracing."""
-    if isinstance(invalid_ids, Tracer):
-        raise Unsupported(
-            f"checked=True of {op} looks at the result on the host, got a call inside jit or another transformation; "
-            "return invalid_ids and check it outside, or pass `invalid_ids[0] == 0` to jax.experimental.checkify.check"
-        )
-    count = int(np.asarray(invalid_ids)[0])
-    if count:
-        bound = num_experts if expert_map is None else expert_map.shape[0]
-        raise InvalidInput(
-            f"ids must be in [-1, {bound}), got {count} outside; correct them, or leave checked out to treat them as -1"
-        )
+    return call.plan(plan_moe, *arguments, **keywords).explain()

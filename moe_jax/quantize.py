@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
-from moe_core.operands import map_arrays
-from moe_core.quantize_rows import plan_quantize_rows
-from moe_core.reference import quantize as reference
-from moe_jax.calls import Array, OpCall, require_type
+from moe_core.ops.quantize import reference
+from moe_core.ops.quantize.rows import plan_quantize_rows
+from moe_core.specs.operands import map_arrays
+from moe_jax.bridge.calls import Array, OpCall, require_type
 
 
 def quantize_rows(
@@ -27,7 +27,7 @@ def quantize_rows(
     `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...). scales: fp32 `[1]`, a static scale, for formats with one per tensor; None =
     found from x. used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative
     are not read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows). Equals
-    `moe_core.reference.quantize.quantize_rows` bit for bit. It has no derivative. Raises InvalidInput, Unsupported.
+    `moe_core.ops.quantize.reference.quantize_rows` bit for bit. It has no derivative. Raises InvalidInput, Unsupported.
     """
     call = OpCall("quantize_rows")
     require_type("format", format, Format)
@@ -40,8 +40,8 @@ def quantize_rows(
 def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
     """A weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`) in a format, where `weight` is.
 
-    For loading: NumPy computes it on the host, exactly as `moe_core.reference.quantize.quantize` says, so that it works
-    eagerly only (Unsupported while tracing). Raises InvalidInput.
+    For loading: NumPy computes it on the host, exactly as `moe_core.ops.quantize.reference.quantize` says, so that it
+    works eagerly only (Unsupported while tracing). Raises InvalidInput.
     """
     require_type("format", format, Format)
     place, array = _on_host("quantize", "weight", weight)
@@ -51,7 +51,7 @@ def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> Quanti
 def dequantize(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     """The numbers of a quantised tensor in its layout: code x scale in fp32, cast to dtype (bf16, fp16 or fp32).
 
-    NumPy computes it on the host, as `moe_core.reference.quantize.dequantize`, so that it works eagerly only
+    NumPy computes it on the host, as `moe_core.ops.quantize.reference.dequantize`, so that it works eagerly only
     (Unsupported while tracing). Raises InvalidInput.
     """
     require_type("tensor", tensor, QuantizedTensor)

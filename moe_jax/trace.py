@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from moe_core.errors import InvalidInput
-from moe_core.operands import MoEOutput, Routing
+from moe_core.specs.operands import MoEOutput, Routing
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
 
 __all__ = ["LayerRouting", "RoutingTrace", "capture", "replay"]

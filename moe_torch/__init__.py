@@ -1,11 +1,13 @@
 """Moebius on torch tensors: Mixture-of-Experts ops on the kernels of `moe_core`."""
 
 from moe_core import __version__
+from moe_core.base.target import cpu_engine
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.target import cpu_engine
-from moe_torch.compile_ahead import warmup
-from moe_torch.exchange import from_dlpack
-from moe_torch.gradients import define_gradients
+from moe_torch import ops
+from moe_torch.autograd.moe import define_moe_gradients
+from moe_torch.autograd.stages import define_stage_gradients
+from moe_torch.bridge.dlpack import from_dlpack
+from moe_torch.bridge.pytrees import register_pytrees
 from moe_torch.launcher import MoELauncher, prepare_moe
 from moe_torch.layers import (
     HUGGING_FACE,
@@ -19,118 +21,31 @@ from moe_torch.layers import (
     Storage,
     layer_spec_from_config,
 )
-from moe_torch.ops import (
-    Activation,
-    ExpertWeights,
-    Format,
-    LayoutSpec,
-    LogitsSpec,
-    MatmulOperands,
-    MatmulSpec,
-    MatmulTuning,
-    MoEOutput,
-    MoESpec,
-    QuantizedSpec,
-    QuantizedTensor,
-    RaggedLayout,
-    RouterLogits,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-    Scheme,
-    SharedExpert,
-    TileConfig,
-    TileTable,
-    Tiling,
-    TopK,
-    Tuning,
-    activation,
-    dequantize,
-    explain_moe,
-    format_named,
-    make_layout,
-    matmul_ogs,
-    moe,
-    pack_bitmatrix,
-    prepare_weights,
-    quantize,
-    quantize_rows,
-    reduce,
-    restore_weights,
-    route,
-    router,
-    scale_rows,
-    scheme_named,
-    unpack_bitmatrix,
-)
-from moe_torch.options import register_pytrees
-from moe_torch.router_gradients import define_router_gradients
-from moe_torch.stage_gradients import define_stage_gradients
+from moe_torch.ops import *  # noqa: F403 - its `__all__`
+from moe_torch.warmup import warmup
 
-define_gradients()
-define_router_gradients()
+define_moe_gradients()
 define_stage_gradients()
 register_pytrees()
 
 __all__ = [
     "HUGGING_FACE",
     "MAXTEXT",
-    "Activation",
-    "ExpertWeights",
     "ExpertsSpec",
-    "Format",
     "InvalidInput",
     "LayerWeights",
-    "LayoutSpec",
-    "LogitsSpec",
-    "MatmulOperands",
-    "MatmulSpec",
-    "MatmulTuning",
     "MoE",
     "MoEAux",
     "MoELauncher",
     "MoELayerSpec",
-    "MoEOutput",
-    "MoESpec",
-    "QuantizedSpec",
-    "QuantizedTensor",
-    "RaggedLayout",
-    "RouterLogits",
-    "RouterSpec",
-    "RouterWeights",
-    "Routing",
-    "Scheme",
-    "SharedExpert",
     "SharedExpertsSpec",
     "Storage",
-    "TileConfig",
-    "TileTable",
-    "Tiling",
-    "TopK",
-    "Tuning",
     "Unsupported",
     "__version__",
-    "activation",
     "cpu_engine",
-    "dequantize",
-    "explain_moe",
-    "format_named",
     "from_dlpack",
     "layer_spec_from_config",
-    "make_layout",
-    "matmul_ogs",
-    "moe",
-    "pack_bitmatrix",
     "prepare_moe",
-    "prepare_weights",
-    "quantize",
-    "quantize_rows",
-    "reduce",
-    "restore_weights",
-    "route",
-    "router",
-    "scale_rows",
-    "scheme_named",
-    "unpack_bitmatrix",
     "warmup",
 ]
+__all__ += ops.__all__

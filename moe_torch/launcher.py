@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_core.specs import MoESpec
-from moe_torch import eager
-from moe_torch.dispatch import Operator, Ready, array_spec, call_first, require_one_device, target_of_device
-from moe_torch.ops import moe_request, routing_arrays
-from moe_torch.options import require_instance
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_torch.bridge import eager
+from moe_torch.bridge.operator import Operator, Ready, array_spec, call_first, require_one_device, target_of_device
+from moe_torch.bridge.options import require_instance
+from moe_torch.operators.requests import moe_request, routing_arrays
 
 #: Plans one launcher remembers.
 _READY_LIMIT = 4096

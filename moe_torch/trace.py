@@ -35,12 +35,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import ExpertWeights, RouterWeights, TopK
-from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, logits_spec, sizes_of
-from moe_torch import operators
-from moe_torch.options import decode, encode
-from moe_torch.quantized_operators import MOE_QUANTIZED
-from moe_torch.training import QUANTIZED_TRAINING, TRAINING
+from moe_core.specs.operands import ExpertWeights, RouterWeights, TopK
+from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
+from moe_torch.bridge.options import decode, encode
+from moe_torch.operators import table as operators
+from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
@@ -151,7 +150,7 @@ class _Call:
             routed = (*results, ids.clone(), weights.clone())
         if self.kind is RouterWeights:
             router = [self.arguments[name] for name in ("x", "routing_weight", "routing_bias")]
-            routed = (*routed, _ROUTER(*router, encode(logits_spec(self._spec))))
+            routed = (*routed, _ROUTER(*router, encode(self._spec.logits_spec())))
         return [*routed, *kept] if kept else routed
 
 

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from moe_core.arrays import ALIGNMENT
-from moe_core.dtypes import MATMUL_DTYPES
+from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.operands import ExpertWeights, TopK
-from moe_core.specs import Activation, MoESpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, TopK
 from moe_torch import ops
-from moe_torch.options import DTYPE_NAMES, constant_result
+from moe_torch.bridge.options import DTYPE_NAMES, constant_result
 
 try:
     from transformers import activations

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 
 # BLAS and OpenMP pools otherwise take every core in every test process.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The interpreter's dots are NumPy's. OpenBLAS kernels for newer processors add up a row in an order that depends on its
+# place in the tile, unlike any GPU; this one's order is the same for every row.
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
 
-from moe_core.cuda import cuda_available
+from moe_core.runtime.cuda import cuda_available
 
 _xla_flags = {"xla_force_host_platform_device_count": "4"}
 if not cuda_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    # On a CPU XLA compiles programs for much longer than tests run them. Documented programs, in test_docs.py, are
-    # compiled as users compile them.
+    # On a CPU XLA compiles programs for much longer than tests run them. Documented programs, in
+    # tests/docs/test_docs.py, are compiled as users compile them.
     _xla_flags |= {
         "xla_backend_optimization_level": "0",
         "xla_llvm_disable_expensive_passes": "true",

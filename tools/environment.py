@@ -8,6 +8,9 @@ Nothing happens when the environment is up to date, so every target asks for it 
   missing, so that a machine without a network works when nothing is. The linters are left out.
 
 `CUDA_VISIBLE_DEVICES= make test` hides the devices and gives the first kind.
+
+`--packages-of .venv` takes the packages from another environment instead of the index: those that the project and the
+extras require, and what these require, as links to the same files. What they do not require is not there.
 """
 
 from __future__ import annotations
@@ -15,9 +18,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -55,12 +62,15 @@ def share_packages(directory: pathlib.Path) -> None:
     (target / "host_packages.pth").write_text("".join(lines))
 
 
-def make(directory: pathlib.Path, extras: str, on_gpu: bool) -> None:
+def make(directory: pathlib.Path, extras: str, on_gpu: bool, packages_of: pathlib.Path | None = None) -> None:
     """Create the environment and install the project, editable, with `extras` into it."""
-    venv.create(directory, clear=True, with_pip=not on_gpu, symlinks=True)
+    venv.create(directory, clear=True, with_pip=not on_gpu and packages_of is None, symlinks=True)
     install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     project = ["--editable", f"{ROOT}[{extras}]"]
-    if on_gpu:
+    if packages_of is not None:
+        link_packages(packages_of, directory, extras)
+        subprocess.run([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
+    elif on_gpu:
         share_packages(directory)
         subprocess.run([*install, "--no-build-isolation", *project], check=True)
     else:
@@ -68,11 +78,60 @@ def make(directory: pathlib.Path, extras: str, on_gpu: bool) -> None:
         subprocess.run([*install, *pinned, *project], check=True)
 
 
+def normalised(name: str) -> str:
+    """A distribution's name as indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required(site: pathlib.Path, extras: str) -> list[importlib.metadata.Distribution]:
+    """The distributions in `site` that the project, left out itself, needs with `extras` and to be installed. Raises
+    LookupError."""
+    sys.path.insert(0, str(site))
+    from packaging.requirements import Requirement
+
+    installed = {normalised(found.name): found for found in importlib.metadata.distributions(path=[str(site)])}
+    wanted, seen = [("moebius", frozenset(extras.split(","))), ("pip", frozenset()), ("setuptools", frozenset())], set()
+    found = {}
+    while wanted:
+        name, options = wanted.pop()
+        if name not in installed:
+            raise LookupError(f"{site} must hold {name}; make that environment with the extras {extras}, too")
+        found[name] = installed[name]
+        for option in {"", *options}:
+            if (name, option) in seen:
+                continue
+            seen.add((name, option))
+            for line in installed[name].requires or []:
+                requirement = Requirement(line)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": option}):
+                    wanted.append((normalised(requirement.name), frozenset(requirement.extras)))
+    del found["moebius"]
+    return list(found.values())
+
+
+def link_packages(source: pathlib.Path, directory: pathlib.Path, extras: str) -> None:
+    """Link what `extras` require from the environment `source` into `directory`, file by file."""
+    site, target = (next(folder.glob("lib/python*/site-packages")) for folder in (source, directory))
+    for distribution in required(site, extras):
+        for file in distribution.files or []:
+            # Scripts lie outside of the packages and begin with the path of their environment.
+            path = pathlib.Path(os.path.normpath(site / file))
+            if path.is_relative_to(site) and path.is_file():
+                link = target / path.relative_to(site)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.unlink(missing_ok=True)
+                try:
+                    os.link(path, link)
+                except OSError:
+                    shutil.copy2(path, link)
+
+
 def main() -> int:
     """Make the environment unless it is up to date; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", default=".venv", help="folder of the environment (default: .venv)")
     parser.add_argument("--extras", help="extras of the project, comma-separated (default: all the tests need)")
+    parser.add_argument("--packages-of", help="an environment to take the packages from (default: the package index)")
     options = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 - this is where an old Python is told so
         version = ".".join(map(str, sys.version_info[:3]))
@@ -100,7 +159,7 @@ def main() -> int:
         return 1
     beside = f" beside the packages of {sys.executable}" if on_gpu else ""
     print(f"making {directory} with {extras}{beside}", flush=True)
-    make(directory, extras, on_gpu)
+    make(directory, extras, on_gpu, ROOT / options.packages_of if options.packages_of else None)
     stamp.write_text(json.dumps({"fingerprint": wanted, "python": sys.executable}))
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} must hold a JSON object, got a {type(content).__name__}; download it again")
     return content
+
+
+def settings_of(config: Any) -> Mapping[str, Any]:
+    """The settings of a dict, a config object with `to_dict`, or a path to config.json or its directory."""
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise InvalidInput(f"config must be a config.json or a directory with one, got {path}; correct the path")
+        return read_json(path)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise InvalidInput(
+            f"config must be a dict, a config object with to_dict or a path, got {type(config).__name__}; pass one"
+        )
+    return config
 
 
 def read_config(directory: Path, known: Collection[str]) -> ModelConfig:

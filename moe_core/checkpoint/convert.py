@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_core.base.checks import require_at_least, require_kind
 from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
 from moe_core.checkpoint.packing import Packing, packing_for
 from moe_core.checkpoint.quantized import module_of
-from moe_core.checkpoint.storage import FLOATING, lazy_tensor, open_file, read_tensor
+from moe_core.checkpoint.storage import FLOATING, lazy_tensor, read_tensor
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
-from moe_core.checks import require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
-from moe_core.reference.quantize import ErrorSum, dequantize, quantize
+from moe_core.ops.quantize.reference import ErrorSum, dequantize, quantize
 
 #: Files beside the weights that belong to a model: tokenizers, templates, generation settings.
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
@@ -108,21 +108,13 @@ def convert_checkpoint(
     packing = packing_for(format, checkpoint.family == "gpt_oss")
     conversion = _Conversion(checkpoint, packing, progress)
     conversion.require_sizes()
-    directory = Path(destination)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidInput(f"destination must be a new or empty directory, got {directory}, which has content")
-    directory.mkdir(parents=True, exist_ok=True)
-    shards = Shards(directory, shard_bytes, None)
-    try:
+    with Shards("destination", destination, shard_bytes) as shards:
         shards.extend(conversion.tensors())
         shards.finish(conversion.settings())
         for file in checkpoint.path.iterdir():
             if file.suffix in _SIDE_FILES and file.name not in _OWN_FILES and file.is_file():
                 shards.adopt(file.name)
-                shutil.copyfile(file, directory / file.name)
-    except BaseException:
-        shards.discard()
-        raise
+                shutil.copyfile(file, Path(destination) / file.name)
     return conversion.report()
 
 
@@ -169,21 +161,16 @@ class _Conversion:
         missing = [name for name in self._weights if name not in index.files]
         if missing:
             index.path_of(missing[0])
-        done = 0
-        for file in sorted(set(index.files.values())):
-            path = index.directory / file
-            with open_file(path) as opened:
-                for name in (name for name, holder in index.files.items() if holder == file):
-                    if name in self._weights:
-                        yield from self._quantized(name, lazy_tensor(opened, path, name))
-                    else:
-                        array = read_tensor(opened, path, name)
-                        if array.ndim == 2 and name.endswith(".weight"):
-                            self._kept.append(name.removesuffix(".weight"))
-                        yield name, array
-                    done += 1
-                    if self._progress is not None:
-                        self._progress(ConversionProgress(name, done, len(index.files)))
+        for done, (name, opened, path) in enumerate(index.opened(index.files), start=1):
+            if name in self._weights:
+                yield from self._quantized(name, lazy_tensor(opened, path, name))
+            else:
+                array = read_tensor(opened, path, name)
+                if array.ndim == 2 and name.endswith(".weight"):
+                    self._kept.append(name.removesuffix(".weight"))
+                yield name, array
+            if self._progress is not None:
+                self._progress(ConversionProgress(name, done, len(index.files)))
 
     def _quantized(self, name: str, tensor: Any) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors that take the place of one that holds weights."""

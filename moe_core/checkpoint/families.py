@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.errors import Unsupported
-from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.routing import RouterSpec
 
 #: hidden_act of a config.json -> name of the activation.
 _HIDDEN_ACTIVATIONS = {
@@ -71,21 +73,37 @@ def _out_in(activation: Activation, router: RouterSpec) -> MoESpec:
     return MoESpec(activation, router, weight_layout="out_in", router_weight_layout="out_in")
 
 
-def _mixtral(config: ModelConfig) -> Architecture:
-    """Softmax over all experts, then top-k, renormalised."""
-    num_layers = config.integer("num_hidden_layers")
-    router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=True)
+def _architecture(
+    config: ModelConfig,
+    spec: MoESpec,
+    naming: Naming,
+    moe_layers: Callable[[int], bool] = lambda layer: True,
+    rule: str = "every layer",
+    *,
+    width: str = "intermediate_size",
+    experts: tuple[str, ...] = ("num_local_experts", "num_experts"),
+    num_shared: int = 0,
+) -> Architecture:
+    """moe_layers: whether a layer has experts, as `rule` says; width, experts: the settings that give d_ff and E."""
+    num_layers, d_ff = config.integer("num_hidden_layers"), config.integer(width)
     return Architecture(
         num_layers=num_layers,
-        moe_layers=tuple(range(num_layers)),
-        moe_layers_rule="every layer",
+        moe_layers=tuple(filter(moe_layers, range(num_layers))),
+        moe_layers_rule=rule,
         d_model=config.integer("hidden_size"),
-        d_ff=config.integer("intermediate_size"),
-        num_experts=config.integer("num_local_experts", "num_experts"),
-        shared_d_ff=0,
-        spec=_out_in(_gated(config), router),
-        naming=Naming(blocks=("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2")),
+        d_ff=d_ff,
+        num_experts=config.integer(*experts),
+        shared_d_ff=d_ff * num_shared,
+        spec=spec,
+        naming=naming,
     )
+
+
+def _mixtral(config: ModelConfig) -> Architecture:
+    """Softmax over all experts, then top-k, renormalised."""
+    router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=True)
+    naming = Naming(blocks=("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
+    return _architecture(config, _out_in(_gated(config), router), naming)
 
 
 def _qwen3_moe(config: ModelConfig) -> Architecture:
@@ -93,20 +111,17 @@ def _qwen3_moe(config: ModelConfig) -> Architecture:
 
     Layer n has experts if (n + 1) is a multiple of decoder_sparse_step and n is not in mlp_only_layers.
     """
-    num_layers = config.integer("num_hidden_layers")
     step = config.integer("decoder_sparse_step") if "decoder_sparse_step" in config.settings else 1
     dense = config.integers("mlp_only_layers")
     router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=config.boolean("norm_topk_prob"))
-    return Architecture(
-        num_layers=num_layers,
-        moe_layers=tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense),
-        moe_layers_rule=f"decoder_sparse_step = {step}, mlp_only_layers = {list(dense)}",
-        d_model=config.integer("hidden_size"),
-        d_ff=config.integer("moe_intermediate_size"),
-        num_experts=config.integer("num_experts", "num_local_experts"),
-        shared_d_ff=0,
-        spec=_out_in(_gated(config), router),
-        naming=Naming(),
+    return _architecture(
+        config,
+        _out_in(_gated(config), router),
+        Naming(),
+        lambda layer: (layer + 1) % step == 0 and layer not in dense,
+        f"decoder_sparse_step = {step}, mlp_only_layers = {list(dense)}",
+        width="moe_intermediate_size",
+        experts=("num_experts", "num_local_experts"),
     )
 
 
@@ -115,7 +130,6 @@ def _gpt_oss(config: ModelConfig) -> Architecture:
 
     Files hold `[E, D, 2F]` and `[E, F, D]` with gate and up columns interleaved.
     """
-    num_layers = config.integer("num_hidden_layers")
     limit = config.settings.get("swiglu_limit", 7.0)
     activation = Activation(
         "swiglu_oai",
@@ -124,17 +138,8 @@ def _gpt_oss(config: ModelConfig) -> Architecture:
         limit=None if limit is None else config.number("swiglu_limit", default=7.0),
     )
     router = RouterSpec(config.integer("num_experts_per_tok", "experts_per_token"), order="topk_then_softmax")
-    return Architecture(
-        num_layers=num_layers,
-        moe_layers=tuple(range(num_layers)),
-        moe_layers_rule="every layer",
-        d_model=config.integer("hidden_size"),
-        d_ff=config.integer("intermediate_size"),
-        num_experts=config.integer("num_local_experts", "num_experts"),
-        shared_d_ff=0,
-        spec=MoESpec(activation, router, weight_layout="in_out", router_weight_layout="out_in"),
-        naming=Naming(router="router", per_expert=None, router_bias=True, expert_bias=True),
-    )
+    spec = MoESpec(activation, router, weight_layout="in_out", router_weight_layout="out_in")
+    return _architecture(config, spec, Naming(router="router", per_expert=None, router_bias=True, expert_bias=True))
 
 
 def _deepseek_v3(config: ModelConfig) -> Architecture:
@@ -144,10 +149,8 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
     """
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
-    num_layers = config.integer("num_hidden_layers")
     first = config.integer("first_k_dense_replace", least=0, null=0)
     frequency = config.integer("moe_layer_freq") if "moe_layer_freq" in config.settings else 1
-    d_ff = config.integer("moe_intermediate_size")
     router = RouterSpec(
         config.integer("num_experts_per_tok"),
         scoring="sigmoid",
@@ -156,16 +159,15 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
         num_groups=config.integer("n_group", null=1),
         topk_group=config.integer("topk_group", null=1),
     )
-    return Architecture(
-        num_layers=num_layers,
-        moe_layers=tuple(layer for layer in range(first, num_layers) if layer % frequency == 0),
-        moe_layers_rule=f"first_k_dense_replace = {first}, moe_layer_freq = {frequency}",
-        d_model=config.integer("hidden_size"),
-        d_ff=d_ff,
-        num_experts=config.integer("n_routed_experts", "num_local_experts", "num_experts"),
-        shared_d_ff=d_ff * config.integer("n_shared_experts", least=0, null=0),
-        spec=_out_in(_gated(config), router),
-        naming=Naming(correction_bias=True),
+    return _architecture(
+        config,
+        _out_in(_gated(config), router),
+        Naming(correction_bias=True),
+        lambda layer: layer >= first and layer % frequency == 0,
+        f"first_k_dense_replace = {first}, moe_layer_freq = {frequency}",
+        width="moe_intermediate_size",
+        experts=("n_routed_experts", "num_local_experts", "num_experts"),
+        num_shared=config.integer("n_shared_experts", least=0, null=0),
     )
 
 
@@ -181,6 +183,8 @@ FAMILY_NAMES = tuple(_FAMILIES)
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """The MoE layers that `config` (of one of FAMILY_NAMES) describes; InvalidInput where its settings disagree."""
+    # Every family has it: where a config is no model's, this is what it lacks first.
+    config.integer("num_hidden_layers")
     architecture = _FAMILIES[config.model_type](config)
     router = architecture.spec.router
     assert router is not None

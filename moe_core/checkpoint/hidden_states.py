@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_core import dtypes
-from moe_core.checkpoint.storage import Stack, StackReader, TensorIndex, open_file
+from moe_core.base import dtypes
+from moe_core.base.files import open_file
+from moe_core.checkpoint.storage import Stack, StackReader, TensorIndex
 from moe_core.errors import InvalidInput
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.checkpoint.config import read_config
 from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
 from moe_core.checkpoint.packing import Packing
@@ -26,8 +26,8 @@ from moe_core.checkpoint.quantized import (
 from moe_core.checkpoint.storage import Part, ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
-from moe_core.specs import MoESpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
 
 #: What stands before `layers.<n>.`: the causal model, the bare model, and the nestings of multimodal models.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")

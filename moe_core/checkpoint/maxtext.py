@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.checks import require_at_least, require_kind
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import convert_weights
 from moe_core.layers.spec import MAXTEXT, MoELayerSpec, Storage
 from moe_core.layers.weights import LayerWeights
-from moe_core.specs import WEIGHT_LAYOUTS
 
 _PATHS = {
     "router.weight": "gate/kernel",

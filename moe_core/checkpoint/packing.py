@@ -84,7 +84,7 @@ class Packing:
 
     def tensors(self, module: str, tensor: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) of the tensors that store a matrix `[N, D]` or, fused, a stack `[E, N, D]`. Raises InvalidInput
-        for prepared weights, whose order is of no file."""
+        for prepacked weights, whose order is of no file."""
         if tensor.spec.tiling is not None:
             raise InvalidInput(f"{module} must be in its published layout, got {tensor}; call restore_weights")
         for component in self.components:
@@ -199,40 +199,29 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
 
     Raises Unsupported for formats no published layout stores as weights.
     """
-    element = format.element
+    element, arguments = format.element, _arguments(format)
+
+    def scheme(activations: Format | None = None) -> Scheme:
+        bits = 16 if activations is None else 8
+        return Scheme(f"{format.name}_w{format.bits_per_element}a{bits}", format, activations)
+
     if element == "e2m1" and interleaved:
-        return mxfp4_packing(Scheme(f"{format.name}_w4a16", format), {"quant_method": "mxfp4"})
+        return mxfp4_packing(scheme(), {"quant_method": "mxfp4"})
     if element == "e2m1":
-        return plain_packing(
-            Scheme(f"{format.name}_w4a16", format), _compressed("mxfp4-pack-quantized", _arguments(format), None)
-        )
+        return plain_packing(scheme(), _compressed("mxfp4-pack-quantized", arguments))
     if element in ("uint4", "uint8"):
-        scheme = Scheme(f"{format.name}_w{format.bits_per_element}a16", format)
-        return words_packing(scheme, _compressed("pack-quantized", _arguments(format), None))
+        return words_packing(scheme(), _compressed("pack-quantized", arguments))
     if element == "int8":
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        return plain_packing(
-            Scheme(f"{format.name}_w8a8", format, INT8_TOKEN),
-            _compressed("int-quantized", _arguments(format), activations),
-        )
+        return plain_packing(scheme(INT8_TOKEN), _compressed("int-quantized", arguments, activations))
     if format.has_e8m0_scales:
-        arguments = _arguments(format)
-        return plain_packing(
-            Scheme(f"{format.name}_w8a8", format, format),
-            _compressed("mxfp8-quantized", arguments, arguments | {"dynamic": True}),
-        )
+        return plain_packing(scheme(format), _compressed("mxfp8-quantized", arguments, arguments | {"dynamic": True}))
     if format.group_rows == format.group_columns == FP8_GROUP.group_columns:
-        settings = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [format.group_rows, format.group_columns],
-        }
-        return plain_packing(Scheme(f"{format.name}_w8a8", format, FP8_GROUP), settings, ".weight_scale_inv")
+        block = [format.group_rows, format.group_columns]
+        settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+        return plain_packing(scheme(FP8_GROUP), settings, ".weight_scale_inv")
     if format.group_columns is None:
-        return plain_packing(
-            Scheme(f"{format.name}_w8a16", format), _compressed("float-quantized", _arguments(format), None)
-        )
+        return plain_packing(scheme(), _compressed("float-quantized", arguments))
     raise Unsupported(
         f"format must be one that checkpoints store weights in, got {format.name}, which is for activations; the "
         f"formats are {', '.join(format_names())}"
@@ -255,7 +244,7 @@ def _arguments(format: Format) -> dict[str, Any]:
     return arguments | ({"scale_dtype": "torch.uint8"} if format.has_e8m0_scales else {})
 
 
-def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": kind}
     return {
         "quant_method": "compressed-tensors",

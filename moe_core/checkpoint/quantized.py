@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.checkpoint.families import Architecture
 from moe_core.checkpoint.packing import Component, Packing
 from moe_core.checkpoint.storage import Part, Stack, TensorIndex
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes
-from moe_core.reference.quantize import dequantize
+from moe_core.ops.quantize.reference import dequantize
 
 #: Endings of the stacks that are arrays of a quantised weight.
 ARRAYS = (".values", ".scales", ".zero_points")

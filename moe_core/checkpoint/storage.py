@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core import dtypes
+from moe_core.base import dtypes
+from moe_core.base.files import open_file
 from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.raw import RAW_DTYPES, RawTensor
 from moe_core.errors import InvalidInput, Unsupported
@@ -83,29 +84,21 @@ class TensorIndex:
             )
         return self.directory / self.files[tensor]
 
+    def opened(self, names: Iterable[str]) -> Iterator[tuple[str, Any, Path]]:
+        """(name, its file opened, the file's path) of tensors, file by file."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        for file, held in sorted(by_file.items()):
+            with open_file(self.directory / file) as tensors:
+                for name in held:
+                    yield name, tensors, self.directory / file
+
     def summary(self) -> str:
         """`2 files with 52 tensors (model-00001-of-00002.safetensors, ...)`."""
         names = sorted(set(self.files.values()))
         listed = names[0] + (", ..." if len(names) > 1 else "") if names else "none"
         return f"{len(names)} file(s) with {len(self.files)} tensors ({listed})"
-
-
-@contextlib.contextmanager
-def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped for NumPy; a missing package, file or header is explained."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise Unsupported(
-            "reading .safetensors files needs the package safetensors, which is not installed; "
-            "pip install 'moebius[checkpoint]'"
-        ) from error
-    try:
-        handle = safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"{path} must be a readable safetensors file, got: {error}; download it again") from error
-    with handle as file:
-        yield file
 
 
 def lazy_tensor(file: Any, path: Path, name: str) -> Any:

@@ -22,14 +22,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.checkpoint.config import ModelConfig, read_json
+from moe_core.base.checks import require_at_least, require_choice
+from moe_core.base.files import file_writer
+from moe_core.checkpoint.config import ModelConfig, settings_of
 from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
 from moe_core.checkpoint.layer import Checkpoint, layer_stacks, open_checkpoint
-from moe_core.checkpoint.storage import Stack, open_file, read_tensor
-from moe_core.checks import require_at_least, require_choice
+from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.checkpoint.storage import Stack, read_tensor
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import WHOLE, Place, placements
-from moe_core.layers.spec import FREE_FIELDS, MoELayerSpec, Storage
+from moe_core.layers.spec import FREE_FIELDS, MoELayerSpec, Storage, storage_of
 from moe_core.layers.weights import LayerWeights
 
 STORAGES = ("fused", "per_expert")
@@ -67,11 +69,8 @@ def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of every tensor of a checkpoint that belongs to none of its MoE layers, read one at a time."""
     blocks = tuple(checkpoint.block(layer) for layer in checkpoint.moe_layers)
     names = [name for name in checkpoint.index.files if not name.startswith(blocks)]
-    for file in sorted({checkpoint.index.files[name] for name in names}):
-        with open_file(checkpoint.index.directory / file) as tensors:
-            for name in names:
-                if checkpoint.index.files[name] == file:
-                    yield name, read_tensor(tensors, checkpoint.index.directory / file, name)
+    for name, tensors, path in checkpoint.index.opened(names):
+        yield name, read_tensor(tensors, path, name)
 
 
 def save_checkpoint(
@@ -97,12 +96,7 @@ def save_checkpoint(
     model = _model(config)
     model.require_storage(storage)
     require_at_least("shard_bytes", shard_bytes, 1)
-    directory = Path(path)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidInput(f"path must be a new or empty directory, got {directory}, which has content; name another")
-    directory.mkdir(parents=True, exist_ok=True)
-    shards = Shards(directory, shard_bytes, progress)
-    try:
+    with Shards("path", path, shard_bytes, progress) as shards:
         seen: set[int] = set()
         for layer, weights in layers:
             model.require_layer(layer, weights)
@@ -119,30 +113,12 @@ def save_checkpoint(
             )
         shards.extend(other_tensors)
         shards.finish(model.settings)
-    except BaseException:
-        shards.discard()
-        raise
-    return open_checkpoint(directory)
-
-
-def _settings(config: Any) -> Mapping[str, Any]:
-    if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        config = read_json(path / "config.json" if path.is_dir() else path)
-    elif hasattr(config, "to_dict"):
-        config = config.to_dict()
-    if not isinstance(config, Mapping):
-        raise InvalidInput(
-            f"config must be a dict, a config object with to_dict or a path, got {type(config).__name__}; pass one"
-        )
-    return config
+    return open_checkpoint(path)
 
 
 def _model(config: Any) -> _Model:
-    """What config says; presets import this package, so they are imported when they are needed."""
-    from moe_core.layers.presets import layer_spec_from_config
-
-    settings = _settings(config)
+    """What config says."""
+    settings = settings_of(config)
     model_type = settings.get("model_type")
     if model_type not in FAMILY_NAMES:
         raise Unsupported(
@@ -168,8 +144,7 @@ class _Model:
     @property
     def storage(self) -> Storage:
         """The layouts of the arrays that `layer_stacks` speaks of."""
-        spec = self.architecture.spec
-        return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
+        return storage_of(self.architecture.spec)
 
     def require_storage(self, storage: str) -> None:
         require_choice("storage", storage, STORAGES)
@@ -246,17 +221,25 @@ class _Source:
 
 
 class Shards:
-    """Collects tensors and writes a file whenever enough came together."""
+    """Collects tensors and writes a file to a new directory whenever enough came together.
 
-    def __init__(self, directory: Path, shard_bytes: int, progress: Callable[[WriteProgress], object] | None) -> None:
-        try:
-            from safetensors.numpy import save_file
-        except ImportError as error:
-            raise Unsupported(
-                "writing .safetensors files needs the package safetensors, which is not installed; "
-                "pip install 'moebius[checkpoint]'"
-            ) from error
-        self._save_file = save_file
+    A context manager that leaves no file behind where something goes wrong. name: of the argument that path is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        shard_bytes: int,
+        progress: Callable[[WriteProgress], object] | None = None,
+    ) -> None:
+        directory = Path(path)
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise InvalidInput(
+                f"{name} must be a new or empty directory, got {directory}, which has content; name another"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        self._save_file = file_writer(".safetensors files")
         self._directory, self._limit, self._progress = directory, shard_bytes, progress
         self._pending: dict[str, np.ndarray] = {}
         self._pending_bytes = self._bytes = 0
@@ -315,8 +298,10 @@ class Shards:
         """Count another file of the directory among those to remove when something goes wrong."""
         self._files.append(name)
 
-    def discard(self) -> None:
-        """Remove every file written so far."""
-        for file in self._files:
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for file in self._files if kind is not None else ():
             with contextlib.suppress(FileNotFoundError):
                 (self._directory / file).unlink()

@@ -16,6 +16,7 @@ from moe_core.formats.format import (
     Scheme,
     format_named,
     format_names,
+    known_scheme,
     register_format,
     register_scheme,
     scheme_named,
@@ -35,13 +36,7 @@ from moe_core.formats.fp8 import (
 )
 from moe_core.formats.integer import INT8_CHANNEL, INT8_TOKEN, int4_grouped, int8_grouped
 from moe_core.formats.mx import MXFP4, MXFP4_CEIL, MXFP8, MXFP8_CEIL
-from moe_core.formats.tensor import (
-    QuantizedShapes,
-    QuantizedSpec,
-    QuantizedTensor,
-    quantized_shapes,
-    quantized_specs,
-)
+from moe_core.formats.tensor import QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes, quantized_specs
 from moe_core.formats.tiling import Tiling, why_not_tileable
 
 __all__ = [
@@ -74,6 +69,7 @@ __all__ = [
     "format_names",
     "int4_grouped",
     "int8_grouped",
+    "known_scheme",
     "quantized_shapes",
     "quantized_specs",
     "register_format",

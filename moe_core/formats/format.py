@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core import dtypes
-from moe_core.checks import require_at_least, require_choice, require_flag, require_kind
-from moe_core.codec import plan_type
+from moe_core.base import dtypes
+from moe_core.base.checks import require_at_least, require_choice, require_flag, require_kind
+from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 
 
@@ -210,3 +210,9 @@ def scheme_named(name: str) -> Scheme:
     """The registered scheme of that name; InvalidInput for others."""
     require_choice("scheme", name, scheme_names())
     return _SCHEMES[name]
+
+
+def known_scheme(weights: Format, activations: Format | None) -> Scheme | None:
+    """The registered scheme of these formats, None if there is none."""
+    found = (scheme for scheme in _SCHEMES.values() if (scheme.weights, scheme.activations) == (weights, activations))
+    return next(found, None)

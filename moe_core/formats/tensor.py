@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_core.arrays import WEIGHT_LAYOUTS, ArraySpec
-from moe_core.checks import require_choice, require_kind
-from moe_core.codec import plan_type
-from moe_core.dtypes import canonical, itemsize
+from moe_core.base.arrays import WEIGHT_LAYOUTS, ArraySpec
+from moe_core.base.checks import require_choice, require_kind
+from moe_core.base.codec import plan_type
+from moe_core.base.dtypes import canonical, itemsize
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, Tiling, block_of, why_not_tileable
@@ -23,7 +23,7 @@ class QuantizedSpec:
 
     layout: `out_in` = the last axis is the one a product sums over (weights `[E, N, D]`, and activations `[T, D]`);
     `in_out` = the axis before it is (weights `[E, D, N]`). Packed bytes and groups run along that axis in both.
-    tiling: of prepared weights, whose arrays lie in the order of a kernel: see `Tiling`. The logical tensor stays
+    tiling: of prepacked weights, whose arrays lie in the order of a kernel: see `Tiling`. The logical tensor stays
     `out_in`. None = the arrays lie as `QuantizedTensor` says. Raises InvalidInput.
     """
 
@@ -38,7 +38,7 @@ class QuantizedSpec:
         if self.tiling is None:
             return
         if self.layout != "out_in":
-            raise InvalidInput(f"layout must be out_in with a tiling, got {self.layout}; prepare_weights transposes")
+            raise InvalidInput(f"layout must be out_in with a tiling, got {self.layout}; prepack_weights transposes")
         reason = why_not_tileable(self.format)
         if reason is not None:
             raise InvalidInput(f"tiling must be None for {self.format}, got {self.tiling}; {reason}")
@@ -123,9 +123,9 @@ class QuantizedTensor:
     per token activations `[T, 1]`. dtypes: see `Format`. With spec.tiling they are the arrays that
     `moe_core.formats.tiling` describes, values `[..., blocks, steps, 4096]` and so on, of the same logical tensor.
 
-    The fields work with `moe_core.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and hash by
-    their fields, as plans need it, all others by identity. Raises InvalidInput where the arrays disagree with the
-    format. A transformation that fills the fields with something else than arrays of this tensor (tangents, axis
+    The fields work with `moe_core.specs.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and
+    hash by their fields, as plans need it, all others by identity. Raises InvalidInput where the arrays disagree with
+    the format. A transformation that fills the fields with something else than arrays of this tensor (tangents, axis
     numbers) uses `unchecked`.
     """
 
@@ -193,7 +193,7 @@ class QuantizedTensor:
             if len(self.values.shape) < 3:
                 raise InvalidInput(
                     f"values of a tiled tensor must have at least 3 axes (blocks, steps, {BLOCK_VALUES}), got "
-                    f"{tuple(self.values.shape)}; pass what prepare_weights gives"
+                    f"{tuple(self.values.shape)}; pass what prepack_weights gives"
                 )
             return (*lead, tiling.rows, tiling.columns)
         sizes = [int(size) for size in self.values.shape]

@@ -37,8 +37,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_core.checks import require_at_least, require_choice
-from moe_core.codec import plan_type
+from moe_core.base.checks import require_at_least, require_choice
+from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 
@@ -55,7 +55,7 @@ ORDERS = ("rows", "interleaved", "halves")
 @plan_type
 @dataclass(frozen=True)
 class Tiling:
-    """How a tiled weight is cut into blocks; the module says what lies where in a block.
+    """How a prepacked weight is cut into blocks; the module says what lies where in a block.
 
     rows: N, the outputs; columns: D, the inputs; both of the logical matrix. order, which rows block b has:
 
@@ -95,7 +95,7 @@ class Tiling:
 
 
 class TiledBlock(NamedTuple):
-    """What one block of a format's tiled weights holds beside its 64 rows.
+    """What one block of a format's prepacked weights holds beside its 64 rows.
 
     columns: of it; groups: scales of a row; repeat: blocks along the columns that share their scales, None = all.
     """

@@ -1,18 +1,17 @@
 """What layers of every framework share: their specs, presets, canonical weights and exact conversions."""
 
-from moe_core.layers.auxiliary import MoEAux
 from moe_core.layers.convert import convert_weights, placements
-from moe_core.layers.prepared import tiled_specs
-from moe_core.layers.presets import PRESETS, layer_spec_from_config
 from moe_core.layers.spec import (
     FREE_FIELDS,
     HUGGING_FACE,
     MAXTEXT,
     ExpertsSpec,
+    MoEAux,
     MoELayerSpec,
     Parameter,
     SharedExpertsSpec,
     Storage,
+    tiled_specs,
 )
 from moe_core.layers.weights import LayerWeights
 
@@ -20,7 +19,6 @@ __all__ = [
     "FREE_FIELDS",
     "HUGGING_FACE",
     "MAXTEXT",
-    "PRESETS",
     "ExpertsSpec",
     "LayerWeights",
     "MoEAux",
@@ -29,7 +27,6 @@ __all__ = [
     "SharedExpertsSpec",
     "Storage",
     "convert_weights",
-    "layer_spec_from_config",
     "placements",
     "tiled_specs",
 ]

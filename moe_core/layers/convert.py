@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.checks import require_kind
+from moe_core.base.checks import require_kind
 from moe_core.errors import Unsupported
 from moe_core.layers.spec import Storage
 from moe_core.layers.weights import LayerWeights

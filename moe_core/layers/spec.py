@@ -9,13 +9,19 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, NamedTuple
 
-from moe_core import dtypes
-from moe_core.checks import require_at_least, require_choice, require_flag, require_kind
-from moe_core.codec import plan_type
+from moe_core.base import dtypes
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import require_at_least, require_choice, require_flag, require_kind
+from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
-from moe_core.formats import QuantizedSpec, Scheme, quantized_shapes
-from moe_core.specs import GATE_LAYOUTS, WEIGHT_LAYOUTS, Activation, MoESpec, RouterSpec, Tuning
+from moe_core.formats import QuantizedSpec, Scheme, Tiling, quantized_shapes
+from moe_core.ops.prepack.prepack import order_for
+from moe_core.specs.matmul import GATE_LAYOUTS, Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.routing import RouterSpec
+from moe_core.specs.tuning import Tuning
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 #: An activation has this layout where nobody stated one.
@@ -46,6 +52,11 @@ class Storage:
         require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
 
 
+def storage_of(spec: MoESpec) -> Storage:
+    """The layouts that an op's spec states; the gate_layout of ungated activations is nominal."""
+    return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
+
+
 #: Fused storage of Hugging Face models, the default of torch layers.
 HUGGING_FACE = Storage("out_in", "halves", "out_in")
 #: The storage of MaxText, the default of Flax layers: gate (wi_0) and up (wi_1) are two parameters.
@@ -60,7 +71,7 @@ class ExpertsSpec:
     activation: gated or not. bias: each expert has biases behind both products. weight_layout, gate_layout: how the
     parameters are stored; None = the framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). A gate_layout
     other than `halves` may be stated in the activation instead; here it is the same field. scheme: the matrices are
-    quantised, and activations before each product where it says so (docs/quantization.md); None = plain.
+    quantised, and activations before each product where it says so (docs/user/quantization.md); None = plain.
     """
 
     activation: Activation = _SILU
@@ -136,6 +147,8 @@ class Parameter:
 
 #: Fields of MoELayerSpec that say how a layer computes, and nothing about its weights.
 FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
+#: Fields that MoELayerSpec and MoESpec have in common, by the same names.
+MOE_SPEC_FIELDS = ("apply_router_weight_on_input", *FREE_FIELDS[1:])
 
 
 @plan_type
@@ -248,14 +261,8 @@ class MoELayerSpec:
             self.router,
             weight_layout=storage.weight_layout,
             router_weight_layout=storage.router_weight_layout,
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
-            logits_dtype=self.logits_dtype,
-            allow_tf32=self.allow_tf32,
-            tuning=self.tuning,
-            recompute=self.recompute,
-            main_grad=self.main_grad,
             activations=None if self.experts.scheme is None else self.experts.scheme.activations,
-            fast_accumulate=self.fast_accumulate,
+            **{name: getattr(self, name) for name in MOE_SPEC_FIELDS},
         )
 
     def capacity_ratio(self) -> tuple[int, int] | None:
@@ -345,3 +352,40 @@ def _quantized(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
         axes = tuple(None if size == 1 else axis for size, axis in zip(shape, matrix.axes, strict=True))
         found.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
     return found
+
+
+class MoEAux(NamedTuple):
+    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference_losses.router_losses`.
+
+    load_balance_loss, z_loss: fp32 scalars, masked tokens left out. tokens_per_expert int32 `[E]`: slots routed to each
+    expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the
+    slot. weights fp32 `[T, K]`: of the router, 0 where masked. invalid_ids int32 `[1]`: ids outside [-1, E), always
+    zero where the layer's own router chose. T counts the tokens of all leading axes.
+    """
+
+    load_balance_loss: Any
+    z_loss: Any
+    tokens_per_expert: Any
+    ids: Any
+    weights: Any
+    invalid_ids: Any
+
+
+def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec]:
+    """What the arrays of `experts.gate_up` and `experts.down` mean in a prepacked layer; storage: how it is stored.
+
+    Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
+    """
+    scheme = spec.experts.scheme
+    if scheme is None or storage.weight_layout != "out_in":
+        raise InvalidInput(
+            f"prepack_weights takes layers of quantised experts stored out_in, got scheme {scheme} and "
+            f"{storage.weight_layout}; make it with ExpertsSpec(scheme=..., weight_layout='out_in')"
+        )
+    order = order_for(storage.gate_layout if spec.gated else None, "experts.gate_up")
+    rows = 2 * spec.d_ff if spec.gated else spec.d_ff
+    tilings = {
+        "experts.gate_up": Tiling(rows, spec.d_model, order),
+        "experts.down": Tiling(spec.d_model, spec.d_ff, "rows"),
+    }
+    return {name: QuantizedSpec(scheme.weights, tiling=tiling) for name, tiling in tilings.items()}

@@ -12,20 +12,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moe_core import dtypes
-from moe_core.checks import require_choice, require_kind
+from moe_core.base import dtypes
+from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput
-from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, scheme_named, scheme_names
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, known_scheme
 from moe_core.layers.spec import (
+    MOE_SPEC_FIELDS,
     ExpertsSpec,
     MoELayerSpec,
     Parameter,
     SharedExpertsSpec,
     Storage,
+    storage_of,
 )
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays, named_fields
-from moe_core.reference.quantize import dequantize
-from moe_core.specs import MoESpec
+from moe_core.ops.quantize.reference import dequantize
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays, named_fields
 
 
 class _CheckpointLayer(Protocol):
@@ -51,7 +53,7 @@ class LayerWeights:
 
     Layouts are never guessed from shapes (square weights fit several): shapes are checked against the tags. experts
     and shared have one dtype; biases that or float32; the router and shared.gate any matmul dtype; correction_bias
-    float32. experts.layer is None: one layer, not a stack. Raises InvalidInput.
+    float32. experts.layer_index is None: one layer, not a stack. Raises InvalidInput.
 
     The experts' matrices may be `QuantizedTensor`s, all in one format; those of shared are plain. Static input scales
     have no place in a layer.
@@ -69,8 +71,8 @@ class LayerWeights:
         require_kind("shared", self.shared, SharedExpert, optional=True)
         if self.spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec, got None; a layer routes by itself")
-        if self.experts.layer is not None:
-            raise InvalidInput("experts.layer must be None, got a stack of layers; pass one layer's arrays")
+        if self.experts.layer_index is not None:
+            raise InvalidInput("experts.layer_index must be None, got a stack of layers; pass one layer's arrays")
         for name in ("gate_up_input_scale", "down_input_scale"):
             if getattr(self.experts, name) is not None:
                 raise InvalidInput(
@@ -99,8 +101,7 @@ class LayerWeights:
     @property
     def storage(self) -> Storage:
         """The layouts of the arrays; an ungated layer's gate_layout is nominal."""
-        spec = self.spec
-        return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
+        return storage_of(self.spec)
 
     @property
     def dtype(self) -> str:
@@ -118,11 +119,8 @@ class LayerWeights:
         if not isinstance(self.experts.down, QuantizedTensor):
             return None
         weights, activations = self.experts.down.format, self.spec.activations
-        for name in scheme_names():
-            scheme = scheme_named(name)
-            if (scheme.weights, scheme.activations) == (weights, activations):
-                return scheme
-        return Scheme(f"{weights}_with_{'plain' if activations is None else activations}", weights, activations)
+        name = f"{weights}_with_{'plain' if activations is None else activations}"
+        return known_scheme(weights, activations) or Scheme(name, weights, activations)
 
     def layer_spec(self) -> MoELayerSpec:
         """The layer these weights make, its experts' layouts stated as they are."""
@@ -147,13 +145,7 @@ class LayerWeights:
             else SharedExpertsSpec(shared.down.shape[-2 if in_out else -1], shared.gate is not None),
             router_bias=self.router.bias is not None,
             correction_bias=self.router.correction_bias is not None,
-            apply_router_weight_on_input=spec.apply_router_weight_on_input,
-            logits_dtype=spec.logits_dtype,
-            allow_tf32=spec.allow_tf32,
-            tuning=spec.tuning,
-            recompute=spec.recompute,
-            main_grad=spec.main_grad,
-            fast_accumulate=spec.fast_accumulate,
+            **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
         )
 
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.checks import require_at_least, require_choice, require_flag
+from moe_core.base.checks import require_at_least, require_choice, require_flag
 from moe_core.errors import InvalidInput
 
 #: What `FusedMoEQuantConfig.scheme` can be, beside None.
@@ -122,16 +122,8 @@ class FusedMoEQuantConfig:
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The biases, scales and zero points, None where there is none."""
-        return (
-            self.w1_bias,
-            self.w2_bias,
-            self.w1_scale,
-            self.w2_scale,
-            self.w1_zp,
-            self.w2_zp,
-            self.a1_scale,
-            self.a2_scale,
-        )
+        weights = (self.w1_scale, self.w2_scale, self.w1_zp, self.w2_zp)
+        return (self.w1_bias, self.w2_bias, *weights, self.a1_scale, self.a2_scale)
 
     @property
     def quantizes_activations(self) -> bool:

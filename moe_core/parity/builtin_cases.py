@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Scheme, scheme_named
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.ops.quantize.reference import quantize
 from moe_core.parity.case import Case
-from moe_core.reference.quantize import quantize
-from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.specs.routing import RouterSpec
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core import dtypes
-from moe_core.formats import QuantizedTensor, Scheme, scheme_named, scheme_names
-from moe_core.operands import ExpertWeights, RouterWeights, SharedExpert
-from moe_core.specs import LogitsSpec, MoESpec, RouterSpec
+from moe_core.base import dtypes
+from moe_core.formats import QuantizedTensor, Scheme, known_scheme
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.specs.routing import LogitsSpec, RouterSpec
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,8 @@ class Case:
         if not isinstance(self.experts.gate_up, QuantizedTensor):
             return None
         weights, activations = self.experts.gate_up.format, self.spec.activations
-        for scheme in map(scheme_named, scheme_names()):
-            if (scheme.weights, scheme.activations) == (weights, activations):
-                return scheme
         name = weights.name if activations is None else f"{weights.name}_{activations.name}"
-        return Scheme(name, weights, activations)
+        return known_scheme(weights, activations) or Scheme(name, weights, activations)
 
     @property
     def num_experts(self) -> int:
@@ -79,13 +77,7 @@ class Case:
     @property
     def sizes(self) -> dict[str, int]:
         """Every size that decides how much work a run is, by the letters of the documentation."""
-        return {
-            "T": int(self.x.shape[0]),
-            "E": self.num_experts,
-            "K": self.top_k,
-            "D": self.d_model,
-            "F": self.d_ff,
-        }
+        return {"T": int(self.x.shape[0]), "E": self.num_experts, "K": self.top_k, "D": self.d_model, "F": self.d_ff}
 
     def __str__(self) -> str:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.checkpoint import MoELayer, ReadProgress, load_hidden_states, open_checkpoint
 from moe_core.checkpoint.quantized import plain_array
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.operands import map_arrays, named_fields
 from moe_core.parity.case import Case
+from moe_core.specs.operands import map_arrays, named_fields
 
 #: The dtype of a quantised checkpoint's hidden states, and of what is dequantised, where none is asked for.
 QUANTIZED_DTYPE = "bfloat16"

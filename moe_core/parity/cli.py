@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_core
-from moe_core.dtypes import MATMUL_DTYPES
+from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
 from moe_core.parity.case import Case

@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.parity.flips import Flip, RouterScores, find_flips
 from moe_core.parity.report import AGREE, DIFFER, MISSING, NOT_TESTED, TIE, Report, StageRow
 from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, stage_tolerances
-from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.routing import RouterSpec
 
 #: The layer whose tolerances hold where the caller gives none: d_model and d_ff, K and E of a large model.
 _NOMINAL_WIDTH, _NOMINAL_TOP_K, _NOMINAL_EXPERTS = 4096, 8, 128
@@ -84,12 +86,7 @@ def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     coarsest = max(known or ["float32"], key=lambda name: UNIT_ROUNDOFF[name])
     spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL_TOP_K))
     table = stage_tolerances(
-        spec,
-        coarsest,
-        d_model=_NOMINAL_WIDTH,
-        d_ff=_NOMINAL_WIDTH,
-        top_k=_NOMINAL_TOP_K,
-        num_experts=_NOMINAL_EXPERTS,
+        spec, coarsest, d_model=_NOMINAL_WIDTH, d_ff=_NOMINAL_WIDTH, top_k=_NOMINAL_TOP_K, num_experts=_NOMINAL_EXPERTS
     )
     chosen = table.get(stage, table["output"])
     # A stage that is fp32 in our layers may be rounded in the caller's: then its dtype's own tolerance counts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from moe_core.cuda import cuda_available, cuda_target, driver
+from moe_core.runtime.cuda import cuda_available, cuda_target, driver
 
 INTERPRETER = "triton interpreter (cpu)"
 NUMPY = "numpy reference (cpu)"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_core.reference.activation import sigmoid
-from moe_core.specs import RouterSpec
+from moe_core.ops.activation.reference import sigmoid
+from moe_core.specs.routing import RouterSpec
 
 #: How far a score can move when every logit moves by at most 1: the largest slopes of the scoring functions. Softmax:
 #: 2 p (1 - p), over all logits together; sigmoid: p (1 - p); the derivative of sqrt(softplus) peaks at 0.319.
@@ -56,7 +56,7 @@ class Flip:
         )
 
 
-def selection_scores(
+def topk_scores(
     logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
 ) -> np.ndarray:
     """The fp32 scores `[T, E]` experts are ranked by: the logits, or score + bias where a correction bias is given."""
@@ -92,7 +92,7 @@ class RouterScores:
         cls, logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
     ) -> RouterScores:
         """Scores for a routing rule; router None: the experts are ranked by their logits."""
-        scores = selection_scores(logits, router, correction_bias)
+        scores = topk_scores(logits, router, correction_bias)
         if router is None:
             return cls(scores)
         scored = correction_bias is not None and router.order != "topk_then_softmax"
@@ -183,6 +183,6 @@ def _classify(
         kept = set(np.argsort(-groups, kind="stable")[: scores.topk_group].tolist())
         strangers = {expert // group_of for expert in added} - kept
         if strangers:
-            worst_kept = min(groups[group] for group in kept)
-            return "group", float(worst_kept - min(groups[group] for group in strangers)), allowed
+            worst_saved = min(groups[group] for group in kept)
+            return "group", float(worst_saved - min(groups[group] for group in strangers)), allowed
     return kind, float(max(own[list(removed)]) - min(own[list(added)])), allowed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from moe_core import dtypes
-from moe_core.checks import require_choice
+from moe_core.base import dtypes
+from moe_core.base.checks import require_choice
 from moe_core.parity.tolerance import (
     DEVIATIONS,
     EXACT,
@@ -18,7 +18,7 @@ from moe_core.parity.tolerance import (
     rounded,
     stage_tolerances,
 )
-from moe_core.specs import MoESpec
+from moe_core.specs.moe import MoESpec
 
 
 def gradient_tolerances(
@@ -26,9 +26,9 @@ def gradient_tolerances(
 ) -> Callable[[str], Tolerance]:
     """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, behind equal ids, weights and logits.
 
-    docs/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one rounding of
-    one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is clamped may
-    change with its last bit, which no tolerance covers.
+    docs/user/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one
+    rounding of one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is
+    clamped may change with its last bit, which no tolerance covers.
     """
     require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
     one_side = 0.0 if dtype == "float32" else UNIT_ROUNDOFF[dtype]

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.expert_checks import why_no_moe_gradient
 from moe_core.formats import QuantizedTensor
-from moe_core.moe_backward import gradient_names
-from moe_core.operands import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
+from moe_core.ops.common.rounding import round_to
+from moe_core.ops.moe.backward import gradient_names
+from moe_core.ops.moe.checks import why_no_moe_gradient
+from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.parity.case import Case
 from moe_core.parity.gradient_tolerance import gradient_tolerances
 from moe_core.parity.reference_engine import reference_stages
-from moe_core.parity.report import AGREE, DIFFER, NOT_TESTED, BitwiseRow, CaseReport, Report, StageRow
-from moe_core.parity.run import same_bits
+from moe_core.parity.report import AGREE, DIFFER, BitwiseRow, CaseReport, Report, StageRow
+from moe_core.parity.run import reference_ran, relatives, same_bits
 from moe_core.parity.tolerance import Tolerance, measure
-from moe_core.reference.backward_moe import moe_backward_stages
-from moe_core.reference.rounding import round_to
+from moe_core.specs.operands import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
 
 _SEED = 0x60AD
 
@@ -83,8 +83,7 @@ def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], 
 def compare_gradients(case: Case, run: GradientRun) -> Report:
     """Every gradient of an engine against the reference's."""
     if run.is_reference:
-        note = "the NumPy reference ran, so a comparison would test nothing"
-        return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
+        return reference_ran(run)
     expected = reference_gradients(case, run.forward)
     sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
     tolerances = gradient_tolerances(case.spec, case.dtype, num_tokens=case.x.shape[0], **sizes)
@@ -122,22 +121,19 @@ def _row(name: str, expected: np.ndarray, found: np.ndarray | None, tolerances: 
 def compare_gradient_bits(runs: Sequence[GradientRun]) -> tuple[BitwiseRow, ...]:
     """Every pair of engines of one family: whether all gradients have the same bits."""
     rows = []
-    for place, first in enumerate(runs):
-        for second in runs[place + 1 :]:
-            if first.family is None or first.family != second.family:
-                continue
-            names = (first.engine, second.engine)
-            if first.device != second.device or first.is_reference:
-                note = "both ran the NumPy reference" if first.device == second.device else "devices differ"
-                rows.append(BitwiseRow(names, "", None, note))
-                continue
-            wrong = [
-                name
-                for name, gradient in first.gradients.items()
-                if name not in second.gradients or not same_bits(gradient, second.gradients[name])
-            ]
-            note = f"first difference in {wrong[0]}" if wrong else f"{len(first.gradients)} gradients on {first.device}"
-            rows.append(BitwiseRow(names, first.device, not wrong, note))
+    for first, second in relatives(runs):
+        names = (first.engine, second.engine)
+        if first.device != second.device or first.is_reference:
+            note = "both ran the NumPy reference" if first.device == second.device else "devices differ"
+            rows.append(BitwiseRow(names, "", None, note))
+            continue
+        wrong = [
+            name
+            for name, gradient in first.gradients.items()
+            if name not in second.gradients or not same_bits(gradient, second.gradients[name])
+        ]
+        note = f"first difference in {wrong[0]}" if wrong else f"{len(first.gradients)} gradients on {first.device}"
+        rows.append(BitwiseRow(names, first.device, not wrong, note))
     return tuple(rows)
 
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.quantize.reference import quantize_rows
+from moe_core.ops.quantize.rows import chooses_one_scale
+from moe_core.ops.reduction.reference import scale_rows
+from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.case import Case
 from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
-from moe_core.quantize_rows import chooses_one_scale
-from moe_core.reference.matmul import matmul_ogs
-from moe_core.reference.quantize import quantize_rows
-from moe_core.reference.reduction import scale_rows
-from moe_core.reference.routing import layout as make_layout
-from moe_core.specs import LayoutSpec, MatmulSpec
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.routing import LayoutSpec
 
 #: x and the hidden rows, quantised: uint8 `[rows, bytes]`, each row's codes and then its scales.
 QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"

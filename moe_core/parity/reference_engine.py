@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_core.operands import TopK
+from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.case import Case
 from moe_core.parity.devices import NUMPY
 from moe_core.parity.engines import REFERENCE, EngineRun
-from moe_core.reference.moe import moe_stages
+from moe_core.specs.operands import TopK
 
 
 class ReferenceEngine:

@@ -11,34 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from moe_core.formats import QuantizedTensor
-from moe_core.operands import TopK
+from moe_core.ops.activation.reference import activation
+from moe_core.ops.routing.reference import layout as make_layout
+from moe_core.ops.routing.reference import pack_bitmatrix, route, unpack_bitmatrix
 from moe_core.parity.case import Case
 from moe_core.parity.compare import ids_row, logit_tolerance, stage_row
 from moe_core.parity.engines import Engine, EngineRun
 from moe_core.parity.flips import Flip, RouterScores, blame_routing, find_flips
 from moe_core.parity.quantized_rows import QUANTIZED_HIDDEN, QUANTIZED_X, OwnRows
 from moe_core.parity.reference_engine import reference_stages
-from moe_core.parity.report import (
-    DIFFER,
-    GIVEN,
-    MISSING,
-    NOT_TESTED,
-    BitwiseRow,
-    CaseReport,
-    Report,
-    StageRow,
-)
+from moe_core.parity.report import DIFFER, GIVEN, MISSING, NOT_TESTED, BitwiseRow, CaseReport, Report, StageRow
 from moe_core.parity.tolerance import EXACT, Tolerance, activation_tolerance, stage_tolerances
-from moe_core.reference.activation import activation
-from moe_core.reference.routing import layout as make_layout
-from moe_core.reference.routing import pack_bitmatrix, route, unpack_bitmatrix
-from moe_core.specs import LayoutSpec
+from moe_core.specs.operands import TopK
+from moe_core.specs.routing import LayoutSpec
 
 #: Every engine must have these, in the order of the computation; the others only where it has such an op.
 REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
@@ -115,11 +107,16 @@ def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], ob
     return CaseReport(case.name, case.dtype, case.sizes, case.description, tuple(reports), bits, case.scheme)
 
 
+def reference_ran(run: Any) -> Report:
+    """The report of an engine that ran the reference itself."""
+    note = "the NumPy reference ran, so a comparison would test nothing"
+    return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
+
+
 def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
     """Every stage of an engine against the reference."""
     if run.is_reference:
-        note = "the NumPy reference ran, so a comparison would test nothing"
-        return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
+        return reference_ran(run)
     required = REQUIRED
     if yardstick.case.spec.activations is not None:
         required = (*REQUIRED, QUANTIZED_X, QUANTIZED_HIDDEN)
@@ -268,12 +265,13 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 def compare_bits(runs: Sequence[EngineRun]) -> tuple[BitwiseRow, ...]:
     """Every pair of engines of one family: whether all stages and the composed results have the same bits."""
-    rows = []
-    for place, first in enumerate(runs):
-        for second in runs[place + 1 :]:
-            if first.family is not None and first.family == second.family:
-                rows.append(_bitwise_row(first, second))
-    return tuple(rows)
+    return tuple(_bitwise_row(first, second) for first, second in relatives(runs))
+
+
+def relatives(runs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Every pair of runs whose engines are of one family."""
+    pairs = itertools.combinations(runs, 2)
+    return (pair for pair in pairs if pair[0].family is not None and pair[0].family == pair[1].family)
 
 
 def _bitwise_row(first: EngineRun, second: EngineRun) -> BitwiseRow:

@@ -36,11 +36,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moe_core import dtypes
-from moe_core.checks import require_at_least, require_choice
+from moe_core.base import dtypes
+from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
-from moe_core.specs import Activation, MatmulSpec, MoESpec
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
 
 #: Half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -225,7 +226,8 @@ def stage_tolerances(
     routed_from: str = "x",
     weights_format: Format | None = None,
 ) -> dict[str, Tolerance]:
-    """The tolerance of every stage of `moe_core.reference.moe.moe_stages`, errors carried from stage to stage.
+    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, errors carried from stage to
+    stage.
 
     dtype: that of x. routed_from: `x`, `logits` or `ids`, the first of them both sides were given. The stages behind
     the ids are comparable only where the ids agree. weights_format: of quantised experts, None of plain ones.
@@ -375,11 +377,7 @@ def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None =
 
 
 def assert_close(
-    actual: np.ndarray,
-    expected: np.ndarray,
-    tolerance: Tolerance,
-    label: str,
-    scale: np.ndarray | None = None,
+    actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance, label: str, scale: np.ndarray | None = None
 ) -> None:
     """Raise AssertionError, naming `label`, the worst element, where, errors and tolerance, unless within tolerance."""
     complaint = measure(actual, expected, scale).complaint(tolerance)

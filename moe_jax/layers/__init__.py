@@ -9,7 +9,7 @@ otherwise: `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `w
 Experts with a scheme (`ExpertsSpec(scheme=...)`) are quantised: `wi_0`, `wi_1` and `wo` then are no arrays, but hold
 `values`, `scales` and, of formats that have them, `zero_points`, as in `QuantizedTensor` (sub-byte values packed in
 uint8). They start as zeros, to be loaded, are never cast, and have no gradient; those of everything else flow through
-them, unless the scheme quantises activations too. `prepare_weights` re-lays loaded mxfp4, int4 and int8
+them, unless the scheme quantises activations too. `prepack_weights` re-lays loaded mxfp4, int4 and int8
 experts for Hopper's kernels, under the names `tiled_values`, `tiled_scales` and `tiled_zero_points`.
 
 Logical axes are MaxText's: ("exp", "embed_no_exp", "mlp") for `wi_0`, ("embed", None) for gates, "layers" for a stack.
@@ -19,20 +19,16 @@ What is cast to the compute dtype: x, the matrices of the experts and shared exp
 copy of the matrices is made in every call, so store them in the compute dtype (param_dtype) where memory counts. Gates
 and fp32 biases are used as they are, in fp32: one bit of difference in a logit can choose another expert.
 
-Layers are differentiable (docs/training.md) by x and every parameter. Flax is not needed here.
+Layers are differentiable (docs/user/training.md) by x and every parameter. Flax is not needed here.
 Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
 """
 
-from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, layer_spec_from_config
-from moe_core.specs import Activation, RouterSpec, Tuning
-from moe_jax.layers.functional import (
-    CHECKPOINT_NAMES,
-    explain,
-    forward,
-    router_losses,
-    update_correction_bias,
-    warmup,
-)
+from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.routing import RouterSpec
+from moe_core.specs.tuning import Tuning
+from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, update_correction_bias, warmup
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
     STACK_AXIS,
@@ -41,11 +37,11 @@ from moe_jax.layers.parameters import (
     Parameters,
     find,
     initialize,
-    is_prepared,
+    is_prepacked,
     leaves,
     nested,
 )
-from moe_jax.layers.prepared import prepare_weights, restore_weights
+from moe_jax.layers.prepack import prepack_weights, restore_weights
 from moe_jax.layers.weights import export_weights, load_weights
 
 __all__ = [
@@ -68,12 +64,12 @@ __all__ = [
     "find",
     "forward",
     "initialize",
-    "is_prepared",
+    "is_prepacked",
     "layer_spec_from_config",
     "leaves",
     "load_weights",
     "nested",
-    "prepare_weights",
+    "prepack_weights",
     "restore_weights",
     "router_losses",
     "update_correction_bias",

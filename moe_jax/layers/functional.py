@@ -15,30 +15,33 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from moe_core import dtypes
-from moe_core.arrays import ArraySpec
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
-from moe_core.moe import plan_moe
-from moe_core.moe_backward import explain_training
-from moe_core.operands import RoutingGradients
-from moe_core.plan import LaunchPlan
-from moe_core.router_backward import ROUTER_GRADIENTS, plan_router_backward
-from moe_core.routing import plan_layout, plan_router, plan_routing
-from moe_core.routing_backward import plan_routing_backward
-from moe_core.specs import LayoutSpec, LogitsSpec, MoESpec, RouterSpec
-from moe_core.warmup import WarmupReport, token_counts
+from moe_core.ops.moe.backward import explain_training
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
+from moe_core.ops.router.forward import plan_router
+from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan.steps import LaunchPlan
+from moe_core.runtime.warmup import WarmupReport, token_counts
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import RoutingGradients
+from moe_core.specs.routing import LayoutSpec, RouterSpec
 from moe_jax import ops
-from moe_jax.calls import OpCall
-from moe_jax.compile_ahead import make_ready
-from moe_jax.composed import moe_call, training_plans
-from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepared, is_quantized, leaves, nested
-from moe_jax.layers.prepared import matrix_specs
+from moe_jax.bridge.calls import OpCall
+from moe_jax.bridge.requests import moe_request, training_plans
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
+from moe_jax.layers.prepack import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
+from moe_jax.warmup import make_ready
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
-#: K; the products `mlpwi_0` and `mlpwi_1` are one array under `moe_jax.KEPT_NAMES`, in the order of the experts' rows.
+#: K; the products `mlpwi_0` and `mlpwi_1` are one array under `moe_jax.SAVED_NAMES`, in the order of the experts' rows.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 
@@ -64,21 +67,21 @@ def forward(
     *,
     dtype: Any = None,
     token_mask: Array | None = None,
-    layer: Array | int | None = None,
+    layer_index: Array | int | None = None,
     return_aux: bool = False,
 ) -> Any:
     """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
 
     dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it (of quantised
     experts: of x and the shared experts, if there are any). token_mask:
-    bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer: where
-    parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the compute
-    dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack is
-    refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place on
-    a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises
+    bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer_index:
+    where parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the
+    compute dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack
+    is refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place
+    on a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises
     InvalidInput, Unsupported.
     """
-    call = _prepare(parameters, x, spec, dtype, token_mask, layer)
+    call = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
     result, tokens_per_expert = _run(call, spec)
     y = result.output.reshape(x.shape)
     if call.layer_exists is not None:
@@ -162,7 +165,7 @@ def _plans_for(
             return find(parameters, leaf.path).dtype
         return leaf.parameter.dtype or (jnp.float32 if leaf.is_state else param_dtype)
 
-    every = leaves(spec, num_layers, parameters is not None and is_prepared(parameters))
+    every = leaves(spec, num_layers, parameters is not None and is_prepacked(parameters))
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
     found: list[tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]] = []
 
@@ -180,7 +183,8 @@ def _plans_for(
 def router_losses(
     logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.reference.auxiliary.router_losses` has the formulas.
+    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference_losses.router_losses` has the
+    formulas.
 
     Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
     """
@@ -225,7 +229,9 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
     return correction_bias + rate * step
 
 
-def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer: Any) -> _Call:
+def _prepare(
+    parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
+) -> _Call:
     """Check, flatten and cast."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
@@ -242,14 +248,14 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
                 f"{token_mask.dtype}{list(token_mask.shape)}; compare it with 0 and give it that shape"
             )
         token_mask = token_mask.reshape(-1)
-    prepared = is_prepared(parameters)
-    arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec, prepared=prepared)}
+    prepacked = is_prepacked(parameters)
+    arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec, prepacked=prepacked)}
     if dtype is None:
         matrix = next((arrays[name] for name in ("experts.down", "shared_experts.down") if name in arrays), x)
         dtype = jnp.result_type(x.dtype, matrix.dtype)
-    arrays, index, layer_exists = _one_layer(arrays, jnp.dtype(dtype), layer, 4 if prepared else 3)
+    arrays, index, layer_exists = _one_layer(arrays, jnp.dtype(dtype), layer_index, 4 if prepacked else 3)
     arrays = {name: array.astype(_used_dtype(name, array, dtype)) for name, array in arrays.items()}
-    arrays = _assembled(arrays, spec, prepared)
+    arrays = _assembled(arrays, spec, prepacked)
 
     def bundle(kind: type, prefix: str, **more: Any) -> Any:
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -257,7 +263,7 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
 
     return _Call(
         jnp.asarray(x).reshape(-1, spec.d_model).astype(dtype),
-        bundle(ExpertWeights, "experts.", layer=index),
+        bundle(ExpertWeights, "experts.", layer_index=index),
         bundle(RouterWeights, "router."),
         None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
         token_mask,
@@ -265,12 +271,12 @@ def _prepare(parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, tok
     )
 
 
-def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepared: bool) -> dict[str, Any]:
+def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
     """The arrays of quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
     found: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
-    own = matrix_specs(spec, prepared)
+    own = matrix_specs(spec, prepacked)
     parts = [name.rpartition(".") for name in arrays if is_quantized(name)]
     for matrix in dict.fromkeys(matrix for matrix, _, _ in parts):
         fields = {field: arrays[f"{matrix}.{field}"] for of, _, field in parts if of == matrix}
@@ -286,7 +292,7 @@ def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
 
 
 def _one_layer(
-    arrays: dict[str, Any], dtype: Any, layer: Array | int | None, axes: int
+    arrays: dict[str, Any], dtype: Any, layer_index: Array | int | None, axes: int
 ) -> tuple[dict[str, Any], jax.Array | None, jax.Array | None]:
     """(the arrays of one layer of a stack, the index of those left stacked or None, whether a traced layer that was cut
     out exists or None). axes: those of one layer's down.
@@ -295,19 +301,27 @@ def _one_layer(
     ones never are, so that plain shared experts may be cut out beside them.
     """
     down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
-    if down.ndim == axes and layer is None:
+    if down.ndim == axes and layer_index is None:
         return arrays, None, None
-    if down.ndim != axes + 1 or layer is None:
+    if down.ndim != axes + 1 or layer_index is None:
         kind = "a stack of layers" if down.ndim == axes + 1 else f"one layer (wo {down.shape})"
-        raise InvalidInput(f"layer must be given with a stack of layers and only then, got {layer!r} with {kind}")
+        raise InvalidInput(
+            f"layer_index must be given with a stack of layers and only then, got {layer_index!r} with {kind}"
+        )
     # NumPy keeps every bit of an index, JAX may cut it to 32.
-    given = np.asarray(layer) if isinstance(layer, (int, np.generic, np.ndarray)) else jnp.asarray(layer)
+    given = (
+        np.asarray(layer_index) if isinstance(layer_index, (int, np.generic, np.ndarray)) else jnp.asarray(layer_index)
+    )
     if given.size != 1 or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise InvalidInput(f"layer must be one integer, got {given.dtype}{list(given.shape)}; pass an int32 scalar")
+        raise InvalidInput(
+            f"layer_index must be one integer, got {given.dtype}{list(given.shape)}; pass an int32 scalar"
+        )
     given, num_layers = given.reshape(()), down.shape[0]
     is_traced = isinstance(given, Tracer)
     if not is_traced and not 0 <= int(given) < num_layers:
-        raise InvalidInput(f"layer must be in [0, {num_layers}), got {int(given)}; pass the index of a stacked layer")
+        raise InvalidInput(
+            f"layer_index must be in [0, {num_layers}), got {int(given)}; pass the index of a stacked layer"
+        )
     index = jnp.asarray(given, jnp.int32).reshape(1)
     cast = {name for name, array in arrays.items() if array.dtype != _used_dtype(name, array, dtype)}
     # Biases are few: those of a stack read in place are cast as a stack.
@@ -334,7 +348,7 @@ def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
     if call.token_mask is not None:
         # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
         rows = jnp.where(call.token_mask[:, None], rows, 0)
-    logits = ops.router(rows, router.weight, bias=router.bias, spec=_logits_spec(spec))
+    logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
     routing = ops.route(logits, spec.router, correction_bias=router.correction_bias, token_mask=call.token_mask)
     layout = ops.make_layout(routing.ids, spec.num_experts)
     # A slot's place among its expert's; slots without a row have the id -1 and stay so.
@@ -351,7 +365,7 @@ def _plans(call: _Call, spec: MoELayerSpec, training: bool) -> tuple[list[Launch
 
     def whole(routing: Any, moe_spec: MoESpec, token_mask: Array | None) -> tuple[LaunchPlan, tuple[LaunchPlan, ...]]:
         experts, shared = call.experts, call.shared
-        op, arguments, keywords = moe_call(call.tokens, experts, routing, moe_spec, token_mask, None, shared)
+        op, arguments, keywords = moe_request(call.tokens, experts, routing, moe_spec, token_mask, None, shared)
         steps = training_plans(op, arguments, keywords) if training else ()
         return op.plan(plan_moe, *arguments, **keywords), steps
 
@@ -367,7 +381,7 @@ def _plans(call: _Call, spec: MoELayerSpec, training: bool) -> tuple[list[Launch
     scores, bias = route.array("logits", logits), route.optional("correction_bias", router.correction_bias)
     forward, steps = whole(chosen, dataclasses.replace(moe_spec, router=None), None)
     routed = [
-        stage.plan(plan_router, *arrays, _logits_spec(spec)),
+        stage.plan(plan_router, *arrays, moe_spec.logits_spec()),
         route.plan(plan_routing, scores, spec.router, correction_bias=bias),
         layout.plan(plan_layout, layout.array("ids", ids), LayoutSpec(num_tokens, spec.top_k, spec.num_experts)),
     ]
@@ -377,11 +391,6 @@ def _plans(call: _Call, spec: MoELayerSpec, training: bool) -> tuple[list[Launch
     wanted = ROUTER_GRADIENTS if router.bias is not None else ROUTER_GRADIENTS[:2]
     backward = (
         plan_routing_backward(RoutingGradients(weights), scores, ArraySpec(ids.shape, "int32"), spec.router, target),
-        plan_router_backward(scores, *arrays, _logits_spec(spec), target, wanted=wanted),
+        plan_router_backward(scores, *arrays, moe_spec.logits_spec(), target, wanted=wanted),
     )
     return [*routed, forward], (*steps, *backward)
-
-
-def _logits_spec(spec: MoELayerSpec) -> LogitsSpec:
-    """The router product's, where it runs apart."""
-    return LogitsSpec(MAXTEXT.router_weight_layout, spec.logits_dtype, spec.allow_tf32)

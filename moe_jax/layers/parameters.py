@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_core.checks import require_at_least
+from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, tiled_specs
@@ -90,22 +90,22 @@ class Leaf:
 
 
 @functools.lru_cache(maxsize=1024)
-def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepared: bool = False) -> tuple[Leaf, ...]:
+def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
     """Every array of a layer, or of a stack of num_layers, in a fixed order.
 
-    prepared: of parameters that `prepare_weights` gave, whose quantised matrices are tiled. Raises InvalidInput.
+    prepacked: of parameters that `prepack_weights` gave, whose quantised matrices are tiled. Raises InvalidInput.
     """
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)
     first = "wi_0" if spec.gated and storage.gate_layout == "separate" else "wi"
-    found, tiled = [], tiled_specs(spec, storage) if prepared else {}
+    found, tiled = [], tiled_specs(spec, storage) if prepacked else {}
     for parameter in spec.parameters(MAXTEXT):
         group, field, *part = parameter.name.split(".")
         path = _FIXED_PATHS.get(f"{group}.{field}")
         if path is None:
             path = (field.replace("gate_up", first),) if group == "experts" else (group, first, "kernel")
-        if prepared and parameter.role == "quantized":
+        if prepacked and parameter.role == "quantized":
             parameter, part = _tiled(parameter, tiled), [TILED + part[0]]
         names = _LOGICAL_AXES["expert biases" if group == "experts" and parameter.role == "bias" else group]
         shape, axes = parameter.shape, tuple(names[axis] for axis in parameter.axes)
@@ -117,7 +117,7 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepared: bool = F
 
 
 def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Parameter:
-    """An array of a quantised matrix as it is in a prepared layer."""
+    """An array of a quantised matrix as it is in a prepacked layer."""
     matrix, _, part = parameter.name.rpartition(".")
     tiling = specs[matrix].tiling
     assert tiling is not None
@@ -125,15 +125,15 @@ def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Paramete
     return dataclasses.replace(parameter, shape=getattr(shapes, part), axes=(parameter.axes[0], None, None, None))
 
 
-def is_prepared(parameters: Parameters) -> bool:
-    """Whether parameters are those that `prepare_weights` gave. InvalidInput where matrices are there in both layouts,
+def is_prepacked(parameters: Parameters) -> bool:
+    """Whether parameters are those that `prepack_weights` gave. InvalidInput where matrices are there in both layouts,
     as an update of a layer with the state of another kind leaves them."""
     matrices = {name: parameters.get(name) for name in ("wi", "wo")} if isinstance(parameters, Mapping) else {}
     held = {name: set(matrix) for name, matrix in matrices.items() if isinstance(matrix, Mapping)}
     for name, parts in held.items():
         if {"values", f"{TILED}values"} <= parts:
             raise InvalidInput(
-                f"{name} must hold values or {TILED}values, got both; prepare, or restore, the layer before it takes "
+                f"{name} must hold values or {TILED}values, got both; prepack, or restore, the layer before it takes "
                 "the state of another one"
             )
     return f"{TILED}values" in held.get("wo", ())

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_core import dtypes
+from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.layers import FREE_FIELDS, MAXTEXT, LayerWeights, MoELayerSpec, placements
-from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepared, leaves, nested
-from moe_jax.layers.prepared import restore_weights
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, leaves, nested
+from moe_jax.layers.prepack import restore_weights
 
 
 def load_weights(
@@ -45,11 +45,11 @@ def export_weights(
     parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
 ) -> LayerWeights | list[LayerWeights]:
     """The parameters of a layer as LayerWeights, or of a stack as one LayerWeights per layer; layouts as stored, those
-    of prepared matrices as published.
+    of prepacked matrices as published.
 
     Arrays are fetched from their device one by one; those on a CPU are not copied. A stack's arrays are views of it.
     """
-    if is_prepared(parameters):
+    if is_prepacked(parameters):
         parameters = restore_weights(parameters, spec, num_layers)
     fetched = {leaf.parameter.name: np.asarray(find(parameters, leaf.path)) for leaf in leaves(spec, num_layers)}
     if num_layers is None:

@@ -1,4 +1,4 @@
-"""Fused MoE in replaceable parts, as pure functions: prepare, experts, finalize (docs/modular.md).
+"""Fused MoE in replaceable parts, as pure functions: prepare, experts, finalize (docs/user/modular.md).
 
     prepared = prepare(hidden_states, topk_weights, topk_ids)
     output = fused_experts(prepared.a1q, w1, w2, topk_weights, topk_ids)
@@ -8,27 +8,24 @@ example. Gradients, jit, scan, vmap and shard_map work as they do for the ops. P
 parameters, however many; `inplace` has no meaning here, donate in the `jax.jit` around.
 """
 
-from moe_core.modular import (
-    FUSED_MOE_UNQUANTIZED_CONFIG,
+from moe_core.modular.deep_gemm import deep_gemm_block_shape
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular.types import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEParallelConfig,
-    FusedMoEQuantConfig,
     QuantKey,
     ScaleDesc,
     SlotContext,
-    activation_of,
-    deep_gemm_block_shape,
 )
+from moe_core.modular.weights import activation_of
 from moe_jax.modular.deep_gemm import (
-    is_blackwell_deep_gemm_e8m0_used,
-    m_grouped_fp8_gemm_nt_contiguous,
-    m_grouped_fp8_gemm_nt_masked,
-)
-from moe_jax.modular.deep_gemm_composition import (
     batched_deep_gemm_experts,
     deep_gemm_experts,
     explain_triton_or_deep_gemm,
+    is_blackwell_deep_gemm_e8m0_used,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
     triton_or_deep_gemm_experts,
 )
 from moe_jax.modular.experts import activate, batched_experts, fused_experts, moe_sum, unfused_experts

@@ -1,4 +1,4 @@
-"""The grouped products of DeepGEMM's contract, under its names, as pure functions on the kernels of this library."""
+"""DeepGEMM's grouped products, experts on them, and the choice between these and the fused ones; pure functions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_core import dtypes
-from moe_core.checks import require_at_least, require_choice
-from moe_core.errors import InvalidInput
-from moe_core.formats import FP8_BLOCK, FP8_GROUP
-from moe_core.modular.deep_gemm import Pair, check_products, has_e8m0_mode, matmul_side, plan_masked
-from moe_core.operands import MatmulOperands, RaggedLayout
-from moe_core.specs import LayoutSpec, MatmulSpec
-from moe_jax import ops, platforms
-from moe_jax.calls import OpCall
+from moe_core.base import dtypes
+from moe_core.base.checks import require_at_least, require_choice
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedTensor
+from moe_core.modular.deep_gemm import (
+    ALIGNMENT,
+    DEEP_GEMM,
+    DispatchCase,
+    Pair,
+    activation_format,
+    check_products,
+    choose_experts,
+    explain_choice,
+    has_e8m0_mode,
+    matmul_side,
+    plan_masked,
+    why_not_allowed,
+    why_not_deep_gemm,
+)
+from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.types import moe_problem_size
+from moe_core.modular.weights import activation_of
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout
+from moe_core.specs.tuning import Tuning, tunings_of
+from moe_jax import ops
+from moe_jax.bridge import platforms
+from moe_jax.bridge.calls import OpCall
+from moe_jax.modular.experts import fused_experts, require_experts, weights_of
+from moe_jax.modular.finalize import blocks_layout
+from moe_jax.modular.prepare import left_routing
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[Any, Any]
@@ -71,17 +93,6 @@ def is_blackwell_deep_gemm_e8m0_used() -> bool:
     return target is not None and has_e8m0_mode(target)
 
 
-def blocks_layout(groups: int, rows: int, sizes: jax.Array) -> RaggedLayout:
-    """The layout of `[groups, rows, D]` whose first sizes int32 `[groups]` rows are used; every row is its own slot."""
-    total = groups * rows
-    places = jnp.arange(total, dtype=jnp.int32)
-    starts = jnp.arange(groups + 1, dtype=jnp.int32) * rows
-    used = places.reshape(groups, rows) - starts[:-1, None] < sizes[:, None]
-    slots = jnp.where(used.reshape(-1), places, -1)
-    spec = LayoutSpec(total, 1, groups, max_rows=rows)
-    return RaggedLayout(spec, sizes, starts, slots, slots, jnp.zeros(1, jnp.int32))
-
-
 def pair_of(name: str, pair: Quantized) -> Pair:
     """Shapes and dtypes of values and scales; InvalidInput for what is no pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -99,3 +110,184 @@ def _out_dtype(out_dtype: Any) -> str:
 def _require_indices(name: str, indices: Any, count: int) -> None:
     if indices.dtype.name != "int32" or indices.shape != (count,):
         raise InvalidInput(f"{name} must be int32 [{count}], got {indices.dtype} {indices.shape}; cast or cut it")
+
+
+_HIDDEN = ("bfloat16", "float16", "float32")
+
+
+def deep_gemm_experts(
+    hidden_states: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    activation: str | Activation = "silu",
+    global_num_experts: int = -1,
+    expert_map: jax.Array | None = None,
+    apply_router_weight_on_input: bool = False,
+    *,
+    quant_config: FusedMoEQuantConfig,
+    a1q_scale: jax.Array | None = None,
+    e8m0: bool = False,
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]`, products in the contiguous layout.
+
+    quant_config: fp8_w8a8 with block_shape [128, 128] and the scales of w1 `[E, N, K]` and w2 `[E, K, F]`; N, K and F
+    are multiples of 128. hidden_states: bf16, fp16 or fp32, or e4m3 with a1q_scale fp32 `[M, K / 128]`, where the
+    output is bf16. Rounded as `moe_torch.modular.DeepGemmExperts`: `unfused_experts`, rows padded to 128 by expert.
+    e8m0: activations get power-of-two scales. Raises InvalidInput, Unsupported.
+    """
+    weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
+    experts, format = _experts(w1, w2, quant_config), activation_format(e8m0)
+    rows, dtype = _rows(hidden_states, a1q_scale, format)
+    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
+    require_experts(size.E, global_num_experts, expert_map)
+    layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=ALIGNMENT)
+    first, second = _specs(("token", "row"), ("row", "slot"), dtype, tuning)
+    hidden = _hidden(rows, experts, layout, first, activation, format)
+    operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias, row_weight=weights.reshape(-1))
+    return ops.reduce(ops.matmul_ogs(operands, layout, second), layout)
+
+
+def batched_deep_gemm_experts(
+    hidden_states: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    expert_num_tokens: jax.Array,
+    activation: str | Activation = "silu",
+    *,
+    quant_config: FusedMoEQuantConfig,
+    a1q_scale: jax.Array | None = None,
+    e8m0: bool = False,
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """Blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced, products in the masked layout.
+
+    Rows past expert_num_tokens int32 `[E]` come out as zeros. Everything else as in `deep_gemm_experts`.
+    """
+    if hidden_states.ndim != 3:
+        raise InvalidInput(
+            f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
+        )
+    experts, format = _experts(w1, w2, quant_config), activation_format(e8m0)
+    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), "out_in")
+    rows, dtype = _rows(hidden_states, a1q_scale, format)
+    layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
+    first, second = _specs(("row", "row"), ("row", "row"), dtype, tuning)
+    hidden = _hidden(rows, experts, layout, first, activation, format)
+    blocks = ops.matmul_ogs(MatmulOperands(hidden, experts.down, bias=experts.down_bias), layout, second)
+    return blocks.reshape(size.E, size.M, size.K)
+
+
+def triton_or_deep_gemm_experts(
+    hidden_states: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    activation: str | Activation = "silu",
+    global_num_experts: int = -1,
+    expert_map: jax.Array | None = None,
+    apply_router_weight_on_input: bool = False,
+    *,
+    quant_config: FusedMoEQuantConfig,
+    allow_deep_gemm: bool = False,
+    e8m0: bool = False,
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """`deep_gemm_experts` where it is allowed and the sizes are valid for it, else `fused_experts` with `out_in`.
+
+    The rule is that of `moe_torch.modular.TritonOrDeepGemmExperts`; `explain_triton_or_deep_gemm` says which and why.
+    """
+    tokens = (hidden_states, w1, w2, topk_weights, topk_ids)
+    arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
+    choice = choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
+    if choice.member == DEEP_GEMM:
+        return deep_gemm_experts(*arguments, quant_config=quant_config, e8m0=e8m0, tuning=tuning)
+    return fused_experts(*arguments, quant_config=quant_config, tuning=tuning)
+
+
+def explain_triton_or_deep_gemm(
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    quant_config: FusedMoEQuantConfig,
+    allow_deep_gemm: bool = False,
+    e8m0: bool = False,
+) -> str:
+    """Which experts `triton_or_deep_gemm_experts` runs for such arrays or shapes, and why: one line. Runs nothing."""
+    return explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
+
+
+def _case(
+    hidden_states: Any, w1: Any, w2: Any, quant_config: FusedMoEQuantConfig, allow_deep_gemm: bool, e8m0: bool
+) -> tuple[str | None, DispatchCase]:
+    """What the choice depends on: why DeepGEMM is not allowed at all, and the sizes."""
+    not_allowed = why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
+    if e8m0 and not_allowed is not None:
+        raise InvalidInput(
+            f"e8m0 must be False where DeepGEMM is not allowed, got True, and {not_allowed}; leave it out, or allow it"
+        )
+    used = e8m0 and is_blackwell_deep_gemm_e8m0_used()
+    dtypes = (w1.dtype.name, w2.dtype.name)
+    return not_allowed, DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
+
+
+def _experts(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig) -> ExpertWeights:
+    """The weights; InvalidInput where a product with them is not the contract's."""
+    reason = why_not_deep_gemm(quant_config)
+    if reason is not None:
+        raise Unsupported(reason)
+    experts = weights_of(w1, w2, quant_config, "out_in")
+    for weight in (experts.gate_up, experts.down):
+        k = weight.values.shape[2]
+        rows = Pair((0, k), "float8_e4m3fn", (0, k // ALIGNMENT), "float32")
+        check_products(rows, pair_of("b", (weight.values, weight.scales)))
+    return experts
+
+
+def _rows(hidden_states: jax.Array, a1q_scale: jax.Array | None, format: Format) -> tuple[QuantizedTensor, str]:
+    """Hidden states `[.., K]` quantised, as rows, those that are already with their scales, and the dtype of the
+    stages."""
+    *lead, columns = hidden_states.shape
+    dtype, rows = hidden_states.dtype.name, hidden_states.reshape(-1, columns)
+    if dtype == "float8_e4m3fn" and a1q_scale is not None:
+        wanted = (*lead, columns // ALIGNMENT)
+        if a1q_scale.dtype.name != "float32" or a1q_scale.shape != wanted:
+            raise InvalidInput(
+                f"a1q_scale must be float32 {wanted}, a scale for each 1 x {ALIGNMENT} values, got {a1q_scale.dtype} "
+                f"{a1q_scale.shape}; pass those of hidden_states"
+            )
+        return matmul_side(format, rows, a1q_scale.reshape(-1, wanted[-1])), "bfloat16"
+    if a1q_scale is not None or dtype not in _HIDDEN:
+        raise InvalidInput(
+            f"hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got {dtype} and "
+            f"{'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
+        )
+    return ops.quantize_rows(rows, format), dtype
+
+
+def _hidden(
+    rows: QuantizedTensor,
+    experts: ExpertWeights,
+    layout: RaggedLayout,
+    spec: MatmulSpec,
+    activation: str | Activation,
+    format: Format,
+) -> QuantizedTensor:
+    """What the second product reads: the first one, its activation, quantised."""
+    before = ops.matmul_ogs(MatmulOperands(rows, experts.gate_up, bias=experts.gate_up_bias), layout, spec)
+    return ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
+
+
+def _specs(
+    first: tuple[str, str], second: tuple[str, str], dtype: str, tuning: Tuning | None
+) -> tuple[MatmulSpec, MatmulSpec]:
+    """The specs of both products; (gather, scatter) of each."""
+    tunings = tunings_of(tuning)
+    return (
+        MatmulSpec("out_in", *first, out_dtype=dtype, tuning=tunings[0]),
+        MatmulSpec("out_in", *second, out_dtype=dtype, tuning=tunings[1]),
+    )

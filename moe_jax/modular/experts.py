@@ -10,22 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
-from moe_core.modular import (
-    FUSED_MOE_UNQUANTIZED_CONFIG,
-    FusedMoEQuantConfig,
-    SlotContext,
-    activation_of,
-    activation_quantization,
-    expert_weights,
-    moe_problem_size,
-)
-from moe_core.operands import ExpertWeights, MatmulOperands, RaggedLayout, TopK
-from moe_core.quantize_rows import chooses_one_scale
-from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, Tuning
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular.types import SlotContext, moe_problem_size
+from moe_core.modular.weights import activation_of, activation_quantization, expert_weights
+from moe_core.ops.quantize.rows import chooses_one_scale
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout, TopK
+from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
-from moe_jax.calls import require_type
-from moe_jax.modular.finalize import rows_by_slot
-from moe_jax.modular.prepare import as_routing
+from moe_jax.bridge.calls import require_type
+from moe_jax.modular.finalize import blocks_layout, rows_by_slot
+from moe_jax.modular.prepare import left_routing
 
 jax.tree_util.register_dataclass(
     SlotContext, data_fields=["hidden_states", "layout", "row_weight", "activated"], meta_fields=[]
@@ -71,11 +67,9 @@ def fused_experts(
     w1 `[E, N, K]`, w2 `[E, K, F]` (weight_layout `in_out`: the last two axes swapped). apply_router_weight_on_input:
     `prepare` has applied the weight. Raises InvalidInput, Unsupported.
     """
-    weights, ids = as_routing(topk_weights, topk_ids)
+    weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)
     require_experts(w1.shape[0], global_num_experts, expert_map)
-    if apply_router_weight_on_input:
-        weights = jnp.ones_like(weights)
     spec = MoESpec(
         activation_of(activation),
         weight_layout=weight_layout,
@@ -135,14 +129,12 @@ def unfused_experts(
     lies between stages is rounded to the dtype of the hidden states; slots without an expert are zeros after either
     product.
     """
-    weights, ids = as_routing(topk_weights, topk_ids)
+    weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, weight_layout)
     require_experts(size.E, global_num_experts, expert_map)
-    if apply_router_weight_on_input:
-        weights = jnp.ones_like(weights)
     layout = ops.make_layout(ids, size.E, expert_map=expert_map)
-    tunings = [None if tuning is None else tuning.of_product(number) for number in (1, 2)]
+    tunings = tunings_of(tuning)
     first = MatmulSpec(weight_layout, "token", "slot", tuning=tunings[0])
     operands = MatmulOperands(hidden_states, experts.gate_up, bias=experts.gate_up_bias)
     before = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
@@ -176,15 +168,9 @@ def batched_experts(
             f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
         )
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), weight_layout)
-    total = size.E * size.M
-    rows = jnp.arange(total, dtype=jnp.int32)
-    starts = jnp.arange(size.E + 1, dtype=jnp.int32) * size.M
-    slots = jnp.where(rows % size.M < jnp.repeat(expert_num_tokens, size.M), rows, -1)
-    spec = LayoutSpec(total, 1, size.E, max_rows=size.M)
-    layout = RaggedLayout(spec, expert_num_tokens, starts, slots, slots, jnp.zeros(1, jnp.int32))
-    tunings = [None if tuning is None else tuning.of_product(number) for number in (1, 2)]
+    layout, tunings = blocks_layout(size.E, size.M, expert_num_tokens), tunings_of(tuning)
     first = MatmulSpec(weight_layout, activation=activation_of(activation), tuning=tunings[0])
-    x = hidden_states.reshape(total, hidden_states.shape[2])
+    x = hidden_states.reshape(size.E * size.M, hidden_states.shape[2])
     operands = MatmulOperands(x, experts.gate_up, bias=experts.gate_up_bias)
     hidden = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
     second = MatmulSpec(weight_layout, tuning=tunings[1])

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
-from moe_core.operands import RaggedLayout
-from moe_core.specs import LayoutSpec
+from moe_core.specs.operands import RaggedLayout
+from moe_core.specs.routing import LayoutSpec
 from moe_jax import ops
 from moe_jax.modular.prepare import PreparedTokens, as_routing, weighted_rows
 
@@ -17,6 +17,17 @@ def rows_by_slot(row_of_slot: jax.Array, top_k: int) -> RaggedLayout:
     spec = LayoutSpec(row_of_slot.shape[0] // top_k, top_k, 1)
     nothing = jnp.zeros(1, jnp.int32)
     return RaggedLayout(spec, nothing, nothing, row_of_slot, row_of_slot, nothing)
+
+
+def blocks_layout(groups: int, rows: int, sizes: jax.Array) -> RaggedLayout:
+    """The layout of `[groups, rows, D]` whose first sizes int32 `[groups]` rows are used; every row is its own slot."""
+    total = groups * rows
+    places = jnp.arange(total, dtype=jnp.int32)
+    starts = jnp.arange(groups + 1, dtype=jnp.int32) * rows
+    used = places.reshape(groups, rows) - starts[:-1, None] < sizes[:, None]
+    slots = jnp.where(used.reshape(-1), places, -1)
+    spec = LayoutSpec(total, 1, groups, max_rows=rows)
+    return RaggedLayout(spec, sizes, starts, slots, slots, jnp.zeros(1, jnp.int32))
 
 
 def finalize(

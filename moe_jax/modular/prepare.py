@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_core.checks import require_at_least
+from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
-from moe_core.operands import RaggedLayout
+from moe_core.specs.operands import RaggedLayout
 from moe_jax import ops
 
 _INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
@@ -47,6 +47,12 @@ def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
         clip = np.clip if isinstance(topk_ids, np.ndarray) else jnp.clip
         topk_ids = clip(topk_ids, -2, 2**31 - 1)
     return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(topk_ids, jnp.int32)
+
+
+def left_routing(topk_weights: Any, topk_ids: Any, is_applied: bool) -> tuple[jax.Array, jax.Array]:
+    """`as_routing` with the weights that are left to apply: ones where they are on the input already."""
+    weights, ids = as_routing(topk_weights, topk_ids)
+    return jnp.ones_like(weights) if is_applied else weights, ids
 
 
 def weighted_rows(rows: jax.Array, weights: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Layers of torch: `moe_torch.MoE` and what it is described with."""
 
+from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.layers import (
     HUGGING_FACE,
     MAXTEXT,
@@ -9,7 +10,6 @@ from moe_core.layers import (
     MoELayerSpec,
     SharedExpertsSpec,
     Storage,
-    layer_spec_from_config,
 )
 from moe_torch.layers.moe import MoE
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
+from moe_core.base.target import Target
 from moe_core.layers import MoELayerSpec
-from moe_core.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
-from moe_core.plan import LaunchPlan
-from moe_core.router_backward import ROUTER_GRADIENTS
-from moe_core.specs import LogitsSpec, MoESpec
-from moe_core.target import Target
-from moe_torch import operators, ops
-from moe_torch.dispatch import Operator, call
-from moe_torch.options import encode
-from moe_torch.quantized_operators import MOE_QUANTIZED
-from moe_torch.router_gradients import ROUTE_BACKWARD, ROUTER_BACKWARD
+from moe_core.ops.router.backward import ROUTER_GRADIENTS
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_torch import ops
+from moe_torch.bridge.operator import Operator, call
+from moe_torch.bridge.options import encode
+from moe_torch.operators import table as operators
+from moe_torch.operators.requests import training_plans
+from moe_torch.operators.table import MOE_QUANTIZED, ROUTE_BACKWARD, ROUTER_BACKWARD
 
 
 class _Operators:
@@ -64,7 +65,7 @@ class CapacityLimit:
         ratio = spec.capacity_ratio()
         assert ratio is not None and spec.router == moe_spec.router
         self._spec, self._ratio = spec, ratio
-        self._logits = LogitsSpec(moe_spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
+        self._logits = moe_spec.logits_spec()
         # Behind the spec, the formats of quantised experts are options of their operator.
         self._options = encode(dataclasses.replace(moe_spec, router=None), *formats)
         self._is_quantized = bool(formats)
@@ -129,7 +130,7 @@ class CapacityLimit:
         weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
         wanted = ROUTER_GRADIENTS if bias is not None else ROUTER_GRADIENTS[:2]
         return (
-            *ops.training_plans(moe.operator, TopK, moe.arguments(arrays, ids, weights), self._options, target),
+            *training_plans(moe.operator, moe.arguments(arrays, ids, weights), self._options, target),
             ROUTE_BACKWARD.plan([weights, logits, ids, None], encode(spec.router), target),
             ROUTER_BACKWARD.plan([logits, x, weight, bias], encode(self._logits, wanted), target),
         )

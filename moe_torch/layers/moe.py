@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
-from moe_core import dtypes
-from moe_core.arrays import ALIGNMENT
+from moe_core.base import dtypes
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec
 from moe_core.layers import (
@@ -23,20 +23,20 @@ from moe_core.layers import (
     SharedExpertsSpec,
     convert_weights,
 )
-from moe_core.moe_backward import explain_training
-from moe_core.operands import RouterWeights
-from moe_core.specs import RouterSpec
-from moe_core.warmup import WarmupReport, token_counts, warmup
-from moe_torch import operators
-from moe_torch.dispatch import Operator, call, call_first, target_of_device
+from moe_core.ops.moe.backward import explain_training
+from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
+from moe_core.specs.operands import RouterWeights
+from moe_core.specs.routing import RouterSpec
+from moe_torch.bridge.operator import Operator, call, call_first, target_of_device
+from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
 from moe_torch.layers.auxiliary import router_losses
 from moe_torch.layers.capacity import CapacityLimit
 from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
-from moe_torch.layers.prepared import PreparedExperts
+from moe_torch.layers.prepack import PrepackedExperts
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
-from moe_torch.ops import training_plans
-from moe_torch.options import TORCH_DTYPES, encode, require_instance
-from moe_torch.quantized_operators import MOE_QUANTIZED
+from moe_torch.operators import table as operators
+from moe_torch.operators.requests import training_plans
+from moe_torch.operators.table import MOE_QUANTIZED
 
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
@@ -73,7 +73,7 @@ def _require_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-class MoE(PreparedExperts):
+class MoE(PrepackedExperts):
     """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
 
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
@@ -94,10 +94,10 @@ class MoE(PreparedExperts):
     `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. They are frozen; x and the
     parameters beside them (router, biases, shared experts) are trained. A scheme that quantises activations too freezes
     the whole layer: no parameter of it requires a gradient, and asking for one, of x too, raises Unsupported.
-    `prepare_weights` re-lays loaded mxfp4, int4 and int8 experts for Hopper's kernels; state_dicts keep the published
+    `prepack_weights` re-lays loaded mxfp4, int4 and int8 experts for Hopper's kernels; state_dicts keep the published
     layout.
 
-    Differentiable by x and every parameter, auxiliary losses included (docs/training.md says what training keeps).
+    Differentiable by x and every parameter, auxiliary losses included (docs/user/training.md says what training keeps).
     Raises InvalidInput for options that contradict each other.
     """
 
@@ -288,7 +288,7 @@ class MoE(PreparedExperts):
         if self._limit is not None:
             return self._limit.explain(arrays, target, training)
         if training:
-            return explain_training(training_plans(self._operator, RouterWeights, arrays, self._options, target))
+            return explain_training(training_plans(self._operator, arrays, self._options, target))
         return self._operator.plan(arrays, self._options, target).explain()
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
@@ -308,7 +308,7 @@ class MoE(PreparedExperts):
                 continue
             plans.append(self._operator.plan(arrays, self._options, target))
             if training:
-                plans += training_plans(self._operator, RouterWeights, arrays, self._options, target)
+                plans += training_plans(self._operator, arrays, self._options, target)
         return warmup(plans, (device.index or 0,))
 
     def _arrays_for(self, num_tokens: int) -> list[Any]:
@@ -367,7 +367,7 @@ class MoE(PreparedExperts):
         if spec.shared_experts is not None:
             parts.append(f"shared_d_ff={spec.shared_experts.d_ff}")
         if spec.experts.scheme is not None:
-            parts.append(f"scheme={spec.experts.scheme}{', prepared' if self.is_prepared else ''}")
+            parts.append(f"scheme={spec.experts.scheme}{', prepacked' if self.is_prepacked else ''}")
         if spec.capacity_factor is not None:
             parts.append(f"capacity_factor={spec.capacity_factor:g}")
         return ", ".join(parts)

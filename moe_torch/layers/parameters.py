@@ -9,15 +9,15 @@ import torch
 
 from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import Parameter
-from moe_core.operands import named_arrays
-from moe_torch.options import TORCH_DTYPES
-from moe_torch.prepared import restore_weights, tile
+from moe_core.specs.operands import named_arrays
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.prepack import restore_weights, tile
 
 
 class QuantizedMatrix(torch.nn.Module):
     """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None where the format has none).
 
-    They move with the module and keep their dtypes whatever it is cast to. Those of a prepared matrix (`hold`) are
+    They move with the module and keep their dtypes whatever it is cast to. Those of a prepacked matrix (`hold`) are
     tiled; a state_dict has them in their published layout, and gives them so to whatever layer loads it.
     """
 
@@ -135,7 +135,7 @@ class RouterParameters(ParameterGroup):
 
 
 class ExpertParameters(ParameterGroup):
-    """The fields of `moe_core.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`."""
+    """The fields of `moe_core.specs.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`."""
 
     NAMES = ("gate_up", "down", "up", "gate_up_bias", "up_bias", "down_bias")
     # Tensors, or of quantised experts QuantizedMatrix: a union would make every reader of a plain layer prove it.
@@ -148,7 +148,7 @@ class ExpertParameters(ParameterGroup):
 
 
 class SharedParameters(ParameterGroup):
-    """The fields of `moe_core.operands.SharedExpert`."""
+    """The fields of `moe_core.specs.operands.SharedExpert`."""
 
     NAMES = ("gate_up", "down", "up", "gate")
     gate_up: torch.Tensor

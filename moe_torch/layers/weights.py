@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from moe_core import dtypes
-from moe_core.arrays import TensorView, host_array
+from moe_core.base import dtypes
+from moe_core.base.arrays import TensorView, host_array
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import FREE_FIELDS, HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
-from moe_torch.options import DTYPE_NAMES, TORCH_DTYPES
+from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 
 #: What NumPy and torch pass to each other as bits: (NumPy's dtype, the bits, torch's dtype).
 _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (

@@ -1,4 +1,4 @@
-"""Fused MoE in replaceable parts, under the names that serving systems use for them (docs/modular.md).
+"""Fused MoE in replaceable parts, under the names that serving systems use for them (docs/user/modular.md).
 
     kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), TritonExperts())
     output = kernel(hidden_states, w1, w2, topk_weights, topk_ids)
@@ -6,21 +6,18 @@
 Public functions here keep the published parameters, however many.
 """
 
-from moe_core.modular import (
-    FUSED_MOE_UNQUANTIZED_CONFIG,
+from moe_core.modular.deep_gemm import deep_gemm_block_shape
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular.types import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEParallelConfig,
-    FusedMoEQuantConfig,
     ProblemSize,
     QuantKey,
     ScaleDesc,
     SlotContext,
-    activation_of,
-    deep_gemm_block_shape,
 )
-from moe_torch.modular.batched_experts import BatchedTritonExperts
-from moe_torch.modular.batched_prepare_finalize import BatchedPrepareAndFinalize
+from moe_core.modular.weights import activation_of
 from moe_torch.modular.deep_gemm import (
     is_blackwell_deep_gemm_e8m0_used,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -29,22 +26,22 @@ from moe_torch.modular.deep_gemm import (
 from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts, DeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
-from moe_torch.modular.gpt_oss import triton_kernel_fused_experts, triton_kernel_moe_forward
-from moe_torch.modular.gpt_oss_experts import BaseOAITritonExperts, OAITritonExperts, UnfusedOAITritonExperts
+from moe_torch.modular.gpt_oss import (
+    BaseOAITritonExperts,
+    OAITritonExperts,
+    UnfusedOAITritonExperts,
+    triton_kernel_fused_experts,
+    triton_kernel_moe_forward,
+)
 from moe_torch.modular.kernel import FusedMoEModularKernel
 from moe_torch.modular.prepare_finalize import (
+    BatchedPrepareAndFinalize,
     FusedMoEPrepareAndFinalize,
     MoEPrepareAndFinalizeNoEP,
     PreparedTokens,
 )
-from moe_torch.modular.routing_data import (
-    GatherIndx,
-    RoutingData,
-    ScatterIndx,
-    make_routing_data,
-    pack_bitmatrix,
-)
-from moe_torch.modular.triton_experts import TritonExperts
+from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, make_routing_data, pack_bitmatrix
+from moe_torch.modular.triton_experts import BatchedTritonExperts, TritonExperts
 from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from moe_core.checks import require_at_least, require_flag
+from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP
 from moe_core.modular.deep_gemm import RECIPE, Pair, check_products, has_e8m0_mode, matmul_side, tile_for_rows
-from moe_core.operands import MatmulOperands
-from moe_core.specs import MatmulSpec, MatmulTuning
-from moe_core.tuning import TileConfig
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import MatmulOperands
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
-from moe_torch.dispatch import target_of_device
+from moe_torch.bridge.operator import target_of_device
+from moe_torch.bridge.options import constant_result
 from moe_torch.modular.rows import batched_layout
 from moe_torch.modular.stages import product
-from moe_torch.options import constant_result
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[torch.Tensor, torch.Tensor]

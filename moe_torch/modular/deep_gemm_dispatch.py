@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_core.errors import InvalidInput
-from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEQuantConfig, ProblemSize
-from moe_core.modular.deep_gemm_dispatch import (
+from moe_core.modular.deep_gemm import (
     DEEP_GEMM,
     DispatchCase,
     choose_experts,
@@ -18,17 +17,20 @@ from moe_core.modular.deep_gemm_dispatch import (
     why_not_allowed,
     why_not_valid_shape,
 )
-from moe_core.specs import Activation, Tuning
+from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
+from moe_core.specs.matmul import Activation
+from moe_core.specs.tuning import Tuning
 from moe_torch.modular.deep_gemm import is_blackwell_deep_gemm_e8m0_used
 from moe_torch.modular.deep_gemm_experts import DeepGemmExperts
-from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
+from moe_torch.modular.experts import ExpertsCall, FusedMoEPermuteExpertsUnpermute, StandardExperts, WorkspaceShapes
 from moe_torch.modular.triton_experts import TritonExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
 
 Self = TypeVar("Self", bound="TritonOrDeepGemmExperts")
 
 
-class TritonOrDeepGemmExperts(FusedMoEPermuteExpertsUnpermute):
+class TritonOrDeepGemmExperts(StandardExperts):
     """`deep_gemm_expert` where it is allowed and a call is valid for it, else `triton_expert`.
 
     Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]; `deep_gemm_expert` is None otherwise. Valid, with
@@ -107,61 +109,16 @@ class TritonOrDeepGemmExperts(FusedMoEPermuteExpertsUnpermute):
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
         return self._members()[-1].workspace_dtype(activation_dtype)
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: str | Activation,
-    ) -> WorkspaceShapes:
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """DeepGEMM's, which are strictly larger, where it may be chosen for such sizes; `apply` may yet take Triton."""
-        member = self.triton_expert
-        if self.deep_gemm_expert is not None and (self.deep_gemm_expert.e8m0 or why_not_valid_shape(M, N, K) is None):
-            member = self.deep_gemm_expert
-        return member.workspace_shapes(
-            M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
-        )
+        own = self.deep_gemm_expert
+        if own is not None and (own.e8m0 or why_not_valid_shape(size.M, size.N, size.K) is None):
+            return own.shapes(size, F)
+        return self.triton_expert.shapes(size, F)
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """That of the member which `explain` names."""
-        self.chosen(hidden_states, w1, w2).apply(
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            a2_scale,
-            workspace13,
-            workspace2,
-            expert_tokens_meta,
-            apply_router_weight_on_input,
-        )
+    def run(self, call: ExpertsCall) -> None:
+        """`apply` of the member that `explain` names."""
+        self.chosen(call.hidden_states, call.w1, call.w2).apply(*call)
 
     def chosen(
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
@@ -189,12 +146,7 @@ class TritonOrDeepGemmExperts(FusedMoEPermuteExpertsUnpermute):
         return changed
 
     def chunked_as_whole(
-        self,
-        x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        size: ProblemSize,
-        activation: str | Activation,
+        self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> FusedMoEPermuteExpertsUnpermute:
         """The member of the whole: a chunk alone may have too few tokens for it, and other bits on the other one."""
         return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)

@@ -6,10 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from moe_core.checks import require_at_least, require_flag
+from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.modular import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEQuantConfig, ProblemSize, QuantKey
 from moe_core.modular.deep_gemm import (
     ALIGNMENT,
     Pair,
@@ -19,21 +18,19 @@ from moe_core.modular.deep_gemm import (
     matmul_side,
     why_not_deep_gemm,
 )
-from moe_core.modular.quant_key import quant_key
-from moe_core.operands import ExpertWeights, MatmulOperands
-from moe_core.specs import Activation, MatmulSpec, Tuning
+from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.types import ProblemSize, QuantKey, quant_key
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands
+from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.modular.deep_gemm import Quantized, pair_of
 from moe_torch.modular.deep_gemm_package import DeepGemmPackage
-from moe_torch.modular.experts import WorkspaceShapes
+from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
 from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
-from moe_torch.modular.rows import batched_layout, sum_by_token, weighted_rows
+from moe_torch.modular.rows import batched_layout, sum_by_token, weight_of_row, weighted_rows
 from moe_torch.modular.stages import product
-from moe_torch.modular.weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNoOP,
-)
+from moe_torch.modular.triton_experts import BatchedExperts
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")
 _CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=deep_gemm_block_shape())
@@ -103,12 +100,7 @@ class DeepGemmContractExperts(GroupedExperts):
         return first, MatmulSpec("out_in", "row", "slot", tuning=self.matmul_tuning(2))
 
     def chunked_as_whole(
-        self: Self,
-        x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        size: ProblemSize,
-        activation: str | Activation,
+        self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
         if x.dtype == torch.float8_e4m3fn:
             raise InvalidInput(
@@ -176,80 +168,42 @@ class DeepGemmExperts(DeepGemmContractExperts):
     Options: those of `DeepGemmContractExperts`.
     """
 
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        return FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.Standard
-
-    def supports_expert_map(self) -> bool:
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
-
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: str | Activation,
-    ) -> WorkspaceShapes:
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """For the most rows that padding can make of M * topk."""
-        rows = -(-(M * topk + local_num_experts * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
-        return (rows, max(N, K)), (rows, self.adjust_N_for_activation(N, activation)), (M, K)
+        rows = -(-(size.M * size.topk + size.E * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+        return (rows, max(size.N, size.K)), (rows, F), (size.M, size.K)
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """expert_tokens_meta is not needed: rows are counted from the ids."""
-        _require_no_scale(a2_scale)
-        self.require_experts(w1, global_num_experts, expert_map)
-        E, M, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
-        weights, rows = self.sides(w1, w2), self.rows_of(hidden_states, a1q_scale)
-        left = weights_left(topk_weights, apply_router_weight_on_input)
-        layout = ops.make_layout(topk_ids, E, expert_map=expert_map, alignment=ALIGNMENT)
-        F, count = self.adjust_N_for_activation(N, activation), layout.slot_of_row.shape[0]
+    def run(self, call: ExpertsCall) -> None:
+        _require_no_scale(call.a2_scale)
+        self.require_experts(call)
+        E, M, N, K, topk = self.size_of(call)
+        weights, rows = self.sides(call.w1, call.w2), self.rows_of(call.hidden_states, call.a1q_scale)
+        left = weights_left(call)
+        layout = ops.make_layout(call.topk_ids, E, expert_map=call.expert_map, alignment=ALIGNMENT)
+        F, count = self.adjust_N_for_activation(N, call.activation), layout.slot_of_row.shape[0]
+        workspace13, workspace2 = call.workspace13, call.workspace2
         if self.package is not None:
             count = count // ALIGNMENT * ALIGNMENT
             memory = view_as(workspace13, count, N), view_as(workspace2, count, F), view_as(workspace13, count, K)
-            self._run_package(self.package, output, rows, weights, layout, left, activation, memory)
+            self._run_package(self.package, call, rows, weights, layout, left, memory)
             return
         before = self.own_product(1, view_as(workspace13, count, N), rows, weights, layout, ("token", "row"))
         hidden = view_as(workspace2, count, F)
-        self.activation(activation, hidden, before)
+        self.activation(call.activation, hidden, before)
         rows = ops.quantize_rows(hidden, self.activations)
         # The memory of what the activation has read.
         place = view_as(workspace13, M * topk, K)
         slots = self.own_product(2, place, rows, weights, layout, ("row", "slot"), left.reshape(-1))
-        sum_by_token(output, slots, layout.row_of_slot, topk, "slot")
+        sum_by_token(call.output, slots, layout.row_of_slot, topk, "slot")
 
     def _run_package(
         self,
         package: DeepGemmPackage,
-        output: torch.Tensor,
+        call: ExpertsCall,
         tokens: QuantizedTensor,
         weights: ExpertWeights,
         layout: ops.RaggedLayout,
         topk_weights: torch.Tensor,
-        activation: str | Activation,
         memory: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """The same stages around the package's products, which gather nothing and weight nothing."""
@@ -263,106 +217,31 @@ class DeepGemmExperts(DeepGemmContractExperts):
         group = torch.bucketize(places, layout.group_start[1:], right=True, out_int32=True)
         m_indices = torch.where(slots >= 0, group, -1)
         package.contiguous((values, tokens.scales[token]), _arrays(weights.gate_up), before, m_indices)
-        self.activation(activation, hidden, before)
+        self.activation(call.activation, hidden, before)
         rows = ops.quantize_rows(hidden, self.activations)
         package.contiguous(_arrays(rows), _arrays(weights.down), after, m_indices)
-        by_row = torch.where(slots >= 0, topk_weights.reshape(-1)[slots.clamp(min=0).long()], 0.0)
-        sum_by_token(output, weighted_rows(after, by_row[:, None]), layout.row_of_slot, topk, "row")
+        rows = weighted_rows(after, weight_of_row(topk_weights, slots)[:, None])
+        sum_by_token(call.output, rows, layout.row_of_slot, topk, "row")
 
 
-class BatchedDeepGemmExperts(DeepGemmContractExperts):
-    """Tokens in the batched format, products in the masked layout: `[E, max_num_tokens * num_dispatchers, K]`.
+class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
+    """Tokens in the batched format, products in the masked layout; rows past an expert's count come out as zeros.
 
-    Counts are `expert_tokens_meta.expert_num_tokens`, and stay on the device; rows past them come out as zeros. Outputs
-    are neither weighted nor reduced: `finalize` does both. Options: those of `DeepGemmContractExperts`.
+    Further options: those of `DeepGemmContractExperts`.
     """
 
-    def __init__(
-        self,
-        max_num_tokens: int,
-        num_dispatchers: int = 1,
-        quant_config: FusedMoEQuantConfig = _CONFIG,
-        *,
-        weight_layout: str | None = None,
-        tuning: Tuning | None = None,
-        e8m0: bool = False,
-        use_deep_gemm_package: bool = False,
-    ) -> None:
-        super().__init__(
-            quant_config,
-            weight_layout=weight_layout,
-            tuning=tuning,
-            e8m0=e8m0,
-            use_deep_gemm_package=use_deep_gemm_package,
-        )
-        require_at_least("max_num_tokens", max_num_tokens, 1)
-        require_at_least("num_dispatchers", num_dispatchers, 1)
-        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
-
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        return FusedMoEActivationFormat.BatchedExperts, FusedMoEActivationFormat.BatchedExperts
-
-    def supports_chunking(self) -> bool:
-        return False
-
-    def supports_expert_map(self) -> bool:
-        return False
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceDelegate()
-
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: str | Activation,
-    ) -> WorkspaceShapes:
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         rows = self.max_num_tokens * self.num_dispatchers
-        hidden = (local_num_experts, rows, self.adjust_N_for_activation(N, activation))
-        return (local_num_experts, rows, N), hidden, (local_num_experts, rows, K)
+        return (size.E, rows, size.N), *super().shapes(size, F)[1:]
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """topk_weights and topk_ids are those of the tokens, and `finalize` reads them: rows have been placed."""
-        _require_no_scale(a2_scale)
-        E, R, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
-        rows_made = self.max_num_tokens * self.num_dispatchers
-        if hidden_states.dim() != 3 or rows_made != R:
-            raise InvalidInput(
-                f"hidden_states must be [{E}, {rows_made}, {K}], got "
-                f"{list(hidden_states.shape)}; prepare them with the same max_num_tokens"
-            )
-        if expert_map is not None:
-            raise InvalidInput("expert_map must be None in the batched format, got a tensor; prepare applies it")
-        if expert_tokens_meta is None:
-            raise InvalidInput("expert_tokens_meta must say how many rows of each expert are used, got None; pass it")
-        weights, rows = self.sides(w1, w2), self.rows_of(hidden_states, a1q_scale)
-        layout = batched_layout(E, R, expert_tokens_meta.expert_num_tokens.clamp(0, R))
-        before, after = view_as(workspace13, E * R, N), output.view(E * R, K)
-        hidden = view_as(workspace2, E * R, self.adjust_N_for_activation(N, activation))
-        expected_m = min(R, -(-topk_ids.shape[0] * topk // max(global_num_experts, E)) or 1)
+    def run(self, call: ExpertsCall) -> None:
+        _require_no_scale(call.a2_scale)
+        (E, R, N, K, topk), meta = self.require_blocks(call)
+        weights, rows = self.sides(call.w1, call.w2), self.rows_of(call.hidden_states, call.a1q_scale)
+        layout = batched_layout(E, R, meta.expert_num_tokens.clamp(0, R))
+        before, after = view_as(call.workspace13, E * R, N), call.output.view(E * R, K)
+        hidden = view_as(call.workspace2, E * R, self.adjust_N_for_activation(N, call.activation))
+        expected_m = min(R, -(-call.topk_ids.shape[0] * topk // max(call.global_num_experts, E)) or 1)
         for number, place in ((1, before), (2, after)):
             weight = weights.gate_up if number == 1 else weights.down
             if self.package is not None:
@@ -372,7 +251,7 @@ class BatchedDeepGemmExperts(DeepGemmContractExperts):
             else:
                 found = self.own_product(number, place, rows, weights, layout, ("row", "row"))
             if number == 1:
-                self.activation(activation, hidden, found)
+                self.activation(call.activation, hidden, found)
                 rows = ops.quantize_rows(hidden, self.activations)
             elif found is not place:
                 place.copy_(found)

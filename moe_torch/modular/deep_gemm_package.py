@@ -12,13 +12,9 @@ import torch
 from moe_core.errors import Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP
 from moe_core.parity.tolerance import Tolerance, measure, quantized_matmul_tolerance
-from moe_core.specs import MatmulSpec
-from moe_torch.dispatch import target_of_device
-from moe_torch.modular.deep_gemm import (
-    Quantized,
-    m_grouped_fp8_gemm_nt_contiguous,
-    m_grouped_fp8_gemm_nt_masked,
-)
+from moe_core.specs.matmul import MatmulSpec
+from moe_torch.bridge.operator import target_of_device
+from moe_torch.modular.deep_gemm import Quantized, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 
 PACKAGE = "deep_gemm"
 #: The names a product has had in the package, the newest first.
@@ -43,12 +39,11 @@ def why_not_installed() -> str | None:
 def why_not_on(device: torch.device, dtype: torch.dtype, e8m0: bool) -> str | None:
     """The reason the package's kernels do not run on a device for results of a dtype, None if they do."""
     target = target_of_device(device)
-    blackwell = target.kind == "cuda" and target.arch // 10 == 10
-    if target.kind != "cuda" or not (target.arch == 90 or blackwell):
+    if not (target.is_sm90 or target.is_sm100):
         return f"{PACKAGE} has kernels for sm_90 and sm_100, got {target}"
     if dtype != torch.bfloat16:
         return f"{PACKAGE} writes bf16, got {dtype}"
-    if blackwell and not e8m0:
+    if target.is_sm100 and not e8m0:
         return f"{PACKAGE} takes power-of-two scales alone on {target}; pass e8m0=True and such scales of the weights"
     return None
 

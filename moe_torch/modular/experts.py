@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import abc
 import copy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moe_core.checks import require_choice, require_kind
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular import (
-    FUSED_MOE_UNQUANTIZED_CONFIG,
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular.types import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEParallelConfig,
-    FusedMoEQuantConfig,
     ProblemSize,
     QuantKey,
+    moe_problem_size,
+    quant_key,
+)
+from moe_core.modular.weights import (
     activation_of,
     activation_quantization,
     expert_weights,
-    moe_problem_size,
-    quant_key,
     weight_quantization,
     why_unsupported,
     width_after,
 )
-from moe_core.operands import ExpertWeights
-from moe_core.specs import WEIGHT_LAYOUTS, Activation, Tuning
-from moe_torch.dispatch import target_of_device
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertWeights
+from moe_core.specs.tuning import Tuning
+from moe_torch.bridge.operator import target_of_device
+from moe_torch.bridge.options import encode
 from moe_torch.modular.into import write_into
-from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
-from moe_torch.operators import ACTIVATION
-from moe_torch.options import encode
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
+from moe_torch.operators.table import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
 #: What activations can be quantised to.
@@ -184,12 +187,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return changed
 
     def chunked_as_whole(
-        self: Self,
-        x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        size: ProblemSize,
-        activation: str | Activation,
+        self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
         """The same experts, whose sums in every chunk of x `[M, K]` have the order they have for all of it.
 
@@ -261,6 +259,87 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         if parallel_config is not None and not cls._supports_parallel_config(parallel_config):
             return f"{cls.__name__} does not run under {parallel_config}"
         return None
+
+
+class ExpertsCall(NamedTuple):
+    """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    activation: str | Activation
+    global_num_experts: int
+    expert_map: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    workspace13: torch.Tensor
+    workspace2: torch.Tensor
+    expert_tokens_meta: ExpertTokensMetadata | None
+    apply_router_weight_on_input: bool
+
+
+class StandardExperts(FusedMoEPermuteExpertsUnpermute):
+    """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
+
+    Tokens are in the Standard format, and are weighted and reduced inside, unless a class says otherwise.
+    """
+
+    @property
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        return FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.Standard
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: str | Activation,
+    ) -> WorkspaceShapes:
+        return self.shapes(ProblemSize(local_num_experts, M, N, K, topk), self.adjust_N_for_activation(N, activation))
+
+    @abc.abstractmethod
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
+        """`workspace_shapes` of a problem with F columns after the activation."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str | Activation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Tokens in the Standard format need no expert_tokens_meta: rows are counted from the ids."""
+        tokens = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map)
+        memory = (workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input)
+        self.run(ExpertsCall(*tokens, a1q_scale, a2_scale, *memory))
+
+    @abc.abstractmethod
+    def run(self, call: ExpertsCall) -> None:
+        """`apply`."""
 
 
 def _why_not_device(device: torch.device) -> str | None:

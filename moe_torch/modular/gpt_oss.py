@@ -1,28 +1,152 @@
-"""gpt-oss experts as functions."""
+"""gpt-oss experts, tokens in the Standard format: classes, fused or open between the stages, and functions."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+
 import torch
 
-from moe_core.checks import require_flag
+from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput
-from moe_core.modular import (
-    FUSED_MOE_UNQUANTIZED_CONFIG,
-    FusedMoEQuantConfig,
-    activation_of,
-    activation_quantization,
-    expert_weights,
-    moe_problem_size,
-    width_after,
-)
-from moe_core.operands import RouterLogits
-from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size
+from moe_core.modular.weights import activation_of, activation_quantization, expert_weights, width_after
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import RouterLogits
+from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
-from moe_torch.modular.grouped_experts import view_as
+from moe_torch.bridge.options import require_instance
+from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
+from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
 from moe_torch.modular.prepare_finalize import weighted_input
-from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, layout_and_weights
+from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, layout_and_weights, make_routing_data
+from moe_torch.modular.rows import local_ids, sum_by_token
 from moe_torch.modular.stages import Stages
-from moe_torch.options import require_instance
+from moe_torch.ops import RaggedLayout, make_layout
+
+
+class BaseOAITritonExperts(GroupedExperts):
+    """w1 `[E, K, N]`, w2 `[E, F, K]` (weight_layout `in_out`); weights and reduction inside.
+
+    `_make_routing_data` may be overridden: the stages then run on what it returns.
+    """
+
+    default_weight_layout = "in_out"
+
+    def _make_routing_data(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int
+    ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
+        """Rows sorted by expert; topk_ids are local, -1 = not here."""
+        return make_routing_data(topk_ids, topk_weights, num_local_experts)
+
+    def _routing_is_ours(self) -> bool:
+        # One may be put on the object too.
+        overridden = "_make_routing_data" in self.__dict__
+        return not overridden and type(self)._make_routing_data is BaseOAITritonExperts._make_routing_data
+
+    def _route(self, call: ExpertsCall, num_local_experts: int) -> tuple[RaggedLayout, torch.Tensor]:
+        """The layout of `_make_routing_data`, and its weights by slot, fp32 `[M * topk]`."""
+        weights = weights_left(call)
+        if self._routing_is_ours():
+            # Its layout and weights, without the arrays that only others read.
+            return make_layout(call.topk_ids, num_local_experts, expert_map=call.expert_map), weights.reshape(-1)
+        ids = local_ids(call.topk_ids, call.expert_map)
+        return layout_and_weights(*self._make_routing_data(ids, weights, num_local_experts))
+
+
+class OAITritonExperts(BaseOAITritonExperts):
+    """The activation fused into the first product; one composed plan unless `_make_routing_data` is overridden."""
+
+    fuses_activation = True
+
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
+        return (0, 0), (size.M * size.topk, F), (size.M, size.K)
+
+    def run(self, call: ExpertsCall) -> None:
+        self.require_input(call)
+        if self._routing_is_ours():
+            self.run_composed(call)
+            return
+        self.require_experts(call)
+        E, M, N, _, topk = self.size_of(call)
+        hidden = view_as(call.workspace2, M * topk, self.adjust_N_for_activation(N, call.activation))
+        layout, row_weight = self._route(call, E)
+        stages = self.stages(self.weights(call.w1, call.w2))
+        stages.run(call.output, call.hidden_states, layout, row_weight, activation_of(call.activation), hidden)
+
+
+class _Running(threading.local):
+    """What the injection points of the `apply` that runs on this thread are told."""
+
+    def __init__(self) -> None:
+        # Not an attribute of the class: compiled programs are guarded by where they find it.
+        self.context: SlotContext | None = None
+
+
+_running = _Running()
+
+
+class UnfusedOAITritonExperts(BaseOAITritonExperts):
+    """Stage by stage, with two places to inject something, LoRA for example: override `activation` and `moe_sum`.
+
+    matmul 1 without activation -> `activation` on rows by slot `[M * topk, N]` -> matmul 2 -> `moe_sum`. What lies
+    between the stages is rounded to the dtype of the hidden states: once more than in OAITritonExperts. Rows of slots
+    without an expert are exact zeros after either product. While they run, `context` says what the rows belong to.
+    """
+
+    @property
+    def context(self) -> SlotContext:
+        """The tokens, layout and weights of the rows that `activation` or `moe_sum` was called with.
+
+        Raises InvalidInput where neither is called by `apply` on this thread.
+        """
+        if _running.context is None:
+            raise InvalidInput(
+                "context must be read inside of activation or moe_sum, called by apply, got a call from elsewhere; "
+                "read it there"
+            )
+        return _running.context
+
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
+        slots = size.M * size.topk
+        return (slots, F), (slots, max(size.N, size.K)), (size.M, size.K)
+
+    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
+        first = MatmulSpec(self.weight_layout, "token", "slot", tuning=self.matmul_tuning(1))
+        return first, MatmulSpec(self.weight_layout, "slot", "slot", tuning=self.matmul_tuning(2))
+
+    def moe_sum(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast.
+
+        Every row of input is read: those of slots without an expert are zeros.
+        """
+        M, topk, K = input.shape
+        every = torch.arange(M * topk, dtype=torch.int32, device=input.device)
+        sum_by_token(output, input.reshape(-1, K), every, topk, "slot")
+
+    def run(self, call: ExpertsCall) -> None:
+        self.require_input(call)
+        self.require_experts(call)
+        E, M, N, K, topk = self.size_of(call)
+        layout, row_weight = self._route(call, E)
+        stages = self.stages(self.weights(call.w1, call.w2))
+        memory = {"y": view_as(call.workspace2, M * topk, N)}
+        before = stages.first(memory, call.hidden_states, layout, None, "token", "slot")
+        rows = view_as(call.workspace13, M * topk, self.adjust_N_for_activation(N, call.activation))
+        outer, context = _running.context, SlotContext(call.hidden_states, layout, row_weight)
+        try:
+            _running.context = context
+            self.activation(call.activation, rows, before)
+            # The memory of what the activation has read.
+            memory = {"y": view_as(call.workspace2, M * topk, K)}
+            slots = stages.second(memory, rows, layout, row_weight, "slot", "slot")
+            _running.context = dataclasses.replace(context, activated=rows)
+            self.moe_sum(slots.view(M, topk, K), call.output)
+        finally:
+            _running.context = outer
+
 
 _LAYOUT = "in_out"
 

@@ -10,12 +10,16 @@ import torch
 
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
-from moe_core.modular import ProblemSize, activation_of, activation_quantization, rows_are_alone, tuning_of_whole
-from moe_core.operands import TopK, map_arrays
-from moe_core.specs import Activation, MatmulSpec, MatmulTuning, MoESpec, Tuning
-from moe_torch import eager, ops
-from moe_torch.dispatch import array_spec, target_of_device
-from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
+from moe_core.modular.types import ProblemSize
+from moe_core.modular.weights import activation_of, activation_quantization, rows_are_alone, tuning_of_whole
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import TopK, map_arrays
+from moe_core.specs.tuning import MatmulTuning, Tuning
+from moe_torch import ops
+from moe_torch.bridge import eager
+from moe_torch.bridge.operator import array_spec, target_of_device
+from moe_torch.modular.experts import ExpertsCall, StandardExperts
 from moe_torch.modular.into import KnownRun, known_run, remember, write_into
 from moe_torch.modular.stages import Stages
 
@@ -55,22 +59,17 @@ def moe_spec(
     return make(activation_of(activation), weight_layout, tuning, activations)
 
 
-class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
+class GroupedExperts(StandardExperts):
     """Experts whose products are the core's grouped matmuls."""
 
     def supports_chunking(self) -> bool:
         return rows_are_alone(self.quant_config)
 
-    def require_input(
-        self,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-    ) -> None:
+    def require_input(self, call: ExpertsCall) -> None:
         """Raise InvalidInput for hidden states that are quantised already, and for scales that are not those of the
         configuration."""
-        if a1q_scale is not None:
+        hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
+        if call.a1q_scale is not None:
             raise InvalidInput(
                 "a1q_scale must be None, as these experts quantise activations themselves, got a tensor; pass "
                 "hidden states in bf16, fp16 or fp32"
@@ -85,9 +84,9 @@ class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
                 "pass a quant_config that says how w1 is quantised"
             )
 
-    def require_experts(self, w1: torch.Tensor, global_num_experts: int, expert_map: torch.Tensor | None) -> None:
+    def require_experts(self, call: ExpertsCall) -> None:
         """Raise InvalidInput where ids cannot be of so many experts."""
-        local = w1.shape[0]
+        local, expert_map, global_num_experts = call.w1.shape[0], call.expert_map, call.global_num_experts
         if expert_map is not None:
             if global_num_experts not in (-1, local, expert_map.shape[0]):
                 raise InvalidInput(
@@ -100,50 +99,42 @@ class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
                 f"{global_num_experts}; pass expert_map"
             )
 
-    def run_composed(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        *,
-        hidden: torch.Tensor,
-        slots: torch.Tensor | None = None,
-    ) -> None:
-        """One composed plan from ids to output `[M, K]`; hidden, slots: workspaces for its `[M * topk, F]` after the
-        activation and, or else in memory of its own, `[M * topk, K]` before the sum.
+    def run_composed(self, call: ExpertsCall, slots: torch.Tensor | None = None) -> None:
+        """One composed plan from ids to output `[M, K]`. workspace2 holds its `[M * topk, F]` after the activation;
+        slots, or else memory of its own, `[M * topk, K]` before the sum.
 
         What is checked and planned depends on the class, the configuration, and what tensors look like, and is found
         once for each such call.
         """
-        config, places = self.quant_config, (output, hidden) if slots is None else (output, hidden, slots)
-        tensors = (hidden_states, w1, w2, topk_weights, topk_ids, expert_map, *config.arrays)
-        choices = (activation, global_num_experts, apply_router_weight_on_input, self.weight_layout, self.tuning)
+        config, hidden, on_input = self.quant_config, call.workspace2, call.apply_router_weight_on_input
+        places = (call.output, hidden) if slots is None else (call.output, hidden, slots)
+        tensors = (call.hidden_states, call.w1, call.w2, call.topk_weights, call.topk_ids, call.expert_map)
+        tensors += config.arrays
+        choices = (call.activation, call.global_num_experts, on_input, self.weight_layout, self.tuning)
         key = None
         if not torch.compiler.is_compiling():
             key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))
         known = None if key is None else _known.get(key)
         if known is not None and known.run(tensors, places):
             return
-        self.require_experts(w1, global_num_experts, expert_map)
-        _, M, N, K, topk = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
-        memory = {"output": output, "hidden": view_as(hidden, M * topk, self.adjust_N_for_activation(N, activation))}
+        self.require_experts(call)
+        _, M, N, K, topk = self.size_of(call)
+        F = self.adjust_N_for_activation(N, call.activation)
+        memory = {"output": call.output, "hidden": view_as(hidden, M * topk, F)}
         if slots is not None:
             memory["slots"] = view_as(slots, M * topk, K)
-        routing = TopK(topk_ids, weights_left(topk_weights, apply_router_weight_on_input))
-        spec = moe_spec(activation, self.weight_layout, self.tuning, self.activations)
-        weights = self.weights(w1, w2)
-        operator, arrays, text = ops.moe_request(hidden_states, weights, routing, spec, None, expert_map, None)
+        routing, weights = TopK(call.topk_ids, weights_left(call)), self.weights(call.w1, call.w2)
+        spec = moe_spec(call.activation, self.weight_layout, self.tuning, self.activations)
+        asked = ops.moe_request(call.hidden_states, weights, routing, spec, None, call.expert_map, None)
+        operator, arrays, text = asked
         write_into(operator, memory, *arrays, text)
         found = None if key is None else known_run(operator, memory, (*arrays, text), tensors)
         if found is not None:
             remember(_known, key, found)
+
+    def size_of(self, call: ExpertsCall) -> ProblemSize:
+        """`moe_problem_size` of a call."""
+        return self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
 
     @property
     def activations(self) -> Format | None:
@@ -164,12 +155,7 @@ class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
         return None if self.tuning is None else self.tuning.of_product(number)
 
     def chunked_as_whole(
-        self: Self,
-        x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        size: ProblemSize,
-        activation: str | Activation,
+        self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
         specs = map_arrays(self.weights(w1, w2), lambda array: array_spec("weights", array))
         rows, target = array_spec("hidden_states", x), target_of_device(x.device)
@@ -181,6 +167,6 @@ class GroupedExperts(FusedMoEPermuteExpertsUnpermute):
         return changed
 
 
-def weights_left(topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:
+def weights_left(call: ExpertsCall) -> torch.Tensor:
     """The weights that the experts apply: ones, which change no bit, where the weight is on the input already."""
-    return torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+    return torch.ones_like(call.topk_weights) if call.apply_router_weight_on_input else call.topk_weights

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_core.arrays import ALIGNMENT
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
-from moe_torch import eager
-from moe_torch.dispatch import Operator, Ready, call, call_first
-from moe_torch.operators import MOE, PACK_BITMATRIX
-from moe_torch.quantized_operators import MOE_QUANTIZED
+from moe_torch.bridge import eager
+from moe_torch.bridge.operator import Operator, Ready, call, call_first
+from moe_torch.operators.table import MOE, MOE_QUANTIZED, PACK_BITMATRIX
 
 #: What one store remembers; the oldest is forgotten first.
 _READY_LIMIT = 4096
@@ -24,9 +23,9 @@ _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.value
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> bool:
     """Run an operator with the buffers of these names, outputs or scratch of its plan, in the given tensors.
 
-    False where the call is not plain (`moe_torch.eager`): it is traced, transformed or asked for gradients, and nothing
-    has run. Buffers that are not named lie in the scratch memory that the run allocates. Raises InvalidInput for memory
-    that does not fit.
+    False where the call is not plain (`moe_torch.bridge.eager`): it is traced, transformed or asked for gradients, and
+    nothing has run. Buffers that are not named lie in the scratch memory that the run allocates. Raises InvalidInput
+    for memory that does not fit.
     """
     if torch.compiler.is_compiling():
         return False

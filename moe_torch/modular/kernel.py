@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_core.arrays import ALIGNMENT
-from moe_core.checks import require_at_least, require_flag
+from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular import ExpertTokensMetadata, ProblemSize
 from moe_core.modular.quant_config import QUANTIZATION_ARRAYS
-from moe_core.specs import Activation
-from moe_torch.dispatch import target_of_device
+from moe_core.modular.types import ExpertTokensMetadata, ProblemSize
+from moe_core.specs.matmul import Activation
+from moe_torch.bridge.operator import target_of_device
+from moe_torch.bridge.options import require_instance
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens
 from moe_torch.modular.rows import as_ids, as_weights
 from moe_torch.modular.workspaces import Scratch, Workspaces
-from moe_torch.options import require_instance
 
 
 class _Call(NamedTuple):

@@ -1,4 +1,4 @@
-"""What comes before the experts and after them: the interface, and the class for one device."""
+"""What comes before the experts and after them: the interface, and the classes for one device in both formats."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 
+from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
-from moe_core.modular import FusedMoEActivationFormat
-from moe_torch.modular.rows import as_weights, weighted_rows
+from moe_core.modular.types import FusedMoEActivationFormat
+from moe_torch import ops
+from moe_torch.modular.rows import as_ids, as_weights, weighted_rows
 from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
     TopKWeightAndReduceNoOP,
+    ids_of_rank,
+    reduce_batched,
 )
 
 _DELEGATE = TopKWeightAndReduceDelegate()
@@ -148,3 +153,93 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
         return isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
+
+
+_DELEGATE = TopKWeightAndReduceDelegate()
+
+
+class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
+    """One device, format BatchedExperts: a1q `[num_local_experts, max_num_tokens, K]`, unused rows zero.
+
+    rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an
+    expert_map. An expert's rows are its tokens in order. A call has at most max_num_tokens tokens (more: InvalidInput),
+    and a token must name an expert at most once: the block of an expert then holds all its tokens.
+    """
+
+    def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int = 1, rank: int = 0) -> None:
+        require_at_least("max_num_tokens", max_num_tokens, 1)
+        require_at_least("num_local_experts", num_local_experts, 1)
+        require_at_least("rank", rank, 0)
+        if num_dispatchers != 1:
+            raise InvalidInput(
+                f"num_dispatchers must be 1, as this class exchanges nothing between ranks, got {num_dispatchers}; "
+                "write a subclass of FusedMoEPrepareAndFinalize that does"
+            )
+        self.max_num_tokens, self.num_local_experts, self.rank = max_num_tokens, num_local_experts, rank
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    @property
+    def maps_experts(self) -> bool:
+        return True
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        a1_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+    ) -> PreparedTokens:
+        if a1.shape[0] > self.max_num_tokens:
+            raise InvalidInput(
+                f"a1 must have at most max_num_tokens = {self.max_num_tokens} rows, got {a1.shape[0]}; raise "
+                "max_num_tokens or split the batch"
+            )
+        last = (self.rank + 1) * self.num_local_experts
+        if expert_map is None and num_experts < last:
+            raise InvalidInput(
+                f"num_experts must be at least {last}, the end of the experts of rank {self.rank}, got {num_experts}; "
+                "pass global_num_experts"
+            )
+        ids = as_ids(topk_ids)
+        if ids.shape[0] != a1.shape[0]:
+            raise InvalidInput(
+                f"topk_ids must have a row for each of the {a1.shape[0]} tokens of a1, got {list(ids.shape)}; route "
+                "the same tokens"
+            )
+        a1 = weighted_input(a1, topk_weights, apply_router_weight_on_input)
+        if expert_map is None:
+            ids = ids_of_rank(ids, self.rank, self.num_local_experts)
+        layout = ops.make_layout(ids, self.num_local_experts, expert_map=expert_map, max_rows=self.max_num_tokens)
+        slots = layout.slot_of_row
+        source = a1 if a1.shape[0] else a1.new_zeros(1, a1.shape[1])
+        rows = source[(slots.clamp(min=0) // topk_ids.shape[1]).long()]
+        rows = torch.where((slots >= 0)[:, None], rows, 0)
+        blocks = rows.view(self.num_local_experts, self.max_num_tokens, a1.shape[1])
+        return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
+        prepared: PreparedTokens | None = None,
+    ) -> None:
+        """prepared: without it rows are found by rank, and an expert_map is not known."""
+        if weight_and_reduce_impl == _DELEGATE and prepared is not None and prepared.handle is not None:
+            weights = None if apply_router_weight_on_input else as_weights(topk_weights, topk_ids)
+            reduce_batched(output, fused_expert_output, prepared.handle, weights)
+            return
+        chosen = weight_and_reduce_impl
+        if chosen == _DELEGATE:
+            chosen = TopKWeightAndReduceNaiveBatched(self.rank)
+        chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_core.checks import require_at_least
+from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_torch import ops
+from moe_torch.bridge.options import encode
 from moe_torch.modular.into import write_into
-from moe_torch.modular.rows import as_ids, as_weights
-from moe_torch.operators import PACK_BITMATRIX
-from moe_torch.options import encode
+from moe_torch.modular.rows import as_ids, as_weights, weight_of_row
+from moe_torch.operators.table import PACK_BITMATRIX
 
 _WORD_BITS = 32
 
@@ -58,15 +58,9 @@ def make_routing_data(
     weights = as_weights(topk_weights, ids)
     layout = ops.make_layout(ids, num_local_experts)
     slots = layout.slot_of_row
-    gate_scal = weights.new_full((slots.shape[0],), -1.0)
-    if slots.shape[0]:
-        gate_scal = torch.where(slots >= 0, weights.reshape(-1)[slots.clamp(min=0).long()], -1.0)
+    gate_scal = weight_of_row(weights, slots, absent=-1.0) if slots.shape[0] else weights.new_empty(0)
     routing_data = RoutingData(gate_scal, layout.group_sizes, num_local_experts, ids.shape[1], layout)
-    return (
-        routing_data,
-        GatherIndx(slots, layout.row_of_slot),
-        ScatterIndx(layout.row_of_slot, slots),
-    )
+    return (routing_data, GatherIndx(slots, layout.row_of_slot), ScatterIndx(layout.row_of_slot, slots))
 
 
 def layout_and_weights(
@@ -85,8 +79,7 @@ def layout_and_weights(
     rows = layout.row_of_slot
     if not rows.shape[0]:
         return layout, routing_data.gate_scal
-    by_slot = torch.where(rows >= 0, routing_data.gate_scal[rows.clamp(min=0).long()], 0.0)
-    return layout, by_slot
+    return layout, weight_of_row(routing_data.gate_scal, rows)
 
 
 def pack_bitmatrix(

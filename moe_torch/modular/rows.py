@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from moe_core.errors import InvalidInput
-from moe_core.specs import LayoutSpec
+from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
+from moe_torch.bridge.options import encode
 from moe_torch.modular.into import write_into
-from moe_torch.operators import REDUCE
-from moe_torch.options import encode
+from moe_torch.operators.table import REDUCE
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 _INT32_MAX = 2**31 - 1
@@ -88,3 +88,9 @@ def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -
     slots = torch.where(used.view(-1), rows, -1)
     none_invalid = torch.zeros(1, dtype=torch.int32, device=group_sizes.device)
     return ops.RaggedLayout(spec, group_sizes, starts, slots, slots, none_invalid)
+
+
+def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: float = 0.0) -> torch.Tensor:
+    """fp32 `[rows]` of weights fp32 `[M, topk]` or by slot: that of each row's slot, `absent` of a row without one."""
+    slots = slot_of_row.clamp(min=0).long()
+    return torch.where(slot_of_row >= 0, weights.reshape(-1)[slots], absent)

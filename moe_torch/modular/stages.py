@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from moe_core.formats import Format
-from moe_core.operands import ExpertWeights, MatmulOperands
-from moe_core.quantize_rows import chooses_one_scale
-from moe_core.specs import Activation, MatmulSpec, MatmulTuning
-from moe_torch.matmul_request import matmul_request
+from moe_core.ops.quantize.rows import chooses_one_scale
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands
+from moe_core.specs.tuning import MatmulTuning
 from moe_torch.modular.into import result_in
 from moe_torch.modular.rows import sum_by_token
+from moe_torch.operators.requests import matmul_request
 from moe_torch.ops import RaggedLayout, quantize_rows
 
 

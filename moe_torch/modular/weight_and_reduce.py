@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_core.checks import require_at_least
+from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import ops
-from moe_torch.modular.rows import as_ids, as_weights, slots_with_expert, sum_by_token, weighted_rows
+from moe_torch.modular.rows import as_ids, as_weights, slots_with_expert, sum_by_token, weight_of_row, weighted_rows
 
 
 class TopKWeightAndReduce(abc.ABC):
@@ -153,7 +153,5 @@ def reduce_batched(
         return
     rows = rows.reshape(-1, rows.shape[-1])
     if weights is not None:
-        slots = layout.slot_of_row
-        by_row = torch.where(slots >= 0, weights.reshape(-1)[slots.clamp(min=0).long()], 0.0)
-        rows = weighted_rows(rows, by_row[:, None])
+        rows = weighted_rows(rows, weight_of_row(weights, layout.slot_of_row)[:, None])
     sum_by_token(output, rows, layout.row_of_slot, layout.spec.top_k, "row")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_torch import eager
+from moe_torch.bridge import eager
 
 
 class Workspaces:

@@ -1,4 +1,4 @@
-"""The interface of Triton's `triton_kernels`, as of Triton 3.5, on the ops of Moebius (docs/migration.md).
+"""The interface of Triton's `triton_kernels`, as of Triton 3.5, on the ops of Moebius (docs/user/migration.md).
 
     from moe_torch.compat.triton_kernels.matmul_ogs import FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
     from moe_torch.compat.triton_kernels.routing import routing

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from moe_core.checks import finite_float
+from moe_core.base.checks import finite_float
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.specs import Activation, MatmulSpec
+from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_torch import ops
 from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Weight, memory_of, rows_of, weight_of
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
@@ -238,11 +238,7 @@ class _Product:
         )
 
     def run(
-        self,
-        betas: torch.Tensor | None,
-        gammas: torch.Tensor | None,
-        alpha: float | None,
-        scatter: ScatterIndx | None,
+        self, betas: torch.Tensor | None, gammas: torch.Tensor | None, alpha: float | None, scatter: ScatterIndx | None
     ) -> tuple[torch.Tensor, str]:
         """(`[rows, N]`, their order): one op, unless something that ours does not fuse comes before the activation."""
         betas = None if self._bias is None else betas

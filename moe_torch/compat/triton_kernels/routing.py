@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_core.checks import require_at_least, require_flag
+from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput
 from moe_torch import ops
+from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels.tensor import Bitmatrix
 from moe_torch.compat.triton_kernels.topk import choose
-from moe_torch.options import require_instance
 
 #: Heights of the tiles that `ExptData` counts; the smallest bounds their number.
 _BLOCK_MS = (16, 32, 64, 128)
@@ -190,11 +190,7 @@ def _sorted_by_expert(
         gate_scal = torch.where(slots >= 0, gate_scal, 0.0)
     data = _expert_data(layout.group_sizes, layout.group_start, slots.shape[0])
     routing_data = RoutingData(gate_scal, layout.group_sizes, num_experts, ids.shape[1], data)
-    return (
-        routing_data,
-        GatherIndx(slots, layout.row_of_slot),
-        ScatterIndx(layout.row_of_slot, slots),
-    )
+    return (routing_data, GatherIndx(slots, layout.row_of_slot), ScatterIndx(layout.row_of_slot, slots))
 
 
 def filled(routing_data: RoutingData) -> RoutingData:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import Activation
+from moe_core.specs.matmul import Activation
 from moe_torch import ops
+from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels.numerics import (
     PLAIN_INPUT,
     PLAIN_OUTPUT,
@@ -17,7 +18,6 @@ from moe_torch.compat.triton_kernels.numerics import (
     why_not_plain_output,
 )
 from moe_torch.compat.triton_kernels.routing import RoutingData
-from moe_torch.options import require_instance
 
 
 @dataclass(frozen=True, eq=False)

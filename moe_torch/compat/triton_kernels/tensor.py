@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from moe_core.checks import require_at_least
+from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
+from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels.tensor_details.layout import Layout, StridedLayout
-from moe_torch.options import require_instance
 
 _WORD_BITS = 32
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import RouterSpec
+from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
 from moe_torch.compat.triton_kernels.tensor import Bitmatrix, Tensor
 

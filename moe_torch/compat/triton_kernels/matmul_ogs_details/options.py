@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from moe_core.checks import require_flag
+from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import Activation, MatmulTuning
+from moe_core.specs.matmul import Activation
+from moe_core.specs.tuning import MatmulTuning
+from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels.numerics import (
     PLAIN_INPUT,
     PLAIN_OUTPUT,
@@ -20,7 +22,6 @@ from moe_torch.compat.triton_kernels.numerics import (
 )
 from moe_torch.compat.triton_kernels.swiglu import swiglu_activation, swiglu_fn
 from moe_torch.compat.triton_kernels.tensor import Tensor
-from moe_torch.options import require_instance
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

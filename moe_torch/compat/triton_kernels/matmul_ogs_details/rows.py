@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_core.errors import InvalidInput
+from moe_torch.bridge.options import layout_spec, require_instance
 from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx, starts
 from moe_torch.ops import RaggedLayout
-from moe_torch.options import layout_spec, require_instance
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import MXFP4, MXFP4_CEIL, MXFP8, MXFP8_CEIL, QuantizedSpec, QuantizedTensor
 from moe_core.formats.mx import GROUP
-from moe_torch.quantization import dequantize, quantize
+from moe_torch.quantize import dequantize, quantize
 
 MXFP_BLOCK_SIZE = GROUP
 

@@ -1,0 +1,217 @@
+"""Array specs (shape, dtype, strides) and borrowed views of other libraries' arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moe_core.base import dlpack, dtypes
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput, Unsupported
+
+#: Every buffer handed to a kernel starts at a multiple of this many bytes.
+ALIGNMENT = 16
+#: The last two axes of a weight: `[inputs, outputs]` or `[outputs, inputs]`.
+WEIGHT_LAYOUTS = ("in_out", "out_in")
+#: A weight layout read the other way round: the product with the transposed matrix.
+TRANSPOSED = {"in_out": "out_in", "out_in": "in_out"}
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements: (2, 3, 4) -> (12, 4, 1)."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)
+
+
+@plan_type
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape, canonical dtype name and strides (in elements; None = row-major) of an array.
+
+    Strides of axes of size 1 are normalised to what a row-major array would have, because libraries disagree about them
+    and nothing depends on them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
+        if any(size < 0 for size in self.shape):
+            raise InvalidInput(f"shape must have no negative size, got {self.shape}; pass the array's shape")
+        if self.strides is not None and len(self.strides) != len(self.shape):
+            raise InvalidInput(
+                f"strides must have one entry per axis of shape {self.shape}, got {self.strides}; pass both as they are"
+            )
+        packed = contiguous_strides(self.shape)
+        if self.strides is None or 0 in self.shape:
+            strides = packed
+        else:
+            strides = tuple(
+                packed[axis] if self.shape[axis] == 1 else int(step) for axis, step in enumerate(self.strides)
+            )
+        object.__setattr__(self, "strides", strides)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row-major array of this shape."""
+        return self.size * dtypes.itemsize(self.dtype)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == contiguous_strides(self.shape)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The strides, never None (elements)."""
+        assert self.strides is not None
+        return self.strides
+
+    def __str__(self) -> str:
+        layout = "" if self.is_contiguous else f" strides {self.strides}"
+        return f"{self.dtype}{list(self.shape)}{layout}"
+
+
+def require_spec(
+    name: str, spec: ArraySpec | None, shape: Sequence[int | str], dtype: str | Sequence[str], contiguous: bool = True
+) -> ArraySpec:
+    """Check one argument against an expectation and return it.
+
+    shape: an int must match, a string names a free dimension (`("num_tokens", 64)`). dtype: one name or several.
+    Raises InvalidInput with the argument's name, the expectation, the value and the fix.
+    """
+    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
+    allowed = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    if not isinstance(spec, ArraySpec):
+        fix = "pass the array" if spec is None else "pass a plain array"
+        raise InvalidInput(f"{name} must be {wanted} of {' or '.join(allowed)}, got {spec}; {fix}")
+    matches = len(shape) == spec.rank and all(
+        isinstance(want, str) or want == got for want, got in zip(shape, spec.shape, strict=True)
+    )
+    if not matches:
+        if spec.rank != len(shape):
+            fix = "reshape it" if spec.rank < len(shape) else "flatten the leading axes first"
+        else:
+            fix = "pass an array of that shape"
+        raise InvalidInput(f"{name} must be {wanted}, got {spec.shape}; {fix}")
+    if spec.dtype not in allowed:
+        raise InvalidInput(f"{name} must be {' or '.join(allowed)}, got {spec.dtype}; cast it to {allowed[0]}")
+    if contiguous and not spec.is_contiguous:
+        raise InvalidInput(f"{name} must be row-major contiguous, got strides {spec.strides}; make it contiguous first")
+    return spec
+
+
+class _Borrowed:
+    """What NumPy needs to view memory that it does not own; `owner` lives as long as the view."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bool = True) -> np.ndarray:
+    """Host memory at address `pointer` as a NumPy array of `spec` (ml_dtypes for bfloat16 and fp8); nothing is copied.
+
+    The array keeps `owner` alive. An array without elements never touches the address.
+    """
+    dtype = dtypes.numpy_dtype(spec.dtype)
+    if spec.size == 0:
+        return np.empty(spec.shape, dtype)
+    interface = {
+        "data": (pointer, not writable),
+        "shape": spec.shape,
+        "strides": tuple(step * dtype.itemsize for step in spec.stride),
+        # NumPy's interface does not know the ml_dtypes: borrow bytes of that size, then reinterpret them.
+        "typestr": dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}",
+        "version": 3,
+    }
+    return np.asarray(_Borrowed(interface, owner)).view(dtype)
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A borrowed array: address, spec and device; `owner` keeps the memory alive while the view lives.
+
+    device: `("cpu", 0)` or `("cuda", index)`. `data_ptr()` is the address in bytes of the first element. read_only: the
+    exporter forbids writing.
+    """
+
+    pointer: int
+    spec: ArraySpec
+    device: tuple[str, int]
+    owner: Any = field(default=None, compare=False, repr=False)
+    read_only: bool = False
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    @classmethod
+    def from_dlpack(cls, exporter: Any, *, stream: int | None = None) -> TensorView:
+        """View an array of any library that speaks DLPack (NumPy, torch, JAX, ...); nothing is copied.
+
+        stream: for CUDA arrays, the handle of the stream that will use the view (None or 0 = the legacy default stream,
+        -1 = the caller orders the work): the exporter makes it wait for pending work on the array. Raises InvalidInput
+        for an object without DLPack, one its library cannot export (a torch tensor that requires grad, a NumPy array of
+        ml_dtypes: see `from_numpy`) or a dtype plans do not have; Unsupported for devices other than CPU and CUDA.
+        """
+        found = dlpack.import_array(exporter, stream)
+        spec = ArraySpec(found.shape, found.dtype, found.strides)
+        return cls(found.pointer, spec, found.device, found.capsule, found.read_only)
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> TensorView:
+        """View a NumPy array, ml_dtypes included (which NumPy cannot export through DLPack); nothing is copied.
+
+        Raises InvalidInput for anything else, a dtype plans do not have, foreign byte order, or strides that are no
+        multiple of the element size.
+        """
+        if not isinstance(array, np.ndarray):
+            raise InvalidInput(f"array must be a NumPy array, got {type(array).__name__}; use from_dlpack for others")
+        dtype = dtypes.canonical(array.dtype)
+        if not array.dtype.isnative:
+            raise InvalidInput(f"array must have native byte order, got {array.dtype!r}; call .astype({dtype!r}) first")
+        if any(step % array.itemsize for step in array.strides):
+            raise InvalidInput(
+                f"array must have strides that are multiples of its {array.itemsize}-byte elements, "
+                f"got {array.strides} bytes; copy it first"
+            )
+        strides = tuple(step // array.itemsize for step in array.strides)
+        spec = ArraySpec(array.shape, dtype, strides)
+        return cls(array.ctypes.data, spec, ("cpu", 0), array, not array.flags.writeable)
+
+    def numpy(self) -> np.ndarray:
+        """The same memory as a NumPy array (ml_dtypes for bfloat16 and fp8); Unsupported for arrays on a GPU."""
+        if self.device[0] != "cpu":
+            raise Unsupported(f"numpy() needs an array on the CPU, got device {self.device}; copy it to the CPU first")
+        return host_array(self.pointer, self.spec, owner=self, writable=not self.read_only)
+
+
+def row_stride(name: str, spec: ArraySpec) -> int:
+    """The row stride of a rank-2 array whose rows are dense; other strides raise InvalidInput."""
+    if spec.shape[1] > 1 and spec.stride[1] != 1:
+        raise InvalidInput(
+            f"{name} must have dense rows (last stride 1), got strides {spec.strides}; make it contiguous"
+        )
+    if spec.shape[0] > 1 and spec.stride[0] < spec.shape[1]:
+        raise InvalidInput(
+            f"{name} must not have overlapping rows, got strides {spec.strides} for shape {spec.shape}; "
+            "make it contiguous"
+        )
+    return spec.stride[0]

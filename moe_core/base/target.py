@@ -1,0 +1,144 @@
+"""Where a plan runs: a GPU, Triton's interpreter on a CPU, or the NumPy reference on a CPU.
+
+Planners ask a `Target` for facts (`is_sm90`, `has_pdl`, `on_gpu`) and never for its kind, so that a further kind of GPU
+changes this file, its driver below `moe_core.runtime`, and the kernel families that are written for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput
+
+
+class _Gpus(NamedTuple):
+    """A kind of GPU target. architecture: how one is written, given its number; first_arch: the first that kernels
+    support; example: the constructor of a target and the device it is for."""
+
+    vendor: str
+    architecture: str
+    first_arch: int
+    example: str
+
+
+_GPUS = {
+    "cuda": _Gpus("nvidia", "sm_{}", 80, "Target('cuda', 90, 132) for an H200"),
+    "hip": _Gpus("amd", "gfx{}", 942, "Target('hip', 942, 304) for an MI300X"),
+}
+KINDS = (*_GPUS, "interpreter", "reference")
+_cpu_engine: contextvars.ContextVar[str | None] = contextvars.ContextVar("moe_core_cpu_engine", default=None)
+
+
+@plan_type
+@dataclass(frozen=True)
+class Target:
+    """What a plan is made for.
+
+    kind: `cuda` or `hip` (compiled Triton kernels), `interpreter` (the same kernels in Triton's interpreter on a CPU)
+    or `reference` (the NumPy twins on a CPU). arch: on `cuda` the compute capability, major * 10 + minor (90 = Hopper);
+    on `hip` the number in the architecture's name (942 = gfx942). num_sms: multiprocessors (AMD: compute units) of the
+    device. Both are 0 off the GPU.
+    """
+
+    kind: str
+    arch: int = 0
+    num_sms: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidInput(f"target kind must be one of {', '.join(KINDS)}, got {self.kind!r}; name one of these")
+        gpus = _GPUS.get(self.kind)
+        if gpus is not None and (self.arch < gpus.first_arch or self.num_sms < 1):
+            raise InvalidInput(
+                f"a {self.kind} target needs arch >= {gpus.first_arch} and num_sms >= 1, got arch={self.arch}, "
+                f"num_sms={self.num_sms}; for example {gpus.example}"
+            )
+
+    @property
+    def vendor(self) -> str:
+        """`nvidia` or `amd`; empty off the GPU."""
+        return _GPUS[self.kind].vendor if self.on_gpu else ""
+
+    @property
+    def architecture(self) -> str:
+        """The architecture's name, such as `sm_90` or `gfx942`; empty off the GPU."""
+        return _GPUS[self.kind].architecture.format(self.arch) if self.on_gpu else ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps are kernels compiled for a GPU."""
+        return self.kind in _GPUS
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether steps are kernels that Triton's interpreter runs on a CPU."""
+        return self.kind == "interpreter"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are Triton kernels (compiled or interpreted) rather than reference calls."""
+        return self.kind != "reference"
+
+    @property
+    def engine(self) -> str:
+        """`gpu`, `interpreter` or `reference`: the key of tables that depend on nothing else of a target."""
+        return "gpu" if self.on_gpu else self.kind
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of device its arrays are on: `cpu`, or the kind of GPU."""
+        return self.kind if self.on_gpu else "cpu"
+
+    @property
+    def warp_threads(self) -> int:
+        """Threads of a warp: 64 on AMD's gfx9, 32 elsewhere."""
+        return 64 if self.vendor == "amd" and self.arch < 1000 else 32
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it is a GPU whose tensor cores multiply e4m3 and whose instructions convert to it."""
+        return self.vendor == "nvidia" and self.arch >= 89
+
+    @property
+    def is_sm90(self) -> bool:
+        """Whether it has sm_90's instructions (Hopper): wgmma and TMA."""
+        return self.vendor == "nvidia" and self.arch == 90
+
+    @property
+    def is_sm100(self) -> bool:
+        """Whether it is a data-centre Blackwell GPU, sm_100 or sm_103."""
+        return self.vendor == "nvidia" and self.arch // 10 == 10
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a launch may begin before the one ahead of it ends (programmatic dependent launch)."""
+        return self.vendor == "nvidia" and self.arch >= 90
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.architecture} ({self.num_sms} SMs)" if self.on_gpu else self.kind
+
+
+def cpu_target() -> Target:
+    """The target for arrays on a CPU: `interpreter` under TRITON_INTERPRET=1, else `reference`; see `cpu_engine`."""
+    chosen = _cpu_engine.get()
+    if chosen is None:
+        chosen = "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else "reference"
+    return Target(chosen)
+
+
+@contextlib.contextmanager
+def cpu_engine(kind: str) -> Iterator[None]:
+    """Choose the CPU engine inside a `with` block: `interpreter` or `reference`."""
+    if kind not in ("interpreter", "reference"):
+        raise InvalidInput(f"cpu_engine kind must be 'interpreter' or 'reference', got {kind!r}; name one of these")
+    token = _cpu_engine.set(kind)
+    try:
+        yield
+    finally:
+        _cpu_engine.reset(token)

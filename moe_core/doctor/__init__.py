@@ -1,5 +1,0 @@
-"""The command `moebius-doctor`: what this machine runs, whether it computes right, and what cannot be trusted here."""
-
-from moe_core.doctor.cli import main
-
-__all__ = ["main"]

@@ -1,8 +1,0 @@
-"""`python -m moe_core.doctor` is the command `moebius-doctor`."""
-
-import sys
-
-from moe_core.doctor.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

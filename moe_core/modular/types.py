@@ -1,0 +1,143 @@
+"""Sizes, formats and descriptions that the modular kernels of both front-ends take and return."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import require_at_least, require_choice, require_flag
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format
+from moe_core.specs.operands import RaggedLayout
+
+
+class FusedMoEActivationFormat(enum.Enum):
+    """Standard: `[M, K]`, a row per token. BatchedExperts: `[E, max_num_tokens, K]`, a block of rows per expert, whose
+    first `expert_num_tokens[e]` rows are used."""
+
+    Standard = "standard"
+    BatchedExperts = "batched_experts"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTokensMetadata:
+    """expert_num_tokens: int32 `[E]` on the device, the rows of each local expert. expert_num_tokens_cpu: the same on
+    the host, where somebody had it anyway; None else. Nothing here waits for the device to make it."""
+
+    expert_num_tokens: Any
+    expert_num_tokens_cpu: Any = None
+
+
+@dataclass(frozen=True)
+class FusedMoEParallelConfig:
+    """Sizes and ranks of tensor, data and expert parallelism; use_ep: whole experts are split over ranks.
+
+    Raises InvalidInput where a rank is not below its size.
+    """
+
+    tp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+    ep_rank: int = 0
+    use_ep: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in ("tp", "dp", "ep"):
+            size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
+            require_at_least(f"{kind}_size", size, 1)
+            require_at_least(f"{kind}_rank", rank, 0)
+            if rank >= size:
+                raise InvalidInput(f"{kind}_rank must be below {kind}_size = {size}, got {rank}; number ranks from 0")
+        require_flag("use_ep", self.use_ep)
+        if self.ep_size > 1 and not self.use_ep:
+            raise InvalidInput(f"ep_size must be 1 without use_ep, got {self.ep_size}; pass use_ep=True")
+
+
+class ProblemSize(NamedTuple):
+    """E local experts, M tokens (batched: max_num_tokens), N columns of the first product (2F if gated), K columns of
+    the hidden states, topk."""
+
+    E: int
+    M: int
+    N: int
+    K: int
+    topk: int
+
+
+def moe_problem_size(
+    a1: Sequence[int], w1: Sequence[int], w2: Sequence[int], topk_ids: Sequence[int], weight_layout: str
+) -> ProblemSize:
+    """From shapes: a1 `[M, K]` or batched `[E, max_num_tokens, K]`; w1 `[E, N, K]`, w2 `[E, K, F]` (`out_in`) or
+    `[E, K, N]`, `[E, F, K]` (`in_out`); topk_ids `[tokens, topk]`.
+
+    N and K are the output axes of w1 and w2: sub-byte formats pack the input axes, of weights and of a1. Raises
+    InvalidInput for other ranks and for numbers of experts that differ.
+    """
+    if not (len(w1) == len(w2) == 3 and len(topk_ids) == 2 and len(a1) in (2, 3)):
+        _refuse_ranks({"w1": (w1, (3,)), "w2": (w2, (3,)), "topk_ids": (topk_ids, (2,)), "a1": (a1, (2, 3))})
+    require_choice("weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    if w2[0] != w1[0]:
+        raise InvalidInput(f"w2 must have the {w1[0]} experts of w1, got {tuple(w2)}; pass the same experts")
+    out_axis = 1 if weight_layout == "out_in" else 2
+    if len(a1) == 3 and a1[0] != w1[0]:
+        raise InvalidInput(
+            f"a1 must have a block of rows for each of the {w1[0]} experts of w1, got {tuple(a1)}; pass [E, "
+            "max_num_tokens, K], or [M, K] for tokens"
+        )
+    return ProblemSize(w1[0], a1[-2], w1[out_axis], w2[out_axis], topk_ids[1])
+
+
+def _refuse_ranks(shapes: Mapping[str, tuple[Sequence[int], tuple[int, ...]]]) -> None:
+    for name, (shape, ranks) in shapes.items():
+        if len(shape) not in ranks:
+            wanted = " or ".join(map(str, ranks))
+            raise InvalidInput(f"{name} must have {wanted} axes, got {tuple(shape)}; reshape it")
+
+
+@dataclass(frozen=True)
+class ScaleDesc:
+    """dtype of the scales, whether they are static (known before the call), and (rows, columns) that share one; -1 is
+    the whole axis."""
+
+    dtype: str
+    static: bool
+    group_shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """One side of a scheme: dtype of the elements (`e4m3`, `int8`, `uint8`, `uint4`, `e2m1`), their scales, and whether
+    they are symmetric around zero (no zero points)."""
+
+    dtype: str
+    scale: ScaleDesc
+    symmetric: bool = True
+
+
+def quant_key(format: Format, static: bool) -> QuantKey:
+    """The key of a format."""
+    group = tuple(-1 if extent is None else extent for extent in (format.group_rows, format.group_columns))
+    return QuantKey(
+        format.element, ScaleDesc(format.scale_dtypes[0], static, (group[0], group[1])), not format.zero_points
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SlotContext:
+    """What the rows at an injection point belong to: one row for each slot, slot `s = m * topk + k`.
+
+    hidden_states `[M, K]`: what the first product reads. layout: the slots by expert; a grouped matmul on it finds each
+    slot's expert. row_weight fp32 `[M * topk]`: what the second product multiplies each slot by (ones where the
+    router's weight is on the hidden states). activated `[M * topk, F]`: what the second product reads, None before the
+    activation.
+    """
+
+    hidden_states: Any
+    layout: RaggedLayout
+    row_weight: Any
+    activated: Any = None

@@ -1,0 +1,173 @@
+"""Planning of the activation's backward, as an op of its own and between the two matmuls of the experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import require_choice
+from moe_core.base.sizes import elementwise_tile
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.ops.activation.forward import check_input, function_constants, input_constants
+from moe_core.ops.common.zero_rows import launch_zero_rows
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertActivationOperands, Role, named_arrays
+
+ACTIVATION_BACKWARD = Kernel("activation.kernels.backward:activation_backward")
+EXPERT_ACTIVATION_BACKWARD = Kernel("activation.kernels.backward:expert_activation_backward")
+
+#: What the backward between the matmuls can compute; a plan leaves out what nobody needs.
+EXPERT_GRADIENTS = ("d_pre", "weighted_hidden", "d_weight")
+#: Elements of a tile of whole rows (8 per thread; more registers would leave fewer loads in flight), and the columns it
+#: may have, wide first.
+_ELEMENTS = {"gpu": 1024, "interpreter": 65536}
+_COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_activation_backward(
+    d_y: ArraySpec, x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None
+) -> LaunchPlan:
+    """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32 arithmetic, one cast to the dtype of x.
+
+    d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate beside `up` `[R, F]`): bf16, fp16 or
+    fp32, d_y of any of them; rows may be strided. Inputs: d_y, x, [up]; outputs, dense: d_x, [d_up]. Formulas:
+    `moe_core.ops.activation.reference`. Raises InvalidInput.
+    """
+    width = check_input(x, up, activation)
+    rows = x.shape[0]
+    require_spec("d_y", d_y, (rows, width), dtypes.MATMUL_DTYPES, contiguous=False)
+    d_y_stride = row_stride("d_y", d_y)
+    builder = PlanBuilder("activation_backward", target)
+    inputs = builder.inputs({"d_y": d_y, "x": x, "up": up})
+    outputs = [builder.output("d_x", ArraySpec(x.shape, x.dtype))]
+    if up is not None:
+        outputs.append(builder.output("d_up", ArraySpec((rows, width), x.dtype)))
+    if not target.compiled:
+        builder.reference("activation.reference:activation_backward", inputs, {"activation": activation}, outputs)
+        return builder.build()
+    block_m, block_n = elementwise_tile(width, target)
+    builder.launch(
+        ACTIVATION_BACKWARD,
+        (-(-rows // block_m), -(-width // block_n)),
+        {
+            **builder.pointers("d_y", "x", "up", "d_x", "d_up"),
+            "num_rows": Scalar(rows),
+            **constants(WIDTH=width, D_Y_STRIDE=d_y_stride),
+            **input_constants(x, up, activation),
+            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
+        },
+    )
+    return builder.build()
+
+
+def _row_tile(width: int, target: Target) -> tuple[int, int]:
+    """(rows, columns) of a tile that walks along whole rows of `width`: the widest that adds at most an eighth,
+    or else the one that pads it least."""
+    padding = {columns: -(-width // columns) * columns - width for columns in _COLUMNS[target.engine]}
+    columns = next((one for one in padding if 8 * padding[one] <= width), min(padding, key=lambda one: padding[one]))
+    return _ELEMENTS[target.engine] // columns, columns
+
+
+def _validate(operands: ExpertActivationOperands, activation: Activation, order: str) -> tuple[int, int]:
+    """(F, slots)."""
+    pre, row_of_slot = operands.pre, operands.row_of_slot
+    require_choice("order", order, ("row", "slot"))
+    require_spec("d_hidden", operands.d_hidden, ("num_rows", "d_ff"), dtypes.MATMUL_DTYPES)
+    rows, width = operands.d_hidden.shape
+    require_spec("pre", pre, (rows, activation.input_width(width)), dtypes.MATMUL_DTYPES)
+    slots = rows
+    if row_of_slot is not None:
+        require_spec("row_of_slot", row_of_slot, ("num_tokens * top_k",), "int32")
+        slots = row_of_slot.shape[0]
+        if order == "slot" and slots != rows:
+            raise InvalidInput(f"d_hidden must have a row per slot for order='slot', got {rows} for {slots} slots")
+    elif order == "slot":
+        raise InvalidInput("row_of_slot must be given for order='slot', got None; pass it or use order='row'")
+    if operands.row_weight is not None:
+        weight: ArraySpec = operands.row_weight
+        require_spec("row_weight", weight, ("num_slots",) if weight.rank == 1 else ("num_tokens", "top_k"), "float32")
+        if weight.size != slots:
+            raise InvalidInput(f"row_weight must hold {slots} slots, got {weight.shape}; pass a weight for every slot")
+    if operands.bias_product is not None:
+        require_spec("bias_product", operands.bias_product, (slots,), "float32")
+    return width, slots
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_expert_activation_backward(
+    operands: ExpertActivationOperands,
+    activation: Activation,
+    target: Target,
+    *,
+    order: str = "row",
+    outputs: tuple[str, ...] = EXPERT_GRADIENTS,
+    slot_of_row: ArraySpec | None = None,
+) -> LaunchPlan:
+    """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
+
+    operands: a bundle of ArraySpecs, all dense. Gate layout `separate` is stored as `halves` is: gate columns, then up.
+    order: a slot's row is row_of_slot[slot] (`row`) or the slot itself (`slot`); without row_of_slot every row is the
+    slot of its number. outputs: those wanted of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and
+    d_weight fp32 `[T * K]`; d_pre is always one. A slot without a row (-1): d_weight 0, nothing read. slot_of_row int32
+    `[R]` (order `row`): rows of no slot become exact zeros; without it they are left unwritten, for composed plans that
+    never read them (the reference engine writes zeros always). Inputs: the operands given, [slot_of_row]. Formulas:
+    `moe_core.ops.activation.reference`. Raises InvalidInput.
+    """
+    width, slots = _validate(operands, activation, order)
+    if "d_pre" not in outputs or not set(outputs) <= set(EXPERT_GRADIENTS) or len(set(outputs)) != len(outputs):
+        raise InvalidInput(f"outputs must be d_pre and any of {EXPERT_GRADIENTS}, got {outputs}; name each once")
+    if operands.bias_product is not None and "d_weight" not in outputs:
+        raise InvalidInput("bias_product must be None where d_weight is no output, got an array; leave it out")
+    pre: ArraySpec = operands.pre
+    if slot_of_row is not None:
+        require_spec("slot_of_row", slot_of_row, (pre.shape[0],), "int32")
+        if order == "slot" or operands.row_of_slot is None:
+            raise InvalidInput(
+                "slot_of_row must be None unless order='row' with row_of_slot, got an array; leave it out"
+            )
+
+    builder = PlanBuilder("expert_activation_backward", target)
+    present = builder.inputs(dict(named_arrays(operands)))
+    builder.inputs({"slot_of_row": slot_of_row})
+    shapes = {
+        "d_pre": pre,
+        "weighted_hidden": ArraySpec(operands.d_hidden.shape, pre.dtype),
+        "d_weight": ArraySpec((slots,), "float32"),
+    }
+    roles = {"weighted_hidden": Role.ROWS, "d_weight": Role.D_ROW_WEIGHT}
+    for name in outputs:
+        builder.output(name, shapes[name], roles.get(name))
+    if not target.compiled:
+        builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
+        options = {"activation": activation, "order": order, "outputs": outputs}
+        builder.reference("activation.reference:expert_activation_backward", present, options, outputs)
+        return builder.build()
+    block_m, block_n = _row_tile(width, target)
+    builder.sums(
+        f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"
+    )
+    if slot_of_row is not None:
+        for name in outputs:
+            if name != "d_weight":
+                launch_zero_rows(builder, "slot_of_row", name, elementwise_tile(shapes[name].shape[1], target))
+    layout = "halves" if activation.gate_layout == "separate" else activation.gate_layout
+    operand_names = (field.name for field in dataclasses.fields(operands))
+    builder.launch(
+        EXPERT_ACTIVATION_BACKWARD,
+        (-(-slots // block_m),),
+        {
+            **builder.pointers(*operand_names, *EXPERT_GRADIENTS),
+            "num_slots": Scalar(slots),
+            "num_rows": Scalar(pre.shape[0]),
+            **constants(WIDTH=width, BY_ROW=order == "row", GATE_LAYOUT=layout),
+            **function_constants(activation),
+            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
+        },
+    )
+    return builder.build()

@@ -1,0 +1,87 @@
+"""Planning of the activation as an op of its own."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import require_choice
+from moe_core.base.sizes import elementwise_tile
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Scalar, constants
+from moe_core.specs.matmul import Activation
+
+ACTIVATION = Kernel("activation.kernels.forward:activation")
+
+
+def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> int:
+    """Check x `[R, 2F]` or `[R, F]` and up `[R, F]`, whose rows may be strided, against the gate layout; F."""
+    require_spec("x", x, ("num_rows", "width"), dtypes.MATMUL_DTYPES, contiguous=False)
+    row_stride("x", x)
+    rows, width = x.shape
+    if activation.gate_layout in ("halves", "interleaved"):
+        if width % 2:
+            raise InvalidInput(f"x must have an even width (gate and up), got {width}; pass both halves")
+        width //= 2
+    if activation.gate_layout == "separate":
+        row_stride("up", require_spec("up", up, (rows, width), x.dtype, contiguous=False))
+    elif up is not None:
+        raise InvalidInput(f"up must be None for gate_layout={activation.gate_layout!r}, got {up}; leave it out")
+    return width
+
+
+def input_constants(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> dict[str, Argument]:
+    """What kernels are told of the activation and its input, in their order."""
+    strides = constants(X_STRIDE=row_stride("x", x), UP_STRIDE=0 if up is None else row_stride("up", up))
+    return strides | constants(GATE_LAYOUT=activation.gate_layout) | function_constants(activation)
+
+
+def function_constants(activation: Activation) -> dict[str, Argument]:
+    """What kernels are told of the activation's formula, in their order."""
+    return constants(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_activation(
+    x: ArraySpec,
+    activation: Activation,
+    target: Target,
+    *,
+    up: ArraySpec | None = None,
+    out_dtype: str | None = None,
+) -> LaunchPlan:
+    """y `[R, F]` = activation of x in fp32, one cast.
+
+    x: `[R, 2F]` (gated, one buffer), `[R, F]` (ungated, or the gate beside `up` `[R, F]`), bf16, fp16 or fp32, rows may
+    be strided. out_dtype: None = the dtype of x. Inputs: x, [up]; output: y. Raises InvalidInput for anything else.
+    """
+    width = check_input(x, up, activation)
+    rows = x.shape[0]
+    out_dtype = dtypes.canonical(out_dtype or x.dtype)
+    require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
+
+    builder = PlanBuilder("activation", target)
+    builder.inputs({"x": x, "up": up})
+    builder.output("y", ArraySpec((rows, width), out_dtype))
+    if not target.compiled:
+        inputs = {"x": "x"} | ({} if up is None else {"up": "up"})
+        builder.reference(
+            "activation.reference:activation", inputs, {"activation": activation, "out_dtype": out_dtype}, ("y",)
+        )
+        return builder.build()
+    block_m, block_n = elementwise_tile(width, target)
+    builder.launch(
+        ACTIVATION,
+        (-(-rows // block_m), -(-width // block_n)),
+        {
+            **builder.pointers("x", "up", "y"),
+            "num_rows": Scalar(rows),
+            "WIDTH": Constant(width),
+            **input_constants(x, up, activation),
+            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
+        },
+    )
+    return builder.build()

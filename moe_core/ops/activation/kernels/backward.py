@@ -1,0 +1,181 @@
+"""The activation's backward in fp32: as an op of its own, and between the matmuls with the row weight's gradient."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.activation.kernels.forward import sigmoid
+
+
+@triton.jit
+def clamp(x, LIMIT: tl.constexpr):
+    """x within [-LIMIT, LIMIT]; NaN stays NaN, for comparisons with it are false."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
+def value_and_slope(x, NAME: tl.constexpr):
+    """(act(x), d act(x) / dx) of the ungated form, fp32; formulas: `moe_core.ops.activation.reference`.
+
+    Where the slope is constant in fp32 it is taken at a bound, so that no infinity meets a zero.
+    """
+    if NAME == "silu":
+        bounded = clamp(x, 128.0)
+        share = sigmoid(bounded)
+        return x * share, share * (1.0 + bounded * (1.0 - share))
+    elif NAME == "gelu":
+        bounded = clamp(x, 16.0)
+        twice = 1.0 + tl.erf(bounded * 0.7071067811865476)
+        density = 0.3989422804014327 * tl.exp(-0.5 * bounded * bounded)
+        return 0.5 * x * twice, 0.5 * twice + bounded * density
+    elif NAME == "gelu_tanh":
+        bounded = clamp(x, 16.0)
+        square = bounded * bounded
+        share = sigmoid(1.5957691216057308 * (bounded + 0.044715 * square * bounded))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * square)
+        return x * share, share * (1.0 + bounded * (1.0 - share) * slope)
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive, 2.0 * positive
+
+
+@triton.jit
+def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """(y, d_gate, d_up) of the gated form: y = act(gate) * up, or swiglu_oai with its clamps."""
+    if NAME == "swiglu_oai":
+        g, u = gate, up
+        if LIMIT is not None:
+            g, u = tl.where(gate > LIMIT, LIMIT, gate), clamp(up, LIMIT)
+        # g s(a g) is silu(a g) / a: its slope is silu's at a g, its value that of s(a g) times g.
+        _, slope = value_and_slope(ALPHA * g, "silu")
+        activated = g * sigmoid(ALPHA * g)
+        d_gate, d_up = d_y * (u + 1.0) * slope, d_y * activated
+        if LIMIT is not None:
+            d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
+            d_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)
+        return activated * (u + 1.0), d_gate, d_up
+    else:
+        activated, slope = value_and_slope(gate, NAME)
+        return activated * up, d_y * up * slope, d_y * activated
+
+
+@triton.jit
+def load_gate_up(
+    x, up, base, up_base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(gate, up) in fp32 of BLOCK_N columns from `first`; rows begin at base in x and at up_base in up."""
+    columns = first + tl.arange(0, BLOCK_N)[None, :]
+    mask = inside[:, None] & (columns < WIDTH)
+    if GATE_LAYOUT == "interleaved":
+        # Both columns of a pair in one load, then taken apart: half of every other access would be wasted.
+        pairs = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
+        both = tl.load(x + base + pairs, mask=inside[:, None] & (pairs < 2 * WIDTH), other=0.0).to(tl.float32)
+        gate, second = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
+    else:
+        gate = tl.load(x + base + columns, mask=mask, other=0.0).to(tl.float32)
+        if GATE_LAYOUT == "separate":
+            second = tl.load(up + up_base + columns, mask=mask, other=0.0).to(tl.float32)
+        else:
+            second = tl.load(x + base + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    return gate, second
+
+
+@triton.jit
+def store_gate_up(d_gate, d_up, d_x, d_second, base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr):
+    """Store the two gradients as `load_gate_up` loads; base: rows of d_x. d_second has rows of WIDTH."""
+    BLOCK_N: tl.constexpr = d_gate.shape[1]
+    columns = first + tl.arange(0, BLOCK_N)[None, :]
+    mask = inside[:, None] & (columns < WIDTH)
+    if GATE_LAYOUT == "interleaved":
+        pairs = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
+        both = tl.reshape(tl.join(d_gate, d_up), (d_gate.shape[0], 2 * BLOCK_N))
+        tl.store(d_x + base + pairs, both.to(d_x.dtype.element_ty), mask=inside[:, None] & (pairs < 2 * WIDTH))
+    else:
+        tl.store(d_x + base + columns, d_gate.to(d_x.dtype.element_ty), mask=mask)
+        if GATE_LAYOUT == "separate":
+            tl.store(d_second + base + columns, d_up.to(d_second.dtype.element_ty), mask=mask)
+        else:
+            tl.store(d_x + base + WIDTH + columns, d_up.to(d_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activation_backward(
+    d_y, x, up, d_x, d_up, num_rows,
+    WIDTH: tl.constexpr, D_Y_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """d_x (and d_up) of y = activation(x, up) for a tile of rows and columns; GATE_LAYOUT None = ungated."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(1) * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)[None, :]
+    inside = rows < num_rows
+    mask = inside[:, None] & (columns < WIDTH)
+    gradient = tl.load(d_y + rows[:, None] * D_Y_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+    base = rows[:, None] * X_STRIDE
+    if GATE_LAYOUT is None:
+        _, slope = value_and_slope(tl.load(x + base + columns, mask=mask, other=0.0).to(tl.float32), NAME)
+        result = (gradient * slope).to(d_x.dtype.element_ty)
+        tl.store(d_x + rows[:, None] * WIDTH + columns, result, mask=mask)
+    else:
+        gate, second = load_gate_up(x, up, base, rows[:, None] * UP_STRIDE, first, inside, WIDTH, GATE_LAYOUT, BLOCK_N)
+        _, d_gate, d_second = gated_backward(gradient, gate, second, NAME, ALPHA, LIMIT)
+        OUT_WIDTH: tl.constexpr = WIDTH if GATE_LAYOUT == "separate" else 2 * WIDTH
+        store_gate_up(d_gate, d_second, d_x, d_up, rows[:, None] * OUT_WIDTH, first, inside, WIDTH, GATE_LAYOUT)
+
+
+@triton.jit
+def expert_activation_backward(
+    d_hidden, pre, row_of_slot, row_weight, bias_product, d_pre, weighted_hidden, d_weight, num_slots, num_rows,
+    WIDTH: tl.constexpr, BY_ROW: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """d_pre, weighted_hidden and d_weight of BLOCK_M slots, whole rows at once, columns in order.
+
+    d_pre = act'(pre) (w z); weighted_hidden = w act(pre); d_weight = <z, act(pre)> + bias_product; z = d_hidden. A slot
+    without a row: nothing read, d_weight 0, and unless BY_ROW (where it has no row to write) zeros.
+    """
+    slots = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    written = slots < num_slots
+    rows, present = slots, written
+    if row_of_slot is not None:
+        found = tl.load(row_of_slot + slots, mask=written, other=-1)
+        present = written & (found >= 0)
+        if BY_ROW:
+            rows = found.to(tl.int64)
+            present = present & (rows < num_rows)
+            written = present
+    weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if row_weight is not None:
+        weight = tl.load(row_weight + slots, mask=present, other=0.0)
+    products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    IN_WIDTH: tl.constexpr = WIDTH if GATE_LAYOUT is None else 2 * WIDTH
+    base = rows[:, None] * IN_WIDTH
+    for first in range(0, WIDTH, BLOCK_N):
+        columns = first + tl.arange(0, BLOCK_N)[None, :]
+        if GATE_LAYOUT == "interleaved":
+            # A thread that loads 16 bytes has the pairs of 4 columns: with as many of the other arrays nothing moves
+            # between threads.
+            columns = tl.max_contiguous(columns, [1, 4])
+        here = rows[:, None] * WIDTH + columns
+        mask = present[:, None] & (columns < WIDTH)
+        z = tl.load(d_hidden + here, mask=mask, other=0.0).to(tl.float32)
+        upstream = weight[:, None] * z
+        if GATE_LAYOUT is None:
+            hidden, slope = value_and_slope(tl.load(pre + base + columns, mask=mask, other=0.0).to(tl.float32), NAME)
+            stored = written[:, None] & (columns < WIDTH)
+            tl.store(d_pre + here, (upstream * slope).to(d_pre.dtype.element_ty), mask=stored)
+        else:
+            gate, up = load_gate_up(pre, pre, base, base, first, present, WIDTH, GATE_LAYOUT, BLOCK_N)
+            hidden, d_gate, d_up = gated_backward(upstream, gate, up, NAME, ALPHA, LIMIT)
+            store_gate_up(d_gate, d_up, d_pre, d_pre, base, first, written, WIDTH, GATE_LAYOUT)
+        if d_weight is not None:
+            products += z * hidden
+        if weighted_hidden is not None:
+            result = (weight[:, None] * hidden).to(weighted_hidden.dtype.element_ty)
+            tl.store(weighted_hidden + here, result, mask=written[:, None] & (columns < WIDTH))
+    if d_weight is not None:
+        total = tl.sum(products, axis=1)
+        if bias_product is not None:
+            total += tl.load(bias_product + slots, mask=present, other=0.0)
+        tl.store(d_weight + slots, tl.where(present, total, 0.0), mask=slots < num_slots)

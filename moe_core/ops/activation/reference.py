@@ -1,0 +1,239 @@
+"""NumPy twins of the activation op and its backward: everything in fp32, NaN through every clamp, one cast at the end.
+
+The backward recomputes the activation from the pre-activation as it was stored (one cast behind the fp32 accumulator
+that the forward activated). The derivative is taken with torch's convention at the kinks: relu2 has derivative 0 at 0,
+a clamp passes the gradient where the value equals the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.specs.matmul import Activation
+
+#: Beyond this argument erfc times any x that leads here is below the smallest fp32 number.
+_ERFC_LARGEST = 10.5
+_ERFC_LOWEST = 1 / (1 + _ERFC_LARGEST / 2)
+#: Terms of the polynomial in `_erfc_polynomial`: a relative error near 1e-12, far below fp32's 6e-8.
+_ERFC_TERMS = 17
+#: Where |x| is larger, the derivative is constant in fp32: taken at this bound, no infinity meets a zero.
+_SATURATED = {"silu": 128.0, "swiglu_oai": 128.0, "gelu": 16.0, "gelu_tanh": 16.0}
+_NORMAL_DENSITY = np.float32(1 / math.sqrt(2 * math.pi))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)) elementwise, without overflow: exp(min(x, 0)) / (1 + exp(-|x|)); NaN stays NaN."""
+    with np.errstate(all="ignore"):
+        return np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))
+
+
+@functools.cache
+def _erfc_polynomial() -> np.ndarray:
+    """Coefficients (highest power first, in s) of P in erfc(z) = t exp(-z^2 + P(s)), z >= 0, t = 1 / (1 + z / 2).
+
+    s in [-1, 1] runs over t in [1 / (1 + _ERFC_LARGEST / 2), 1]. The form is that of W. H. Press et al., Numerical
+    Recipes, section 6.2.2; the coefficients are interpolated at Chebyshev points from `math.erfc`.
+    """
+    points = np.polynomial.chebyshev.chebpts1(_ERFC_TERMS)
+    t = _ERFC_LOWEST + (1 - _ERFC_LOWEST) * (points + 1) / 2
+    z = 2 * (1 - t) / t
+    logarithm = [math.log(math.erfc(value) / scale) + value * value for value, scale in zip(z, t, strict=True)]
+    series = np.polynomial.chebyshev.chebfit(points, logarithm, _ERFC_TERMS - 1)
+    return np.polynomial.chebyshev.cheb2poly(series)[::-1].copy()
+
+
+def normal_cdf(x: np.ndarray) -> np.ndarray:
+    """(1 + erf(x / sqrt(2))) / 2 of an fp32 array, computed in float64, with fp32 relative accuracy in both tails."""
+    wide = np.asarray(x, np.float64)
+    z = np.abs(wide) * math.sqrt(0.5)
+    t = 1 / (1 + np.minimum(z, _ERFC_LARGEST) / 2)
+    s = (t - _ERFC_LOWEST) * (2 / (1 - _ERFC_LOWEST)) - 1
+    polynomial = np.zeros_like(s)
+    for coefficient in _erfc_polynomial():
+        polynomial *= s
+        polynomial += coefficient
+    with np.errstate(all="ignore"):
+        tail = 0.5 * t * np.exp(polynomial - z * z)
+    return np.where(wide > 0, 1 - tail, tail)
+
+
+def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
+    """The gate and up columns `[R, F]` of `[R, 2F]` (halves, interleaved); (values, None) for ungated activations."""
+    if not activation.gated:
+        return values, None
+    if activation.gate_layout == "interleaved":
+        return values[..., 0::2], values[..., 1::2]
+    half = values.shape[-1] // 2
+    return values[..., :half], values[..., half:]
+
+
+def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
+    """The formula of `activation` on fp32 arrays `[R, F]`; up is None for ungated activations."""
+    with np.errstate(all="ignore"):
+        if activation.name == "swiglu_oai":
+            assert up is not None
+            if activation.limit is not None:
+                limit = np.float32(activation.limit)
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            return gate * sigmoid(np.float32(activation.alpha) * gate) * (up + np.float32(1))
+        if activation.name == "silu":
+            activated = gate * sigmoid(gate)
+        elif activation.name == "gelu":
+            activated = (gate * normal_cdf(gate)).astype(np.float32)
+        elif activation.name == "gelu_tanh":
+            # (1 + tanh(u)) / 2 = sigmoid(2u): the same function without the cancellation for negative u.
+            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+            activated = gate * sigmoid(2 * inner)
+        else:
+            assert activation.name == "relu2"
+            activated = np.square(np.maximum(gate, np.float32(0)))
+        return activated if up is None else activated * up
+
+
+def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
+    """Gate and up in fp32, from one buffer or from two."""
+    return split(to_float32(x), activation) if up is None else (to_float32(x), to_float32(up))
+
+
+def activation(
+    x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation, out_dtype: str | None = None
+) -> np.ndarray:
+    """y `[R, F]` from x `[R, 2F]` (gated: halves, interleaved) or `[R, F]` (ungated, or the gate beside `up` `[R, F]`).
+
+    bf16, fp16 or fp32 in; fp32 arithmetic; one cast to out_dtype (None = the dtype of x).
+    """
+    gate_values, up_values = _split_wide(x, up, activation)
+    return round_to(apply(gate_values, up_values, activation), out_dtype or x.dtype)
+
+
+def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
+    """d act(x) / dx in fp32 of the ungated form (`silu`, `gelu`, `gelu_tanh` or `relu2`); NaN stays NaN.
+
+    silu: s(x) (1 + x s(-x)), s the sigmoid. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2 sqrt(2/pi) (x + 0.044715
+    x^3): s(v) (1 + x s(-v) dv/dx). relu2: 2 max(x, 0). s(-x) instead of 1 - s(x): no cancellation for large x.
+    """
+    with np.errstate(all="ignore"):
+        if name == "relu2":
+            return 2 * np.maximum(x, np.float32(0))
+        bound = np.float32(_SATURATED[name])
+        x = np.clip(x, -bound, bound)
+        if name == "silu":
+            return sigmoid(x) * (1 + x * sigmoid(-x))
+        if name == "gelu":
+            density = _NORMAL_DENSITY * np.exp(np.float32(-0.5) * x * x)
+            return normal_cdf(x).astype(np.float32) + x * density
+        assert name == "gelu_tanh"
+        scale, cubic = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+        inner = scale * (x + cubic * x * x * x)
+        slope = scale * (1 + 3 * cubic * x * x)
+        return sigmoid(inner) * (1 + x * sigmoid(-inner) * slope)
+
+
+def _swiglu_oai_backward(
+    d_y: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: Activation
+) -> tuple[np.ndarray, np.ndarray]:
+    """g = min(gate, limit), u = clamp(up): d_gate = d_y (u + 1) s(a g) (1 + a g s(-a g)), d_up = d_y g s(a g); exact
+    zeros where clamped."""
+    gate_clamped = up_clamped = np.zeros(gate.shape, bool)
+    if activation.limit is not None:
+        limit = np.float32(activation.limit)
+        gate_clamped, up_clamped = gate > limit, np.abs(up) > limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    inner = np.float32(activation.alpha) * gate
+    bounded = np.clip(inner, -_SATURATED["swiglu_oai"], _SATURATED["swiglu_oai"]).astype(np.float32)
+    d_gate = d_y * (up + np.float32(1)) * (sigmoid(bounded) * (1 + bounded * sigmoid(-bounded)))
+    d_up = d_y * (gate * sigmoid(inner))
+    return np.where(gate_clamped, np.float32(0), d_gate), np.where(up_clamped, np.float32(0), d_up)
+
+
+def apply_backward(
+    d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(d_gate, d_up) of `apply`, fp32 arrays `[R, F]`; d_up None for ungated activations.
+
+    Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate). Ungated: d_gate = d_y * act'(gate).
+    """
+    with np.errstate(all="ignore"):
+        if activation.name == "swiglu_oai":
+            assert up is not None
+            return _swiglu_oai_backward(d_y, gate, up, activation)
+        derivative = activation_derivative(gate, activation.name)
+        if up is None:
+            return d_y * derivative, None
+        return d_y * up * derivative, d_y * apply(gate, None, activation)
+
+
+def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
+    """The inverse of `split`; `separate` is joined as `halves` is: gate columns, then up."""
+    if up is None:
+        return gate
+    if activation.gate_layout == "interleaved":
+        return np.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+    return np.concatenate([gate, up], axis=-1)
+
+
+def activation_backward(
+    d_y: np.ndarray, x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """d_x (with `up`: d_x and d_up) of the activation op: y `[R, F]` = activation(x, up); shapes and dtypes of x.
+
+    d_y `[R, F]`: bf16, fp16 or fp32, whatever out_dtype the forward had. fp32 arithmetic, one cast.
+    """
+    gate_values, up_values = _split_wide(x, up, activation)
+    d_gate, d_up = apply_backward(to_float32(d_y), gate_values, up_values, activation)
+    if up is None:
+        return round_to(join(d_gate, d_up, activation), x.dtype)
+    assert d_up is not None
+    return round_to(d_gate, x.dtype), round_to(d_up, x.dtype)
+
+
+def expert_activation_backward(
+    d_hidden: np.ndarray,
+    pre: np.ndarray,
+    row_of_slot: np.ndarray | None = None,
+    row_weight: np.ndarray | None = None,
+    bias_product: np.ndarray | None = None,
+    *,
+    activation: Activation,
+    order: str = "row",
+    outputs: tuple[str, ...] = ("d_pre", "weighted_hidden", "d_weight"),
+) -> tuple[np.ndarray, ...]:
+    """The activation's backward between the two matmuls, fused with the gradient of the row weight.
+
+    With z = d_hidden `[R, F]`, the gradient of `hidden @ W_down + b_down` pulled back through W_down and not yet
+    weighted, h = activation(pre) `[R, F]` and w = row_weight fp32 `[T * K]` by slot (None: 1 everywhere):
+
+        d_pre = activation'(pre) (w z)        weighted_hidden = w h        d_weight[slot] = <z, h> + bias_product
+
+    bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]>, where there is a bias. The unweighted expert output
+    y = h W_down + b_down is not needed: <d_out, y> = <d_out W_down^T, h> + <d_out, b_down>. z is bf16, fp16 or fp32.
+    pre `[R, 2F]` (or F) is stored in the dtype of x, gate layout `separate` as gate columns, then up. h is recomputed
+    from it in fp32 and not rounded; d_pre and weighted_hidden are rounded once, to the dtype of pre; <z, h> is summed
+    in fp32.
+
+    order: where a slot's row is: `row` (row_of_slot[slot]) or `slot` (the slot itself). row_of_slot int32 `[T * K]`,
+    -1 = no expert: d_weight is exactly 0, row_weight is not read (None: every row is the slot of its number). Rows that
+    belong to no slot are never read and become exact zeros. Returns what outputs names, in that order: d_pre and
+    weighted_hidden of R rows in the dtype of pre, d_weight fp32 `[T * K]`.
+    """
+    places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
+    slots = np.flatnonzero(places >= 0)
+    rows = places[slots] if order == "row" else slots
+    z = to_float32(d_hidden[rows])
+    gate, up = split(to_float32(pre[rows]), activation)
+    hidden = apply(gate, up, activation)
+    d_weight = np.zeros(len(places), np.float32)
+    d_pre, weighted = np.zeros(pre.shape, pre.dtype), np.zeros(d_hidden.shape, pre.dtype)
+    with np.errstate(all="ignore"):
+        d_weight[slots] = (z * hidden).sum(axis=-1, dtype=np.float32)
+        if bias_product is not None:
+            d_weight[slots] += bias_product[slots]
+        weight = np.float32(1) if row_weight is None else row_weight.reshape(-1)[slots, None]
+        d_pre[rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
+        weighted[rows] = round_to(weight * hidden, pre.dtype)
+    found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
+    return tuple(found[name] for name in outputs)

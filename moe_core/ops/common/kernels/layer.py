@@ -1,0 +1,18 @@
+"""Which layer of stacked weights a kernel reads."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def layer_in_stack(layer_index, NUM_LAYERS: tl.constexpr):
+    """(index of the layer inside the stack, whether the requested one exists): one outside must not read elsewhere.
+
+    layer_index None: the weights are those of one layer.
+    """
+    index, exists = tl.cast(0, tl.int32), tl.cast(True, tl.int1)
+    if layer_index is not None:
+        wanted = tl.load(layer_index)
+        exists = (wanted >= 0) & (wanted < NUM_LAYERS)
+        index = tl.where(exists, wanted, 0)
+    return index, exists

@@ -1,0 +1,25 @@
+"""Zeroing the rows of a result that no expert writes: a launch that matmuls and the activation's backward add."""
+
+from __future__ import annotations
+
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Constant, Kernel, Pointer, Scalar
+
+ZERO_ROWS = Kernel("reduction.kernels.reduce:zero_rows")
+
+
+def launch_zero_rows(builder: PlanBuilder, markers: str, y: str, tile: tuple[int, int]) -> None:
+    """Zero the rows of the buffer y `[rows, columns]` whose entry in the buffer markers int32 `[rows]` is -1.
+
+    tile: rows of a program, and the columns that it writes at a time.
+    """
+    rows, width = builder.spec(y).shape
+    arguments = {
+        "markers": Pointer(markers),
+        "y": Pointer(y),
+        "num_rows": Scalar(rows),
+        "WIDTH": Constant(width),
+        "BLOCK_M": Constant(tile[0]),
+        "BLOCK_N": Constant(tile[1]),
+    }
+    builder.launch(ZERO_ROWS, (-(-rows // tile[0]),), arguments)

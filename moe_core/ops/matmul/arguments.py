@@ -1,0 +1,85 @@
+"""What the plans of all products add alike, and arguments of their launches that mean the same in every kernel."""
+
+from __future__ import annotations
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.sizes import padded
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.common.zero_rows import launch_zero_rows
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.routing.layout import ZERO_COUNTERS
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Pointer, Scalar, constants
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands
+from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
+
+#: The arrays of a layout that a matmul reads, and the schedule of its row blocks.
+SCHEDULED_INPUTS = (*LAYOUT_INPUTS, "schedule")
+
+
+def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:
+    """Add a buffer of tile counters (int32 `[2]`, one per product) and the launch that clears it; its name."""
+    builder.scratch(name, ArraySpec((2,), "int32"))
+    builder.launch(ZERO_COUNTERS, (1,), {"counters": Pointer(name), "COUNT": Constant(2)}, 1, 1)
+    return name
+
+
+def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> None:
+    """Zero the rows of y that no expert writes: marked by slot_of_row, or by a slot's missing row."""
+    markers = "slot_of_row"
+    if spec.scatter == "slot":
+        markers = builder.input("row_of_slot", ArraySpec((layout.num_slots,), "int32"))
+    columns = min(1024, padded(builder.spec("y").shape[1]))
+    launch_zero_rows(builder, markers, "y", (64 if builder.target.interpreted else 8, columns))
+
+
+def row_counts(problem: MatmulProblem, config: TileConfig) -> dict[str, Argument]:
+    """How many row blocks, rows and slots there may be."""
+    rows, layout = problem.sizes.rows, problem.layout
+    return {
+        "num_blocks": Scalar(problem.num_blocks(config)),
+        "num_rows": Scalar(rows),
+        "num_slots": Scalar(layout.num_slots if layout is not None else rows),
+    }
+
+
+def size_constants(problem: MatmulProblem) -> dict[str, Argument]:
+    """Sides of the product and of one weight buffer, and how many of these there are."""
+    sizes = problem.sizes
+    counts = constants(NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers)
+    return constants(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n) | counts
+
+
+def bias_strides(operands: MatmulOperands) -> dict[str, Argument]:
+    """Elements from layer to layer of the biases, 0 where they have none."""
+    stacked, biases = operands.layer_index is not None, (operands.bias, operands.up_bias)
+    own, up = (bias.stride[0] if bias is not None and stacked else 0 for bias in biases)
+    return constants(BIAS_LAYER_STRIDE=own, UP_BIAS_LAYER_STRIDE=up)
+
+
+def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
+    """TOP_K, gather, scatter and the fused activation, in the kernels' order."""
+    spec, layout, activation = problem.spec, problem.layout, problem.spec.activation
+    places = constants(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=spec.scatter)
+    name, alpha, limit = (activation.name, activation.alpha, activation.limit) if activation else (None,) * 3
+    return places | constants(GATE_LAYOUT=problem.gate_layout, ACTIVATION=name, ALPHA=alpha, LIMIT=limit)
+
+
+def block_constants(config: TileConfig) -> dict[str, Argument]:
+    """The sides of a tile, and how many row blocks make a group."""
+    sides = constants(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    return sides | constants(GROUP_M=config.group_m)
+
+
+def quantized_strides(weight: QuantizedTensor) -> dict[str, Argument]:
+    """Elements between matrices, outputs and reduction columns of a weight's codes, scales and zero points."""
+    n_axis, k_axis = (-2, -1) if weight.layout == "out_in" else (-1, -2)
+    found: dict[str, Argument] = {}
+    for prefix, array in (("VALUE", weight.values), ("SCALE", weight.scales), ("POINT", weight.zero_points)):
+        steps = (0, 0, 0)
+        if array is not None:
+            steps = (array.shape[-2] * array.shape[-1], array.stride[n_axis], array.stride[k_axis])
+        found |= {f"{prefix}_{part}": Constant(step) for part, step in zip(("MATRIX", "N", "K"), steps, strict=True)}
+    return found

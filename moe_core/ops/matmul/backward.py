@@ -1,0 +1,263 @@
+"""Planning of the grouped matmul's backward: as an op of its own, and the two products that composed backwards add."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec
+from moe_core.base.checks import require_wanted
+from moe_core.base.target import Target
+from moe_core.errors import Unsupported
+from moe_core.ops.matmul.arguments import zero_counters
+from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
+from moe_core.ops.matmul.operands import quantized_operands, why_frozen, why_prepacked
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.quantized.transposed import choose_transposed_tile, plan_matmul_quantized_transposed
+from moe_core.ops.matmul.tile_choice import choose_tile
+from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.reduction.rowwise import cast_gradient, plan_weighted_input
+from moe_core.ops.routing.layout import add_schedule
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import MatmulSpec, WeightGradientSpec
+from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, Role, WeightGradientOperands, named_arrays
+from moe_core.specs.routing import LayoutSpec
+
+#: The operands that have a gradient.
+DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
+
+
+def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
+    """Why a product has no gradients of the operands of these names; None where it has. layout: None for a dense one.
+
+    Of operands it only counts which are there, which are quantised, and which are tiled.
+    """
+    quantized = quantized_operands(operands)
+    if "x" in quantized:
+        return (
+            f"matmul_ogs has no gradient with a quantised x, got {quantized['x']}: what rounds x has none; pass x as a "
+            "plain array (the weights may stay quantised)"
+        )
+    refused = why_prepacked(quantized) or why_frozen(names, quantized)
+    if refused is not None:
+        return refused
+    if spec.activation is not None:
+        return (
+            "a matmul with a fused activation has no gradient: it does not keep what the activation was applied to; "
+            "leave activation out of MatmulSpec and call the op `activation` on the result"
+        )
+    if layout is None and "row_weight" in names:
+        return "row_weight has no gradient without a layout; multiply the rows of the result in your framework"
+    if layout is not None and operands.row_weight is not None and spec.scatter != "slot":
+        return (
+            f"a matmul with row_weight has a gradient for scatter='slot' alone, got {spec.scatter!r}: weights are "
+            "those of slots; scatter by slot, or multiply the rows of the result in your framework"
+        )
+    return None
+
+
+def _validate(
+    d_y: ArraySpec, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, wanted: tuple[str, ...]
+) -> None:
+    reason = why_no_gradient(operands, layout, spec, {name.removeprefix("d_") for name in wanted})
+    if reason is not None:
+        raise Unsupported(reason)
+    require_wanted(wanted, tuple(f"d_{name}" for name, _ in named_arrays(operands) if name in DIFFERENTIABLE))
+    n = operands.weight.shape[-1 if spec.weight_layout == "in_out" else -2]
+    rows = operands.x.shape[0] if layout is None else layout.capacity if spec.scatter == "row" else layout.num_slots
+    require_spec("d_y", d_y, (rows, n), dtypes.MATMUL_DTYPES)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_matmul_ogs_backward(
+    d_y: ArraySpec,
+    operands: MatmulOperands,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    target: Target,
+    *,
+    wanted: tuple[str, ...],
+) -> LaunchPlan:
+    """The gradients of `plan_matmul_ogs` without an activation, those wanted of d_x, d_weight, d_bias, d_row_weight.
+
+    d_y: the gradient of y, of y's shape, in any matmul dtype; c = cast(d_y) to the dtype of x, and g = c, or with
+    row_weight g = cast(row_weight * c). d_x = cast(g . weight^T), and for gather `token` the fp32 sum of a token's such
+    rows, cast once more; d_weight = cast(sum over an expert's rows of x^T g); d_bias = cast(sum of g); d_row_weight =
+    <c, x . weight + bias> in fp32, for which the product runs again. Rows, slots and experts without each other get
+    exact zeros. operands, layout and spec are the forward's; its tuning is not used. A quantised weight is dequantised
+    to the dtype of x for d_x, and has no gradient.
+
+    Inputs: d_y, the operands given, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs:
+    wanted, in that order, each as what it is the gradient of. Raises InvalidInput, and Unsupported where
+    `why_no_gradient` says so.
+    """
+    _validate(d_y, operands, layout, spec, wanted)
+    builder = PlanBuilder("matmul_ogs_backward", target)
+    present = builder.inputs({"d_y": d_y, **dict(named_arrays(operands))})
+    present |= builder.layout_inputs(layout, (*LAYOUT_INPUTS, "row_of_slot"))
+    for name in wanted:
+        array = getattr(operands, name.removeprefix("d_"))
+        builder.output(name, ArraySpec(array.shape, array.dtype))
+    if not target.compiled:
+        # The forward's planner has checked operands against layout and spec; a backward may come without it.
+        plan_matmul_ogs(operands, layout, spec, target)
+        builder.sums("products and sums: the order of NumPy, fp32")
+        constants = {"layout": layout, "spec": spec, "wanted": wanted}
+        tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
+        constants |= {"tensors": tensors} if tensors else {}
+        builder.reference("matmul.reference.backward:matmul_ogs_backward", present, constants, wanted)
+        return builder.build()
+    gradient = cast_gradient(builder, "cast", "d_y", operands.x.dtype)
+    if "d_row_weight" in wanted:
+        assert layout is not None
+        _plan_d_row_weight(builder, operands, layout, spec, gradient)
+    if operands.row_weight is not None and set(wanted) - {"d_row_weight"}:
+        rows = builder.spec(gradient)
+        plan = plan_scale_rows(rows, ArraySpec((rows.shape[0], 1), "float32"), target)
+        gradient = builder.call(plan, "row weight", {"x": gradient}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
+    if "d_x" in wanted:
+        _plan_d_x(builder, operands, layout, spec, gradient)
+    # The row weight is in the gradient's rows already.
+    bindings = {name: name for name in ("layer_index", *wanted)}
+    left, right = Side("x", spec.gather) if "d_weight" in wanted else None, Side(gradient, spec.scatter)
+    add_weight_gradient(builder, "weight gradient", left, right, layout, spec, bindings, trusted=False)
+    return builder.build()
+
+
+def _plan_d_row_weight(
+    builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, gradient: str
+) -> None:
+    """The product again, by layout row, without the row weight and unrounded; its rows times those of the gradient."""
+    plain = dataclasses.replace(operands, row_weight=None)
+    unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=None)
+    rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
+    plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
+    bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
+    # The same product of rows: here those of y with their gradients, not gradients with rows of x.
+    builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
+
+
+def _plan_d_x(
+    builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, gradient: str
+) -> None:
+    """From where y is scattered to where x is gathered; a token's rows are added up."""
+    by_token = spec.gather == "token"
+    pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
+    back = MatmulSpec(spec.weight_layout, spec.scatter, "row" if by_token else spec.gather, allow_tf32=spec.allow_tf32)
+    bindings = {"x": gradient} | ({} if by_token else {"y": "d_x"})
+    y = add_input_gradient(builder, "input gradient", pulled, layout, back, bindings)
+    if by_token:
+        assert layout is not None
+        plan = plan_reduce(builder.spec(y), builder.spec("row_of_slot"), layout.top_k, builder.target, order="row")
+        builder.call(plan, "sum of slots", {"y": y, "out": "d_x"}, {"y": Role.D_ROWS, "out": Role.D_ROWS})
+
+
+def stage_inputs(
+    builder: PlanBuilder, plan: LaunchPlan, layout: LayoutSpec | None, block_m: int, *, counters: str = "tile_counters"
+) -> dict[str, str]:
+    """What a product needs as a stage of a composed plan: bindings of its own, made by the first that asks for them.
+
+    These are the schedule of its block height (`schedule_128`), and `counters`, zeros.
+    """
+    needs, bindings = {buffer.name for buffer in plan.inputs}, {}
+    if "schedule" in needs:
+        assert layout is not None
+        bindings["schedule"] = f"schedule_{block_m}"
+        if not builder.has(bindings["schedule"]):
+            add_schedule(builder, layout, block_m, name=bindings["schedule"])
+    if "tile_counters" in needs:
+        bindings["tile_counters"] = counters if builder.has(counters) else zero_counters(builder, counters)
+    return bindings
+
+
+def add_input_gradient(
+    builder: PlanBuilder,
+    label: str,
+    operands: MatmulOperands,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    bindings: Mapping[str, str],
+    *,
+    stage: int | None = None,
+    role: Role = Role.D_ROWS,
+) -> str:
+    """Add d_x = cast(d_y . weight^T), or with `up` of the gate's columns of d_y with weight and of the others with up.
+
+    operands: x is d_y; weight (with up) as the forward has it, plain or quantised, and layer_index. spec: the forward's
+    weight_layout; gather says where d_y lies, scatter where d_x goes. bindings: of x, weight, up, and of y if it has a
+    buffer yet, as `PlanBuilder.call` takes them. stage: as in `plan_matmul_ogs`; role: of the result. Returns its
+    buffer.
+    """
+    target = builder.target
+    if quantized_operands(operands):
+        tile = choose_transposed_tile(operands, layout, spec, target)
+        plan = plan_matmul_quantized_transposed(operands, layout, spec, target, tile=tile, composed=stage is not None)
+    else:
+        spec = dataclasses.replace(spec, weight_layout=TRANSPOSED[spec.weight_layout])
+        problem = MatmulProblem(operands, layout, spec, target, joined=operands.up is not None)
+        tile = choose_tile(problem)
+        plan = plan_product(problem, tile, stage)
+    assert tile is not None, "backwards of the reference are one call"
+    bindings = {**bindings, **stage_inputs(builder, plan, layout, tile.config.block_m)}
+    return builder.call(plan, label, bindings, {"x": Role.D_ROWS, "y": role})
+
+
+class Side(NamedTuple):
+    """One side of a gradient of weights: a buffer, how its rows are gathered, and (first, number) of the columns taken
+    (None = all)."""
+
+    buffer: str
+    gather: str = "row"
+    columns: tuple[int, int] | None = None
+
+
+def add_weight_gradient(
+    builder: PlanBuilder,
+    label: str,
+    x: Side | None,
+    d_y: Side,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    bindings: Mapping[str, str],
+    *,
+    trusted: bool = True,
+    role: Role = Role.D_ROWS,
+) -> None:
+    """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y.
+
+    x: may be None for d_bias alone, which does not read that side, whatever stands there. bindings: of d_weight and
+    d_bias, which are left out where builder has none, and of row_weight (of d_bias alone), row_mask, into and
+    layer_index, where it has them. A result of one layer takes no layer_index. trusted: as in `plan_weight_gradient`;
+    role: of d_y.
+    """
+    given = {name: buffer for name, buffer in bindings.items() if builder.has(buffer)}
+    results = {name: given[name] for name in ("d_weight", "d_bias") if name in given}
+    if not results:
+        return
+    in_out, other = spec.weight_layout == "in_out", x or Side(d_y.buffer, d_y.gather)
+    left, right = (other, d_y) if in_out else (d_y, other)
+    first, array = next((name, builder.spec(buffer)) for name, buffer in results.items())
+    stacked = array.rank > (2 if first == "d_weight" else 1) + (layout is not None)
+    names = ["row_weight"] * ("d_bias" in results) + ["row_mask", "into"] + ["layer_index"] * stacked
+    sides = {"left": left.buffer, "right": right.buffer} | {name: given[name] for name in names if name in given}
+    operands = WeightGradientOperands(**{name: builder.spec(buffer) for name, buffer in sides.items()})
+    dtypes_of = {name: builder.spec(buffer).dtype for name, buffer in results.items()}
+    side = "right" if in_out else "left"
+    options = WeightGradientSpec(
+        dtypes_of.get("d_weight"),
+        (left.gather, right.gather),
+        left.columns,
+        right.columns,
+        bias_side=side if "d_bias" in results else None,
+        bias_dtype=dtypes_of.get("d_bias", "float32"),
+        num_layers=array.shape[0] if stacked else 1,
+        allow_tf32=spec.allow_tf32,
+    )
+    plan = plan_weight_gradient(operands, layout, options, builder.target, trusted=trusted)
+    roles: dict[str, str | Role] = {name: role for name in (("left", "right") if x is None else (side,))}
+    builder.call(plan, label, sides | results, roles)

@@ -1,0 +1,39 @@
+"""The kernel families, in order of preference, and which of them a configuration belongs to."""
+
+from __future__ import annotations
+
+from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.portable.plan import PORTABLE
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.quantized.plan import QUANTIZED
+from moe_core.ops.matmul.sm90.fp8_plan import SM90_FP8
+from moe_core.ops.matmul.sm90.plan import SM90
+from moe_core.ops.matmul.sm90_packed.few_rows_plan import FEW_ROWS
+from moe_core.ops.matmul.sm90_packed.plan import MIXED_INPUT
+from moe_core.specs.tile import TileConfig
+
+#: Of the families that can run a product, the first that is not passed over is chosen (`Family.why_not_chosen`).
+FAMILIES: tuple[Family, ...] = (FEW_ROWS, MIXED_INPUT, SM90_FP8, QUANTIZED, SM90, PORTABLE)
+
+
+def families_for(problem: MatmulProblem) -> tuple[Family, ...]:
+    """Those for the problem's kind of weights, in order of preference, whether they can run it or not."""
+    return tuple(family for family in FAMILIES if family.weights == problem.weights)
+
+
+def family_of(config: TileConfig, problem: MatmulProblem) -> Family:
+    """The family that a legal configuration names."""
+    return next(family for family in families_for(problem) if family.name == config.family)
+
+
+def why_illegal(config: TileConfig, problem: MatmulProblem) -> str | None:
+    """The reason a configuration cannot run a problem, or None."""
+    families = {family.name: family for family in families_for(problem)}
+    if config.family not in families:
+        names = " or ".join(repr(name) for name in sorted(families))
+        return f"family must be {names} for {problem.weights} weights, got {config.family!r}"
+    family = families[config.family]
+    reason = family.why_not(problem)
+    if reason is not None:
+        return f"the {family.name} family cannot run this product: {reason}"
+    return family.why_illegal(config, problem)

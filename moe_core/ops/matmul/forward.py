@@ -1,0 +1,125 @@
+"""Planning of the ragged grouped matmul with gather, scatter and a fused epilogue, whichever family computes it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedSpec, quantized_specs
+from moe_core.ops.matmul.arguments import fill_absent, zero_counters
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile, given_tile
+from moe_core.ops.routing.layout import add_schedule
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import MatmulOperands, named_arrays
+from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_matmul_ogs(
+    operands: MatmulOperands,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    target: Target,
+    *,
+    config: TileConfig | None = None,
+    stage: int | None = None,
+    outputs: tuple[str, ...] = ("y",),
+    joined: bool = False,
+) -> LaunchPlan:
+    """`y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight)` for every row of the layout.
+
+    operands: a bundle of ArraySpecs (shapes in MatmulOperands), weights and x possibly `QuantizedTensor`s of them
+    (what is computed then: docs/user/quantization.md). layout None = dense: x `[T, D]`, weight `[D, N]` or `[N, D]`.
+    config: None = chosen by `choose_tile`, which follows spec.tuning. Rows no expert writes become exact zeros.
+    stage: 0 or 1 as that product of a composed plan, which trusts its own layout, never reads rows that no expert
+    writes (they are left unwritten) and brings two more inputs: the schedule of the config's block_m, and, for families
+    that count tiles, tile_counters int32 `[2]`, zeros. The reference engine has no tiles: it needs neither, and fills
+    all.
+    outputs: `y`, `pre` or both. pre is what the fused activation is applied to, cast to the dtype of x: `[rows of y,
+    2N]` (ungated N), gate_layout `separate` as gate columns, then up; for composed and dense plans, in layout order.
+    joined: x is twice as wide, and y = x[:, :D] @ weight + x[:, D:] @ up, one fp32 sum: of compiled targets only.
+    A quantised x has no pre and quantised weights are not joined: `moe_core.ops.matmul.quantized.transposed` is for
+    these. Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`,
+    [schedule], [tile_counters]. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`). Raises InvalidInput,
+    Unsupported.
+    """
+    problem = MatmulProblem(operands, layout, spec, target, outputs, joined)
+    if joined and not target.compiled:
+        raise Unsupported(f"joined products are planned for compiled targets, got {target}; plan two products")
+    if outputs != ("y",) and layout is not None and stage is None:
+        raise InvalidInput(f"outputs must be ('y',) outside of a composed plan, got {outputs}; pass stage")
+    tile = choose_tile(problem) if config is None else given_tile(problem, config)
+    return plan_product(problem, tile, stage)
+
+
+def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | None = None) -> LaunchPlan:
+    """`plan_matmul_ogs` of a problem with the tile that was chosen for it, None on a target without tiles.
+
+    With problem.out_format, as the first product of a composed plan: what `plan_quantize_rows` makes of y, to its bits.
+    [static_scale] is another input then, and outputs are y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity,
+    ceil(N / 128)]`, or `[1]` of a static scale, rows of no expert unwritten.
+    """
+    operands, layout, spec = problem.operands, problem.layout, problem.spec
+    builder = PlanBuilder("matmul_ogs", problem.target)
+    inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
+    if tile is None:
+        _declare_outputs(builder, problem)
+        _add_reference(builder, inputs, problem)
+        return builder.build()
+    if layout is not None:
+        add_schedule(builder, layout, tile.config.block_m, given=stage is not None)
+        if tile.family.counts_tiles:
+            if stage is not None:
+                builder.input("tile_counters", ArraySpec((2,), "int32"))
+            else:
+                zero_counters(builder)
+    builder.inputs({"static_scale": problem.out_scale})
+    _declare_outputs(builder, problem)
+    if stage is None and layout is not None:
+        fill_absent(builder, layout, spec)
+    tile.family.launch(builder, problem, tile.config, stage)
+    shape = f", {problem.d} x {problem.n}" if problem.out_format is None else ""
+    builder.note(f"{tile.config} for {problem.rows} rows, {problem.groups} experts{shape}; {tile}")
+    if problem.out_format is not None:
+        builder.note(f"rounded to {spec.out_dtype} and quantised to {problem.out_format} before it is stored")
+    return builder.build()
+
+
+def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
+    rows, n, spec = problem.sizes.out_rows, problem.n, problem.spec
+    if problem.out_format is not None:
+        assert problem.target.compiled, "rows are quantised by a plan of their own"
+        codes = quantized_specs(QuantizedSpec(problem.out_format), (rows, n))
+        for part, array in named_arrays(codes, "y."):
+            builder.output(part, array)
+        return
+    for name in problem.outputs:
+        if name == "y":
+            builder.output("y", ArraySpec((rows, n), spec.out_dtype or problem.dtype))
+        else:
+            assert spec.activation is not None
+            builder.output("pre", ArraySpec((rows, spec.activation.input_width(n)), problem.dtype))
+
+
+def _add_reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> None:
+    """The NumPy twin in the place of launches."""
+    spec, outputs = problem.spec, problem.outputs
+    keeping = {} if outputs == ("y",) else {"outputs": outputs}
+    constants: dict[str, Any] = {"layout": problem.layout, "spec": spec}
+    by_row = ", one row at a time" if problem.batch_invariant else ""
+    if problem.quantized:
+        constants["tensors"] = tuple((name, tensor.spec) for name, tensor in problem.quantized.items())
+        builder.reference("matmul.reference.forward:matmul_ogs_quantized", inputs, constants | keeping, outputs)
+        builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
+        builder.sums(f"reference: float32 BLAS over every group of the reduction axis, in order{by_row}")
+        return
+    function = "matmul_ogs_keeping" if keeping else "matmul_ogs"
+    builder.reference(f"matmul.reference.forward:{function}", inputs, constants | keeping, outputs)
+    builder.sums(f"reference: float32 BLAS over the whole reduction axis{by_row}")

@@ -1,0 +1,295 @@
+"""Ragged grouped matmul with fused gather, bias, activation, row weight and scatter.
+
+for each (row block b, expert e) of the schedule, for each column tile:
+    rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
+    y[scatter(rows)] = cast(act(x[gather(rows)] @ w[e] + bias[e]) * row_weight)
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.common.kernels.pdl import join
+
+
+@triton.jit
+def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row block, column tile): GROUP_M row blocks share each column tile before the next, so weights stay in L2."""
+    per_group = GROUP_M * TILES_N
+    first = (pid // per_group) * GROUP_M
+    height = tl.minimum(num_blocks - first, GROUP_M)
+    return first + (pid % per_group) % height, (pid % per_group) // height
+
+
+@triton.jit
+def rows_of_group(group_sizes, group_start, group, num_rows, CACHE: tl.constexpr):
+    """(first row, rows) of a group; CACHE: the cache modifier of what is read.
+
+    The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
+    """
+    start = tl.minimum(tl.maximum(tl.load(group_start + group, cache_modifier=CACHE), 0), num_rows)
+    return start, tl.minimum(tl.load(group_sizes + group, cache_modifier=CACHE), num_rows - start)
+
+
+@triton.jit
+def slot_inside(slots, num_slots):
+    """Slots as int64, those outside [0, num_slots) moved to its nearest end."""
+    return tl.minimum(tl.maximum(slots, 0), num_slots - 1).to(tl.int64)
+
+
+@triton.jit
+def rows_of_block(
+    block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a block: where they lie in the layout, which exist, which slot each is; schedule None = dense.
+
+    CACHE: the cache modifier of what is read."""
+    if schedule is None:
+        rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        return rows, rows < num_rows, rows
+    else:
+        within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
+        start, size = rows_of_group(group_sizes, group_start, expert, num_rows, CACHE)
+        exists = within < size
+        rows = start.to(tl.int64) + within
+        found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
+        return rows, exists, slot_inside(found, num_slots)
+
+
+@triton.jit
+def filled_rows(slot_of_row, rows, exists, num_slots):
+    """(which rows of a block have slots, these): loaded again rather than kept in registers over the main loop, where
+    every row counts as filled."""
+    found = tl.load(slot_of_row + rows, mask=exists, other=-1)
+    return exists & (found >= 0) & (found < num_slots), slot_inside(found, num_slots)
+
+
+@triton.jit
+def source_rows(rows, slots, GATHER: tl.constexpr, TOP_K: tl.constexpr):
+    """Where the rows of a layout lie in an array indexed by layout `row`, `slot` or `token`; int64."""
+    if GATHER == "row":
+        return rows
+    elif GATHER == "slot":
+        return slots.to(tl.int64)
+    else:
+        return (slots // TOP_K).to(tl.int64)
+
+
+@triton.jit
+def load_weight(
+    base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """One weight tile [BLOCK_K, columns], masked only where the sizes do not divide."""
+    pointers = base + k[:, None] * K_STRIDE + columns[None, :] * N_STRIDE
+    if EVEN_K and EVEN_N:
+        return tl.load(pointers)
+    elif EVEN_K:
+        return tl.load(pointers, mask=(columns < N)[None, :], other=0.0)
+    elif EVEN_N:
+        return tl.load(pointers, mask=(k < D)[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=(k < D)[:, None] & (columns < N)[None, :], other=0.0)
+
+
+@triton.jit
+def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
+    """A tile of the pre-activation, cast once; rows have WIDTH columns."""
+    pointers = pre + rows[:, None] * WIDTH + columns[None, :]
+    tl.store(pointers, tile.to(pre.dtype.element_ty), mask=exists[:, None] & inside[None, :])
+
+
+@triton.jit
+def weight_bases(
+    weight, up, layer_index, expert, N: tl.constexpr, NUM_LAYERS: tl.constexpr, LAYER_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """(where an expert's weights begin, where those of up do, layer index, whether the requested layer exists)."""
+    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    layer_number = layer_number.to(tl.int64)
+    weight_offset = layer_number * LAYER_STRIDE + tl.cast(expert, tl.int64) * EXPERT_STRIDE
+    first = weight + weight_offset
+    second = first
+    if (GATE_LAYOUT == "separate") or (GATE_LAYOUT == "joined"):
+        second = up + weight_offset
+    elif GATE_LAYOUT == "halves":
+        second = first + N * N_STRIDE
+    return first, second, layer_number, layer_exists
+
+
+@triton.jit
+def tile_sums(
+    x_pointers, exists, first, second, tile,
+    D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """fp32 sums over the reduction: (`[BLOCK_M, BLOCK_N]`, interleaved twice as wide; of up)."""
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    even_k: tl.constexpr = D % BLOCK_K == 0
+    even_n: tl.constexpr = N % BLOCK_N == 0
+    wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+    if GATE_LAYOUT == "interleaved":
+        accumulator = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
+    else:
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up_accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+        if even_k:
+            x_tile = tl.load(x_pointers + start, mask=exists[:, None], other=0.0)
+        else:
+            x_tile = tl.load(x_pointers + start, mask=exists[:, None] & (start + k < D)[None, :], other=0.0)
+        if GATE_LAYOUT == "interleaved":
+            w_tile = load_weight(first, start + k, wide, D, 2 * N, K_STRIDE, N_STRIDE, even_k, even_n)
+        else:
+            w_tile = load_weight(first, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
+        accumulator = tl.dot(x_tile, w_tile, accumulator, input_precision=INPUT_PRECISION)
+        if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+            up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
+            up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
+    if GATE_LAYOUT == "joined":
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            mask = exists[:, None] if even_k else exists[:, None] & (start + k < D)[None, :]
+            x_tile = tl.load(x_pointers + D + start, mask=mask, other=0.0)
+            up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
+            accumulator = tl.dot(x_tile, up_tile, accumulator, input_precision=INPUT_PRECISION)
+    return accumulator, up_accumulator
+
+
+@triton.jit
+def activated_sums(
+    accumulator, up_accumulator, tile, bias, up_bias, pre, rows, exists, expert, layer_number,
+    N: tl.constexpr, WEIGHT_N: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bias, [the pre-activation stored], activation of `tile_sums`: fp32 `[BLOCK_M, BLOCK_N]`."""
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+    bias_row = (layer_number * BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * WEIGHT_N
+    if GATE_LAYOUT == "interleaved":
+        if bias is not None:
+            accumulator += tl.load(bias + bias_row + wide, mask=wide < 2 * N, other=0.0).to(tl.float32)[None, :]
+        if pre is not None:
+            store_pre(pre, accumulator, rows, wide, exists, wide < 2 * N, 2 * N)
+        gate, second_half = tl.split(tl.reshape(accumulator, (BLOCK_M, BLOCK_N, 2)))
+        result = activate_gated(gate, second_half, ACTIVATION, ALPHA, LIMIT)
+    else:
+        if bias is not None:
+            accumulator += tl.load(bias + bias_row + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        if GATE_LAYOUT == "halves":
+            if bias is not None:
+                extra = tl.load(bias + bias_row + N + columns, mask=columns < N, other=0.0)
+                up_accumulator += extra.to(tl.float32)[None, :]
+        elif GATE_LAYOUT == "separate":
+            if up_bias is not None:
+                up_row = (layer_number * UP_BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * N
+                extra = tl.load(up_bias + up_row + columns, mask=columns < N, other=0.0)
+                up_accumulator += extra.to(tl.float32)[None, :]
+        if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+            if pre is not None:
+                store_pre(pre, accumulator, rows, columns, exists, columns < N, 2 * N)
+            result = activate_gated(accumulator, up_accumulator, ACTIVATION, ALPHA, LIMIT)
+            if pre is not None:
+                # Only now: both stores next to each other would not fit into the registers.
+                store_pre(pre + N, up_accumulator, rows, columns, exists, columns < N, 2 * N)
+        elif ACTIVATION is not None:
+            if pre is not None:
+                store_pre(pre, accumulator, rows, columns, exists, columns < N, N)
+            result = activate(accumulator, ACTIVATION)
+        else:
+            result = accumulator
+    return result
+
+
+@triton.jit
+def multiply_tile(
+    block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer_index, group_sizes, group_start, slot_of_row,
+    schedule, y, pre, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
+    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    JOIN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Column tile `tile` of row block `block`, which is one of `expert`; parameters as in `matmul_ogs`.
+
+    JOIN: wait for the launch ahead once the rows are known. STAGES: of the pipeline, None: the launch's.
+    """
+    CACHE: tl.constexpr = ".cg" if JOIN else ""
+    first, second, layer_number, layer_exists = weight_bases(
+        weight, up, layer_index, expert, N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE, N_STRIDE, GATE_LAYOUT
+    )
+
+    rows, exists, slots = rows_of_block(
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE
+    )
+    x_rows = source_rows(rows, slots, GATHER, TOP_K)
+    if JOIN:
+        join()
+
+    x_pointers = x + x_rows[:, None] * X_STRIDE + tl.arange(0, BLOCK_K)[None, :]
+    accumulator, up_accumulator = tile_sums(
+        x_pointers, exists, first, second, tile, D, N, K_STRIDE, N_STRIDE, GATE_LAYOUT, INPUT_PRECISION, BLOCK_M,
+        BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    result = activated_sums(
+        accumulator, up_accumulator, tile, bias, up_bias, pre, rows, exists, expert, layer_number, N, WEIGHT_N,
+        BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if y is not None:
+        if schedule is not None:
+            exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
+        if row_weight is not None:
+            result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
+        if layer_index is not None:
+            result = tl.where(layer_exists, result, float("nan"))
+        y_rows = slots if SCATTER == "slot" else rows
+        mask = exists[:, None] & (columns < N)[None, :]
+        tl.store(y + y_rows[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def matmul_ogs(
+    x, weight, up, bias, up_bias, row_weight, layer_index, group_sizes, group_start, slot_of_row, schedule, y, pre,
+    num_blocks, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
+    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
+
+    num_rows: rows of the layout; num_slots: slots, those of a token being TOP_K neighbours. A row whose slot is -1 is
+    padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
+    GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
+    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
+    PDL: see `kernels.pdl`.
+    """
+    if PDL == "start":
+        join()
+    CACHE: tl.constexpr = ".cg" if PDL == "layout" else ""
+    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
+    expert = 0
+    if schedule is not None:
+        expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+        if expert < 0:
+            if PDL == "layout":
+                join()
+            return
+    multiply_tile(
+        block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer_index, group_sizes, group_start,
+        slot_of_row, schedule, y, pre, num_rows, num_slots, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE,
+        EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER,
+        GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, PDL == "layout", None,
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""One product as kernel families see it: operands, layout, options and target, checked, and the sizes that follow."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedTensor
+from moe_core.ops.matmul.operands import MatmulSizes, check_operands, quantized_operands
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import MatmulOperands
+from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
+
+#: Kinds of weights, each with families of its own.
+PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
+
+
+@dataclass(frozen=True)
+class MatmulProblem:
+    """One product of `plan_matmul_ogs`, whose arguments these are; of ArraySpecs, checked when it is made.
+
+    out_format: y is rounded to its dtype, then quantised to this format of rows before it is stored, in the first
+    product of a composed plan; out_scale: fp32 `[1]`, its static scale. expected_rows: what a tile is chosen for, None:
+    all the rows that the layout has. Raises InvalidInput, Unsupported.
+    """
+
+    operands: MatmulOperands
+    layout: LayoutSpec | None
+    spec: MatmulSpec
+    target: Target
+    outputs: tuple[str, ...] = ("y",)
+    joined: bool = False
+    out_format: Format | None = None
+    out_scale: ArraySpec | None = None
+    expected_rows: int | None = None
+    sizes: MatmulSizes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", check_operands(self.operands, self.layout, self.spec, self.joined))
+        quantized, outputs = self.quantized, self.outputs
+        if quantized and (self.joined or ("x" in quantized and outputs != ("y",))):
+            raise Unsupported(
+                f"outputs must be ('y',) with a quantised x, and joined False with any quantised operand, got "
+                f"{outputs} and {self.joined} with {', '.join(quantized)} quantised; dequantise it"
+            )
+        if outputs != ("y",) and any(tensor.spec.tiling is not None for tensor in quantized.values()):
+            raise Unsupported(
+                f"outputs must be ('y',) with prepacked weights, got {outputs}; restore the weights to train"
+            )
+        if outputs not in (("y",), ("pre",), ("y", "pre")):
+            raise InvalidInput(f"outputs must be ('y',), ('pre',) or ('y', 'pre'), got {outputs}; choose one of them")
+        weighted = self.operands.row_weight is not None
+        if outputs != ("y",) and (self.spec.activation is None or weighted or self.spec.scatter != "row"):
+            raise InvalidInput(
+                "outputs must be ('y',) without a fused activation, with row_weight and with scatter='slot', got "
+                f"{outputs}; leave them out"
+            )
+
+    @functools.cached_property
+    def quantized(self) -> dict[str, QuantizedTensor]:
+        """The operands that are quantised, by name."""
+        return quantized_operands(self.operands)
+
+    @property
+    def weights(self) -> str:
+        """PLAIN, QUANTISED or PREPACKED."""
+        weight = self.operands.weight
+        if not isinstance(weight, QuantizedTensor):
+            return PLAIN
+        return QUANTISED if weight.spec.tiling is None else PREPACKED
+
+    @property
+    def dtype(self) -> str:
+        """That of x, of a quantised x the one of y."""
+        x = self.operands.x
+        dtype = self.spec.out_dtype if isinstance(x, QuantizedTensor) else x.dtype
+        assert dtype is not None, "a quantised x is checked to have out_dtype"
+        return dtype
+
+    @property
+    def d(self) -> int:
+        """Columns of x."""
+        return self.operands.x.shape[1]
+
+    @property
+    def n(self) -> int:
+        """Columns of y."""
+        return self.sizes.n
+
+    @property
+    def gate_layout(self) -> str | None:
+        """That of a fused gated activation."""
+        return self.spec.activation.gate_layout if self.spec.activation is not None else None
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gated activation is fused."""
+        return self.spec.activation is not None and self.spec.activation.gated
+
+    @property
+    def buffers(self) -> int:
+        """Weight tiles per step: 2 for fused gate and up."""
+        return 2 if self.gated else 1
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a tile is chosen without looking at the number of rows."""
+        return self.spec.tuning is not None and self.spec.tuning.batch_invariant
+
+    @property
+    def rows(self) -> int:
+        """Rows that a tile is chosen for."""
+        if self.expected_rows is not None:
+            return self.expected_rows
+        return self.operands.x.shape[0] if self.layout is None else self.layout.num_slots
+
+    @property
+    def groups(self) -> int:
+        """Experts, or 1 for a dense product."""
+        return 1 if self.layout is None else self.layout.num_experts
+
+    @property
+    def rows_per_group(self) -> float:
+        """Mean rows of a group that has any, were all groups used."""
+        return self.rows / max(1, min(self.groups, self.rows))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of plain weights that are read, were the rows spread over as many groups as they can be."""
+        return min(self.groups, self.rows) * self.d * self.n * self.buffers * dtypes.itemsize(self.dtype)
+
+    def waves(self, config: TileConfig) -> float:
+        """Output tiles per multiprocessor, were the rows spread evenly."""
+        per_group = -(-math.ceil(self.rows_per_group) // config.block_m) * -(-self.n // config.block_n)
+        return min(self.groups, self.rows) * per_group / max(1, self.target.num_sms)
+
+    def num_blocks(self, config: TileConfig) -> int:
+        """The most row blocks that the layout may have."""
+        return -(-self.sizes.rows // config.block_m) if self.layout is None else self.layout.max_blocks(config.block_m)
+
+    def tiles(self, config: TileConfig) -> int:
+        """The most output tiles."""
+        return self.num_blocks(config) * -(-self.n // config.block_n)

@@ -1,0 +1,331 @@
+"""Ragged grouped matmul whose weights, and rows where asked, are codes with scales; see `matmul_ogs` for the rest.
+
+for each (row block b, expert e) of the schedule, for each column tile:
+    rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
+    y[scatter(rows)] = cast(act(x[gather(rows)] @ dequantised(w[e]) + bias[e]) * row_weight)
+
+The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M]: decoded weights stay in registers, which
+Hopper's tensor cores take on that side alone, and few tokens cost no more than a narrow tile. SCALING says where scales
+go: `into_weight` (number times scale, one cast), `per_block` (each partial sum of BLOCK_K columns times the scales) or
+`at_end` (the sum of all columns times the scales).
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program
+from moe_core.ops.quantize.kernels.decode import (
+    activation_tile,
+    group_of_row,
+    number_of,
+    ordered,
+    per_group,
+    plain_tile,
+    weight_tile,
+    zero_point,
+)
+
+
+@triton.jit
+def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr):
+    """Pointers to rows of the matrix with that number; where `second` is given, to those of that array for side 1."""
+    pointers = array + matrix * MATRIX_STRIDE + rows * ROW_STRIDE
+    if second is not None:
+        # Arrays are 16-byte aligned; the compiler has to be told, or it loads byte by byte.
+        distance = tl.multiple_of(second.to(tl.int64) - array.to(tl.int64), 16)
+        bytes_each: tl.constexpr = array.dtype.element_ty.primitive_bitwidth // 8
+        pointers += tl.cast(side, tl.int64) * tl.multiple_of(distance // bytes_each, 16 // bytes_each)
+    return pointers
+
+
+@triton.jit
+def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
+    """The row of a weight matrix that an output column needs: of the gate (side 0) or of up (side 1)."""
+    if GATE_LAYOUT == "interleaved":
+        return 2 * column + side
+    elif GATE_LAYOUT == "halves":
+        return column + side * N
+    else:
+        return column
+
+
+@triton.jit
+def of_block(rows, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr):
+    """Scales of the group of GROUP columns (0: all) that column `start`, or the last one, is in. rows: pointers."""
+    if GROUP > 0:
+        rows += tl.minimum(start, D - 1) // GROUP * STRIDE
+    return tl.load(rows)
+
+
+@triton.jit
+def scales_at(
+    rows, start, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scales of a block that begins with column `start`: of all its groups where they go into the weight, else one."""
+    if SCALING == "into_weight":
+        return per_group(rows, start, D, GROUP, STRIDE, BLOCK_K)
+    else:
+        return of_block(rows, start, D, GROUP, STRIDE)
+
+
+@triton.jit
+def factor_of(scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr,
+              TOKENS_FIRST: tl.constexpr):  # fmt: skip
+    """What a partial sum is multiplied with, fp32: scales of weight rows times, where x is quantised, those of tokens.
+
+    UNIFORM: scale is that of every weight row of side 0, scale_1 that of side 1."""
+    factor = number_of(scale).to(tl.float32)
+    if UNIFORM:
+        factor = tl.where(side == 0, factor, number_of(scale_1).to(tl.float32))
+    factor = factor[None, :] if TOKENS_FIRST else factor[:, None]
+    if QUANTIZED_X:
+        tokens = number_of(x_scale).to(tl.float32)
+        factor = factor * (tokens[:, None] if TOKENS_FIRST else tokens[None, :])
+    return factor
+
+
+@triton.jit
+def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
+    """A pointer to values, as what they are loaded as: numbers, codes to multiply, or codes to decode, which are bytes.
+
+    (e4m3 arrives as bytes because sm_80 has no such type.)"""
+    if (DOT == "e4m3") and (ELEMENT == "e4m3"):
+        return array.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    elif (ELEMENT is None) or (DOT == "int8"):
+        return array
+    else:
+        return array.to(tl.pointer_type(tl.uint8), bitcast=True)
+
+
+@triton.jit
+def add_bias(tile, bias, up_bias, layer_number, expert, n, side, exists, WEIGHT_N: tl.constexpr,
+             LAYER_STRIDE: tl.constexpr, UP_LAYER_STRIDE: tl.constexpr, SEPARATE: tl.constexpr):  # fmt: skip
+    """tile [weight rows, tokens] + the bias of its rows; SEPARATE: bias is that of side 0, up_bias that of side 1."""
+    if bias is not None:
+        mine = exists
+        if SEPARATE:
+            mine = exists & (side == 0)
+        row = layer_number * LAYER_STRIDE + tl.cast(expert, tl.int64) * WEIGHT_N
+        tile += tl.load(bias + row + n, mask=mine, other=0.0).to(tl.float32)[:, None]
+    if up_bias is not None:
+        row = layer_number * UP_LAYER_STRIDE + tl.cast(expert, tl.int64) * WEIGHT_N
+        tile += tl.load(up_bias + row + n, mask=exists & (side == 1), other=0.0).to(tl.float32)[:, None]
+    return tile
+
+
+@triton.jit
+def scale_pointers(
+    scales, up_scales, matrix, n, side, tile, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr, N: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the scales of a tile's weight rows, twice; UNIFORM: to those of side 0, and those of side 1."""
+    if UNIFORM:
+        group_n = group_of_row(weight_row(tile * BLOCK_N, 0, N, GATE_LAYOUT), GROUP_ROWS)
+        first = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
+        group_n = group_of_row(weight_row(tile * BLOCK_N, 1, N, GATE_LAYOUT), GROUP_ROWS)
+        return first, matrix_rows(scales, up_scales, matrix, group_n, 1, SCALE_MATRIX, SCALE_N)
+    else:
+        both = matrix_rows(scales, up_scales, matrix, group_of_row(n, GROUP_ROWS), side, SCALE_MATRIX, SCALE_N)
+        return both, both
+
+
+@triton.jit
+def store_result(
+    y, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots,
+    N: tl.constexpr, SCATTER: tl.constexpr, PAIRED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, STACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Activation, row weight, cast and scatter of sums [weight rows, tokens]; PAIRED: 8 of the gate, 8 of up, .."""
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PAIRED:
+        by_turns = tl.permute(tl.reshape(total, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+        gate, second = tl.split(by_turns)
+        gate = tl.reshape(gate, (BLOCK_N, BLOCK_M))
+        result = activate_gated(gate, tl.reshape(second, (BLOCK_N, BLOCK_M)), ACTIVATION, ALPHA, LIMIT)
+    elif ACTIVATION is not None:
+        result = activate(total, ACTIVATION)
+    else:
+        result = total
+    if schedule is not None:
+        exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
+    if row_weight is not None:
+        result *= tl.load(row_weight + slots, mask=exists, other=0.0)[None, :]
+    if STACKED:
+        result = tl.where(layer_exists, result, float("nan"))
+    y_rows = slots if SCATTER == "slot" else rows
+    mask = exists[None, :] & (columns < N)[:, None]
+    tl.store(y + y_rows[None, :] * N + columns[:, None], result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def matmul_quantized(
+    x, x_scales, weight, scales, zero_points, up, up_scales, up_zero_points, bias, up_bias, row_weight, layer_index,
+    group_sizes, group_start, slot_of_row, schedule, y, pre, num_blocks, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LAYERS: tl.constexpr,
+    X_ELEMENT: tl.constexpr, X_COLUMNS: tl.constexpr, X_STRIDE: tl.constexpr, X_SCALE_STRIDE: tl.constexpr,
+    X_GROUP: tl.constexpr, X_ORDER: tl.constexpr,
+    ELEMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_MATRIX: tl.constexpr, VALUE_N: tl.constexpr, VALUE_K: tl.constexpr,
+    SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    POINT_MATRIX: tl.constexpr, POINT_N: tl.constexpr, POINT_K: tl.constexpr,
+    BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    DOT: tl.constexpr, SCALING: tl.constexpr, UNIFORM: tl.constexpr, ORDER: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, FAST_ACCUMULATE: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of y. N: output columns; WEIGHT_N: rows of one weight matrix (2N when it holds gate and up).
+
+    num_rows, num_slots, schedule and GATHER, SCATTER as in `matmul_ogs`. X_ELEMENT: None = x is no codes. X_COLUMNS: D,
+    or, of what `order_columns` wrote, more, zeros. ORDER, X_ORDER: what is put into which order, see `weight_tile`.
+    GROUP, X_GROUP: columns that share a scale, 0 = all; GROUP_ROWS: weight rows that do, 0 = all. *_MATRIX, *_N, *_K:
+    strides of one expert's matrix, of a weight row (of a scale: of a group of rows) and of a column (a byte, a group).
+    DOT: what is multiplied, `e4m3` or `int8` codes as they are, else `bfloat16`, `float16` or `float32` numbers.
+    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
+    UNIFORM: the weight rows of a tile, of one side, share their scales. TOKENS_FIRST: rows of x are the left operand.
+    PDL: see `kernels.pdl`.
+    """
+    if PDL == "start":
+        join()
+    CACHE: tl.constexpr = ".cg" if PDL == "layout" else ""
+    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
+    expert = 0
+    if schedule is not None:
+        expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
+        if expert < 0:
+            if PDL == "layout":
+                join()
+            return
+    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    layer_number = layer_number.to(tl.int64)
+    matrix = layer_number * NUM_EXPERTS + tl.cast(expert, tl.int64)
+
+    # Weight rows of this tile. Of a gated product 8 of the gate and 8 of up by turns: a thread holds both of a pair.
+    PAIRED: tl.constexpr = GATE_LAYOUT is not None
+    place = tl.arange(0, 2 * BLOCK_N if PAIRED else BLOCK_N)
+    if PAIRED:
+        side = place // 8 % 2
+        column = tile * BLOCK_N + place // 16 * 8 + place % 8
+    else:
+        side = place * 0
+        column = tile * BLOCK_N + place
+    column_exists = column < N
+    # What lies behind the last column is a copy of it, and is never stored.
+    n = weight_row(tl.minimum(column, N - 1), side, N, GATE_LAYOUT)
+    values = values_of(weight, ELEMENT, DOT)
+    weight_rows = matrix_rows(values, up, matrix, n, side, VALUE_MATRIX, VALUE_N)
+    scale_rows, scale_rows_1 = scale_pointers(
+        scales, up_scales, matrix, n, side, tile, SCALE_MATRIX, SCALE_N, N, GROUP_ROWS, GATE_LAYOUT, UNIFORM, BLOCK_N
+    )
+    if zero_points is not None:
+        point_n = n // 2 if ELEMENT == "uint4" else n
+        point_rows = matrix_rows(zero_points, up_zero_points, matrix, point_n, side, POINT_MATRIX, POINT_N)
+
+    rows, exists, slots = rows_of_block(
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE
+    )
+    x_row = source_rows(rows, slots, GATHER, TOP_K)
+    if PDL == "layout":
+        join()
+    x_rows = values_of(x, X_ELEMENT, DOT) + x_row * X_STRIDE
+    x_scale_rows = None
+    x_scale = 1.0
+    if x_scales is not None:
+        x_scale_rows = x_scales + tl.where(exists, x_row, 0) * X_SCALE_STRIDE
+        x_scale = of_block(x_scale_rows, 0, D, X_GROUP, 1)
+
+    # Scales and zero points are read one step ahead: nothing else hides how long that takes.
+    scale = scales_at(scale_rows, 0, SCALING, D, GROUP, SCALE_K, BLOCK_K)
+    scale_1 = scale
+    if UNIFORM and PAIRED:
+        scale_1 = scales_at(scale_rows_1, 0, SCALING, D, GROUP, SCALE_K, BLOCK_K)
+    zero = tl.full((1, 1), 128 if ELEMENT == "uint8" else 8, tl.uint8)
+    if zero_points is not None:
+        zero = per_group(point_rows, 0, D, GROUP, POINT_K, BLOCK_K)
+    sums: tl.constexpr = tl.int32 if (DOT == "int8") and (SCALING == "at_end") else tl.float32
+    if TOKENS_FIRST:
+        total = tl.zeros((BLOCK_M, place.shape[0]), dtype=sums)
+    else:
+        total = tl.zeros((place.shape[0], BLOCK_M), dtype=sums)
+    for start in range(0, D, BLOCK_K):
+        next_scale, next_scale_1, next_zero, next_x_scale = scale, scale_1, zero, x_scale
+        if GROUP > 0:
+            next_scale = scales_at(scale_rows, start + BLOCK_K, SCALING, D, GROUP, SCALE_K, BLOCK_K)
+            if UNIFORM and PAIRED:
+                next_scale_1 = scales_at(scale_rows_1, start + BLOCK_K, SCALING, D, GROUP, SCALE_K, BLOCK_K)
+            if zero_points is not None:
+                next_zero = per_group(point_rows, start + BLOCK_K, D, GROUP, POINT_K, BLOCK_K)
+        if (X_GROUP > 0) and (SCALING == "per_block"):
+            next_x_scale = of_block(x_scale_rows, start + BLOCK_K, D, X_GROUP, 1)
+        if (DOT == "e4m3") or (DOT == "int8"):
+            w_tile = plain_tile(weight_rows, start, None, D, VALUE_K, BLOCK_K)
+            x_tile = plain_tile(x_rows, start, exists, X_COLUMNS, 1, BLOCK_K)
+        else:
+            w_tile = weight_tile(
+                weight_rows, scale, zero_point(zero, n, ELEMENT), start, DOT, ELEMENT, SCALING, ORDER, D, VALUE_K,
+                BLOCK_K,
+            )  # fmt: skip
+            x_tile = activation_tile(
+                x_rows, x_scale_rows, exists, start, X_ELEMENT, SCALING, X_COLUMNS, X_GROUP, BLOCK_K
+            )  # fmt: skip
+            x_tile = ordered(x_tile, X_ORDER)
+        if TOKENS_FIRST:
+            left, right = x_tile, tl.trans(w_tile)
+        else:
+            left, right = w_tile, tl.trans(x_tile)
+        if SCALING == "per_block":
+            partial = tl.dot(left, right, input_precision=INPUT_PRECISION)
+            total += partial * factor_of(scale, scale_1, x_scale, side, x_scales is not None, UNIFORM, TOKENS_FIRST)
+        elif (DOT == "e4m3") and not FAST_ACCUMULATE:
+            total = tl.dot(left, right, total, max_num_imprecise_acc=BLOCK_K)
+        elif DOT == "int8":
+            total = tl.dot(left, right, total, out_dtype=tl.int32)
+        else:
+            total = tl.dot(left, right, total, input_precision=INPUT_PRECISION)
+        scale, scale_1, zero, x_scale = next_scale, next_scale_1, next_zero, next_x_scale
+    if SCALING == "at_end":
+        factor = factor_of(scale, scale_1, x_scale, side, x_scales is not None, UNIFORM, TOKENS_FIRST)
+        total = total.to(tl.float32) * factor
+    if TOKENS_FIRST:
+        total = tl.trans(total)
+
+    total = add_bias(
+        total, bias, up_bias, layer_number, expert, n, side, column_exists, WEIGHT_N, BIAS_LAYER_STRIDE,
+        UP_BIAS_LAYER_STRIDE, GATE_LAYOUT == "separate",
+    )  # fmt: skip
+    if pre is not None:
+        pre_columns = n + side * N if GATE_LAYOUT == "separate" else n
+        pre_width: tl.constexpr = 2 * N if PAIRED else N
+        pre_mask = exists[None, :] & column_exists[:, None]
+        tl.store(pre + rows[None, :] * pre_width + pre_columns[:, None], total.to(pre.dtype.element_ty), mask=pre_mask)
+    if y is not None:
+        store_result(
+            y, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots, N, SCATTER,
+            PAIRED, ACTIVATION, ALPHA, LIMIT, layer_index is not None, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def order_columns(
+    x, x_scales, ordered_x, num_rows,
+    D: tl.constexpr, ELEMENT: tl.constexpr, STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, GROUP: tl.constexpr,
+    SCALING: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x as numbers, its columns in the order of decoded weights and padded with zeros to WIDTH: once, where many tiles
+    of weights would each do it again."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = rows < num_rows
+    start = tl.program_id(1) * BLOCK_K
+    scale_rows = None
+    if SCALING == "into_weight" and ELEMENT is not None:
+        scale_rows = x_scales + tl.where(exists, rows, 0) * SCALE_STRIDE
+    x_rows = values_of(x, ELEMENT, None) + rows * STRIDE
+    tile = activation_tile(x_rows, scale_rows, exists, start, ELEMENT, SCALING, D, GROUP, BLOCK_K)
+    columns = start + tl.arange(0, BLOCK_K)
+    tl.store(ordered_x + rows[:, None] * WIDTH + columns[None, :], ordered(tile, ORDER), mask=exists[:, None])

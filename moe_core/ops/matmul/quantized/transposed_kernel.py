@@ -1,0 +1,136 @@
+"""Ragged grouped matmul with quantised weights read the other way: what a gradient goes back through.
+
+for each (row block b, expert e) of the schedule, for each column tile:
+    rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
+    y[scatter(rows)] = cast(x[gather(rows)] @ dequantised(w[e])^T)
+
+The sum goes over the rows of a weight, its outputs, so that a scale belongs to some addends of some columns and cannot
+be multiplied with sums: weights are decoded to (code - zero point) * scale in the dtype of x, one rounding (none for
+e8m0 scales in bfloat16 and float32), and multiplied.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program
+from moe_core.ops.quantize.kernels.decode import (
+    codes_to_bfloat16,
+    group_of_row,
+    load_codes,
+    number_of,
+    per_group,
+    plain_tile,
+    scaled,
+    spread,
+    zero_point,
+)
+
+
+@triton.jit
+def add_product(
+    total, x_rows, exists, values, scales, zero_points, column, D: tl.constexpr, N: tl.constexpr,
+    ELEMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    POINT_N: tl.constexpr, POINT_K: tl.constexpr, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """total [rows, BLOCK_N] + x [rows, D] @ the columns from `column` of one weight matrix of D rows and N columns.
+
+    x_rows: pointers to rows; values (bytes), scales, zero_points: to the matrix.
+    """
+    PER_BYTE: tl.constexpr = 2 if (ELEMENT == "uint4") or (ELEMENT == "e2m1") else 1
+    POINT_ROWS: tl.constexpr = 2 if ELEMENT == "uint4" else 1
+    offsets = tl.arange(0, BLOCK_K)
+    n = tl.minimum(offsets, D - 1)
+    scale = per_group(scales + group_of_row(n, GROUP_ROWS) * SCALE_N, column, N, GROUP, SCALE_K, BLOCK_N)
+    zero = tl.full((1, 1), 128 if ELEMENT == "uint8" else 8, tl.uint8)
+    if zero_points is not None:
+        zero = per_group(zero_points + n // POINT_ROWS * POINT_N, column, N, GROUP, POINT_K, BLOCK_N)
+    for start in range(0, D, BLOCK_K):
+        # Scales and zero points are read one step ahead: nothing else hides how long that takes.
+        n = tl.minimum(start + BLOCK_K + offsets, D - 1)
+        next_scale, next_zero = scale, zero
+        if GROUP_ROWS > 0:
+            next_scale = per_group(scales + group_of_row(n, GROUP_ROWS) * SCALE_N, column, N, GROUP, SCALE_K, BLOCK_N)
+        if zero_points is not None:
+            next_zero = per_group(zero_points + n // POINT_ROWS * POINT_N, column, N, GROUP, POINT_K, BLOCK_N)
+        n = start + offsets
+        if D % BLOCK_K != 0:
+            n = tl.minimum(n, D - 1)
+        codes = load_codes(values + n * VALUE_N, column, None, N, VALUE_K, PER_BYTE, BLOCK_N)
+        points = spread(zero_point(zero, n, ELEMENT), BLOCK_N)
+        numbers = codes_to_bfloat16(codes, ELEMENT)
+        w_tile = scaled(numbers, spread(number_of(scale), BLOCK_N), points, DOT, ELEMENT, "into_weight")
+        if D % BLOCK_K != 0:
+            # Copies of the last row: a NaN or an infinity in them would survive a product with zero.
+            w_tile = tl.where((start + offsets < D)[:, None], w_tile, 0.0)
+        x_tile = plain_tile(x_rows, start, exists, D, 1, BLOCK_K)
+        total = tl.dot(x_tile, w_tile, total, input_precision=INPUT_PRECISION)
+        scale, zero = next_scale, next_zero
+    return total
+
+
+@triton.jit
+def matmul_quantized_transposed(
+    x, weight, scales, zero_points, up, up_scales, up_zero_points, layer_index,
+    group_sizes, group_start, slot_of_row, schedule, y, num_blocks, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr,
+    ELEMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_MATRIX: tl.constexpr, VALUE_N: tl.constexpr, VALUE_K: tl.constexpr,
+    SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    POINT_MATRIX: tl.constexpr, POINT_N: tl.constexpr, POINT_K: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """One tile of y. D: rows of one weight matrix, which are summed over; N: its columns, those of y.
+
+    up, if not None: a second weight, whose rows meet the next D columns of x; both products share one sum. num_rows,
+    num_slots, schedule, GATHER and SCATTER as in `matmul_ogs`. GROUP: columns that share a scale, GROUP_ROWS: rows
+    that do, 0 = all. *_MATRIX, *_N, *_K: strides of one expert's matrix, of a row (of a scale: of a group of rows; of a
+    zero point: of what one byte holds) and of a column (a byte; a group of columns). DOT: the dtype of x.
+    """
+    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
+    expert = 0
+    if schedule is not None:
+        expert = tl.load(schedule + 2 * block + 1)
+        if expert < 0:
+            return
+    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    matrix = layer_number.to(tl.int64) * NUM_EXPERTS + tl.cast(expert, tl.int64)
+
+    rows, exists, slots = rows_of_block(
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, ""
+    )
+    x_rows = x + source_rows(rows, slots, GATHER, TOP_K) * X_STRIDE
+
+    column = tile * BLOCK_N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Bytes: sm_80 has no e4m3, and codes of int8 are decoded from their bits.
+    bytes_of: tl.constexpr = tl.pointer_type(tl.uint8)
+    values = weight.to(bytes_of, bitcast=True) + matrix * VALUE_MATRIX
+    points = None
+    if zero_points is not None:
+        points = zero_points + matrix * POINT_MATRIX
+    total = add_product(
+        total, x_rows, exists, values, scales + matrix * SCALE_MATRIX, points, column, D, N, ELEMENT, GROUP_ROWS, GROUP,
+        VALUE_N, VALUE_K, SCALE_N, SCALE_K, POINT_N, POINT_K, DOT, INPUT_PRECISION, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if up is not None:
+        values = up.to(bytes_of, bitcast=True) + matrix * VALUE_MATRIX
+        if zero_points is not None:
+            points = up_zero_points + matrix * POINT_MATRIX
+        total = add_product(
+            total, x_rows + D, exists, values, up_scales + matrix * SCALE_MATRIX, points, column, D, N, ELEMENT,
+            GROUP_ROWS, GROUP, VALUE_N, VALUE_K, SCALE_N, SCALE_K, POINT_N, POINT_K, DOT, INPUT_PRECISION, BLOCK_N,
+            BLOCK_K,
+        )  # fmt: skip
+
+    if schedule is not None:
+        exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
+    if layer_index is not None:
+        total = tl.where(layer_exists, total, float("nan"))
+    y_rows = slots if SCATTER == "slot" else rows
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = exists[:, None] & (columns < N)[None, :]
+    tl.store(y + y_rows[:, None] * N + columns[None, :], total.to(y.dtype.element_ty), mask=mask)

@@ -1,0 +1,261 @@
+"""NumPy twins of the grouped matmul's backward: fp32 sums from inputs as stored, one cast to the stored dtype.
+
+The gradient of a grouped matmul's input is a grouped matmul over the same layout with the weight read the other way, so
+`input_gradient` stands on the forward's twin. The gradient of its weights is a product per expert over that expert's
+rows (ragged along the reduction).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import TRANSPOSED
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
+from moe_core.ops.quantize.reference import dequantize
+from moe_core.ops.reduction.reference import reduce, scale_rows
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.routing import LayoutSpec
+
+
+def input_gradient(
+    d_y: np.ndarray,
+    weight: Matrix,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+    up: Matrix | None = None,
+    layer_index: np.ndarray | None = None,
+    *,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+) -> np.ndarray:
+    """d_x = cast(d_y . weight[expert]^T) for every row of the layout.
+
+    weight `[E, D, N]` (`in_out`) or `[E, N, D]`, as the forward had it. spec: weight_layout is the forward's; gather
+    says where d_y `[*, N]` lies and scatter where d_x `[*, D]` goes; out_dtype None = the dtype of d_y. up: the second
+    weight of gate_layout `separate`; d_y is then `[*, 2N]`, the gate's columns first, and both products share one fp32
+    sum. Rows without an expert are exact zeros. layout None: dense, weight `[D, N]`. Quantised weights are dequantised
+    to the dtype of d_y: a scale is of some addends of the sum, and cannot be multiplied with it.
+    """
+    matrices = [weight] if up is None else [weight, up]
+    if isinstance(weight, QuantizedTensor):
+        matrices = [dequantize(pick_layer(matrix, layer_index), dtypes.canonical(d_y.dtype)) for matrix in matrices]
+        layer_index = None
+    out_dtype = spec.out_dtype or dtypes.canonical(d_y.dtype)
+    options = MatmulSpec(TRANSPOSED[spec.weight_layout], spec.gather, spec.scatter, None, "float32", spec.allow_tf32)
+
+    def product(values: np.ndarray, matrix: Matrix) -> np.ndarray:
+        return matmul_ogs(
+            values, matrix, group_sizes, group_start, slot_of_row, layer_index=layer_index, layout=layout, spec=options
+        )
+
+    if up is None:
+        return round_to(product(d_y, matrices[0]), out_dtype)
+    width = d_y.shape[1] // 2
+    with np.errstate(all="ignore"):
+        return round_to(product(d_y[:, :width], matrices[0]) + product(d_y[:, width:], matrices[1]), out_dtype)
+
+
+def quantized_input_gradient(
+    *, layout: LayoutSpec | None, spec: MatmulSpec, tensors: tuple[tuple[str, QuantizedSpec], ...], **arrays: np.ndarray
+) -> np.ndarray:
+    """`input_gradient` by the names of `plan_matmul_quantized_transposed`'s inputs; tensors: see `quantized_from`."""
+    operands = quantized_from(arrays, tensors)
+    return input_gradient(operands.pop("x"), **operands, layout=layout, spec=spec)
+
+
+def _rows_of_experts(
+    group_sizes: np.ndarray | None, group_start: np.ndarray | None, slot_of_row: np.ndarray | None, layout: LayoutSpec
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Every expert that has rows, and their indices in layout order, by how an array is indexed (`row`, `slot` or
+    `token`)."""
+    assert group_sizes is not None and group_start is not None and slot_of_row is not None
+    for expert in np.flatnonzero(group_sizes).tolist():
+        rows = np.arange(group_start[expert], group_start[expert] + group_sizes[expert])
+        slots = slot_of_row[rows]
+        rows, slots = rows[slots >= 0], slots[slots >= 0]
+        yield expert, {"row": rows, "slot": slots, "token": slots // layout.top_k}
+
+
+def weight_gradient(
+    left: np.ndarray,
+    right: np.ndarray,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+    into: np.ndarray | None = None,
+    *,
+    layout: LayoutSpec | None,
+    gather: tuple[str, str] = ("row", "row"),
+    out_dtype: str,
+) -> np.ndarray:
+    """d_weight `[E, M, N]`: for every expert the fp32 product left_rows^T . right_rows over its rows, one cast.
+
+    left `[*, M]` and right `[*, N]` are each indexed by layout `row`, `slot` or `token` (gather). For `in_out` weights
+    left is the matmul's input and right the gradient of its output; for `out_in` the other way round. An expert without
+    rows has exact zeros. into: an array of the result's shape and dtype to which the fp32 product is added before the
+    cast (an accumulated main gradient). layout None: dense, `[M, N]` from left `[R, M]` and right `[R, N]`.
+    """
+    groups = 1 if layout is None else layout.num_experts
+    d_weight = np.zeros((groups, left.shape[1], right.shape[1]), np.float32)
+    with np.errstate(all="ignore"):
+        if layout is None:
+            d_weight[0] = to_float32(left).T @ to_float32(right)
+        else:
+            for expert, index in _rows_of_experts(group_sizes, group_start, slot_of_row, layout):
+                d_weight[expert] = to_float32(left[index[gather[0]]]).T @ to_float32(right[index[gather[1]]])
+        d_weight = d_weight[0] if layout is None else d_weight
+        return round_to(d_weight if into is None else to_float32(into) + d_weight, out_dtype)
+
+
+def bias_gradient(
+    d_y: np.ndarray,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+    row_weight: np.ndarray | None = None,
+    *,
+    layout: LayoutSpec | None,
+    gather: str = "row",
+    out_dtype: str,
+) -> np.ndarray:
+    """d_bias `[E, N]`: for every expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each
+    times row_weight fp32 `[T * K]` (by slot) where given, unrounded; one cast. An expert without rows: exact zeros.
+    layout None: dense, `[N]`."""
+    with np.errstate(all="ignore"):
+        if layout is None:
+            return round_to(to_float32(d_y).sum(axis=0, dtype=np.float32), out_dtype)
+        d_bias = np.zeros((layout.num_experts, d_y.shape[1]), np.float32)
+        for expert, index in _rows_of_experts(group_sizes, group_start, slot_of_row, layout):
+            rows = to_float32(d_y[index[gather]])
+            if row_weight is not None:
+                rows = rows * row_weight.reshape(-1)[index["slot"], None]
+            d_bias[expert] = rows.sum(axis=0, dtype=np.float32)
+    return round_to(d_bias, out_dtype)
+
+
+def bias_product(
+    d_y: np.ndarray,
+    bias: np.ndarray,
+    group_sizes: np.ndarray,
+    group_start: np.ndarray,
+    slot_of_row: np.ndarray,
+    *,
+    layout: LayoutSpec,
+    gather: str = "row",
+) -> np.ndarray:
+    """fp32 `[T * K]` by slot: <d_y row, bias[expert]>, the bias's share of the row weight's gradient; 0 without an
+    expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`."""
+    products = np.zeros(layout.num_slots, np.float32)
+    with np.errstate(all="ignore"):
+        for expert, index in _rows_of_experts(group_sizes, group_start, slot_of_row, layout):
+            products[index["slot"]] = to_float32(d_y[index[gather]]) @ to_float32(bias[expert])
+    return products
+
+
+def in_stack(
+    gradient: np.ndarray, array: np.ndarray, layer_index: np.ndarray | None, into: np.ndarray | None = None
+) -> np.ndarray:
+    """The gradient of a stack of layers of which one was used: zeros, or what is in `into`, for all others.
+
+    A layer outside the stack raises InvalidInput.
+    """
+    if layer_index is None:
+        return gradient
+    pick_layer(array, layer_index)
+    whole = np.zeros(array.shape, gradient.dtype) if into is None else into.copy()
+    whole[int(layer_index[0])] = gradient
+    return whole
+
+
+def matrix_gradient(
+    x: tuple[np.ndarray, str],
+    d_y: tuple[np.ndarray, str],
+    weight: np.ndarray,
+    layer_index: np.ndarray | None = None,
+    into: np.ndarray | None = None,
+    *,
+    weight_layout: str,
+    **where: Any,
+) -> np.ndarray:
+    """d_weight of `y = x @ weight`, in the layout and dtype of weight; with into fp32, of its shape, added to that.
+
+    x, d_y: each with how it is gathered; where: the layout and its arrays, as `weight_gradient` takes them.
+    """
+    (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
+    added, dtype = pick_layer(into, layer_index), dtypes.canonical(weight.dtype) if into is None else "float32"
+    d_weight = weight_gradient(left, right, into=added, gather=(of_left, of_right), out_dtype=dtype, **where)
+    return in_stack(d_weight, weight, layer_index, into)
+
+
+def matmul_ogs_backward(
+    *, tensors: tuple[tuple[str, QuantizedSpec], ...] = (), **arguments: Any
+) -> tuple[np.ndarray, ...]:
+    """`gradients_of` of a plan's inputs by name; tensors: quantised ones, see `quantized_from`."""
+    return gradients_of(**quantized_from(arguments, tensors))
+
+
+def gradients_of(
+    d_y: np.ndarray,
+    x: np.ndarray,
+    weight: Matrix,
+    bias: np.ndarray | None = None,
+    row_weight: np.ndarray | None = None,
+    layer_index: np.ndarray | None = None,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+    row_of_slot: np.ndarray | None = None,
+    *,
+    layout: LayoutSpec | None,
+    spec: MatmulSpec,
+    wanted: tuple[str, ...],
+) -> tuple[np.ndarray, ...]:
+    """The gradients wanted of d_x, d_weight, d_bias, d_row_weight; formulas, roundings:
+    `moe_core.ops.matmul.backward`."""
+    found = {}
+    g = round_to(to_float32(d_y), x.dtype)
+    groups = {"group_sizes": group_sizes, "group_start": group_start, "slot_of_row": slot_of_row}
+    if "d_row_weight" in wanted:
+        assert row_weight is not None and row_of_slot is not None
+        unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=None)
+        rows = matmul_ogs(x, weight, **groups, bias=bias, layer_index=layer_index, layout=layout, spec=unrounded)
+        found["d_row_weight"] = _rows_product(rows, g, row_of_slot).reshape(row_weight.shape)
+    if row_weight is not None:
+        g = scale_rows(g, row_weight.reshape(-1, 1))
+    if "d_x" in wanted:
+        scatter = "row" if spec.gather == "token" else spec.gather
+        options = MatmulSpec(spec.weight_layout, spec.scatter, scatter, allow_tf32=spec.allow_tf32)
+        found["d_x"] = input_gradient(g, weight, **groups, layer_index=layer_index, layout=layout, spec=options)
+        if spec.gather == "token":
+            assert layout is not None and row_of_slot is not None
+            dtype = dtypes.canonical(x.dtype)
+            found["d_x"] = reduce(found["d_x"], row_of_slot, top_k=layout.top_k, order="row", out_dtype=dtype)
+    if "d_weight" in wanted:
+        assert isinstance(weight, np.ndarray)
+        sides = (x, spec.gather), (g, spec.scatter)
+        found["d_weight"] = matrix_gradient(
+            *sides, weight, layer_index, weight_layout=spec.weight_layout, layout=layout, **groups
+        )
+    if "d_bias" in wanted:
+        assert bias is not None
+        dtype = dtypes.canonical(bias.dtype)
+        d_bias = bias_gradient(g, **groups, layout=layout, gather=spec.scatter, out_dtype=dtype)
+        found["d_bias"] = in_stack(d_bias, bias, layer_index)
+    return tuple(found[name] for name in wanted)
+
+
+def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> np.ndarray:
+    """fp32 by slot: the slot's row of `rows` times its row of g; 0 without a row."""
+    products = np.zeros(len(row_of_slot), np.float32)
+    slots = np.flatnonzero(row_of_slot >= 0)
+    with np.errstate(all="ignore"):
+        products[slots] = (rows[row_of_slot[slots]] * to_float32(g[slots])).sum(axis=1, dtype=np.float32)
+    return products

@@ -1,0 +1,305 @@
+"""Ragged grouped matmul of e4m3 codes with e4m3 codes for Hopper, warps specialised as in `sm90.kernels.matmul`. Gluon.
+
+    y[scatter(row)] = cast(act(x[gather(row)] @ dequantised(w[expert]) + bias) * row_weight)
+
+Blocks take tiles of 128 rows x 256 accumulator columns, and the producer loads them 128 of the reduction at a time,
+128 bytes of a row as of 16-bit numbers. What differs is how the consumers add up. The tensor cores keep few bits of
+what they add to, so each 128 of the reduction are a product of their own, which is added in fp32:
+
+consumer 0, 1 (4 warps each): 64 rows each; for each stage, for the first 128 columns and then the last ones: one wgmma
+    64 x 128 x 128, then total += product * (scale of the row * scale of the weights), while the other consumer
+    multiplies. Scales of a stage are asked for one stage ahead.
+
+Where scales span the reduction, they multiply the sum instead; FAST then leaves all of the sum to the tensor cores.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.matmul.sm90.kernels.feed import producer
+from moe_core.ops.matmul.sm90.kernels.matmul import finish, halves, multiply
+from moe_core.ops.matmul.sm90.kernels.pipeline import (
+    PIECE,
+    PRODUCER_WARPS,
+    RING,
+    ROWS,
+    WIDE,
+    advance,
+    allocate_pipeline,
+    await_stage,
+    await_tile,
+    barrier,
+    hand_back,
+    hand_back_before,
+    read_fact,
+    skip_tile,
+)
+
+#: The part of the reduction that one stage holds, and that one product adds up.
+DEPTH = gl.constexpr(128)
+
+
+@gluon.jit
+def source_of_row(slots, start, within, GATHER: gl.constexpr, TOP_K: gl.constexpr):
+    """The row of x of every row of a consumer. within: rows that exist, counted from start."""
+    if GATHER == "row":
+        return start + within
+    elif GATHER == "token":
+        return slots // TOP_K
+    else:
+        return slots
+
+
+@gluon.jit
+def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr):
+    """The row of a weight matrix that the first or the last 128 columns of a tile begin with."""
+    if GATE_LAYOUT == "halves":
+        return tile * PIECE + PART * N
+    elif GATE_LAYOUT == "separate":
+        return tile * PIECE
+    else:
+        return tile * WIDE + PART * PIECE
+
+
+@gluon.jit
+def scales_of_part(
+    scales, up_scales, matrix, tile, PART: gl.constexpr, N: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, GROUP_ROWS: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A pointer to the scales that 128 columns of a tile share, or where every weight row has its own, to the first.
+
+    Columns behind the matrix take its last scales: their sums are not stored.
+    """
+    if (GATE_LAYOUT == "separate") and (PART == 1):
+        scales = up_scales
+    scales += matrix.to(gl.int64) * (SCALE_ROWS * SCALE_COLUMNS)
+    row = first_weight_row(tile, PART, N, GATE_LAYOUT)
+    if GROUP_ROWS == 0:
+        return scales
+    elif GROUP_ROWS == 1:
+        return scales + gl.minimum(row, SCALE_ROWS - PIECE)
+    else:
+        return scales + gl.minimum(row // GROUP_ROWS, SCALE_ROWS - 1) * SCALE_COLUMNS
+
+
+@gluon.jit
+def begin_part(rows, weights, PART: gl.constexpr, layout: gl.constexpr):
+    """Begin the product of 64 rows with the first or the last 128 weight rows of a stage."""
+    part = weights.slice(PART * PIECE, PIECE, dim=0).permute([1, 0])
+    return warpgroup_mma(rows, part, gl.zeros([ROWS, PIECE], gl.float32, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_part(total, partial, factor):
+    """total + partial * factor, where rows have factors of a stage."""
+    if factor is not None:
+        total += partial * factor[:, None]
+    else:
+        total += partial
+    return total
+
+
+@gluon.jit
+def add_stages(
+    x_scales, x_offsets, first_scales, last_scales, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr,
+    D: gl.constexpr, X_GROUP: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The sums of both halves of a tile, of products of one stage each, times their scales where GROUP says so."""
+    BLOCKS: gl.constexpr = (D + DEPTH - 1) // DEPTH
+    first = gl.zeros([ROWS, PIECE], gl.float32, layout)
+    last = gl.zeros([ROWS, PIECE], gl.float32, layout)
+    if GROUP > 0:
+        x_scale, first_scale, last_scale = gl.load(x_scales + x_offsets), gl.load(first_scales), gl.load(last_scales)
+    for block in range(BLOCKS):
+        first_factor, last_factor = None, None
+        await_stage(full, stage, phase, GATHER)
+        rows, weights = a_tiles.index(2 * stage + WHICH), w_tiles.index(stage)
+        partial = begin_part(rows, weights, 0, layout)
+        if GROUP > 0:
+            first_factor, last_factor = x_scale * first_scale, x_scale * last_scale
+            following = gl.minimum(block + 1, BLOCKS - 1)
+            first_scale, last_scale = gl.load(first_scales + following), gl.load(last_scales + following)
+            if X_GROUP > 0:
+                x_scale = gl.load(x_scales + (x_offsets + following))
+        partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
+        first = add_part(first, partial, first_factor)
+        # Nothing is under way: this only tells the compiler to add before the next product needs the registers.
+        first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
+        partial = begin_part(rows, weights, 1, layout)
+        partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
+        hand_back(empty, stage)
+        last = add_part(last, partial, last_factor)
+        stage, phase = advance(stage, phase, STAGES)
+    return first, last, stage, phase
+
+
+@gluon.jit
+def add_all(
+    a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, D: gl.constexpr, GATHER: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The sums of both halves of a tile, left to the tensor cores."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
+    accumulator = gl.zeros([ROWS, WIDE], gl.float32, wide)
+    accumulator, stage, phase = multiply(
+        accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, False, STAGES, True
+    )
+    for _ in range(DEPTH, D, DEPTH):
+        accumulator, stage, phase = multiply(
+            accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, False, STAGES, False
+        )
+    accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
+    hand_back_before(empty, stage, STAGES)
+    first, last = halves(accumulator, False)
+    return first, last, stage, phase
+
+
+@gluon.jit
+def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
+    """sums * (x_scale * scale), of scales that span the reduction."""
+    x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, sums.type.layout))
+    if GROUP_ROWS == 1:
+        columns = gl.arange(0, PIECE, gl.SliceLayout(0, sums.type.layout))
+        return sums * (x_scale[:, None] * gl.load(scales + columns)[None, :])
+    else:
+        return sums * (x_scale * gl.load(scales))[:, None]
+
+
+@gluon.jit
+def consumer(
+    WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
+    x_scales, scales, up_scales, y, y_scales, y_map, given, row_weight, layer_index, slot_of_row, num_slots,
+    D: gl.constexpr, N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    X_SCALE_STRIDE: gl.constexpr, X_GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    BIASED: gl.constexpr, FAST: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    RULE: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = WHICH * ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
+    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
+    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    while expert >= 0:
+        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
+        if rows > FIRST:
+            # A row that does not exist is multiplied with a scale of the last one that does; its sums are not stored.
+            exists = gl.minimum(within, rows - 1)
+            slots = exists
+            if (row_weight is not None) or (GATHER != "row"):
+                # The addresses of scales and row weights come from memory: asked for here.
+                slots = gl.load(slot_of_row + start.to(gl.int64) + exists)
+                slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
+            x_rows = source_of_row(slots, start, exists, GATHER, TOP_K)
+            matrix = layer_number * NUM_EXPERTS + expert
+            first_scales = scales_of_part(
+                scales, up_scales, matrix, tile, 0, N, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GATE_LAYOUT
+            )
+            last_scales = scales_of_part(
+                scales, up_scales, matrix, tile, 1, N, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GATE_LAYOUT
+            )
+            x_offsets = x_rows * X_SCALE_STRIDE
+            if GROUP == 0:
+                x_scale = gl.load(x_scales + x_offsets)
+            scale = None
+            if row_weight is not None:
+                scale = gl.load(row_weight + slots)
+            if FAST:
+                first, last, stage, phase = add_all(
+                    a_tiles, w_tiles, full, empty, stage, phase, WHICH, D, GATHER, STAGES
+                )
+            else:
+                first, last, stage, phase = add_stages(
+                    x_scales, x_offsets, first_scales, last_scales, a_tiles, w_tiles, full, empty, stage, phase, WHICH,
+                    D, X_GROUP, GROUP, GATHER, STAGES, layout,
+                )  # fmt: skip
+            if GROUP == 0:
+                first = scale_sums(first, x_scale, first_scales, GROUP_ROWS)
+                if GROUP_ROWS == 1:
+                    # Or the scales of both halves are loaded at once, which do not fit into the registers.
+                    barrier()
+                last = scale_sums(last, x_scale, last_scales, GROUP_ROWS)
+            # Read again rather than kept in registers over the main loop.
+            start, rows, tile = read_fact(ring, place, 1), read_fact(ring, place, 2), read_fact(ring, place, 3)
+            bias_row = bias_tiles.index(place) if BIASED else None
+            finish(
+                first, last, bias_row, scale, layer_exists, out_tiles.index(WHICH), y, y_map, None, None, None,
+                slot_of_row, start, rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                TRUSTED, layer_index is not None, y_scales if given is None else given, DTYPE, RULE,
+            )  # fmt: skip
+        elif expert >= 0:
+            stage, phase = skip_tile(full, empty, stage, phase, D, DEPTH, STAGES)
+        hand_back(ring_empty, place)
+        place, ring_phase = advance(place, ring_phase, RING)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def matmul_fp8(
+    x, x_map, x_scales, weight_map, up_map, scales, up_scales, bias, up_bias, row_weight, layer_index, group_sizes,
+    group_start, slot_of_row, schedule, counters, y, y_scales, y_map, given, num_blocks, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    X_STRIDE: gl.constexpr, X_SCALE_STRIDE: gl.constexpr, X_GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, FAST: gl.constexpr,
+    TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    HIDDEN: gl.constexpr, RULE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """y of codes; everything that is not named here as in `sm90.kernels.matmul`.
+
+    x: codes, as bytes. x_scales fp32: X_SCALE_STRIDE between rows (0: all share theirs), X_GROUP columns to each (128,
+    or 0: all). scales, up_scales fp32 `[.., SCALE_ROWS, SCALE_COLUMNS]` of one matrix: GROUP_ROWS weight rows (0: all,
+    1, or 128; N is a multiple of 128 in the case of 1, and of 128 with gate_layout `halves`) and GROUP columns (0: all,
+    or 128) to each; X_GROUP only beside GROUP, and GROUP only with more than one row. FAST: no sums but those of the
+    tensor cores; GROUP is 0. y_scales, if not None: y is codes too, as bytes, of the result in the 16-bit dtype HIDDEN,
+    quantised by RULE; given: the scale fp32 `[1]` of all of them, of RULE `given`.
+    """
+    BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
+    x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
+    codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, DEPTH], codes)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDE, DEPTH], codes)
+    DTYPE: gl.constexpr = gl.float16 if HIDDEN == "float16" else gl.bfloat16
+    if given is not None:
+        gl.store(y_scales, gl.load(given))
+    if y_scales is not None:
+        y_out = y.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
+        out_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, PIECE], codes)
+    else:
+        y_out = y
+        out_tiles = gl.allocate_shared_memory(y.dtype.element_ty, [2, ROWS, PIECE], gl.NVMMASharedLayout(128, 16, 2))
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
+    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS)
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, x_scales, scales,
+                up_scales, y_out, y_scales, y_map, given, row_weight, layer_index, slot_of_row, num_slots, D, N,
+                NUM_EXPERTS, NUM_LAYERS, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, TOP_K,
+                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, FAST, TRUSTED, STAGES,
+                DTYPE, RULE,
+            )),
+            (consumer, (
+                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, x_scales, scales,
+                up_scales, y_out, y_scales, y_map, given, row_weight, layer_index, slot_of_row, num_slots, D, N,
+                NUM_EXPERTS, NUM_LAYERS, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, TOP_K,
+                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, FAST, TRUSTED, STAGES,
+                DTYPE, RULE,
+            )),
+            (producer, (
+                x_codes, x_map, weight_map, up_map, bias, up_bias, layer_index, group_sizes,
+                group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, None, ring, full, empty,
+                ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
+                X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, False, COUNTER, STAGES,
+                GROUP_M, DEPTH,
+            )),
+        ],
+        [4, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,245 @@
+"""The Hopper matmul with tall row blocks, of up to 192 rows. Written in Gluon.
+
+An expert of 129 to 192 rows reads its weights once, where blocks of 128 read them twice, and a full block reads 56 KB
+for each 64 of the reduction, where blocks of 128 read 72 KB for as many rows.
+
+producer (4 warps): as in `matmul`; a stage has room for three chunks of 64 rows, and only those that exist are
+    loaded
+consumer 0, 1 (4 warps each): 64 rows x 256 columns, as in `matmul`; where the block has a third chunk, 128 of
+    its columns besides, by a wgmma of 128 columns, stored after the first result
+
+Two consumers with 192 accumulator registers a thread, not three with 128: for 512 threads, which start with 128
+registers each, ptxas does not compile a wgmma of 256 columns. Gate and up that lie apart come in panels of 64 columns
+by turns, so that each half of the third chunk has whole pairs. Results are those of `matmul`, to the bit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.matmul.sm90.kernels.feed import producer
+from moe_core.ops.matmul.sm90.kernels.matmul import (
+    activate_pairs,
+    add_bias,
+    finish,
+    halves,
+    multiply,
+    store_piece,
+    weigh,
+)
+from moe_core.ops.matmul.sm90.kernels.pipeline import (
+    CHUNKS,
+    DEPTH,
+    PANEL,
+    PIECE,
+    PRODUCER_WARPS,
+    RING,
+    ROOM,
+    ROWS,
+    WIDE,
+    advance,
+    allocate_pipeline,
+    await_stage,
+    await_tile,
+    hand_back,
+    hand_back_before,
+    skip_tile,
+)
+
+
+@gluon.jit
+def multiply_tall(
+    accumulator, third, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, GATHER: gl.constexpr,
+    IN_OUT: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """One stage of this consumer's 64 rows and of half of the columns of the third 64; see `multiply`."""
+    await_stage(full, stage, phase, GATHER)
+    weights = w_tiles.index(stage)
+    if IN_OUT:
+        half = weights.slice(WHICH * PIECE, PIECE, dim=1)
+    else:
+        half = weights.slice(WHICH * PIECE, PIECE, dim=0).permute([1, 0])
+        weights = weights.permute([1, 0])
+    accumulator = warpgroup_mma(a_tiles.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
+    third = warpgroup_mma(a_tiles.index(CHUNKS * stage + 2), half, third, is_async=True)
+    # Two products of this stage may be under way, none of the one before.
+    accumulator, third = warpgroup_mma_wait(num_outstanding=2, deps=[accumulator, third])
+    if not FIRST:
+        hand_back_before(empty, stage, STAGES)
+    stage, phase = advance(stage, phase, STAGES)
+    return accumulator, third, stage, phase
+
+
+@gluon.jit
+def panel_halves(values):
+    """(gate, up) of panels of 64 columns that take turns: each pair is in one thread already."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    panels = gl.reshape(values, [ROWS, COLUMNS // (2 * PANEL), 2, PANEL])
+    gate, up = gl.split(gl.reshape(gl.permute(panels, [0, 1, 3, 2]), [ROWS, COLUMNS // 2, 2]))
+    return gate, up
+
+
+@gluon.jit
+def finish_third(
+    third, bias_row, scale, layer_exists, buffer, y, y_map, slot_of_row, start, rows, num_slots, tile,
+    WHICH: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation, row weight, cast and store of this consumer's half of the third chunk."""
+    if GATE_LAYOUT is None:
+        column = tile * WIDE + WHICH * PIECE
+        result = add_bias(third, bias_row, WHICH * PIECE)
+        if ACTIVATION is not None:
+            result = activate(result, ACTIVATION)
+    else:
+        # Half as wide: the other consumer stores the other panel.
+        buffer = buffer.slice(0, PANEL, dim=1)
+        column = tile * PIECE + WHICH * PANEL
+        if GATE_LAYOUT == "interleaved":
+            result = activate_pairs(add_bias(third, bias_row, WHICH * PIECE), ACTIVATION, ALPHA, LIMIT)
+        else:
+            gate, up = panel_halves(third)
+            gate = add_bias(gate, bias_row, WHICH * PANEL)
+            up = add_bias(up, bias_row, PIECE + WHICH * PANEL)
+            result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+    result = weigh(result, scale, layer_exists, STACKED)
+    store_piece(
+        result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, 2 * ROWS, N, N, SCATTER, TRUSTED,
+        tile >> 31,
+    )  # fmt: skip
+
+
+@gluon.jit
+def consumer(
+    WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
+    y, y_map, row_weight, layer_index, slot_of_row, num_slots,
+    D: gl.constexpr, N: gl.constexpr, NUM_LAYERS: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    BIASED: gl.constexpr, IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = WHICH * ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    third_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    third_within = 2 * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, third_layout))
+    stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
+    _, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    while expert >= 0:
+        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
+        if rows > FIRST:
+            scale, third_scale = None, None
+            if row_weight is not None:
+                # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
+                slots = slot_of_row + start.to(gl.int64)
+                third_slots = gl.load(slots + third_within, mask=third_within < rows, other=0)
+                slots = gl.load(slots + within, mask=within < rows, other=0)
+                scale, third_scale = slots.to(gl.float32), third_slots.to(gl.float32)
+            accumulator = gl.zeros([ROWS, WIDE], gl.float32, layout)
+            third = gl.zeros([ROWS, PIECE], gl.float32, third_layout)
+            if rows > 2 * ROWS:
+                accumulator, third, stage, phase = multiply_tall(
+                    accumulator, third, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, True
+                )
+                if row_weight is not None:
+                    scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
+                    third_scale = gl.load(row_weight + gl.minimum(gl.maximum(third_slots, 0), num_slots - 1))
+                for _ in range(DEPTH, D, DEPTH):
+                    accumulator, third, stage, phase = multiply_tall(
+                        accumulator, third, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES,
+                        False,
+                    )  # fmt: skip
+                accumulator, third = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator, third])
+            else:
+                accumulator, stage, phase = multiply(
+                    accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, True,
+                    CHUNKS,
+                )  # fmt: skip
+                if row_weight is not None:
+                    scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
+                    third_scale = gl.load(row_weight + gl.minimum(gl.maximum(third_slots, 0), num_slots - 1))
+                for _ in range(DEPTH, D, DEPTH):
+                    accumulator, stage, phase = multiply(
+                        accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, False,
+                        CHUNKS,
+                    )  # fmt: skip
+                accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
+            hand_back_before(empty, stage, STAGES)
+            bias_row = bias_tiles.index(place) if BIASED else None
+            if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+                first, last = panel_halves(accumulator)
+            else:
+                first, last = halves(accumulator, False)
+            buffer = out_tiles.index(WHICH)
+            finish(
+                first, last, bias_row, scale, layer_exists, buffer, y, y_map, None, None, None, slot_of_row, start,
+                rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED,
+                layer_index is not None, zero=tile >> 31,
+            )  # fmt: skip
+            if rows > 2 * ROWS:
+                finish_third(
+                    third, bias_row, third_scale, layer_exists, buffer, y, y_map, slot_of_row, start, rows, num_slots,
+                    tile, WHICH, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED, layer_index is not None,
+                )  # fmt: skip
+        elif expert >= 0:
+            stage, phase = skip_tile(full, empty, stage, phase, D, DEPTH, STAGES)
+        hand_back(ring_empty, place)
+        place, ring_phase = advance(place, ring_phase, RING)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def matmul_ogs(
+    x, x_map, weight_map, up_map, bias, up_bias, row_weight, layer_index, group_sizes, group_start, slot_of_row,
+    schedule, counters, y, y_map, num_blocks, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """As `sm90.kernels.matmul`, without pre. schedule: row blocks of 192, which are cut as `even_block` does.
+
+    Boxes of weight_map and up_map are PANEL columns wide where gate and up lie apart, those of y_map where y is gated.
+    """
+    BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
+    # Of 504, which is what 384 threads start with, 168 each: a producer that gathers has addresses to compute.
+    PRODUCER_REGISTERS: gl.constexpr = 24 if GATHER == "row" else 40
+    CONSUMER_REGISTERS: gl.constexpr = (504 - PRODUCER_REGISTERS) // 2
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = weight_map.dtype
+    a_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * STAGES, ROWS, DEPTH], swizzled)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES, DEPTH, WIDE] if IN_OUT else [STAGES, WIDE, DEPTH], swizzled)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], swizzled)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bias_tiles = gl.allocate_shared_memory(gl.float32, [RING + 1, WIDE], plain)
+    row_lists = gl.allocate_shared_memory(gl.int32, [RING, ROOM], plain)
+    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS)
+    if PDL is not None:
+        join()
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
+                row_weight, layer_index, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
+                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
+            )),
+            (consumer, (
+                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
+                row_weight, layer_index, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
+                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
+            )),
+            (producer, (
+                x, x_map, weight_map, up_map, bias, up_bias, layer_index, group_sizes,
+                group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, row_lists, ring, full,
+                empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
+                X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, IN_OUT, COUNTER, STAGES,
+                GROUP_M,
+            )),
+        ],
+        [4, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

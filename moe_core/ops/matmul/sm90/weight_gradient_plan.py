@@ -1,0 +1,98 @@
+"""Planning of the experts' weight gradients for Hopper (`kernels.sm90_weight_gradient`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base.target import Target
+from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
+from moe_core.ops.routing.layout import ZERO_COUNTERS
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, Scalar, TensorMap, constants
+from moe_core.specs.routing import LayoutSpec
+
+SM90_WEIGHT_GRADIENT = Kernel("matmul.sm90.kernels.weight_gradient:weight_gradient")
+
+if TYPE_CHECKING:
+    from moe_core.specs.matmul import WeightGradientSpec
+    from moe_core.specs.operands import WeightGradientOperands
+
+#: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
+_VECTOR = 8
+#: Rows of the result that one consumer has, columns that one store takes, tiles of rows that share columns.
+_CONSUMER_ROWS, _PIECE, _GROUP_M = 64, 128, 8
+#: Rows and columns of the result that a block computes at a time.
+SM90_GRADIENT_TILE = (2 * _CONSUMER_ROWS, SM90_WIDTH)
+
+
+def why_not_sm90_gradient(
+    operands: WeightGradientOperands,
+    layout: LayoutSpec | None,
+    spec: WeightGradientSpec,
+    shape: tuple[int, int],
+    target: Target,
+) -> str:
+    """The reason the kernel cannot compute a gradient `shape` = (M, N), empty if it can."""
+    left, right, (m, n) = operands.left, operands.right, shape
+    if not target.is_sm90:
+        return f"it needs sm_90, its wgmma and TMA instructions, got {target}"
+    if layout is None:
+        return "it is dense, and only ragged layouts have groups"
+    if layout.num_slots == 0:
+        return "it has no rows, which TMA cannot describe"
+    if spec.out_dtype is None:
+        return "no gradient of a weight is wanted"
+    if operands.layer_index is not None or operands.into is not None:
+        return "it neither fills a stack of layers nor adds to an array"
+    if left.dtype not in ("bfloat16", "float16") or not left.dtype == right.dtype == spec.out_dtype:
+        return f"it reads and writes one dtype of 16 bits, got {left.dtype}, {right.dtype} and {spec.out_dtype}"
+    if m % _CONSUMER_ROWS or n % _VECTOR:
+        return f"d_weight must have a multiple of {_CONSUMER_ROWS} rows and of {_VECTOR} columns, got {m} x {n}"
+    for name, columns in (("left", spec.left_columns), ("right", spec.right_columns)):
+        stride, start = row_stride(name, getattr(operands, name)), (columns or (0, 0))[0]
+        if stride % _VECTOR or start % _VECTOR:
+            return f"rows of {name} must start at multiples of 16 bytes, got stride {stride} and first column {start}"
+    if layout.num_experts * m >= INT32_LIMIT:
+        return f"d_weight must have fewer than 2**31 rows over all experts, got {layout.num_experts} x {m}"
+    return ""
+
+
+def launch_sm90_gradient(
+    builder: PlanBuilder, layout: LayoutSpec, spec: WeightGradientSpec, starts: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    """Add the launch, and before it the one that clears its counter. Buffers by the names of `plan_weight_gradient`.
+
+    starts: the first columns of left and of right; shape: (M, N).
+    """
+    (m, n), groups = shape, layout.num_experts
+    counter = builder.scratch("tile_counter", ArraySpec((1,), "int32"))
+    builder.launch(ZERO_COUNTERS, (1,), {"counters": Pointer(counter), "COUNT": Constant(1)}, 1, 1)
+    strides = [row_stride(name, builder.spec(name)) for name in ("left", "right")]
+
+    def rows_map(name: str, gather: str, stride: int, columns: int) -> Argument:
+        if gather != "row":
+            return Constant(None)
+        rows, width = builder.spec(name).shape
+        return TensorMap(name, (rows, width), stride, (SM90_BLOCK_K, columns))
+
+    arguments: dict[str, Argument] = {
+        "left": Pointer("left"),
+        "left_map": rows_map("left", spec.gather[0], strides[0], _CONSUMER_ROWS),
+        "right": Pointer("right"),
+        "right_map": rows_map("right", spec.gather[1], strides[1], SM90_WIDTH),
+        **builder.pointers("group_sizes", "group_start", "slot_of_row"),
+        "counters": Pointer(counter),
+        "d_weight_map": TensorMap("d_weight", (groups * m, n), n, (_CONSUMER_ROWS, _PIECE)),
+        "num_rows": Scalar(layout.capacity),
+        "num_slots": Scalar(layout.num_slots),
+        **constants(NUM_GROUPS=groups, M=m, N=n, LEFT_STRIDE=strides[0], RIGHT_STRIDE=strides[1]),
+        **constants(LEFT_START=starts[0], RIGHT_START=starts[1]),
+        **constants(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
+        **constants(TOP_K=layout.top_k, STAGES=SM90_STAGES, GROUP_M=_GROUP_M),
+    }
+    tiles = groups * -(-m // SM90_GRADIENT_TILE[0]) * -(-n // SM90_GRADIENT_TILE[1])
+    grid = min(tiles, builder.target.num_sms)
+    builder.launch(SM90_WEIGHT_GRADIENT, (grid,), arguments, 4, 1)
+    builder.sums(f"rows of a group in order, {SM90_BLOCK_K} at a time, fp32, wgmma 64 x 256 x 16; no split")

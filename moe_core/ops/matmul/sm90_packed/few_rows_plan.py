@@ -1,0 +1,119 @@
+"""Planning of the grouped matmul for few rows per expert, whose weights go into registers (`kernels.few_rows`)."""
+
+from __future__ import annotations
+
+from moe_core.formats import QuantizedTensor
+from moe_core.formats.tiling import TiledBlock, block_of
+from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, row_counts
+from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
+from moe_core.ops.matmul.sm90_packed.plan import tiled_constants
+from moe_core.ops.matmul.sm90_packed.tiles import block_width, why_not
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Kernel, Pointer
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.tile import TileConfig
+
+MATMUL_FEW_ROWS = Kernel("matmul.sm90_packed.kernels.few_rows:matmul_few_rows", pdl="layout", prepacked_weight="weight")
+
+FEW_ROWS_NAME = "few_rows"
+#: Mean rows per expert up to which weights stream into registers: measured with mxfp4 up to 4, where it is up to 1.1
+#: times as fast as the mixed-input family, and at 8, where that one is 1.26 times as fast: experts with more than 8
+#: rows stream twice.
+_MOST_ROWS = 4
+#: Rows of a block of the grid, as many as one instruction takes.
+_HEIGHT = 8
+#: Blocks along the reduction that are under way, the most first: as many as there are registers for.
+_CHUNKS = (4, 3, 2)
+#: Columns of one product, of which a sum takes every other one.
+_DEPTH = 64
+#: Registers of a thread, so that four blocks share a multiprocessor.
+_REGISTERS = 128
+
+
+class _FewRows(Family):
+    """bf16 rows with prepacked weights on sm_90, a few rows per expert."""
+
+    name, weights = FEW_ROWS_NAME, PREPACKED
+
+    def why_not(self, problem: MatmulProblem) -> str | None:
+        return why_not(problem)
+
+    def why_not_chosen(self, problem: MatmulProblem) -> str | None:
+        if problem.batch_invariant:
+            return "batch_invariant takes one kernel for every number of rows"
+        if problem.rows_per_group > _MOST_ROWS:
+            return f"it wins up to {_MOST_ROWS} rows per expert, got {problem.rows_per_group:.1f}"
+        return None
+
+    def tile(self, problem: MatmulProblem) -> TileConfig:
+        return few_rows_config(problem.operands.weight, problem.spec)
+
+    def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
+        return why_illegal_few_rows(config, problem.operands.weight, problem.spec)
+
+    def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
+        weight: QuantizedTensor = problem.operands.weight
+        block, (blocks, steps) = block_of(weight.format), weight.values.shape[-3:-1]
+        chunk, counts = config.block_k // block.columns, row_counts(problem, config)
+        arguments: dict[str, Argument] = {
+            "x": Pointer("x"),
+            "weight": Pointer("weight.values"),
+            "scales": Pointer("weight.scales"),
+            "zero_points": builder.optional("weight.zero_points"),
+            **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y"),
+            **{name: counts[name] for name in ("num_rows", "num_slots")},
+            **tiled_constants(problem),
+            "ALIKE": Constant(_alike(block, chunk, steps)),
+            "BLOCK_M": Constant(config.block_m),
+            "CHUNK": Constant(chunk),
+            "SPAN": Constant(block.columns << (chunk - 1).bit_length()),
+            "REGISTERS": Constant(_REGISTERS),
+            "PDL": Constant(None),
+        }
+        builder.launch(MATMUL_FEW_ROWS, (problem.num_blocks(config) * blocks,), arguments, config.num_warps, 1)
+        if block.columns == 2 * _DEPTH:
+            parts = f"of every {block.columns} the first {_DEPTH} in one sum, the others in another"
+        else:
+            parts = f"of every {chunk} times {_DEPTH} those at even places in one sum, the others in another"
+        builder.sums(
+            f"k in blocks of 16, fp32 accumulators, mma.sync of 16 weight rows and 8 tokens: {parts}, each in order, "
+            "added at the end"
+        )
+
+
+FEW_ROWS = _FewRows()
+
+
+def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec) -> str | None:
+    """The reason a configuration of the family cannot run a product with a prepacked weight, or None."""
+    if config.block_m != _HEIGHT:
+        return f"block_m must be {_HEIGHT}, got {config.block_m}"
+    if config.block_n != block_width(spec):
+        return f"block_n must be {block_width(spec)}, one block of weight rows, got {config.block_n}"
+    depths = [chunk * block_of(weight.format).columns for chunk in _CHUNKS]
+    if config.block_k not in depths:
+        return f"block_k must be one of {', '.join(map(str, depths))}, got {config.block_k}"
+    if config.num_warps != 4 or config.num_stages != 2 or config.group_m < 1:
+        return (
+            f"num_warps must be 4, num_stages 2 and group_m at least 1, got {config.num_warps}, {config.num_stages} "
+            f"and {config.group_m}"
+        )
+    return None
+
+
+def few_rows_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
+    """The configuration for a prepacked weight: the most blocks under way that add few of zeros behind the last one."""
+    block, steps = block_of(weight.format), weight.values.shape[-2]
+    # Steps that share scales stay together: they load them once.
+    chunks = [chunk for chunk in _CHUNKS if _alike(block, chunk, steps) in (chunk, block.repeat)]
+    chunk = next((chunk for chunk in chunks if -steps % chunk <= steps // 8), _CHUNKS[-1])
+    return TileConfig(_HEIGHT, block_width(spec), chunk * block.columns, 4, 2, 1, FEW_ROWS_NAME)
+
+
+def _alike(block: TiledBlock, chunk: int, steps: int) -> int:
+    """How many of the `chunk` steps under way share their scales whenever they are loaded."""
+    repeat = block.repeat
+    if repeat is None or repeat >= steps or repeat % chunk == 0:
+        return chunk
+    return repeat if chunk % repeat == 0 else 1

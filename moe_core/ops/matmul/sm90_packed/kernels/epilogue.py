@@ -1,0 +1,85 @@
+"""What becomes of the sums of a block of 64 prepacked weight rows (`moe_core.formats.tiling`),
+whichever kernel made them.
+The sums of a warp are by turns of 8 weight rows from the one side of the block and 8 from the other, so that a thread
+has gate and up of the same output column.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT
+
+
+@gluon.jit
+def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which rows of a matrix as published the 64 accumulator rows of a block are, and which of them exist."""
+    place = gl.arange(0, HEIGHT, LAYOUT)
+    side = place // 8 % 2
+    within = place // 16 * 8 + place % 8
+    column = block * HEIGHT + side * UNIT + within if GATE_LAYOUT is None else block * UNIT + within
+    row = column
+    if GATE_LAYOUT == "interleaved":
+        row = 2 * column + side
+    elif GATE_LAYOUT == "halves":
+        row = column + side * N
+    return row, column < N
+
+
+@gluon.jit
+def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
+    row, exists = matrix_rows(block, N, GATE_LAYOUT, LAYOUT)
+    return gl.load(bias + base + row, mask=exists, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def activated(
+    accumulator, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr
+):  # fmt: skip
+    """Output columns in order, after the activation, of [64 accumulator rows, tokens]: 32 of a gated product."""
+    TOKENS: gl.constexpr = accumulator.shape[1]
+    values = gl.reshape(accumulator, [4, 2, 8, TOKENS])
+    if GATE_LAYOUT is not None:
+        gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))
+        gate, up = gl.reshape(gate, [UNIT, TOKENS]), gl.reshape(up, [UNIT, TOKENS])
+        result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+    else:
+        result = gl.reshape(gl.permute(values, [1, 0, 2, 3]), [HEIGHT, TOKENS])
+        if ACTIVATION is not None:
+            result = activate(result, ACTIVATION)
+    return result
+
+
+@gluon.jit
+def store_tile(
+    accumulator, tile, expert, first, start, size, bias, row_weight, layer_index, slot_of_row, y, num_slots,
+    N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_LAYERS: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation, row weight, cast and scatter of sums [64, tokens] of `mma_v2`, those of block `tile` of weight
+    rows; first: the first of the tokens among the expert's rows, of which there are `size` from row `start` on."""
+    PRODUCT: gl.constexpr = accumulator.type.layout
+    BLOCK_M: gl.constexpr = accumulator.shape[1]
+    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    # Looked up again rather than kept in registers over the loop.
+    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    if bias is not None:
+        base = layer_number.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+        accumulator += bias_of(bias, base, tile, N, GATE_LAYOUT, gl.SliceLayout(1, PRODUCT))[:, None]
+    result = activated(accumulator, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    result = gl.where(layer_exists, result, float("nan"))
+    stores: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    within = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stores))
+    row = start.to(gl.int64) + within
+    slot = gl.load(slot_of_row + row, mask=within < size, other=-1)
+    exists = (slot >= 0) & (slot < num_slots)
+    result = gl.convert_layout(gl.permute(result, [1, 0]), stores)
+    if row_weight is not None:
+        result *= gl.load(row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
+    target = row if SCATTER == "row" else slot.to(gl.int64)
+    columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
+    mask = exists[:, None] & (columns < N)[None, :]
+    gl.store(y + target[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)

@@ -1,0 +1,241 @@
+"""Ragged grouped matmul for Hopper whose weights are codes, decoded in registers. Written in Gluon, warps specialised.
+
+The weight is the left operand: tensor cores take that side from registers, so a consumer reads codes from shared
+memory, turns them into bfloat16, and multiplies them with the rows of x, which the cores read from shared memory
+themselves. Few rows make a narrow tile, and the weights' bytes are all that moves.
+
+producer (1 or 4 warps): take a tile, announce it; for each stage, one or two blocks along the reduction: wait until it
+    is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
+consumer 0, 1 (4 warps each): 64 or 128 weight rows each; for each stage, 64 rows and 64 columns: decode, one
+    asynchronous product, which runs while the next codes are decoded; then bias, activation, row weight, cast, and
+    stores by token. Tiles of up to 256 rows of x, which codes are then decoded once for: `wide`
+
+Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of a block, 64 weight
+rows and 128 columns of four bits or 64 of eight, lies together, 32 bytes each, and so do the rows' scales.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.matmul.sm90.kernels.pipeline import (
+    DEPTH,
+    RING,
+    advance,
+    allocate_pipeline,
+    await_stage,
+    await_tile,
+    hand_back,
+)
+from moe_core.ops.matmul.sm90_packed.kernels.consumer import finish, operand_of, read_block
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT
+from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
+from moe_core.ops.matmul.sm90_packed.kernels.producer import producer
+from moe_core.ops.matmul.sm90_packed.kernels.wide import compute_wide
+
+#: Tokens of the largest tile of `compute_tile`, and those that larger tiles with so few rows multiply.
+LARGE = gl.constexpr(128)
+NARROW = gl.constexpr(32)
+#: Of tiles of up to 256 rows: tokens that are multiplied, by how many there are; each the sum of two powers of two, or
+#: one. Experts of about as many rows as a tile, or half as many, have a few above it half of the time.
+WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)))
+
+
+@gluon.jit
+def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
+    """One product of the OF of a stage. At most two are under way: more would need registers for what they read."""
+    accumulator = warpgroup_mma(left, right, accumulator, is_async=True)
+    if (PLACE > 0) and (PLACE < OF - 1):
+        accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
+    return accumulator
+
+
+@gluon.jit
+def compute_tile(
+    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base,
+    layer_exists, y, start, block,
+    FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
+    GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """A consumer's part of a tile of at most TOKENS rows: blocks FIRST, .. of a stage, block, .. of the matrix."""
+    MINE: gl.constexpr = PAIRS // 2
+    HALVES: gl.constexpr = COLUMNS // DEPTH
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    first = gl.zeros([HEIGHT, TOKENS], gl.float32, product)
+    second = first
+    for _ in range(0, STEPS, DEEP):
+        await_stage(full, stage, phase, GATHER)
+        for mine in gl.static_range(MINE):
+            for deep in gl.static_range(DEEP):
+                held = read_block(
+                    w_tiles.index(stage * PAIRS + FIRST + mine).slice(deep * LINES, LINES, dim=0),
+                    scale_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0),
+                    zero_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0), ELEMENT, GROUPS, STORED,
+                )  # fmt: skip
+                columns = ()
+                for half in gl.static_range(HALVES):
+                    x_tile = x_tiles.index(HALVES * (DEEP * stage + deep) + half)
+                    columns += (x_tile.slice(0, TOKENS, dim=0).permute([1, 0]),)
+                for half in gl.static_range(HALVES):
+                    left = operand_of(held, half, ELEMENT, product)
+                    if mine == 0:
+                        first = multiply(left, columns[half], first, deep * HALVES + half, MINE * DEEP * HALVES)
+                    else:
+                        second = multiply(
+                            left, columns[half], second, (DEEP + deep) * HALVES + half, MINE * DEEP * HALVES
+                        )
+        # ptxas takes products one by one, each waited for, where one is under way when the loop turns.
+        if MINE == 2:
+            first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
+        else:
+            first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
+        hand_back(empty, stage)
+        stage, phase = advance(stage, phase, STAGES)
+    for mine in gl.static_range(MINE):
+        biases = None
+        if bias is not None:
+            biases = bias_of(bias, base, block + mine, N, GATE_LAYOUT, gl.SliceLayout(1, product))
+        finish(
+            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, block + mine,
+            0, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+        )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def consumer(
+    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full,
+    empty, ring_full, ring_empty, bias, layer_index, y,
+    N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr, NUM_LAYERS: gl.constexpr,
+    BIAS_LAYER_STRIDE: gl.constexpr, WEIGHTED: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = WHICH * (PAIRS // 2)
+    stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
+    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    while expert >= 0:
+        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
+        if expert >= 0:
+            block = tile * PAIRS + FIRST
+            base = layer_number.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
+            weights = weight_ring.index(place) if WEIGHTED else None
+            if BLOCK_M > LARGE:
+                below = 0
+                for variant in gl.static_range(len(WIDTHS)):
+                    if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
+                        stage, phase = compute_wide(
+                            x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                            slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start,
+                            block, FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER,
+                            GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, WIDTHS[variant][0],
+                            WIDTHS[variant][1],
+                        )  # fmt: skip
+                    below = WIDTHS[variant][0] + WIDTHS[variant][1]
+            # Half of the experts with about as many rows as a tile has have a second one with a few; of those with
+            # about half as many, half have no more than that.
+            elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
+                stage, phase = compute_tile(
+                    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
+                    FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
+                    ACTIVATION, ALPHA, LIMIT, STAGES, NARROW,
+                )  # fmt: skip
+            else:
+                stage, phase = compute_tile(
+                    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
+                    FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
+                    ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
+                )  # fmt: skip
+        hand_back(ring_empty, place)
+        place, ring_phase = advance(place, ring_phase, RING)
+
+
+@gluon.jit
+def matmul_mixed_input(
+    x, x_map, weight_map, scales, zero_points, bias, row_weight, layer_index, group_sizes, group_start, slot_of_row,
+    schedule, counters, y, num_blocks, num_rows, num_slots,
+    D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
+    COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr, REGISTERS: gl.constexpr, GROUP_M: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `portable.kernel`.
+
+    weight_map: tiled codes of ELEMENT (`e2m1`, `uint4`, `uint8`) as lines of 128 bytes; scales, zero_points: tiled.
+    BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block;
+    REPEAT: steps that share them. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. PAIRS: row
+    blocks of a tile, of both consumers; DEEP: column blocks of a stage. COUNTER: which counter tiles are taken from;
+    None: by turns. REGISTERS: those of a thread at launch, for two blocks on a multiprocessor; None: one. PDL: see
+    `kernels.pdl`.
+    """
+    if PDL is not None:
+        join()
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    lines: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    by_eight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    # Tokens that one part of the epilogue stores: of the tallest tiles fewer, since little memory is left.
+    PART: gl.constexpr = 32 if BLOCK_M <= LARGE else 1024 // WIDTH
+    TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
+    TILES: gl.constexpr = (N + WIDTH * PAIRS - 1) // (WIDTH * PAIRS)
+    WEIGHTED: gl.constexpr = row_weight is not None
+    x_tiles = gl.allocate_shared_memory(
+        x.dtype.element_ty, [COLUMNS // DEPTH * DEEP * STAGES, BLOCK_M, DEPTH], swizzled
+    )
+    w_tiles = gl.allocate_shared_memory(weight_map.dtype, [STAGES * PAIRS, DEEP * LINES, 128], lines)
+    out_tiles = gl.allocate_shared_memory(y.dtype.element_ty, [2, TOKENS, WIDTH], by_eight)
+    # Scales of mxfp4 are words of four, those of other formats numbers.
+    SCALE: gl.constexpr = gl.int32 if ELEMENT == "e2m1" else scales.dtype.element_ty
+    EACH: gl.constexpr = 1 if ELEMENT == "e2m1" else GROUPS
+    scale_tiles = gl.allocate_shared_memory(SCALE, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
+    STORED: gl.constexpr = zero_points is not None
+    zero_tiles = scale_tiles
+    if STORED:
+        zero_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
+    weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
+    slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
+    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, PRODUCER_WARPS)
+    # Registers of a thread. A producer that gathers rows has their addresses, and of tall tiles looks them up. Which
+    # split compiles without spills is found by trying: values of all parts lie in registers of each.
+    if REGISTERS is not None:
+        CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
+    else:
+        CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if (GATHER == "row") == (BLOCK_M <= LARGE) else (208, 88)
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty,
+                ring_full, ring_empty, bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
+                STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                STAGES, BLOCK_M,
+            )),
+            (consumer, (
+                1, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty,
+                ring_full, ring_empty, bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
+                STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+                STAGES, BLOCK_M,
+            )),
+            (producer, (
+                x, x_map, weight_map, scales, zero_points, row_weight, layer_index, group_sizes, group_start,
+                slot_of_row, schedule, counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring,
+                ring, full, empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS,
+                DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, TILES, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, TOP_K, GATHER,
+                COUNTER, STAGES, BLOCK_M, GROUP_M,
+            )),
+        ],
+        [4, PRODUCER_WARPS],
+        CONSUMER_AND_PRODUCER,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Which tile configuration a product gets: the caller's, one for every batch, a measured one, or the heuristics'."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.matmul.families import families_for, family_of, why_illegal
+from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
+from moe_core.ops.matmul.sm90.tiles import why_not_operands
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tile_table import TileKey, shipped_table
+from moe_core.specs.tuning import MatmulTuning
+
+
+class TileSource(enum.Enum):
+    """Where a configuration comes from; values are for `explain`."""
+
+    GIVEN = "given for this call"
+    BATCH_INVARIANT = "batch invariant: the same for every number of rows"
+    MEASURED = "measured"
+    HEURISTICS = "heuristics"
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """The tile of one product, chosen once and handed to whatever plans it.
+
+    detail: the table it was found in, or what the heuristics went by. stored: it was changed to store the
+    pre-activation (`Family.storing`).
+    """
+
+    family: Family
+    config: TileConfig
+    source: TileSource
+    detail: str = ""
+    stored: bool = False
+
+    def __str__(self) -> str:
+        """Where it comes from, for `explain`."""
+        text = f"{self.source.value}: {self.detail}" if self.detail else self.source.value
+        return f"{text}; {self.config.block_m} rows where the pre-activation is stored" if self.stored else text
+
+
+def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoice | None:
+    """The first of: tuning.config; under batch_invariant the one that ignores rows; the entry of tuning.table; the
+    entry of the shipped table; the heuristics'. None on a target without tiles. Nothing is timed.
+
+    Tables hold products of plain weights alone. They have no entry for a problem where what they hold is of the sm90
+    family, which cannot run the problem. name: the override's, for messages. Raises InvalidInput with the reason where
+    an override or an entry is illegal, and Unsupported where no family can run the product.
+    """
+    tuning = problem.spec.tuning or MatmulTuning()
+    if tuning.config is not None:
+        given = given_tile(problem, tuning.config, name)
+        # A backward recomputes the pre-activation alone, of a forward whose configuration may not store it.
+        return _storing(given, problem) if given is not None and problem.outputs == ("pre",) else given
+    if not problem.target.compiled:
+        return None
+    measured = None if tuning.batch_invariant else _measured(problem, tuning)
+    return heuristic_tile(problem) if measured is None else measured
+
+
+def heuristic_tile(problem: MatmulProblem) -> TileChoice:
+    """The tile that no one gave and no table holds. Raises Unsupported where no family can run the product."""
+    family = next(family for family in _able(problem) if family.why_not_chosen(problem) is None)
+    config = _require_legal(family.tile(problem), problem, "config", "choose another")
+    choice = TileChoice(family, config, TileSource.HEURISTICS, _arithmetic(problem, config))
+    if problem.batch_invariant:
+        choice = TileChoice(family, config, TileSource.BATCH_INVARIANT)
+    return _storing(choice, problem)
+
+
+def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config") -> TileChoice | None:
+    """The caller's configuration; None on a target without tiles. Raises InvalidInput where it is illegal.
+
+    It is not left aside where it cannot run: whoever names a configuration wants it, or to know why not.
+    """
+    if not problem.target.compiled and problem.weights != PLAIN:
+        return None
+    _able(problem)
+    _require_legal(config, problem, name, "give another, or None for one that is chosen")
+    if not problem.target.compiled:
+        return None
+    return TileChoice(family_of(config, problem), config, TileSource.GIVEN)
+
+
+def tile_key(problem: MatmulProblem) -> TileKey:
+    """What tables know of a problem with plain weights."""
+    return TileKey(
+        problem.rows,
+        problem.groups,
+        problem.d,
+        problem.n,
+        problem.dtype,
+        problem.buffers,
+        problem.spec.weight_layout,
+        why_not_operands(problem) or "",
+    )
+
+
+def _able(problem: MatmulProblem) -> list[Family]:
+    """The families that can run a problem, in order of preference."""
+    reasons = {family: family.why_not(problem) for family in families_for(problem)}
+    able = [family for family, reason in reasons.items() if reason is None]
+    if not able:
+        # That of the family that takes most.
+        reason = list(reasons.values())[-1]
+        raise Unsupported(f"quantised operands need a kernel for {problem.target}, and there is none: {reason}")
+    return able
+
+
+def _measured(problem: MatmulProblem, tuning: MatmulTuning) -> TileChoice | None:
+    target = problem.target
+    if problem.weights != PLAIN or not target.on_gpu:
+        return None
+    key = tile_key(problem)
+    for origin, table in (("tuning.table", tuning.table), ("the shipped table", shipped_table(target.arch))):
+        config = None if table is None else table.find(key, target.arch)
+        if config is not None:
+            _require_legal(config, problem, f"the entry of {origin}", "measure again with moebius-tune")
+            family = family_of(config, problem)
+            # What does not store the problem's outputs was measured for others: the heuristics choose.
+            stores = family.storing(config, problem) == config
+            return TileChoice(family, config, TileSource.MEASURED, origin) if stores else None
+    return None
+
+
+def _storing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
+    config = choice.family.storing(choice.config, problem)
+    return choice if config == choice.config else dataclasses.replace(choice, config=config, stored=True)
+
+
+def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
+    """What the heuristics go by."""
+    rows = f"{problem.rows_per_group:.1f} rows per expert"
+    if problem.weights != PLAIN:
+        return f"{rows}, {problem.operands.weight.format} weights"
+    if not problem.target.on_gpu:
+        return rows
+    return f"{rows}, {problem.waves(config):.1f} waves, {problem.weight_bytes / 1e6:.1f} MB of weights"
+
+
+def _require_legal(config: TileConfig, problem: MatmulProblem, name: str, fix: str) -> TileConfig:
+    """The configuration; raises InvalidInput with the reason it is illegal. name: where it comes from."""
+    reason = why_illegal(config, problem)
+    if reason is not None:
+        raise InvalidInput(f"{name} must be legal on {problem.target}, got {config}: {reason}; {fix}")
+    return config

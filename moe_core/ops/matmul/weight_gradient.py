@@ -1,0 +1,274 @@
+"""Planning of the weights' gradients: products ragged along the reduction, and dense ones in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.sizes import INT32_LIMIT, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.matmul.sm90.weight_gradient_plan import (
+    SM90_GRADIENT_TILE,
+    launch_sm90_gradient,
+    why_not_sm90_gradient,
+)
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Pointer, Scalar, constants
+from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.specs.operands import WeightGradientOperands, named_arrays
+from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
+
+WEIGHT_GRADIENT = Kernel("matmul.portable.weight_gradient_kernel:weight_gradient")
+SUM_PARTS = Kernel("matmul.portable.weight_gradient_kernel:sum_parts")
+
+#: Steps along the rows that a part of a dense product has at least: fewer would only move work into the sum of parts.
+_STEPS_PER_PART = 8
+#: Warps of dense products that a multiprocessor is given: it holds several small tiles at once.
+_WARPS_PER_SM = 16
+#: Of column sums alone, but for block_k: many small blocks in flight.
+_BIAS_TILE = TileConfig(64, 64, 64, num_warps=2, num_stages=4)
+#: Mean rows of an expert from which the sm90 family is taken.
+_SM90_ROWS = 64
+_SUM_BLOCK = {"gpu": 1024, "interpreter": 65536}
+
+
+def _product(left: str, right: str, allow_tf32: bool) -> str:
+    """How the kernel multiplies: fp32's IEEE products unless both sides are of one 16-bit dtype."""
+    if left == right:
+        return "tf32" if left == "float32" and allow_tf32 else "ieee"
+    if (left, right) == ("bfloat16", "float32"):
+        return "split_b"
+    return "split_a" if (left, right) == ("float32", "bfloat16") else "widen_ieee"
+
+
+def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, adds: bool = False) -> TileConfig:
+    """The tile of a product of M x N: large where the tensor cores take 16-bit numbers as they are.
+
+    adds: the result is added to an array; the largest tile's accumulators and what they are added to do not fit into
+    the registers together.
+    """
+    if not target.on_gpu:
+        return TileConfig(min(128, padded(m)), min(256, padded(n)), 64)
+    least = 16
+    if product.startswith("split"):
+        # With fewer columns on one side ptxas aims at too few registers for the three parts and spills.
+        config, least = TileConfig(64, 64, 64, num_warps=4, num_stages=2), 32
+        if m >= 128 and n >= 128:
+            config = TileConfig(128, 128, 64, num_warps=8, num_stages=2)
+    elif product == "widen_ieee" or dtype == "float32":
+        config = TileConfig(64, 64, 32, num_warps=8, num_stages=2)
+    elif n > 128 and m > 64 and not adds:
+        config = TileConfig(128, 256, 64, num_warps=8, num_stages=3)
+    else:
+        config = TileConfig(128, 128, 64, num_warps=8, num_stages=3)
+    return TileConfig(
+        min(config.block_m, padded(m, least)),
+        min(config.block_n, padded(n, least)),
+        config.block_k,
+        config.num_warps,
+        config.num_stages,
+    )
+
+
+def _columns(name: str, array: ArraySpec, columns: tuple[int, int] | None) -> tuple[int, int]:
+    first, number = (0, array.shape[1]) if columns is None else columns
+    if number < 1 or first < 0 or first + number > array.shape[1]:
+        raise InvalidInput(f"{name} must lie within {array.shape[1]} columns, got {columns}; correct it")
+    return first, number
+
+
+def _validate(
+    operands: WeightGradientOperands, layout: LayoutSpec | None, spec: WeightGradientSpec
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The columns taken of left and of right."""
+    rows: dict[str, int | str] = {"row": "num_rows"}
+    if layout is not None:
+        rows = {"row": layout.capacity, "slot": layout.num_slots, "token": layout.num_tokens}
+    elif spec.gather != ("row", "row"):
+        raise InvalidInput(f"gather must be ('row', 'row') without a layout, got {spec.gather}; pass a layout")
+    for name, gather in (("left", spec.gather[0]), ("right", spec.gather[1])):
+        array = require_spec(
+            name, getattr(operands, name), (rows[gather], name), dtypes.MATMUL_DTYPES, contiguous=False
+        )
+        row_stride(name, array)
+    left = _columns("left_columns", operands.left, spec.left_columns)
+    right = _columns("right_columns", operands.right, spec.right_columns)
+    if left[1] * right[1] >= INT32_LIMIT:
+        raise Unsupported(f"one weight must have fewer than 2**31 elements, got {left[1]} x {right[1]}")
+    if operands.row_weight is not None:
+        weight: ArraySpec = operands.row_weight
+        if layout is None or spec.bias_side is None:
+            raise InvalidInput("row_weight must be None without a layout and a bias, got an array; leave it out")
+        by_token = (layout.num_tokens, layout.top_k)
+        require_spec("row_weight", weight, by_token if weight.rank == 2 else (layout.num_slots,), "float32")
+    if layout is None:
+        require_spec("right", operands.right, (operands.left.shape[0], "right"), operands.right.dtype, contiguous=False)
+    if operands.row_mask is not None:
+        if layout is not None:
+            raise InvalidInput("row_mask must be None with a layout, got an array; mask the layout instead")
+        require_spec("row_mask", operands.row_mask, (operands.left.shape[0],), "bool")
+    if operands.layer_index is not None:
+        require_spec("layer_index", operands.layer_index, (1,), "int32")
+    elif spec.num_layers != 1:
+        raise InvalidInput(f"num_layers must be 1 without layer_index, got {spec.num_layers}; pass layer_index")
+    return left, right
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_weight_gradient(
+    operands: WeightGradientOperands,
+    layout: LayoutSpec | None,
+    spec: WeightGradientSpec,
+    target: Target,
+    *,
+    trusted: bool = True,
+) -> LaunchPlan:
+    """d_weight `[E, M, N]` = cast(into + left_rows^T . right_rows) of every expert's rows, d_bias `[E, M or N]`.
+
+    operands: a bundle of ArraySpecs. layout None: dense, d_weight `[M, N]`, with fp32 sums of parts of the rows where
+    one sum would leave most of the device idle. With operands.layer_index every result has a leading layer axis, zeros
+    (or into) but for one. An expert without rows: exact zeros. trusted: the layout is one of ours, without padding
+    inside a group; otherwise rows without a slot are left out, whatever stands there.
+
+    Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs:
+    d_weight (unless out_dtype is None), d_bias (where bias_side is given). Compiled targets only: the reference engine
+    runs whole backwards (`moe_core.ops.moe.reference.backward`). Raises InvalidInput, Unsupported.
+    """
+    if not target.compiled:
+        raise Unsupported(f"a gradient of weights is planned for compiled targets, got {target}; plan a whole backward")
+    starts, (m, n) = zip(*_validate(operands, layout, spec), strict=True)
+    builder = PlanBuilder("weight_gradient", target)
+    builder.inputs(dict(named_arrays(operands)))
+    groups = 1 if layout is None else layout.num_experts
+    builder.layout_inputs(layout)
+    lead = (spec.num_layers,) * (operands.layer_index is not None) + (groups,) * (layout is not None)
+    if spec.out_dtype is not None:
+        builder.output("d_weight", ArraySpec((*lead, m, n), spec.out_dtype))
+        if operands.into is not None:
+            require_spec("into", operands.into, (*lead, m, n), "float32")
+    if spec.bias_side is not None:
+        builder.output("d_bias", ArraySpec((*lead, n if spec.bias_side == "right" else m), spec.bias_dtype))
+
+    reason = why_not_sm90_gradient(operands, layout, spec, (m, n), target)
+    if not trusted and "row" in spec.gather:
+        reason = reason or "rows of the layout may be padding, which only masked loads leave out"
+    if reason and spec.family == "sm90":
+        raise Unsupported(f"the sm90 family cannot run this gradient: {reason}; leave family out")
+    product = _product(operands.left.dtype, operands.right.dtype, spec.allow_tf32)
+    tile = gradient_tile(m, n, product, operands.left.dtype, target, adds=operands.into is not None)
+    if layout is not None and not reason and (spec.family or _faster_family(layout, (m, n), tile)) == "sm90":
+        launch_sm90_gradient(builder, layout, spec, starts, (m, n))
+        if spec.bias_side is not None:
+            _launch_portable(builder, operands, layout, spec, starts, (m, n), trusted, with_weight=False)
+    else:
+        _launch_portable(builder, operands, layout, spec, starts, (m, n), trusted)
+    return builder.build()
+
+
+def _faster_family(layout: LayoutSpec, shape: tuple[int, int], tile: TileConfig) -> str:
+    """`sm90` where experts have rows enough and its large tiles, multiplied twice as fast, are not mostly padding.
+
+    shape: (M, N); tile: the portable kernel's.
+    """
+    if layout.num_slots < _SM90_ROWS * layout.num_experts:
+        return "portable"
+    portable, sm90 = (
+        math.prod(-(-size // block) * block for size, block in zip(shape, blocks, strict=True))
+        for blocks in ((tile.block_m, tile.block_n), SM90_GRADIENT_TILE)
+    )
+    return "sm90" if sm90 < 2 * portable else "portable"
+
+
+def _launch_portable(
+    builder: PlanBuilder,
+    operands: WeightGradientOperands,
+    layout: LayoutSpec | None,
+    spec: WeightGradientSpec,
+    starts: tuple[int, int],
+    shape: tuple[int, int],
+    trusted: bool,
+    *,
+    with_weight: bool = True,
+) -> None:
+    """Add the launches of the kernel that runs everywhere. starts: first columns; shape: (M, N).
+
+    with_weight: False leaves d_weight to another launch. trusted: as in `plan_weight_gradient`.
+    """
+    target, (m, n) = builder.target, shape
+    with_weight = with_weight and spec.out_dtype is not None
+    groups = 1 if layout is None else layout.num_experts
+    bias_width = n if spec.bias_side == "right" else m
+    left, right = operands.left, operands.right
+    product = _product(left.dtype, right.dtype, spec.allow_tf32)
+    tile = gradient_tile(m, n, product, left.dtype, target, adds=operands.into is not None)
+    tiles_m, tiles_n = -(-m // tile.block_m), -(-n // tile.block_n)
+    rows = left.shape[0] if layout is None else layout.capacity
+    parts = 1
+    if layout is None:
+        steps = -(-rows // tile.block_k)
+        programs = target.num_sms * max(1, _WARPS_PER_SM // tile.num_warps) if target.on_gpu else 2
+        parts = max(1, min(programs // (tiles_m * tiles_n), steps // _STEPS_PER_PART))
+    part_rows = -(-rows // parts)
+    parts = max(1, -(-rows // max(1, part_rows)))
+    if not with_weight:
+        # Parts and steps stay those of the product, so that the order of the sums does too.
+        if target.on_gpu:
+            tile = dataclasses.replace(_BIAS_TILE, block_k=tile.block_k)
+        tiles_m, tiles_n = (-(-m // tile.block_m), 1) if spec.bias_side == "left" else (1, -(-n // tile.block_n))
+    results = {"d_weight": "d_weight", "d_bias": "d_bias"}
+    if parts > 1:
+        for name, size in (("d_weight", (m, n)), ("d_bias", (bias_width,))):
+            if builder.has(name):
+                results[name] = builder.scratch(f"{name}_parts", ArraySpec((parts, *size), "float32"))
+
+    in_parts = parts > 1
+    by_slot = layout is not None and (spec.gather != ("row", "row") or operands.row_weight is not None or not trusted)
+    whole = {} if in_parts else builder.pointers("layer_index", "into")
+    arguments: dict[str, Argument] = {
+        **builder.pointers("left", "right", "row_weight", "row_mask"),
+        "layer_index": whole.get("layer_index", Constant(None)),
+        **builder.pointers("group_sizes", "group_start", "slot_of_row"),
+        "into": whole.get("into", Constant(None)),
+        "d_weight": Pointer(results["d_weight"]) if with_weight else Constant(None),
+        "d_bias": builder.optional(results["d_bias"]),
+        "num_rows": Scalar(rows),
+        "num_slots": Scalar(rows if layout is None else layout.num_slots),
+        "part_rows": Scalar(part_rows),
+        **constants(M=m, N=n, LEFT_STRIDE=row_stride("left", left), RIGHT_STRIDE=row_stride("right", right)),
+        **constants(LEFT_START=starts[0], RIGHT_START=starts[1]),
+        **constants(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
+        **constants(TOP_K=1 if layout is None else layout.top_k, BY_SLOT=by_slot),
+        **constants(BIAS_SIDE=spec.bias_side, PRODUCT=product),
+        **constants(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k),
+    }
+    grid = (tiles_m * tiles_n, parts if layout is None else groups, 1 if in_parts else spec.num_layers)
+    builder.launch(WEIGHT_GRADIENT, grid, arguments, tile.num_warps, tile.num_stages)
+    builder.sums(f"rows of a group in order, {tile.block_k} at a time, fp32, {product} products, in {parts} parts")
+    if in_parts:
+        for name in ("d_weight", "d_bias"):
+            if builder.has(name):
+                _sum_parts(builder, spec, name, results[name], parts)
+
+
+def _sum_parts(builder: PlanBuilder, spec: WeightGradientSpec, name: str, parts: str, number: int) -> None:
+    """Add the launch that makes a result of its parts."""
+    size = builder.spec(parts).size // number
+    block = min(_SUM_BLOCK[builder.target.engine], padded(size))
+    builder.launch(
+        SUM_PARTS,
+        (-(-size // block), spec.num_layers),
+        {
+            "parts": Pointer(parts),
+            "layer_index": builder.optional("layer_index"),
+            "into": builder.optional("into") if name == "d_weight" else Constant(None),
+            "result": Pointer(name),
+            "num_parts": Scalar(number),
+            **constants(SIZE=size, BLOCK=block),
+        },
+    )
+    builder.sums(f"{name}: {number} parts in order, fp32")

@@ -1,0 +1,169 @@
+"""Planning of one whole MoE backward, composed of the stage plans."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.checks import require_wanted
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.moe.backward_stages import BackwardPlanner
+from moe_core.ops.moe.checks import quantized_experts
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
+from moe_core.ops.routing.backward import gradient_shapes
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import MoEOperands, OutputGradients, RouterWeights, TopK, named_arrays, named_fields
+
+#: The matrices, whose gradients may be added to an array that is there already.
+_MATRICES = ("gate_up", "up", "down", "weight")
+#: Outputs of the forward that the backward does not read.
+_UNREAD = ("output", "invalid_ids")
+
+
+def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
+    """Every gradient there is: `d_x`, then `d_` and the name of every array of the bundles that is differentiated.
+
+    Quantised matrices are frozen: gradients go through them, and none is theirs.
+    """
+    arrays = (
+        *named_fields(operands.experts, "experts."),
+        *named_fields(operands.routing, "routing."),
+        *(named_fields(operands.shared, "shared.") if operands.shared is not None else ()),
+    )
+    differentiable = (name for name, value in arrays if not isinstance(value, QuantizedTensor))
+    return ("d_x", *(f"d_{name}" for name in differentiable if name not in (*CONSTANTS, *INPUT_SCALES)))
+
+
+def _array_of(name: str, operands: MoEOperands) -> ArraySpec:
+    """What `name`, one of gradient_names, is the gradient of."""
+    bundle, _, field = name.removeprefix("d_").partition(".")
+    found = getattr(operands, bundle)
+    return getattr(found, field) if field else found
+
+
+def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[int, ...]:
+    """That of `name`, one of gradient_names."""
+    array, stacked = _array_of(name, operands), operands.experts.layer_index is not None
+    if name.startswith("d_shared."):
+        stacked = stacked and name != "d_shared.gate" and array.rank == 3
+    elif not name.startswith("d_experts."):
+        stacked = False
+    return array.shape[1:] if one_layer and stacked else array.shape
+
+
+def _validate(
+    gradients: OutputGradients,
+    operands: MoEOperands,
+    wanted: tuple[str, ...],
+    accumulate: tuple[str, ...],
+    one_layer: bool,
+) -> None:
+    require_wanted(wanted, gradient_names(operands))
+    if one_layer and accumulate:
+        raise InvalidInput(f"accumulate must be () with one_layer, got {accumulate}; accumulate into the whole stack")
+    summable = {name for name in wanted if name.rpartition(".")[2] in _MATRICES}
+    if not set(accumulate) <= summable or len(set(accumulate)) != len(accumulate):
+        raise InvalidInput(
+            f"accumulate must name matrices among the gradients wanted ({', '.join(sorted(summable))}), each once, got "
+            f"{accumulate}; leave the others out"
+        )
+    tokens, d_model = operands.x.shape
+    require_spec("gradients.output", gradients.output, (tokens, d_model), dtypes.MATMUL_DTYPES)
+    extra = [name for name, _ in named_arrays(gradients) if name != "output"]
+    if isinstance(operands.routing, TopK):
+        if extra:
+            raise InvalidInput(
+                f"gradients.{extra[0]} must be None where ids and weights are given, which are no outputs then; got an "
+                "array, leave it out"
+            )
+        return
+    shapes = gradient_shapes(tokens, "num_experts", "top_k")
+    for name in extra:
+        require_spec(f"gradients.{name}", getattr(gradients, name), shapes[name], "float32")
+
+
+def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
+    """The forward that saves what a backward reads."""
+    options = {"token_mask": operands.token_mask, "expert_map": operands.expert_map, "shared": operands.shared}
+    return plan_moe(operands.x, operands.experts, operands.routing, spec, target, **options, save=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_moe_backward(
+    gradients: OutputGradients,
+    operands: MoEOperands,
+    spec: MoESpec,
+    target: Target,
+    *,
+    wanted: tuple[str, ...],
+    accumulate: tuple[str, ...] = (),
+    one_layer: bool = False,
+) -> LaunchPlan:
+    """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/user/training.md.
+
+    gradients, operands: bundles of ArraySpecs; gradients.output `[T, D]` in any matmul dtype, the others only where
+    the forward routes. wanted: of gradient_names, those to compute; nothing is done for the rest. accumulate: matrices
+    among them whose gradient is added, in fp32, to the fp32 array `into.<name>`; the output, fp32 too, may lie in the
+    same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
+    for all others. An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN;
+    those of the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The
+    reference raises. Experts may be quantised, x not (spec.activations): gradients go through weights that are
+    dequantised to the dtype of x, tile by tile.
+
+    Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
+    [weights], [logits] and `saved.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
+    Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of. Raises InvalidInput,
+    Unsupported.
+    """
+    _validate(gradients, operands, wanted, accumulate, one_layer)
+    forward = _forward(operands, spec, target)
+    inputs = dict(named_arrays(gradients, "gradients."))
+    inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
+    inputs |= {buffer.name: buffer.spec for buffer in forward.outputs if buffer.name not in _UNREAD}
+    for name in accumulate:
+        inputs[f"into.{name.removeprefix('d_')}"] = ArraySpec(_gradient_shape(name, operands, one_layer), "float32")
+    builder = PlanBuilder("moe_backward", target)
+    present = builder.inputs(inputs)
+    for name in wanted:
+        shape, dtype = _gradient_shape(name, operands, one_layer), _array_of(name, operands).dtype
+        builder.output(name, ArraySpec(shape, "float32" if name in accumulate else dtype))
+    if not target.compiled:
+        constants = {"spec": spec, "wanted": wanted, "accumulate": accumulate, "one_layer": one_layer}
+        tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
+        constants |= {"tensors": tensors} if tensors else {}
+        builder.sums("products and sums: the order of NumPy, fp32")
+        builder.reference("moe.reference.backward:moe_backward", present, constants, wanted)
+        return builder.build()
+    BackwardPlanner(builder, operands, gradients, spec).plan()
+    return builder.build()
+
+
+def plan_training(
+    operands: MoEOperands, spec: MoESpec, target: Target, *, one_layer: bool = False
+) -> tuple[LaunchPlan, ...]:
+    """What a training step runs in which every array is trained: the forward that saves, then backwards.
+
+    The first backward is for a gradient of the output alone; where x is routed, a second one is for a gradient of the
+    logits too, as losses of the router make it. one_layer: as in `plan_moe_backward`. With spec.main_grad the gradients
+    of the experts' and the shared expert's matrices are accumulated. Raises InvalidInput, Unsupported.
+    """
+    forward = _forward(operands, spec, target)
+    upstream = [OutputGradients(forward.spec("output"))]
+    if isinstance(operands.routing, RouterWeights):
+        upstream.append(OutputGradients(forward.spec("output"), logits=forward.spec("logits")))
+    options = {"wanted": gradient_names(operands), "one_layer": one_layer and operands.experts.layer_index is not None}
+    if spec.main_grad:
+        kept_apart = [name for name in options["wanted"] if name.startswith(("d_experts.", "d_shared."))]
+        options["accumulate"] = tuple(name for name in kept_apart if name.rpartition(".")[2] in _MATRICES)
+    return forward, *(plan_moe_backward(gradients, operands, spec, target, **options) for gradients in upstream)
+
+
+def explain_training(plans: tuple[LaunchPlan, ...]) -> str:
+    """The text of `plan_training`'s plans: the forward, and the backward that computes most."""
+    return "\n\n".join(plan.explain() for plan in (plans[0], plans[-1]))

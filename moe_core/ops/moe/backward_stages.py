@@ -1,0 +1,327 @@
+"""The stages of one MoE backward on compiled targets, wired into one plan; equations: docs/user/training.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.ops.activation.backward import plan_expert_activation_backward
+from moe_core.ops.matmul.backward import Side, add_input_gradient, add_weight_gradient, stage_inputs
+from moe_core.ops.matmul.forward import plan_product
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.tile_choice import choose_tile
+from moe_core.ops.moe.checks import shared_is_stacked
+from moe_core.ops.moe.forward import SAVED, saved_pre_activation
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.reduction.rowwise import (
+    cast_gradient,
+    plan_add,
+    plan_bias_product,
+    plan_gate_gradient,
+    plan_gate_weight,
+    plan_weighted_input,
+)
+from moe_core.ops.router.backward import add_router_input_gradient
+from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.plan.builder import PlanBuilder
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    ExpertActivationOperands,
+    ExpertWeights,
+    MatmulOperands,
+    MoEOperands,
+    OutputGradients,
+    Role,
+    RouterWeights,
+    RoutingGradients,
+    SharedExpert,
+    TopK,
+    named_arrays,
+)
+from moe_core.specs.routing import LayoutSpec
+
+
+class _Chain:
+    """Two products and the activation between them, backwards: of the experts, or (layout None) of the shared expert,
+    which every token visits.
+
+    bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1.
+    """
+
+    def __init__(
+        self,
+        builder: PlanBuilder,
+        x: ArraySpec,
+        bundle: ExpertWeights | SharedExpert,
+        layer_index: ArraySpec | None,
+        layout: LayoutSpec | None,
+        spec: MoESpec,
+        weighted_input: bool = False,
+    ) -> None:
+        self.builder, self.target, self.spec, self.x, self.bundle = builder, builder.target, spec, x, bundle
+        self.layer_index, self.layout, self.weighted_input = layer_index, layout, weighted_input
+        # Before the names of weights, of steps and of scratch; how x and the output's gradient are gathered.
+        names = ("shared.", "shared ", "shared_", "row") if layout is None else ("experts.", "", "", "token")
+        self.prefix, self.label, self.scratch, self.gather = names
+        self.pre = f"{SAVED}{self.scratch}pre_activation"
+
+    def wants(self, *names: str) -> bool:
+        """Whether the gradient of any of these weights is an output."""
+        return any(self.builder.has(f"d_{self.prefix}{name}") for name in names)
+
+    def source(self) -> str:
+        """What matmul 1 read: x, or x times the weight."""
+        if not self.weighted_input:
+            return "x"
+        if not self.builder.has("weighted_x"):
+            plan = plan_scale_rows(self.x, ArraySpec((self.x.shape[0], 1), "float32"), self.target)
+            made = self.builder.scratch("weighted_x", plan.spec("y"), Role.ROWS)
+            self.builder.call(plan, "scale_rows", {"x": "x", "y": made})
+        return "weighted_x"
+
+    def recompute(self) -> None:
+        """Matmul 1 again where nothing was saved, to the forward's bits: with its tiles, or lower ones that give the
+        same."""
+        builder, bundle, spec, layout = self.builder, self.bundle, self.spec, self.layout
+        if builder.has(self.pre):
+            return
+        rows, number = (self.x.shape[0], None) if layout is None else (layout.capacity, 1)
+        self.pre = builder.scratch(f"{self.scratch}pre_activation", saved_pre_activation(bundle, self.x, spec, rows))
+        source = self.source()
+        names = {"weight": "gate_up", "up": "up", "bias": "gate_up_bias", "up_bias": "up_bias"}
+        weights = {name: getattr(bundle, field, None) for name, field in names.items()}
+        operands = MatmulOperands(builder.spec(source), **weights, layer_index=self.layer_index)
+        matmul = MatmulSpec(
+            spec.weight_layout, self.gather, "row", spec.activation, None, spec.allow_tf32, spec.matmul_tuning(number)
+        )
+        problem = MatmulProblem(operands, layout, matmul, self.target, ("pre",))
+        tile = choose_tile(problem, "tuning.matmul_1")
+        assert tile is not None, "backwards of the reference are one call"
+        plan = plan_product(problem, tile, 0)
+        label = f"{self.label}matmul 1"
+        # Counters of its own: the products with this number behind it count in `tile_counters`.
+        counters = f"{label}.tile_counters"
+        bindings = stage_inputs(builder, plan, layout, tile.config.block_m, counters=counters)
+        bindings |= {name: self.prefix + field for name, field in names.items()}
+        builder.call(plan, label, bindings | {"x": source, "pre": self.pre})
+
+    def pull_back(self, stage: int, d_y: str) -> str:
+        """d_y . weight^T by row: of down for stage 0, of gate_up (and up) for stage 1."""
+        name, spec = ("down", "gate_up")[stage], self.spec
+        up = self.bundle.up if stage else None
+        operands = MatmulOperands(self.builder.spec(d_y), getattr(self.bundle, name), up, layer_index=self.layer_index)
+        # Of the shared expert fp32, as what it is added to.
+        out_dtype = "float32" if stage and self.layout is None else None
+        gather = "row" if stage else self.gather
+        options = MatmulSpec(spec.weight_layout, gather, "row", None, out_dtype, spec.allow_tf32, spec.matmul_tuning())
+        bindings = {"x": d_y, "weight": self.prefix + name} | ({} if up is None else {"up": f"{self.prefix}up"})
+        label, role = f"{self.label}input gradient of {name}", Role.ADDEND if out_dtype else Role.D_ROWS
+        return add_input_gradient(self.builder, label, operands, self.layout, options, bindings, stage=stage, role=role)
+
+    def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
+        """d_pre, weighted_hidden where it is needed, and d_weight, whose buffer the function gives, where there is one.
+
+        z: the output's gradient behind `down`; weighting: further operands of `plan_expert_activation_backward`.
+        """
+        builder = self.builder
+        names = {"d_hidden": z, "pre": self.pre} | weighting
+        operands = ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
+        kinds = ["d_pre"] + ["weighted_hidden"] * self.wants("down")
+        outputs = (*kinds, *(() if d_weight is None else ("d_weight",)))
+        plan = plan_expert_activation_backward(operands, self.spec.activation, self.target, outputs=outputs)
+        roles = {"d_pre": Role.D_ROWS, "weighted_hidden": Role.ROWS}
+        made = {name: builder.scratch(self.scratch + name, plan.spec(name), roles[name]) for name in kinds}
+        made |= {} if d_weight is None else {"d_weight": d_weight()}
+        builder.call(plan, f"{self.label}activation", names | made)
+        return made
+
+    def weight_gradients(self, d_out: str, made: dict[str, str], row_weight: str | None = None) -> None:
+        """Those of the matrices and biases that are wanted; made: by `activation`."""
+        hidden = made.get("weighted_hidden")
+        self.weight_gradient("down", Side(hidden) if hidden else None, Side(d_out, self.gather), row_weight=row_weight)
+        for name in ("gate_up", "up"):
+            if self.wants(name, f"{name}_bias"):
+                d_pre, columns = made["d_pre"], None
+                if self.bundle.up is not None:
+                    width = self.builder.spec(d_pre).shape[1] // 2
+                    columns = (0 if name == "gate_up" else width, width)
+                self.weight_gradient(name, Side(self.source(), self.gather), Side(d_pre, columns=columns))
+
+    def weight_gradient(
+        self, name: str, x: Side | None, d_y: Side, role: Role = Role.D_ROWS, *, row_weight: str | None = None
+    ) -> None:
+        """The gradient of one matrix and of its bias, those wanted; role: of d_y."""
+        full, spec = self.prefix + name, self.spec
+        bindings = {"d_weight": f"d_{full}", "d_bias": f"d_{full}_bias", "into": f"into.{full}"}
+        bindings |= {"layer_index": "experts.layer_index"}
+        bindings |= {} if row_weight is None else {"row_weight": row_weight}
+        options = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
+        label = f"{self.label}weight gradient of {name}"
+        add_weight_gradient(self.builder, label, x, d_y, self.layout, options, bindings, role=role)
+
+
+class BackwardPlanner:
+    """One method per stage. builder: holds every input and wanted output; what a stage makes else is scratch."""
+
+    def __init__(self, builder: PlanBuilder, operands: MoEOperands, gradients: OutputGradients, spec: MoESpec) -> None:
+        self.builder, self.operands, self.gradients, self.spec = builder, operands, gradients, spec
+        self.target, self.routing, self.x = builder.target, operands.routing, operands.x
+        given, experts = isinstance(self.routing, TopK), operands.experts
+        self.ids, self.weights = ("routing.ids", "routing.weights") if given else ("ids", "weights")
+        self.layout = LayoutSpec(self.x.shape[0], builder.spec(self.ids).shape[1], experts.down.shape[-3])
+        self.by_slot = ArraySpec((self.layout.num_tokens, self.layout.top_k), "float32")
+        self.on_input = spec.apply_router_weight_on_input
+        self.row_weight = None if self.on_input else self.weights
+        self.experts = _Chain(builder, self.x, experts, experts.layer_index, self.layout, spec, self.on_input)
+        wanted = {name for name in ("weight", "bias", "logits", "weights") if builder.has(f"d_routing.{name}")}
+        self.needs_weights = bool(wanted) or (builder.has("d_x") and isinstance(self.routing, RouterWeights))
+        self.needs_rows = builder.has("d_x") or (self.on_input and self.needs_weights)
+
+    def plan(self) -> None:
+        self.d_out = cast_gradient(self.builder, "output gradient", "gradients.output", self.x.dtype)
+        self.experts.recompute()
+        extras = [] if self.operands.shared is None else self._shared(self.operands.shared)
+        d_weights = self._experts()
+        if self.needs_weights:
+            if self.on_input:
+                d_weights = self._weighted_input("d_weight")
+            extras += self._router(d_weights)
+        if self.builder.has("d_x"):
+            self._d_x(extras)
+
+    def _shared(self, shared: SharedExpert) -> list[str]:
+        """Gradients of the shared expert; the parts of d_x fp32 `[T, D]`, where that is wanted."""
+        builder, target, experts = self.builder, self.target, self.operands.experts
+        layer_index = experts.layer_index if shared_is_stacked(experts, shared) else None
+        chain = _Chain(builder, self.x, shared, layer_index, None, self.spec)
+        if not chain.wants("gate_up", "up", "down", "gate") and not builder.has("d_x"):
+            return []
+        chain.recompute()
+        z, gate, weighting, d_weight = chain.pull_back(0, self.d_out), f"{SAVED}shared_gate", {}, None
+        if shared.gate is not None:
+            plan = plan_gate_weight(builder.spec(gate), target)
+            roles = {"weight": Role.ROW_WEIGHT}
+            weighting["row_weight"] = builder.call(plan, "shared gate", {"gate": gate}, roles)
+            if chain.wants("gate") or builder.has("d_x"):
+                array = ArraySpec((self.layout.num_tokens,), "float32")
+                d_weight = functools.partial(builder.scratch, "shared_d_weight", array, Role.D_ROW_WEIGHT)
+        made = chain.activation(z, weighting, d_weight)
+        chain.weight_gradients(self.d_out, made)
+        parts = [chain.pull_back(1, made["d_pre"])] if builder.has("d_x") else []
+        if "d_weight" in made:
+            plan = plan_gate_gradient(builder.spec(gate), target)
+            bindings, roles = {"d_weight": made["d_weight"], "gate": gate}, {"d_weight": Role.D_ROW_WEIGHT}
+            d_gate = builder.call(plan, "shared gate gradient", bindings, roles)
+            chain.weight_gradient("gate", Side("x"), Side(d_gate), Role.D_LOGITS)
+            if builder.has("d_x"):
+                layout = self.spec.weight_layout
+                parts.append(add_router_input_gradient(builder, "shared gate input", d_gate, "shared.gate", layout))
+        return parts
+
+    def _experts(self) -> str | None:
+        """The experts' gradients, and rows of d_x where needed; the weights' gradient where rows do not give it."""
+        chain, made = self.experts, {}
+        first = chain.wants("gate_up", "gate_up_bias", "up", "up_bias")
+        if first or self.needs_rows or self.needs_weights or chain.wants("down"):
+            z, with_weights = chain.pull_back(0, self.d_out), self.needs_weights and not self.on_input
+            weighting = {"row_of_slot": f"{SAVED}row_of_slot"}
+            weighting |= {} if self.row_weight is None else {"row_weight": self.row_weight}
+            weighting |= self._bias_product() if with_weights else {}
+            made = chain.activation(z, weighting, self._weights_gradient if with_weights else None)
+        chain.weight_gradients(self.d_out, made, self.row_weight)
+        if self.needs_rows:
+            self.d_rows = chain.pull_back(1, made["d_pre"])
+        return made.get("d_weight")
+
+    def _bias_product(self) -> dict[str, str]:
+        """The share of the weights' gradient that comes from the bias of `down`, if there is one."""
+        bias, layer_index = self.operands.experts.down_bias, self.operands.experts.layer_index
+        if bias is None:
+            return {}
+        plan = plan_bias_product(self.builder.spec(self.d_out), bias, self.layout, self.target, layer_index=layer_index)
+        bindings = {"d_y": self.d_out, "bias": "experts.down_bias"}
+        return {"bias_product": self.builder.call(plan, "bias product", bindings)}
+
+    def _weighted_input(self, output: str, extra: str | None = None) -> str:
+        """Behind x times the weight: `d_weight` or `d_x`."""
+        rows = self.builder.spec(self.d_rows)
+        plan = plan_weighted_input(rows, self.x, self.target, outputs=(output,), with_extra=extra is not None)
+        bindings = {"d_rows": self.d_rows, "x": "x"}
+        bindings |= {} if extra is None else {"extra": extra}
+        bindings[output] = "d_x" if output == "d_x" else self._weights_gradient()
+        return self.builder.call(plan, f"weighted input, {output}", bindings)
+
+    def _weights_gradient(self) -> str:
+        """Where the gradient of the routing's weights goes."""
+        if self.builder.has("d_routing.weights"):
+            return "d_routing.weights"
+        return self.builder.scratch("d_weights", self.by_slot)
+
+    def _router(self, d_weights: str | None) -> list[str]:
+        """From the weights, by slot, to what comes before them; the part of d_x, where x was routed."""
+        builder, given, spec, routing = self.builder, self.gradients, self.spec, self.routing
+        assert d_weights is not None
+        if isinstance(routing, TopK):
+            return []
+        from_x = isinstance(routing, RouterWeights)
+        names = {"weights": d_weights}
+        if given.weights is not None:
+            bindings = {"first": d_weights, "second": "gradients.weights"}
+            roles = {name: Role.D_ROW_WEIGHT for name in ("first", "second", "total")}
+            names["weights"] = builder.call(plan_add(given.weights, self.target), "weights", bindings, roles)
+        others = [name for name, _ in named_arrays(given) if name not in ("output", "weights")]
+        names |= {name: f"gradients.{name}" for name in others}
+        logits = "logits" if from_x else "routing.logits"
+        if given.load_balance is not None:
+            names["tokens_per_expert"] = self._counts(builder.spec(logits).shape[1])
+        arrays = {name: builder.spec(buffer) for name, buffer in names.items()} | {"weights": self.by_slot}
+        assert spec.router is not None
+        plan = plan_routing_backward(
+            RoutingGradients(**arrays),
+            builder.spec(logits),
+            builder.spec(self.ids),
+            spec.router,
+            self.target,
+            token_mask=self.operands.token_mask,
+        )
+        bindings = {f"gradients.{name}": buffer for name, buffer in names.items()} | {"logits": logits}
+        if not from_x:
+            bindings["d_logits"] = "d_routing.logits"
+        d_logits = builder.call(plan, "routing", bindings)
+        if not from_x:
+            return []
+        layout, results = spec.router_weight_layout, {"d_weight": "d_routing.weight", "d_bias": "d_routing.bias"}
+        bindings = results | {"into": "into.routing.weight", "row_mask": "token_mask"}
+        sides = Side("x"), Side(d_logits)
+        add_weight_gradient(builder, "router weight", *sides, None, MatmulSpec(layout), bindings, role=Role.D_LOGITS)
+        if not builder.has("d_x"):
+            return []
+        return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", layout)]
+
+    def _counts(self, num_global: int) -> str:
+        """Slots that every expert got, wherever it is: the forward counted the local ones."""
+        if self.operands.expert_map is None:
+            return "tokens_per_expert"
+        layout = LayoutSpec(self.layout.num_tokens, self.layout.top_k, num_global)
+        plan = plan_layout(self.builder.spec(self.ids), layout, self.target, token_mask=self.operands.token_mask)
+        return self.builder.call(plan, "all experts", {})
+
+    def _d_x(self, extras: list[str]) -> None:
+        """d_x: the sum over a token's slots, and what else flows into x."""
+        builder = self.builder
+        while len(extras) > 1:
+            plan = plan_add(builder.spec(extras[0]), self.target)
+            added = builder.call(plan, f"sum {len(extras)}", {"first": extras[0], "second": extras[1]})
+            extras = [added, *extras[2:]]
+        extra = extras[0] if extras else None
+        if self.on_input:
+            self._weighted_input("d_x", extra)
+            return
+        rows, row_of_slot = builder.spec(self.d_rows), builder.spec(f"{SAVED}row_of_slot")
+        shared = builder.spec(extra) if extra else None
+        plan = plan_reduce(rows, row_of_slot, self.layout.top_k, self.target, order="row", shared=shared)
+        bindings = {"y": self.d_rows, "out": "d_x"} | ({"shared": extra} if extra else {})
+        builder.call(plan, "reduce", bindings, {"y": Role.D_ROWS, "out": Role.D_ROWS})

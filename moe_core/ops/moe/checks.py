@@ -1,0 +1,169 @@
+"""What the weights of a composed MoE must be, plain or quantised, under the names its caller knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
+from moe_core.ops.matmul.operands import (
+    check_tiling,
+    logical_spec,
+    require_like,
+    require_weight,
+    why_frozen,
+    why_not_together,
+    why_prepacked,
+)
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, SharedExpert, named_fields
+
+
+def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | None, spec: MoESpec) -> int:
+    """Check experts and shared against x `[T, D]`; the number of local experts. Raises InvalidInput."""
+    d_model, dtype = x.shape[1], x.dtype
+    stacked = experts.layer_index is not None
+    free = ("num_layers", "num_experts") if stacked else ("num_experts",)
+    check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
+    check_tiling(experts.down, None, "experts.down")
+    gate_up = _matrix("experts.gate_up", experts.gate_up, (*free, *_axes(d_model, "width", spec)), dtype, spec)
+    lead = gate_up.shape[:-2]
+    if 0 in gate_up.shape:
+        raise InvalidInput(f"experts.gate_up must have no empty axis, got {gate_up.shape}; pass the full array")
+    width = _check_pair("experts", experts, lead, d_model, dtype, spec)
+    columns = gate_up.shape[-1 if spec.weight_layout == "in_out" else -2]
+    biases = (("gate_up_bias", columns), ("up_bias", width), ("down_bias", d_model))
+    for name, size in biases:
+        bias = getattr(experts, name)
+        if bias is not None:
+            require_spec(f"experts.{name}", bias, (*lead, size), ("float32", dtype))
+    if experts.up_bias is not None and experts.up is None:
+        raise InvalidInput("experts.up_bias must be None without experts.up; put both halves into gate_up_bias")
+    if stacked:
+        require_spec("experts.layer_index", experts.layer_index, (1,), "int32")
+    _check_activations(experts, spec)
+    if shared is not None:
+        lead = lead[:1] if shared_is_stacked(experts, shared) else ()
+        require_spec("shared.gate_up", shared.gate_up, (*lead, *_axes(d_model, "width", spec)), dtype)
+        _check_pair("shared", shared, lead, d_model, dtype, spec)
+        if shared.gate is not None:
+            require_spec("shared.gate", shared.gate, _axes(d_model, 1, spec), dtypes.MATMUL_DTYPES)
+    return gate_up.shape[-3]
+
+
+def shared_is_stacked(experts: ExpertWeights, shared: SharedExpert) -> bool:
+    """Whether experts.layer_index picks the shared expert too: its matrices then have a layer axis."""
+    return experts.layer_index is not None and len(shared.gate_up.shape) == 3
+
+
+def quantized_experts(experts: ExpertWeights) -> dict[str, QuantizedTensor]:
+    """The matrices that are quantised, by name."""
+    return {name: value for name, value in named_fields(experts, "experts.") if isinstance(value, QuantizedTensor)}
+
+
+def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[str]) -> str | None:
+    """Why a layer has no gradients of the arrays of these names (`x`, `experts.gate_up.scales`); None where it has.
+
+    Of experts it only counts which are quantised, and whether they are tiled.
+    """
+    if spec.activations is not None:
+        return (
+            f"moe has no gradient with activations {spec.activations}: what rounds x and the hidden rows has none; "
+            "leave activations out, which trains through quantised weights, or dequantise the experts"
+        )
+    quantized = quantized_experts(experts)
+    return why_prepacked(quantized) or why_frozen(names, quantized)
+
+
+def quantized_rows(rows: ArraySpec, activations: Format) -> QuantizedTensor:
+    """The specs of rows `[R, D]` in the format spec.activations."""
+    return quantized_specs(QuantizedSpec(activations), rows.shape)
+
+
+def _axes(inside: int | str, outside: int | str, spec: MoESpec) -> tuple[int | str, int | str]:
+    """The last two axes of a weight from `inside` to `outside` features."""
+    return (inside, outside) if spec.weight_layout == "in_out" else (outside, inside)
+
+
+def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, spec: MoESpec) -> ArraySpec:
+    """Check one weight; the plain array that it is, or stands for."""
+    if isinstance(weight, QuantizedTensor):
+        require_weight(name, weight, spec.weight_layout)
+    return require_spec(name, logical_spec(weight, dtype), shape, dtype)
+
+
+def _check_pair(
+    name: str,
+    bundle: ExpertWeights | SharedExpert,
+    lead: tuple[int, ...],
+    d_model: int,
+    dtype: str,
+    spec: MoESpec,
+) -> int:
+    """Check up and down against gate_up; F."""
+    activation = spec.activation
+    width = bundle.gate_up.shape[-1 if spec.weight_layout == "in_out" else -2]
+    if activation.gate_layout in ("halves", "interleaved"):
+        if width % 2:
+            raise InvalidInput(f"{name}.gate_up must have an even width (gate and up), got {width}; pass both")
+        width //= 2
+    if activation.gate_layout == "separate":
+        if not isinstance(bundle.gate_up, QuantizedTensor):
+            require_spec(f"{name}.up", bundle.up, (*lead, *_axes(d_model, width, spec)), dtype)
+        else:
+            require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
+    elif bundle.up is not None:
+        raise InvalidInput(
+            f"{name}.up must be None for gate_layout={activation.gate_layout!r}, got {bundle.up}; "
+            "set gate_layout='separate' or leave it out"
+        )
+    axes = (*lead, *_axes(width, d_model, spec))
+    if isinstance(bundle, ExpertWeights):
+        _matrix(f"{name}.down", bundle.down, axes, dtype, spec)
+    else:
+        require_spec(f"{name}.down", bundle.down, axes, dtype)
+    return width
+
+
+def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
+    """Check spec.activations, its static scales and fast_accumulate against the experts' formats."""
+    activations = spec.activations
+    per_tensor = activations is not None and activations.group_rows is None and activations.group_columns is None
+    for name in ("gate_up_input_scale", "down_input_scale"):
+        scale = getattr(experts, name)
+        if scale is None:
+            if per_tensor and spec.batch_invariant:
+                raise InvalidInput(
+                    f"experts.{name} must be given with batch_invariant and activations {activations}, got None: one "
+                    "scale found from all rows makes each depend on the others; pass it, or quantise by token"
+                )
+            continue
+        require_spec(f"experts.{name}", scale, (1,), "float32")
+        if not per_tensor or activations is None or activations.has_e8m0_scales:
+            raise InvalidInput(
+                f"experts.{name} must be None unless activations have one fp32 scale per tensor, got an array with "
+                f"activations {activations}; leave it out"
+            )
+    if activations is None:
+        return
+    for name in ("gate_up", "down"):
+        weight = getattr(experts, name)
+        if not isinstance(weight, QuantizedTensor):
+            raise InvalidInput(
+                f"experts.{name} must be quantised where activations are, got {weight} with activations "
+                f"{activations}; quantise it, or leave activations out"
+            )
+        reason = why_not_together(activations, weight.format)
+        if reason is not None:
+            raise InvalidInput(
+                f"activations must be a format that goes with {weight.format} of experts.{name}, got {activations}: "
+                f"{reason}; choose another"
+            )
+        if spec.fast_accumulate and weight.format.element != "e4m3":
+            raise InvalidInput(
+                f"fast_accumulate must be False unless experts.{name} is fp8, got True with {weight.format}; leave it "
+                "out"
+            )

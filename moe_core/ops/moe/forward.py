@@ -1,0 +1,347 @@
+"""Planning of one whole MoE forward, composed of the stage plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile
+from moe_core.ops.moe.checks import check_weights, quantized_rows, shared_is_stacked, why_no_moe_gradient
+from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, why_not_fused
+from moe_core.ops.moe.pdl import use_pdl
+from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.router.forward import plan_router
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.topk import plan_route_and_layout
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    ExpertWeights,
+    LayoutArrays,
+    MatmulOperands,
+    Role,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+    named_arrays,
+)
+from moe_core.specs.routing import LayoutSpec, LogitsSpec
+
+Routing = RouterWeights | RouterLogits | TopK
+#: Before the names of outputs that only a backward reads.
+SAVED = "saved."
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_moe(
+    x: ArraySpec,
+    experts: ExpertWeights,
+    routing: Routing,
+    spec: MoESpec,
+    target: Target,
+    *,
+    token_mask: ArraySpec | None = None,
+    expert_map: ArraySpec | None = None,
+    shared: SharedExpert | None = None,
+    save: bool = False,
+) -> LaunchPlan:
+    """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
+
+    Bundles hold ArraySpecs. Inputs: x, `experts.*`, `routing.*`, [token_mask bool `[T]`], [expert_map int32
+    `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
+    weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
+
+    save: also what `moe_core.ops.moe.backward.plan_moe_backward` reads: saved.pre_activation `[T * K, 2F]` (ungated F),
+    in layout order and the dtype of x, gate_layout `separate` as gate columns, then up; rows of no slot hold anything;
+    saved.group_start `[E + 1]`, saved.slot_of_row and saved.row_of_slot `[T * K]`; of a shared expert
+    saved.shared_pre_activation `[T, 2S]` and saved.shared_gate fp32 `[T, 1]`. The output is still computed from the
+    fp32 accumulator of matmul 1, to the bits of a forward that saves nothing. With spec.recompute no pre-activation is
+    saved.
+
+    Experts may be quantised, and x and the hidden rows are then too if spec.activations says so: what is computed is in
+    docs/user/quantization.md. Nothing can be saved with spec.activations, whose rounding has no gradient.
+    """
+    reason = why_no_moe_gradient(experts, spec, ()) if save else None
+    if reason is not None:
+        raise Unsupported(reason)
+    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, save)
+    return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
+
+
+def saved_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
+    """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
+    width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
+    return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One of the experts' products. tile: None where there are no tiles."""
+
+    problem: MatmulProblem
+    tile: TileChoice | None
+
+
+class _MoEPlanner:
+    """Wires the stage plans; one method per stage."""
+
+    def __init__(self, *request: Any) -> None:
+        self.x, self.experts, self.routing, self.spec, self.target = request[:5]
+        self.token_mask, self.expert_map, self.shared, self.save = request[5:]
+        require_spec("x", self.x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+        self.tokens, self.d_model = self.x.shape
+        self.out_dtype = self.spec.out_dtype or self.x.dtype
+        self.builder = PlanBuilder("moe", target=self.target)
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """Those of matmul 1."""
+        return ("y", "pre") if self.save and not self.spec.recompute else ("y",)
+
+    def plan(self) -> LaunchPlan:
+        """The plan, its launches one after another."""
+        builder = self.builder
+        arrays = (*named_arrays(self.experts, "experts."), *named_arrays(self.routing, "routing."))
+        shared = () if self.shared is None else named_arrays(self.shared, "shared.")
+        builder.inputs({"x": self.x, **dict(arrays), "token_mask": self.token_mask, "expert_map": self.expert_map})
+        builder.inputs(dict(shared))
+        num_local = check_weights(self.x, self.experts, self.shared, self.spec)
+        builder.output("output", ArraySpec((self.tokens, self.d_model), self.out_dtype))
+        builder.output("tokens_per_expert", ArraySpec((num_local,), "int32"))
+        builder.output("invalid_ids", ArraySpec((1,), "int32"))
+        ids, weights = self._route(num_local)
+        layout = LayoutSpec(self.tokens, builder.spec(ids).shape[1], num_local)
+        self._declare_saved(layout)
+        slots, order = self._experts(ids, weights, layout)
+        self._reduce(slots, order, layout)
+        plan = builder.build()
+        return fuse_launches(plan, self.tokens) if self.fused else plan
+
+    def _declare_saved(self, layout: LayoutSpec) -> None:
+        """The layout's arrays and what else a backward reads: outputs with save, else scratch."""
+        builder = self.builder
+        declare, prefix = (builder.output, SAVED) if self.save else (builder.scratch, "")
+        if "pre" in self._outputs:
+            declare(f"{SAVED}pre_activation", saved_pre_activation(self.experts, self.x, self.spec, layout.capacity))
+        others = named_arrays(dataclasses.replace(LayoutArrays.specs(layout), group_sizes=None))
+        self.arrays = LayoutArrays("tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others))
+        shared = self.shared
+        if "pre" in self._outputs and shared is not None:
+            declare(f"{SAVED}shared_pre_activation", saved_pre_activation(shared, self.x, self.spec, self.tokens))
+        if shared is not None and shared.gate is not None:
+            declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
+
+    def _route(self, num_local: int) -> tuple[str, str]:
+        """Names of the buffers with ids and weights, which `_layout` fills in where they are not given."""
+        builder, routing, spec = self.builder, self.routing, self.spec
+        if isinstance(routing, TopK):
+            if spec.router is not None:
+                raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
+            require_spec("routing.ids", routing.ids, (self.tokens, "top_k"), "int32")
+            require_spec("routing.weights", routing.weights, routing.ids.shape, "float32")
+            self._check_input_weighting(routing.ids.shape[1])
+            return "routing.ids", "routing.weights"
+        if spec.router is None:
+            raise InvalidInput("spec.router must be a RouterSpec when routing from x or logits, got None; pass one")
+        top_k = spec.router.require_top_k()
+        self._check_input_weighting(top_k)
+        ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
+        weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
+        if isinstance(routing, RouterWeights):
+            plan = plan_router(self.x, routing.weight, routing.bias, spec.logits_spec(), self.target)
+            logits = builder.output("logits", plan.spec("logits"))
+            bindings = {"x": "x", "weight": "routing.weight", "bias": "routing.bias", "logits": logits}
+            builder.call(plan, "router", bindings)
+            logits_array = plan.spec("logits")
+        else:
+            logits_array = require_spec("routing.logits", routing.logits, (self.tokens, "num_experts"), "float32")
+        num_global = logits_array.shape[1]
+        if self.expert_map is None and num_global != num_local:
+            raise InvalidInput(
+                f"routing must score the {num_local} experts of experts.gate_up, got {num_global}; "
+                "pass expert_map to map global ids to local experts"
+            )
+        if self.expert_map is not None:
+            require_spec("expert_map", self.expert_map, (num_global,), "int32")
+        return ids, weights
+
+    def _check_input_weighting(self, top_k: int) -> None:
+        if self.spec.apply_router_weight_on_input and top_k != 1:
+            raise InvalidInput(
+                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
+            )
+
+    def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> tuple[str, str]:
+        """Layout and both matmuls; the name of the buffer with the weighted slots, and its order: `slot` or `row`."""
+        builder, spec, target, experts = self.builder, self.spec, self.target, self.experts
+        width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
+        hidden_spec = ArraySpec((layout.capacity, width), self.x.dtype)
+        on_input = spec.apply_router_weight_on_input
+        # What matmul 1 reads: x as it lies, or x times the weight, which is contiguous; or either, quantised.
+        source = ArraySpec((self.tokens, self.d_model), self.x.dtype) if on_input else self.x
+        rows_1: ArraySpec | QuantizedTensor = source
+        rows_2: ArraySpec | QuantizedTensor = hidden_spec
+        out_dtype = None
+        if spec.activations is not None:
+            rows_1, rows_2 = (quantized_rows(array, spec.activations) for array in (source, hidden_spec))
+            out_dtype = self.x.dtype
+        first = MatmulOperands(
+            rows_1, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer_index=experts.layer_index
+        )
+        row_weight = None if on_input else builder.spec(weights)
+        second = MatmulOperands(
+            rows_2, experts.down, bias=experts.down_bias, row_weight=row_weight, layer_index=experts.layer_index
+        )
+        plain = MatmulSpec(
+            spec.weight_layout, out_dtype=out_dtype, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate
+        )
+        matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
+        matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
+        problems = (
+            MatmulProblem(first, layout, matmul_1, target, self._outputs),
+            MatmulProblem(second, layout, matmul_2, target),
+        )
+        tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
+        products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
+        if tiles[1] is not None and tiles[1].family.stores_rows:
+            # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
+            by_row = dataclasses.replace(matmul_2, scatter="row")
+            products[1] = _Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
+        counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
+        block_ms = tuple(dict.fromkeys(tile.config.block_m for tile in tiles if tile is not None))
+        alone = self.shared is None and not self.save
+        why_not = why_not_fused(tiles, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
+        self.fused = why_not is None
+        if why_not is not None and all(tiles):
+            builder.note(f"stages share no launch: {why_not}")
+        if tiles[1] is not None and self.fused:
+            config = tiles[1].config
+            column_tiles = -(-self.d_model // config.block_n)
+            counters = fusion_counters(self.tokens, layout.max_blocks(config.block_m), column_tiles)
+        self._layout(ids, layout, block_ms, counters)
+
+        x = "x"
+        if on_input:
+            x = builder.scratch("weighted_x", source, Role.ROWS)
+            plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
+            builder.call(plan, "scale_rows", {"x": "x", "y": x})
+        if isinstance(rows_1, QuantizedTensor):
+            x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
+        names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
+        names |= {"up_bias": "experts.up_bias", "pre": f"{SAVED}pre_activation"}
+        fused = self._quantizing(products[0], rows_2)
+        if fused is not None:
+            hidden = "quantized_hidden"
+            for part, array in named_arrays(rows_2, f"{hidden}."):
+                builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")
+            self._matmul(0, fused, names | {"y": hidden, "static_scale": "experts.down_input_scale"})
+        else:
+            hidden = builder.scratch("hidden", hidden_spec, Role.ROWS)
+            self._matmul(0, products[0], names | {"y": hidden})
+            if isinstance(rows_2, QuantizedTensor):
+                hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
+        slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype), Role.ROWS)
+        names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "y": slots}
+        self._matmul(1, products[1], names)
+        return slots, products[1].problem.spec.scatter
+
+    def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
+        """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
+        the static scale, if it was given. users: the layout's array that tells which rows a slot reads."""
+        builder, quantized = self.builder, f"quantized_{name}"
+        given = {"static_scale": scale} if builder.has(scale) else {}
+        if chooses_one_scale(rows.format, bool(given)):
+            # It is found from rows that something reads: those of masked tokens, and of no slot, may hold anything.
+            given = {"used_by": getattr(self.arrays, users)}
+        scales, used_by = (builder.spec(given[key]) if key in given else None for key in ("static_scale", "used_by"))
+        plan = plan_quantize_rows(builder.spec(source), rows.format, self.target, scales=scales, used_by=used_by)
+        made = {p: builder.scratch(f"{quantized}.{p}", array, f"x.{p}") for p, array in named_arrays(rows)}
+        builder.call(plan, f"quantize {name}", {"x": source} | given | made, {"used_by": users} if used_by else None)
+        return quantized
+
+    def _quantizing(self, product: _Product, rows: object) -> _Product | None:
+        """Product 1 with the quantisation of its result, the rows of product 2, where one launch does both."""
+        if product.tile is None or not isinstance(rows, QuantizedTensor):
+            return None
+        name = "experts.down_input_scale"
+        scale = self.builder.spec(name) if self.builder.has(name) else None
+        problem = dataclasses.replace(product.problem, out_format=rows.format, out_scale=scale)
+        return _Product(problem, product.tile) if product.tile.family.why_not_out_format(problem) is None else None
+
+    def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
+        """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
+        builder, routing = self.builder, self.routing
+        options = {"token_mask": self.token_mask, "expert_map": self.expert_map, "block_ms": block_ms}
+        options["tile_counters"] = counters
+        bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
+        if isinstance(routing, TopK):
+            plan = plan_layout(builder.spec(ids), layout, self.target, **options)
+        else:
+            logits, bias = "logits" if isinstance(routing, RouterWeights) else "routing.logits", routing.correction_bias
+            array, router = builder.spec(logits), self.spec.router
+            plan = plan_route_and_layout(array, router, layout, self.target, correction_bias=bias, **options)
+            bindings["weights"] = "weights"
+        made = tuple(f"schedule_{block_m}" for block_m in block_ms)
+        for name in (*made, *(("tile_counters",) if counters else ())):
+            bindings[name] = builder.scratch(name, plan.spec(name))
+        builder.call(plan, "layout" if isinstance(routing, TopK) else "routing", bindings)
+
+    def _matmul(self, stage: int, product: _Product, names: dict[str, str]) -> None:
+        """Inline one product, whose schedule exists already."""
+        self.builder.call(plan_product(product.problem, product.tile, stage), f"matmul {stage + 1}", names)
+
+    def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
+        builder = self.builder
+        shared_output, shared_gate = self._shared()
+        plan = plan_reduce(
+            builder.spec(slots),
+            builder.spec(self.arrays.row_of_slot),
+            layout.top_k,
+            self.target,
+            order=order,
+            shared=builder.spec(shared_output) if shared_output else None,
+            shared_gate=builder.spec(shared_gate) if shared_gate else None,
+            out_dtype=self.out_dtype,
+        )
+        bindings = {"y": slots, "out": "output"} | ({"shared_gate": shared_gate} if shared_gate else {})
+        builder.call(plan, "reduce", bindings)
+
+    def _shared(self) -> tuple[str | None, str | None]:
+        """The shared expert's output (fp32 `[T, D]`) and its gate logits (fp32 `[T, 1]`)."""
+        shared, spec, builder = self.shared, self.spec, self.builder
+        if shared is None:
+            return None, None
+        layer_index = self.experts.layer_index if shared_is_stacked(self.experts, shared) else None
+        first = MatmulOperands(self.x, shared.gate_up, shared.up, layer_index=layer_index)
+        options: dict[str, Any] = {"allow_tf32": spec.allow_tf32, "tuning": spec.matmul_tuning()}
+        dense = MatmulSpec(spec.weight_layout, activation=spec.activation, **options)
+        plan = plan_matmul_ogs(first, None, dense, self.target, outputs=self._outputs)
+        hidden = builder.scratch("shared_hidden", plan.spec("y"), Role.ROWS)
+        bindings = {"x": "x", "weight": "shared.gate_up", "up": "shared.up", "y": hidden}
+        builder.call(plan, "shared matmul 1", bindings | {"pre": f"{SAVED}shared_pre_activation"})
+        dense = MatmulSpec(spec.weight_layout, out_dtype="float32", **options)
+        second = MatmulOperands(builder.spec(hidden), shared.down, layer_index=layer_index)
+        plan = plan_matmul_ogs(second, None, dense, self.target)
+        output = builder.scratch("shared_output", plan.spec("y"), Role.ADDEND)
+        bindings = {"x": hidden, "weight": "shared.down", "y": output}
+        builder.call(plan, "shared matmul 2", bindings, {"y": Role.ADDEND})
+        if shared.gate is None:
+            return output, None
+        logits_spec = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
+        plan = plan_router(self.x, shared.gate, None, logits_spec, self.target)
+        gate = f"{SAVED if self.save else ''}shared_gate"
+        builder.call(plan, "shared gate", {"x": "x", "weight": "shared.gate", "logits": gate})
+        return output, gate

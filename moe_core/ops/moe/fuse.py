@@ -1,0 +1,212 @@
+"""Stages of few tokens' forwards that share a launch.
+
+Few tokens' forwards stream weights, and each boundary between launches costs what it takes the memory to fall silent
+and start again: the last blocks of a grid, a launch, the first loads. What is computed is what launches apart compute,
+to the bit: the tiles are theirs, and a tile's sums know nothing of others.
+
+**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. A block of product 2
+begins as soon as a block of product 1 has left room and its own rows are done, so that weights never stop coming; the
+reduction's begin while the last ones of product 2 run. Blocks that wait do so for blocks that were given a lower
+number, in the order in which they began: that they end does not depend on the order in which the GPU begins blocks, nor
+on how many it runs at once.
+
+**One token** (`moe_core.ops.moe.kernels.one_token`): the routing shares the launch of product 1, whose blocks choose
+the token's experts themselves, and the reduction that of product 2, whose last block of a tile of columns adds up its
+slots. Nothing waits, nor does product 2 begin before product 1 has ended (`moe_core.ops.moe.pdl`), which was 1 us
+slower. A chain would lose, too: all blocks of product 1 run at once, and those of product 2 take room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_core.base.sizes import elementwise_tile, padded
+from moe_core.base.target import Target
+from moe_core.ops.matmul.portable.plan import MATMUL_OGS
+from moe_core.ops.matmul.tile_choice import TileChoice
+from moe_core.ops.reduction.reduce import REDUCE
+from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
+from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch, LaunchPlan, Pointer, Scalar
+
+CHAINED = Kernel("moe.kernels.chained:chained", pdl="start")
+ROUTE_AND_MULTIPLY = Kernel("moe.kernels.one_token:route_and_multiply", writes_layout=True, counts_slots=True)
+MULTIPLY_AND_REDUCE = Kernel("moe.kernels.one_token:multiply_and_reduce")
+
+#: Plans of more tokens launch their stages one by one, and of fewer too, but one: with 2 to 4 a chain was up to 15 %
+#: slower, with 8 and more up to 8 % faster.
+MOST_TOKENS, _FEWEST_TOKENS = 256, 8
+#: Rows of a block from which boundaries are too small a part of it.
+_MOST_ROWS = 32
+#: Counters of a chain before those of row blocks, and the fewest of a launch: one number of them for most plans, so
+#: that the kernels that clear them are the same.
+_COUNTERS, _FEWEST_COUNTERS = 2, 1024
+#: Up to this K the loop over slots is unrolled; the reductions that share a launch are that alone.
+_MOST_CHOICES = 16
+#: Columns of a program of the chained reduction: latency alone counts, and they are spread over many.
+_REDUCED_COLUMNS = 512
+
+
+def why_not_fused(
+    tiles: tuple[TileChoice | None, ...], num_tokens: int, top_k: int, *, alone: bool, batch_invariant: bool
+) -> str | None:
+    """The reason the stages of a forward are launches of their own; None if some share one.
+
+    tiles: of both products, None where there are none. alone: whether the reduction follows product 2 and has nothing
+    but its slots to add up, and nothing of the products is saved.
+    """
+    if not all(tiles) or num_tokens == 0:
+        return "there are no tiles"
+    families = [tile.family for tile in tiles if tile is not None]
+    if not all(family.shares_launches for family in families):
+        return f"both products need the portable family, got {' and '.join(family.name for family in families)}"
+    if num_tokens > MOST_TOKENS:
+        return f"sharing launches gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
+    if 1 < num_tokens < _FEWEST_TOKENS:
+        return f"sharing launches gains nothing with 2 to {_FEWEST_TOKENS - 1} tokens, got {num_tokens}"
+    first, second = (tile.config for tile in tiles if tile is not None)
+    if num_tokens > 1 and (first.block_m != second.block_m or first.num_warps != second.num_warps):
+        return "both products need row blocks of one height and one number of warps"
+    if num_tokens > 1 and first.block_m > _MOST_ROWS:
+        return f"sharing launches gains nothing above {_MOST_ROWS} rows of a block, got {first.block_m}"
+    if top_k > _MOST_CHOICES:
+        return f"top_k must be at most {_MOST_CHOICES}, got {top_k}"
+    if not alone:
+        return "something is saved for a backward, or added in the reduction"
+    if batch_invariant:
+        return "batch_invariant runs the same kernels for every number of tokens"
+    return None
+
+
+def fusion_counters(num_tokens: int, max_blocks: int, column_tiles: int) -> int:
+    """The int32 counters that launches shared by stages take, a power of two. column_tiles: of product 2."""
+    return padded(column_tiles if num_tokens == 1 else _COUNTERS + max_blocks, _FEWEST_COUNTERS)
+
+
+def fuse_launches(plan: LaunchPlan, num_tokens: int) -> LaunchPlan:
+    """The plan with fewer launches. It has scratch `tile_counters`, cleared by the routing or the layout."""
+    return _fuse_one_token(plan) if num_tokens == 1 else _chain(plan)
+
+
+def _stages(plan: LaunchPlan) -> tuple[tuple[KernelLaunch, ...], KernelLaunch, KernelLaunch, KernelLaunch]:
+    """(what is before the products, product 1, product 2, reduction)."""
+    steps = tuple(step for step in plan.steps if isinstance(step, KernelLaunch))
+    *before, first, second, reduction = steps
+    found = (first.kernel, second.kernel, reduction.kernel)
+    assert len(steps) == len(plan.steps) and found == (MATMUL_OGS, MATMUL_OGS, REDUCE), plan.steps
+    return tuple(before), first, second, reduction
+
+
+def _chain(plan: LaunchPlan) -> LaunchPlan:
+    before, first, second, reduction = _stages(plan)
+    note = "matmul 1, matmul 2 and reduce are one launch, whose blocks wait for each other's results"
+    steps = (*before, _chained(first, second, reduction, plan.target))
+    return dataclasses.replace(plan, steps=steps, notes=(*plan.notes, note))
+
+
+def _fuse_one_token(plan: LaunchPlan) -> LaunchPlan:
+    before, first, second, reduction = _stages(plan)
+    steps, notes = [*before, first], [*plan.notes]
+    if before and before[-1].kernel == ROUTE_AND_LAYOUT and dict(before[-1].arguments)["expert_map"] == Constant(None):
+        steps[-2:] = [_route_and_multiply(before[-1], first)]
+        notes.append("routing and matmul 1 are one launch, whose blocks choose the token's experts themselves")
+    steps.append(_multiply_and_reduce(second, reduction))
+    notes.append("matmul 2 and reduce are one launch, whose last block of a tile of columns adds up its slots")
+    return dataclasses.replace(plan, steps=tuple(steps), notes=tuple(notes))
+
+
+def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
+    """Arguments of a launch; prefix: what goes before their names."""
+    arguments = dict(step.arguments)
+    return {(prefix.upper() if name.isupper() else prefix) + name: arguments[name] for name in names}
+
+
+def _renamed(step: KernelLaunch, **names: str) -> dict[str, Argument]:
+    """Arguments of a launch by other names."""
+    arguments = dict(step.arguments)
+    return {new: arguments[name] for new, name in names.items()}
+
+
+def _number(step: KernelLaunch, name: str) -> int:
+    argument = dict(step.arguments)[name]
+    assert isinstance(argument, Constant | Scalar) and isinstance(argument.value, int), argument
+    return argument.value
+
+
+def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
+    """Product 1 as it is launched; what product 2 has of its own with a prefix."""
+    d, num_tokens = _number(first, "D"), _number(reduction, "num_tokens")
+    block_t, block_d = 1, min(_REDUCED_COLUMNS, padded(d))
+    if target.interpreted:
+        block_t, block_d = elementwise_tile(d, target)
+    arguments = {
+        **_of(first, "x", "weight", "up", "bias", "up_bias"),
+        **_of(second, "weight", "bias", prefix="second_"),
+        **_of(second, "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
+        **_of(reduction, "row_of_slot"),
+        **_of(first, "schedule"),
+        **_renamed(first, hidden="y"),
+        **_renamed(second, slots="y"),
+        **_of(reduction, "out"),
+        "progress": Pointer("tile_counters"),
+        **_of(first, "num_blocks", "num_rows", "num_slots"),
+        **_of(reduction, "num_tokens"),
+        **_renamed(first, D="D", F="N"),
+        **_of(first, "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE"),
+        **_of(first, "BIAS_LAYER_STRIDE", "UP_BIAS_LAYER_STRIDE"),
+        **_of(second, "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE", "BIAS_LAYER_STRIDE", prefix="second_"),
+        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "INPUT_PRECISION"),
+        **_of(first, "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"),
+        "STAGES": Constant(first.num_stages),
+        **_of(second, "BLOCK_N", "BLOCK_K", "GROUP_M", prefix="second_"),
+        "SECOND_STAGES": Constant(second.num_stages),
+        "BLOCK_T": Constant(block_t),
+        "BLOCK_D": Constant(block_d),
+        "PDL": Constant(None),
+    }
+    programs = first.grid[0] + second.grid[0] + -(-num_tokens // block_t) * -(-d // block_d)
+    stages = max(first.num_stages, second.num_stages)
+    return KernelLaunch(CHAINED, (programs, 1, 1), tuple(arguments.items()), first.num_warps, stages)
+
+
+#: What both products of one token take of theirs.
+_SIZES = (
+    "D", "N", "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE",
+    "BIAS_LAYER_STRIDE",
+)  # fmt: skip
+_TILE = ("INPUT_PRECISION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
+
+
+def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelLaunch:
+    """Routing of one token by the first program, product 1 by the others."""
+    arguments = {
+        **_of(routing, "logits", "correction_bias", "token_mask", "ids", "weights", "group_sizes", "group_start"),
+        **_of(routing, "slot_of_row", "row_of_slot", "invalid_ids", "schedule_0", "schedule_1", "tile_counters"),
+        **_of(product, "x", "weight", "up", "bias", "up_bias", "layer_index", "y"),
+        **_of(routing, "capacity", "max_blocks_0", "max_blocks_1"),
+        **_of(product, "num_blocks"),
+        **_of(routing, "NUM_EXPERTS", "TOP_K", "SCORING", "SOFTMAX_LAST", "RENORMALIZE", "SCALE", "NUM_GROUPS"),
+        **_of(routing, "TOPK_GROUP", "BY_EXPERT", "GROUPS", "MEMBERS", "SLOTS", "SPAN"),
+        **_of(routing, "COUNTERS", "BLOCK_M_0", "BLOCK_M_1", "EXPERTS", "BLOCK_PAD", "BLOCK_FILL"),
+        **_of(product, *_SIZES, "UP_BIAS_LAYER_STRIDE", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", *_TILE),
+    }
+    grid = (1 + product.grid[0], 1, 1)
+    return KernelLaunch(ROUTE_AND_MULTIPLY, grid, tuple(arguments.items()), product.num_warps, product.num_stages)
+
+
+def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> KernelLaunch:
+    """Product 2 of one token, and the sums of its slots."""
+    arguments = {
+        **_of(product, "x", "weight", "bias", "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
+        **_of(reduction, "row_of_slot"),
+        **_of(product, "schedule"),
+        **_renamed(product, slots="y"),
+        **_of(reduction, "out"),
+        "tile_counters": Pointer("tile_counters"),
+        **_of(product, "num_blocks", "num_rows", "num_slots"),
+        **_of(product, *_SIZES),
+        **_of(reduction, "TOP_K"),
+        **_of(product, *_TILE),
+    }
+    return KernelLaunch(
+        MULTIPLY_AND_REDUCE, product.grid, tuple(arguments.items()), product.num_warps, product.num_stages
+    )

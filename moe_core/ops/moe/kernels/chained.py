@@ -1,0 +1,98 @@
+"""Both products of few tokens and their reduction in one launch, with no boundary between them. See
+`moe_core.ops.moe.fuse`.
+
+Programs draw numbers, ascending: the first are tiles of product 1, the next of product 2, the last of the reduction. A
+program that needs results of others waits for programs with lower numbers alone. These have been drawn, so they run or
+are done; the lowest that still runs waits for nobody. So all end, wherever the GPU puts them and whenever.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.matmul.portable.kernel import multiply_tile, tile_of_program
+from moe_core.ops.reduction.kernels.reduce import reduce_tile
+
+#: Places in `progress`: the next number, finished programs of product 2, and from there on finished tiles of product 1
+#: per row block.
+NEXT = tl.constexpr(0)
+FINISHED = tl.constexpr(1)
+BLOCKS = tl.constexpr(2)
+
+
+@triton.jit
+def announce(place):
+    """One more: everything that this program wrote can be seen by those that `wait` for it."""
+    tl.debug_barrier()
+    tl.atomic_add(place, 1, sem="release")
+
+
+@triton.jit
+def wait(place, count):
+    """Wait until so many have announced themselves here."""
+    while tl.atomic_add(place, 0, sem="acquire") < count:
+        pass
+
+
+@triton.jit
+def chained(
+    x, weight, up, bias, up_bias, second_weight, second_bias, row_weight, layer_index,
+    group_sizes, group_start, slot_of_row, row_of_slot, schedule, hidden, slots, out, progress,
+    num_blocks, num_rows, num_slots, num_tokens,
+    D: tl.constexpr, F: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr,
+    LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
+    BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    SECOND_LAYER_STRIDE: tl.constexpr, SECOND_EXPERT_STRIDE: tl.constexpr, SECOND_K_STRIDE: tl.constexpr,
+    SECOND_N_STRIDE: tl.constexpr, SECOND_BIAS_LAYER_STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+    SECOND_BLOCK_N: tl.constexpr, SECOND_BLOCK_K: tl.constexpr, SECOND_GROUP_M: tl.constexpr,
+    SECOND_STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of one of the three; parameters as in `matmul_ogs` and `reduce`.
+
+    hidden: rows of product 1, in layout order; slots: rows of product 2, by slot. F: columns of hidden.
+    progress: int32, zeros, BLOCKS and one for each row block. PDL: see `kernels.pdl`.
+    """
+    if PDL is not None:
+        join()
+    TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    SECOND_TILES: tl.constexpr = (D + SECOND_BLOCK_N - 1) // SECOND_BLOCK_N
+    first_programs = num_blocks * TILES
+    second_programs = num_blocks * SECOND_TILES
+    number = tl.atomic_add(progress + NEXT, 1, sem="relaxed")
+    if number < first_programs:
+        block, tile = tile_of_program(number, num_blocks, TILES, GROUP_M)
+        expert = tl.load(schedule + 2 * block + 1)
+        if expert >= 0:
+            multiply_tile(
+                block, tile, expert, x, weight, up, bias, up_bias, None, layer_index, group_sizes, group_start,
+                slot_of_row, schedule, hidden, None, num_rows, num_slots, D, F, WEIGHT_N, NUM_LAYERS, X_STRIDE,
+                LAYER_STRIDE, EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K,
+                "token", "row", GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                False, STAGES,
+            )  # fmt: skip
+            announce(progress + BLOCKS + block)
+    elif number < first_programs + second_programs:
+        block, tile = tile_of_program(number - first_programs, num_blocks, SECOND_TILES, SECOND_GROUP_M)
+        expert = tl.load(schedule + 2 * block + 1)
+        if expert >= 0:
+            wait(progress + BLOCKS + block, TILES)
+            multiply_tile(
+                block, tile, expert, hidden, second_weight, None, second_bias, None, row_weight, layer_index,
+                group_sizes, group_start, slot_of_row, schedule, slots, None, num_rows, num_slots, F, D, D,
+                NUM_LAYERS, F, SECOND_LAYER_STRIDE, SECOND_EXPERT_STRIDE, SECOND_K_STRIDE, SECOND_N_STRIDE,
+                SECOND_BIAS_LAYER_STRIDE, 0, TOP_K, "row", "slot", None, None, None, None, INPUT_PRECISION, BLOCK_M,
+                SECOND_BLOCK_N, SECOND_BLOCK_K, False, SECOND_STAGES,
+            )  # fmt: skip
+        announce(progress + FINISHED)
+    else:
+        COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+        tile = number - first_programs - second_programs
+        wait(progress + FINISHED, second_programs)
+        reduce_tile(
+            tile // COLUMNS, tile % COLUMNS, slots, row_of_slot, None, None, out, num_tokens, num_slots, TOP_K, D, 0,
+            False, True, BLOCK_T, BLOCK_D, False,
+        )  # fmt: skip

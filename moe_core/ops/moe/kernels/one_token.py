@@ -1,0 +1,109 @@
+"""A forward of one token in two launches: routing with product 1, product 2 with the reduction. See
+`moe_core.ops.moe.fuse`.
+
+Every program of product 1 chooses the token's experts itself, which takes it less than waiting for a launch that does,
+and the first one writes what that launch would have written. Of the programs of product 2 that share a tile of columns,
+one per expert, the last to finish adds up the slots, in the order in which the reduction adds them.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.matmul.portable.kernel import multiply_tile, tile_of_program
+from moe_core.ops.reduction.kernels.reduce import reduce_tile
+from moe_core.ops.routing.kernels.route_and_layout import route_tokens
+from moe_core.ops.routing.kernels.topk import choose_experts
+
+
+@triton.jit
+def nth_expert(chosen, place):
+    """The expert at a place of the chosen ones (different ids, -1: none) in ascending order, which is their order in
+    the layout; -1 behind the last.
+
+    Example, chosen [5, -1, 2, 9]: 2, 5, 9, -1.
+    """
+    others = tl.expand_dims(chosen, 0)
+    lower = (others >= 0) & (others < tl.expand_dims(chosen, 1))
+    places = tl.sum(lower.to(tl.int32), axis=1)
+    return tl.max(tl.where((chosen >= 0) & (places == place), chosen, -1), axis=0)
+
+
+@triton.jit
+def route_and_multiply(
+    logits, correction_bias, token_mask, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids,
+    schedule_0, schedule_1, tile_counters, x, weight, up, bias, up_bias, layer_index, y, capacity, max_blocks_0,
+    max_blocks_1, num_blocks,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
+    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr,
+    LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
+    BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """The first program: `route_tokens` of one token; each other one: a tile of product 1, as `matmul_ogs` computes it.
+
+    Parameters as there; num_blocks: row blocks of the schedule, of which each expert of one token has one.
+    """
+    if tl.program_id(0) == 0:
+        route_tokens(
+            logits, correction_bias, token_mask, None, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
+            invalid_ids, schedule_0, schedule_1, tile_counters, 1, capacity, max_blocks_0, max_blocks_1,
+            tl.program_id(0), tl.full((), 1, tl.int32), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
+            NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN, 1, 1, NUM_EXPERTS, 1, None, COUNTERS,
+            BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
+        )  # fmt: skip
+    else:
+        TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+        block, tile = tile_of_program(tl.program_id(0) - 1, num_blocks, TILES, GROUP_M)
+        token = tl.arange(0, 1)
+        chosen, _ = choose_experts(
+            logits, correction_bias, token_mask, token.to(tl.int64), token < 1, NUM_EXPERTS, TOP_K, SCORING,
+            SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
+        )  # fmt: skip
+        expert = nth_expert(tl.reshape(chosen, (SLOTS,)), block)
+        if expert >= 0:
+            # The only row of its expert, and of x: a dense product with one row.
+            multiply_tile(
+                block * 0, tile, expert, x, weight, up, bias, up_bias, None, layer_index, None, None, None, None,
+                y + block.to(tl.int64) * N, None, 1, 1, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE,
+                EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, "row", "row",
+                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, False, None,
+            )  # fmt: skip
+
+
+@triton.jit
+def multiply_and_reduce(
+    x, weight, bias, row_weight, layer_index, group_sizes, group_start, slot_of_row, row_of_slot, schedule, slots, out,
+    tile_counters, num_blocks, num_rows, num_slots,
+    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr,
+    LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
+    BIAS_LAYER_STRIDE: tl.constexpr, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """A tile of product 2, as `matmul_ogs` computes it; the last program of a tile of columns: the token's columns.
+
+    tile_counters: int32, zeros, one for each tile of columns; the rest as in `matmul_ogs` and `reduce`.
+    """
+    block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
+    expert = tl.load(schedule + 2 * block + 1)
+    if expert >= 0:
+        multiply_tile(
+            block, tile, expert, x, weight, None, bias, None, row_weight, layer_index, group_sizes, group_start,
+            slot_of_row, schedule, slots, None, num_rows, num_slots, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE,
+            EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, 0, TOP_K, "row", "slot", None, None, None, None,
+            INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, False, None,
+        )  # fmt: skip
+    # What all warps wrote can be seen by the program that counts this one, and the last one sees what all wrote.
+    tl.debug_barrier()
+    finished = tl.atomic_add(tile_counters + tile, 1, sem="acq_rel")
+    if finished == num_blocks - 1:
+        tl.debug_barrier()
+        reduce_tile(
+            tl.full((), 0, tl.int32), tile, slots, row_of_slot, None, None, out, 1, num_slots, TOP_K, N, 0, False, True,
+            1, BLOCK_N, False,
+        )  # fmt: skip

@@ -1,0 +1,31 @@
+"""What the arrays and results of one MoE are called, and which of them a training step is about."""
+
+from __future__ import annotations
+
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import RouterWeights, SharedExpert, TopK
+
+#: Arrays without a gradient.
+CONSTANTS = ("experts.layer_index", "routing.ids", "routing.correction_bias", "token_mask", "expert_map")
+#: Arrays that quantised experts alone may have. A forward that reads them has no gradient.
+INPUT_SCALES = ("experts.gate_up_input_scale", "experts.down_input_scale")
+#: The results through which gradients flow back: fields of OutputGradients.
+FLOWING = ("output", "weights", "logits")
+
+#: Arrays with a row for each token.
+BY_TOKEN = ("x", "token_mask", "routing.logits", "routing.ids", "routing.weights")
+
+
+def result_names(routing: type) -> tuple[str, ...]:
+    """The results of a forward, in order. routing: the class of its routing bundle."""
+    names = ("output", "tokens_per_expert", "invalid_ids")
+    names += () if routing is TopK else ("ids", "weights")
+    return (*names, "logits") if routing is RouterWeights else names
+
+
+def saved_names(spec: MoESpec, shared: SharedExpert | None) -> tuple[str, ...]:
+    """The outputs that a forward adds to its results for the backward, in order. Of shared it counts what is there."""
+    names = ("saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
+    if not spec.recompute:
+        names = ("saved.pre_activation", *names, *(() if shared is None else ("saved.shared_pre_activation",)))
+    return names if shared is None or shared.gate is None else (*names, "saved.shared_gate")

@@ -1,0 +1,104 @@
+"""Overlapping launches: a launch may begin before the one ahead of it has ended.
+
+A forward of few tokens whose stages share no launch (`moe_core.ops.moe.fuse`) is four of 5 to 30 us, five to eight
+where rows are quantised, and each boundary costs the end of one grid, whose last blocks leave most of the GPU idle, and
+the start of the next, whose blocks first look up what to work on. NVIDIA GPUs from sm_90 have programmatic dependent
+launch: a dependent launch begins once every block of the launch ahead has allowed it or ended, and waits in its kernel
+for that launch to have ended. So blocks are in place and know their expert when their rows are ready.
+
+Four rules make it safe; `moe_core.ops.common.kernels.pdl` is what kernels call.
+
+- A plan's first launch is an ordinary one: it waits for everything ahead of it in the stream, of this library or not.
+- Every kernel that may be launched dependent waits in every block, and allows the next launch only after that. When a
+  launch begins, all before the one ahead of it have therefore ended, and when it ends, so have all before it.
+- Before it waits, a kernel reads inputs of the plan and what was written before the launch ahead began, nothing else.
+  Nothing is written before, so that scratch buffers of different lifetimes may share memory.
+- A kernel that knows nothing of this is launched ordinarily: it waits for all ahead of it.
+
+Another kernel that another thread puts into the stream between two of these changes nothing: both wait for it. Stream
+capture saves the order: inside a plan its edges are programmatic, between plans and other kernels full ones.
+
+It gains with few tokens and small experts, and where a product has blocks that take a multiprocessor each; elsewhere
+boundaries are a small part, and blocks that wait hold what the launch ahead could use
+(docs/notebook/2026-11-22-pdl.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
+
+#: Plans of more tokens launch ordinarily, but for those with a kernel whose blocks take a multiprocessor each: those of
+#: the launch behind wait for room, and take none away.
+MOST_TOKENS = 64
+_MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
+#: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
+#: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/notebook/2026-11-22-pdl.md); between them nothing.
+MOST_EXPERT_BYTES = 16 * 10**6
+
+
+def why_not_pdl(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str | None:
+    """The reason a plan's launches follow one another; None if they may overlap."""
+    target = plan.target
+    if not target.has_pdl:
+        return f"dependent launches need a cuda device of sm_90 or newer, got {target}"
+    if batch_invariant:
+        return "batch_invariant runs the same kernels for every number of tokens"
+    if _takes_whole(plan):
+        return None
+    if num_tokens > MOST_TOKENS:
+        return f"overlapping gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
+    if (size := _expert_bytes(plan)) > MOST_EXPERT_BYTES:
+        return f"overlapping gains nothing where an expert has more than {MOST_EXPERT_BYTES} bytes, got {size}"
+    return None
+
+
+def _takes_whole(plan: LaunchPlan) -> bool:
+    """Whether blocks of one of its kernels take a multiprocessor each."""
+    return any(isinstance(step, KernelLaunch) and step.kernel.whole_multiprocessor for step in plan.steps)
+
+
+def _expert_bytes(plan: LaunchPlan) -> int:
+    """Bytes of one expert's matrices."""
+    tiled = set()
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch) and step.kernel.prepacked_weight is not None:
+            weight = dict(step.arguments)[step.kernel.prepacked_weight]
+            assert isinstance(weight, (Pointer, TensorMap)), weight
+            tiled.add(weight.buffer)
+    matrices = [(buffer.spec, 3 if buffer.name in tiled else 2) for buffer in plan.inputs if buffer.name in _MATRICES]
+    return sum(array.nbytes // math.prod(array.shape[:-axes]) for array, axes in matrices)
+
+
+def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False) -> LaunchPlan:
+    """The plan with every launch dependent whose kernel can be, but for the first; on cuda its notes say which.
+
+    Returns it with a note alone where `why_not_pdl` has a reason, unchanged off the GPU.
+    """
+    if not plan.target.on_gpu or not plan.steps:
+        return plan
+    reason = why_not_pdl(plan, num_tokens, batch_invariant)
+    if reason is not None:
+        return dataclasses.replace(plan, notes=(*plan.notes, f"launches follow one another: {reason}"))
+    steps, ahead = [], None
+    for step in plan.steps:
+        assert isinstance(step, KernelLaunch), step
+        steps.append(_with_pdl(step, ahead))
+        ahead = step
+    count = sum(step.dependent for step in steps)
+    reason = "whose blocks take a multiprocessor each" if _takes_whole(plan) else f"as {num_tokens} tokens are few"
+    note = f"{count} of {len(steps)} launches begin before the one ahead has ended, {reason}"
+    if not count:
+        note = "launches follow one another: none of their kernels waits for the launch ahead by itself"
+    return dataclasses.replace(plan, steps=tuple(steps), notes=(*plan.notes, note))
+
+
+def _with_pdl(step: KernelLaunch, ahead: KernelLaunch | None) -> KernelLaunch:
+    """One launch, behind the launch `ahead`; as it is where its kernel knows no PDL."""
+    if step.kernel.pdl is None:
+        return step
+    looks_first = step.kernel.pdl == "layout" and ahead is not None and not ahead.kernel.writes_layout
+    arguments = dict(step.arguments) | {"PDL": Constant("layout" if looks_first else "start")}
+    return dataclasses.replace(step, arguments=tuple(arguments.items()), dependent=ahead is not None)

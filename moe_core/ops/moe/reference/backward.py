@@ -1,0 +1,316 @@
+"""One MoE backward in NumPy, stage by stage, at the rounding points of the kernels.
+
+What it reads of the forward is what a training step saves: x, the routing (logits, ids, weights; the layout follows
+from ids) and the pre-activation as stored, in the dtype of x. Neither gathered inputs nor the activation nor expert
+outputs are saved. Rounding points: d_output to the dtype of x (nothing where it has that dtype already), d_pre,
+weighted_hidden and d_slots to the dtype of x, every result to the dtype of what it is the gradient of; all else is
+fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.base import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec
+from moe_core.ops.activation.reference import expert_activation_backward, sigmoid
+from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.matmul.reference.backward import (
+    bias_gradient,
+    bias_product,
+    in_stack,
+    input_gradient,
+    matrix_gradient,
+)
+from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer, quantized_from
+from moe_core.ops.reduction.reference import reduce, scale_rows
+from moe_core.ops.router.reference import router, router_backward
+from moe_core.ops.routing.reference import layout as make_layout
+from moe_core.ops.routing.reference import routing_backward
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, OutputGradients, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.routing import LayoutSpec, LogitsSpec
+
+Routing = RouterWeights | RouterLogits | TopK
+_ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": RouterLogits, "routing.ids": TopK}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backward is to compute. wanted: names of gradients, None = all there are. into: fp32 arrays by name, to
+    which the gradient of that name is added before its cast, which is to fp32 then."""
+
+    wanted: frozenset[str] | None = None
+    into: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def wants(self, name: str) -> bool:
+        return self.wanted is None or name in self.wanted
+
+
+EVERYTHING = Request()
+
+
+class _Chain(NamedTuple):
+    """Experts, or the shared expert: their weights, and how they find their rows.
+
+    x: the input of gate_up, pre: before the activation. gathers: of x, of rows by slot, of the output's gradient.
+    where: the layout and its arrays.
+    """
+
+    bundle: ExpertWeights | SharedExpert
+    prefix: str
+    layer_index: np.ndarray | None
+    x: np.ndarray
+    gathers: tuple[str, str, str]
+    where: dict[str, Any]
+
+    def pre_activation(self, spec: MoESpec) -> np.ndarray:
+        """The product with gate_up (and up) before its activation, by slot, as the forward rounds it."""
+        (of_x, by_slot, _), dtype = self.gathers, dtypes.canonical(self.x.dtype)
+        options = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
+        products = [
+            matmul_ogs(
+                self.x,
+                getattr(self.bundle, name),
+                bias=getattr(self.bundle, f"{name}_bias", None),
+                layer_index=self.layer_index,
+                spec=options,
+                **self.where,
+            )
+            for name in ("gate_up", "up")
+            if getattr(self.bundle, name) is not None
+        ]
+        return np.concatenate(products, axis=1)
+
+
+class _MoEBackward:
+    """The stages of one backward; one method per part. `found` collects what `moe_backward_stages` returns."""
+
+    def __init__(self, gradients: OutputGradients, request: Request, *arguments: Any) -> None:
+        self.x, self.experts, self.routing, self.spec, self.stages = arguments[:5]
+        self.token_mask, self.expert_map, self.shared = arguments[5:]
+        self.gradients, self.request = gradients, request
+        self.found: dict[str, np.ndarray] = {}
+        self.d_out = round_to(gradients.output, self.x.dtype)
+        self.d_x = np.zeros(self.x.shape, np.float32)
+
+    def _through(
+        self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, **weighting: Any
+    ) -> tuple[np.ndarray, ...]:
+        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype; the chain's gradients are found.
+
+        pre: None = computed again. weighting: of `expert_activation_backward`."""
+        spec, bundle, (of_x, by_slot, of_output) = self.spec, chain.bundle, chain.gathers
+        pre = chain.pre_activation(spec) if pre is None else pre
+
+        def back(d_y: np.ndarray, gather: str, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:
+            options = MatmulSpec(spec.weight_layout, gather, by_slot, None, dtype, spec.allow_tf32)
+            return input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
+
+        d_hidden = back(self.d_out, of_output, "float32", bundle.down)
+        d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
+        d_rows = back(d_pre, by_slot, out_dtype, bundle.gate_up, bundle.up)
+        width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
+        factors = {
+            "down": ((hidden, by_slot), (self.d_out, of_output)),
+            "gate_up": ((chain.x, of_x), (d_pre[:, :width], by_slot)),
+            "up": ((chain.x, of_x), (d_pre[:, width:], by_slot)),
+        }
+        for name, sides in factors.items():
+            matrix, full = getattr(bundle, name), chain.prefix + name
+            if self.request.wants(full) and isinstance(matrix, np.ndarray):
+                into = self.request.into.get(full)
+                self.found[full] = matrix_gradient(
+                    *sides, matrix, chain.layer_index, into, weight_layout=spec.weight_layout, **chain.where
+                )
+            bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
+            if bias is not None and self.request.wants(full):
+                (d_y, gather), weight = sides[1], weighting["row_weight"] if name == "down" else None
+                dtype = dtypes.canonical(bias.dtype)
+                d_bias = bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
+                self.found[full] = in_stack(d_bias, bias, chain.layer_index)
+        return d_hidden, d_pre, hidden, d_weight, d_rows
+
+    def through_experts(self) -> np.ndarray:
+        """Gradients of the experts and the experts' part of d_x; the gradient of the weights fp32 `[T, K]`."""
+        experts, stages, layer_index = self.experts, self.stages, self.experts.layer_index
+        ids, weights = stages["ids"], stages["weights"].reshape(-1)
+        layout = LayoutSpec(ids.shape[0], ids.shape[1], experts.down.shape[0 if layer_index is None else 1])
+        sizes, start, slot_of_row, row_of_slot, _ = make_layout(ids, self.expert_map, self.token_mask, layout=layout)
+        where = {"group_sizes": sizes, "group_start": start, "slot_of_row": slot_of_row, "layout": layout}
+        on_input = self.spec.apply_router_weight_on_input
+        source = scale_rows(self.x, stages["weights"]) if on_input else self.x
+        product = None
+        if experts.down_bias is not None:
+            product = bias_product(self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where)
+        chain = _Chain(experts, "d_experts.", layer_index, source, ("token", "slot", "token"), where)
+        d_hidden, d_pre, hidden, d_weight, d_slots = self._through(
+            chain,
+            stages.get("matmul1"),
+            None,
+            row_of_slot=row_of_slot,
+            row_weight=None if on_input else weights,
+            bias_product=product,
+            order="slot",
+        )
+        self.found |= {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_slots}
+        if on_input:
+            # K = 1: a slot is its token. What was x times the weight gives gradients of both.
+            tokens = np.flatnonzero(row_of_slot >= 0)
+            d_source = to_float32(d_slots[tokens])
+            d_weight = np.zeros(layout.num_slots, np.float32)
+            with np.errstate(all="ignore"):
+                d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1, dtype=np.float32)
+                self.d_x[tokens] += d_source * weights[tokens, None]
+        else:
+            self.d_x += reduce(d_slots, row_of_slot, top_k=layout.top_k, out_dtype="float32")
+        return d_weight.reshape(ids.shape)
+
+    def through_shared(self, shared: SharedExpert) -> None:
+        """The shared expert: one expert of every token, weighted by the sigmoid of its gate."""
+        spec, x = self.spec, self.x
+        layer_index = self.experts.layer_index if shared.gate_up.ndim == 3 else None
+        pre, gate = self.stages.get("shared_matmul1"), self.stages.get("shared_gate")
+        if pre is None and shared.gate is not None:
+            gate = router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
+        chain = _Chain(shared, "d_shared.", layer_index, x, ("row", "row", "row"), {"layout": None})
+        weight = None if gate is None else sigmoid(gate)
+        *_, d_sigmoid, d_x = self._through(chain, pre, "float32", row_weight=weight)
+        with np.errstate(all="ignore"):
+            self.d_x += d_x
+            if gate is not None and shared.gate is not None:
+                d_gate = d_sigmoid[:, None] * (sigmoid(gate) * sigmoid(-gate))
+                found = router_backward(d_gate, x, shared.gate, spec=LogitsSpec(spec.weight_layout))
+                self.found["d_shared.gate"] = found.weight
+                self.d_x += found.x
+
+    def through_router(self, d_weights: np.ndarray) -> None:
+        """From the weights, the losses and the logits' own gradient to the logits, and to x where they come from it."""
+        given, spec, stages, routing = self.gradients, self.spec, self.stages, self.routing
+        if isinstance(routing, TopK):
+            extra = [name for name in ("weights", "logits", "load_balance", "z") if getattr(given, name) is not None]
+            if extra:
+                raise InvalidInput(
+                    f"gradients.{extra[0]} must be None where ids and weights are given, which are no outputs then; "
+                    "got a value, leave it out"
+                )
+            self.found["d_routing.weights"] = d_weights
+            return
+        logits, ids = stages["logits"], stages["ids"]
+        with np.errstate(all="ignore"):
+            total = d_weights if given.weights is None else d_weights + given.weights
+        d_logits = routing_backward(
+            logits,
+            ids,
+            total,
+            given.logits,
+            given.load_balance,
+            given.z,
+            np.bincount(ids[ids >= 0], minlength=logits.shape[1]),
+            self.token_mask,
+            spec=spec.router,
+        )
+        self.found |= {"d_weights": d_weights, "d_logits": d_logits}
+        if isinstance(routing, RouterLogits):
+            self.found["d_routing.logits"] = d_logits
+            return
+        options = LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
+        into = self.request.into.get("d_routing.weight")
+        found = router_backward(d_logits, self.x, routing.weight, routing.bias, self.token_mask, into, spec=options)
+        self.found["d_routing.weight"] = found.weight
+        if found.bias is not None:
+            self.found["d_routing.bias"] = found.bias
+        with np.errstate(all="ignore"):
+            self.d_x += found.x
+
+
+def moe_backward_stages(
+    gradients: OutputGradients,
+    x: np.ndarray,
+    experts: ExpertWeights,
+    routing: Routing,
+    spec: MoESpec,
+    stages: dict[str, np.ndarray],
+    *,
+    token_mask: np.ndarray | None = None,
+    expert_map: np.ndarray | None = None,
+    shared: SharedExpert | None = None,
+    request: Request = EVERYTHING,
+) -> dict[str, np.ndarray]:
+    """Every stage of one MoE backward; stages: what `moe_stages` returned for the same arguments, of which logits, ids,
+    weights and matmul1 are read, and of a shared expert shared_matmul1 `[T, 2S]` and shared_gate fp32 `[T, 1]`; both
+    matmul1 are computed again, to the same bits, where they are not there. request: what is wanted and added to.
+
+    Keys, by slot with exact zeros where a slot has no expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre
+    `[T * K, 2F]` (or F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`; then d_weights fp32 `[T, K]` and d_logits
+    fp32 `[T, E]` (absent where ids are given). The results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*` for
+    every array of the bundles that has a gradient (correction_bias, ids and layer_index have none), with its shape and
+    dtype.
+
+    d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), + the shared
+    expert's, + its gate's, + the router's; one cast. A stacked array has a zero gradient but for the layer used.
+    Quantised matrices have none; what goes back through them is `input_gradient`'s.
+    Raises InvalidInput where ids are given and a gradient of what comes before them is too.
+    """
+    backward = _MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)
+    d_weights = backward.through_experts()
+    if shared is not None:
+        backward.through_shared(shared)
+    backward.through_router(d_weights)
+    return backward.found | {"d_x": round_to(backward.d_x, x.dtype)}
+
+
+def _bundle(kind: type, prefix: str, arrays: dict[str, np.ndarray]) -> Any:
+    return kind(**{name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)})
+
+
+def moe_backward(
+    *,
+    spec: MoESpec,
+    wanted: tuple[str, ...],
+    accumulate: tuple[str, ...],
+    one_layer: bool,
+    tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
+    **arrays: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
+
+    The pre-activation comes from `saved.pre_activation` (by layout row; `saved.row_of_slot` finds a slot's) or, without
+    it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. one_layer: of a stack,
+    only the layer used. tensors: quantised inputs, see `quantized_from`.
+    """
+    arrays = quantized_from(arrays, tensors)
+    x, experts = arrays["x"], _bundle(ExpertWeights, "experts.", arrays)
+    routing = next(_bundle(kind, "routing.", arrays) for name, kind in _ROUTING.items() if name in arrays)
+    shared = _bundle(SharedExpert, "shared.", arrays) if "shared.gate_up" in arrays else None
+    source = vars(routing) if isinstance(routing, TopK) else arrays
+    stages = {name: source[name] for name in ("ids", "weights")}
+    if not isinstance(routing, TopK):
+        stages["logits"] = arrays["logits"] if isinstance(routing, RouterWeights) else routing.logits
+    if "saved.pre_activation" in arrays:
+        pre, row_of_slot = arrays["saved.pre_activation"], arrays["saved.row_of_slot"]
+        slots = np.flatnonzero(row_of_slot >= 0)
+        stages["matmul1"] = np.zeros(pre.shape, pre.dtype)
+        stages["matmul1"][slots] = pre[row_of_slot[slots]]
+    for name, stage in (("saved.shared_pre_activation", "shared_matmul1"), ("saved.shared_gate", "shared_gate")):
+        if name in arrays:
+            stages[stage] = arrays[name]
+    masks: dict[str, Any] = {name: arrays.get(name) for name in ("token_mask", "expert_map")}
+    request = Request(frozenset(wanted), {name: arrays["into." + name.removeprefix("d_")] for name in accumulate})
+    gradients = _bundle(OutputGradients, "gradients.", arrays)
+    found = moe_backward_stages(gradients, x, experts, routing, spec, stages, shared=shared, request=request, **masks)
+    if one_layer and experts.layer_index is not None:
+        rank = len(experts.down.shape)
+        ranks = {"d_experts": rank, "d_shared": rank - 1}
+        for name in wanted:
+            bundle, _, field = name.partition(".")
+            if found[name].ndim == ranks.get(bundle, 0) - field.endswith("_bias"):
+                found[name] = found[name][int(experts.layer_index[0])]
+    return tuple(found[name] for name in wanted)

@@ -1,0 +1,142 @@
+"""One MoE forward in NumPy, stage by stage: what parity runs compare every engine with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.base import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.ops.activation.reference import activation
+from moe_core.ops.common.rounding import round_to
+from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs
+from moe_core.ops.quantize.reference import quantize_rows
+from moe_core.ops.reduction.reference import reduce, scale_rows
+from moe_core.ops.router.reference import router
+from moe_core.ops.routing.reference import layout as make_layout
+from moe_core.ops.routing.reference import route
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.routing import LayoutSpec, LogitsSpec
+
+
+def _routing_stages(
+    x: np.ndarray, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, token_mask: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """logits (unless ids are given), ids and weights."""
+    if isinstance(routing, TopK):
+        return {"ids": routing.ids, "weights": routing.weights}
+    if isinstance(routing, RouterWeights):
+        logits = router(x, routing.weight, routing.bias, spec=spec.logits_spec())
+    else:
+        logits = routing.logits
+    if spec.router is None:
+        raise InvalidInput(
+            "spec.router must be a RouterSpec where ids are not given, got None; pass MoESpec(router=...)"
+        )
+    ids, weights = route(logits, routing.correction_bias, token_mask, spec=spec.router)
+    return {"logits": logits, "ids": ids, "weights": weights}
+
+
+def _shared_output(
+    x: np.ndarray, shared: SharedExpert, spec: MoESpec, layer_index: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The shared expert's output fp32 `[T, D]` (never rounded) and its gate logits fp32 `[T, 1]` or None."""
+    # A stack of layers may leave the shared expert's matrices unstacked.
+    layer_index = layer_index if shared.gate_up.ndim == 3 else None
+    options = {"weight_layout": spec.weight_layout, "allow_tf32": spec.allow_tf32}
+    first = MatmulSpec(activation=spec.activation, **options)
+    hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layer_index=layer_index, layout=None, spec=first)
+    output = matmul_ogs(
+        hidden, shared.down, layer_index=layer_index, layout=None, spec=MatmulSpec(out_dtype="float32", **options)
+    )
+    if shared.gate is None:
+        return output, None
+    return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
+
+
+def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None, row_of_slot: np.ndarray) -> Matrix:
+    """Rows in the format spec.activations, or as they are. One scale for all is found from those that a slot has."""
+    format = spec.activations
+    if format is None:
+        return rows
+    used_by = row_of_slot if format.group_rows is None and static_scale is None else None
+    return QuantizedTensor(QuantizedSpec(format), *quantize_rows(rows, static_scale, used_by, format=format))
+
+
+def moe_stages(
+    x: np.ndarray,
+    experts: ExpertWeights,
+    routing: RouterWeights | RouterLogits | TopK,
+    spec: MoESpec,
+    *,
+    token_mask: np.ndarray | None = None,
+    expert_map: np.ndarray | None = None,
+    shared: SharedExpert | None = None,
+) -> dict[str, np.ndarray]:
+    """Every stage of one MoE forward on x `[T, D]`, in the order they happen.
+
+    Keys: logits fp32 `[T, E]` (absent where ids are given), ids int32 and weights fp32 `[T, K]`, matmul1
+    `[T * K, 2F]` (or F) before the activation, activation `[T * K, F]`, matmul2 `[T * K, D]` times the router weight,
+    output `[T, D]`, tokens_per_expert int32 `[E]` (local experts), invalid_ids int32 `[1]`. Stages by slot have exact
+    zeros where a slot has no expert; they and the output (unless spec.out_dtype says otherwise) have the dtype of x.
+    matmul1 is rounded for this report only: the activation is computed from the fp32 accumulator. For gate_layout
+    `separate` its columns are gate, then up. Logits that are given are used as they are. A shared expert visits masked
+    tokens too. Experts may be quantised (docs/user/quantization.md); the stage activation is then what is quantised.
+
+    Raises InvalidInput where apply_router_weight_on_input meets K > 1, where spec.router is missing, or where
+    experts.layer_index lies outside the stack.
+    """
+    stages = _routing_stages(x, routing, spec, token_mask)
+    num_tokens, top_k = stages["ids"].shape
+    weights = stages["weights"].reshape(-1)
+    source = x
+    if spec.apply_router_weight_on_input:
+        if top_k != 1:
+            raise InvalidInput(
+                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
+            )
+        source = scale_rows(x, stages["weights"])
+
+    num_experts = experts.down.shape[0 if experts.layer_index is None else 1]
+    spec_of_layout = LayoutSpec(num_tokens, top_k, num_experts)
+    sizes, start, slot_of_row, row_of_slot, invalid = make_layout(
+        stages["ids"], expert_map, token_mask, layout=spec_of_layout
+    )
+
+    def by_slot(values: Matrix, weight: Matrix, gather: str, out_dtype: str, **options: np.ndarray | None):
+        matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32)
+        return matmul_ogs(
+            values,
+            weight,
+            sizes,
+            start,
+            slot_of_row,
+            layer_index=experts.layer_index,
+            layout=spec_of_layout,
+            spec=matmul,
+            **options,
+        )
+
+    source = _quantized(source, spec, experts.gate_up_input_scale, row_of_slot)
+    gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
+    up = None if experts.up is None else by_slot(source, experts.up, "token", "float32", bias=experts.up_bias)
+    slot_dtype = dtypes.canonical(x.dtype)
+    hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
+    before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
+    row_weight = None if spec.apply_router_weight_on_input else weights
+    rows = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
+    slots = by_slot(rows, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
+    extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer_index)
+    output = reduce(
+        slots, row_of_slot, extra, extra_gate, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype
+    )
+    return stages | {
+        "matmul1": round_to(before, slot_dtype),
+        "activation": hidden,
+        "matmul2": slots,
+        "output": output,
+        "tokens_per_expert": sizes,
+        "invalid_ids": invalid,
+    }

@@ -1,0 +1,266 @@
+"""Prepacked weights in any array library: quantised weights put into the order of a kernel once, when they are loaded.
+
+What lies where: `moe_core.formats.tiling`. This is the one description of the permutation; NumPy, torch and JAX bring
+the functions that they call differently (`ArrayFunctions`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, QuantizedTensor, Tiling
+from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, ROW_BYTES, SIDE_ROWS, block_of, why_not_tileable
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
+
+#: What turns a signed code of eight bits into an unsigned one with the zero point 128, and back.
+_SIGN = -128
+#: Where `[block, side, row]` of a block are found in the matrix's axis of rows, split from slow to fast; by order.
+_ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
+
+
+class ArrayFunctions(NamedTuple):
+    """What libraries call differently. permute(array, axes); stack(arrays, axis): along a new axis; pad(array, rows,
+    columns): zeros behind the last two axes; finish(array): what a result becomes."""
+
+    permute: Callable[[Any, tuple[int, ...]], Any]
+    stack: Callable[[list[Any], int], Any]
+    pad: Callable[[Any, int, int], Any]
+    finish: Callable[[Any], Any] = lambda array: array
+
+
+def pad_with(pad: Callable[..., Any]) -> Callable[[Any, int, int], Any]:
+    """`ArrayFunctions.pad` of a library whose `pad` is NumPy's."""
+    return lambda array, rows, columns: pad(array, [(0, 0)] * (array.ndim - 2) + [(0, rows), (0, columns)])
+
+
+NUMPY = ArrayFunctions(np.transpose, np.stack, pad_with(np.pad), np.ascontiguousarray)
+
+
+def order_for(gate_layout: str | None, name: str) -> str:
+    """The order in which weights are tiled whose gate and up rows lie so; None = no gates. Raises InvalidInput."""
+    if gate_layout not in (None, "interleaved", "halves"):
+        raise InvalidInput(
+            f"gate_layout must be None, 'interleaved' or 'halves' for prepacked weights, got {gate_layout!r} for "
+            f"{name}; store gate and up in one buffer, or leave the weights as they are published"
+        )
+    return gate_layout or "rows"
+
+
+def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
+    """A quantised weight `[..., N, D]` with the arrays of `Tiling(N, D, order)`; an `in_out` one is transposed first.
+
+    One that is tiled so comes back as it is. Raises InvalidInput for formats and sizes that cannot be tiled, and for a
+    tensor tiled in another order.
+    """
+    if tensor.spec.tiling is not None:
+        if tensor.spec.tiling.order != order:
+            raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
+        return tensor
+    reason = why_not_tileable(tensor.format)
+    if reason is not None:
+        raise InvalidInput(f"weights to tile must be in a format with a tiling, got {tensor}; {reason}")
+    arrays, shape = [tensor.values, tensor.scales, tensor.zero_points], tensor.shape
+    if tensor.layout == "in_out":
+        axes = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+        arrays = [None if array is None else functions.permute(array, axes) for array in arrays]
+        shape = tuple(shape[axis] for axis in axes)
+    values, scales, points = arrays
+    tiling, format = Tiling(shape[-2], shape[-1], order), tensor.format
+    spec, block = QuantizedSpec(format, tiling=tiling), block_of(format)
+    steps, records = block.steps(tiling.columns), block.records(tiling.columns)
+    words = _to_words(_to_blocks(values, tiling, steps, ROW_BYTES, functions), format.element, functions)
+    words = words.reshape(*shape[:-2], tiling.blocks, steps, BLOCK_VALUES)
+    lead = (*shape[:-2], tiling.blocks, records, BLOCK_ROWS * block.groups)
+    if points is not None:
+        if format.own_element.per_byte == 2:
+            points = _unpack_rows(points, tiling.rows, functions)
+        points = _to_blocks(points, tiling, records, block.groups, functions).reshape(lead)
+    scales = _to_blocks(scales, tiling, records, block.groups, functions).reshape(lead)
+    return map_arrays(QuantizedTensor(spec, words, scales, points), functions.finish)
+
+
+def untile(tensor: QuantizedTensor, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
+    """The published layout of a prepacked weight, `out_in`: the inverse of `tile`. One that is not tiled comes back as
+    it is."""
+    tiling, format = tensor.spec.tiling, tensor.format
+    if tiling is None:
+        return tensor
+    block, spec = block_of(format), QuantizedSpec(format)
+    columns = tiling.columns // format.own_element.per_byte
+    groups = 1 if format.group_columns is None else tiling.columns // format.group_columns
+
+    def in_rows(array: Any, steps: int, width: int) -> Any:
+        """`[..., blocks * 64, steps * width]` of an array of blocks."""
+        array = array.reshape(*tensor.shape[:-2], tiling.blocks, steps, 2, SIDE_ROWS, width)
+        return _from_blocks(array, tiling, steps, width, functions)
+
+    steps, records = block.steps(tiling.columns), block.records(tiling.columns)
+    words = tensor.values.reshape(*tensor.shape[:-2], tiling.blocks, steps, BLOCK_ROWS, ROW_BYTES)
+    values = in_rows(_from_words(words, format.element, functions), steps, ROW_BYTES)[..., : tiling.rows, :columns]
+    scales = in_rows(tensor.scales, records, block.groups)[..., : tiling.rows, :groups]
+    points = tensor.zero_points
+    if points is not None:
+        points = in_rows(points, records, block.groups)[..., : tiling.rows, :groups]
+        if format.own_element.per_byte == 2:
+            points = _pack_rows(points, functions)
+    return map_arrays(QuantizedTensor(spec, values, scales, points), functions.finish)
+
+
+def prepack_weights(
+    weights: Any,
+    spec: MoESpec | None = None,
+    *,
+    gate_layout: str | None = None,
+    tile: Callable[[QuantizedTensor, str], QuantizedTensor] = tile,
+) -> Any:
+    """`moe_torch.prepack_weights` in any library. tile(tensor, order): that of its arrays. Raises InvalidInput."""
+    if isinstance(weights, QuantizedTensor):
+        if spec is not None:
+            raise InvalidInput(f"spec must be None with one tensor, got {spec}; pass its gate_layout instead")
+        return tile(weights, order_for(gate_layout, str(weights)))
+    if not isinstance(weights, ExpertWeights):
+        raise InvalidInput(
+            f"weights must be QuantizedTensor or ExpertWeights, got {type(weights).__name__}; quantise plain "
+            "arrays first"
+        )
+    if not isinstance(spec, MoESpec) or gate_layout is not None:
+        raise InvalidInput(
+            f"spec must be the MoESpec of the experts, and gate_layout None, got {spec} and {gate_layout!r}; the "
+            "activation of spec says how gate and up lie"
+        )
+    activation = spec.activation
+    orders = {
+        "gate_up": order_for(activation.gate_layout if activation.gated else None, "experts"),
+        "down": order_for(None, "experts"),
+    }
+    quantized = {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
+    unknown = [name for name in quantized if name not in orders]
+    if unknown or not quantized:
+        raise InvalidInput(
+            f"weights must hold gate_up or down quantised, and nothing else, got {', '.join(quantized) or 'none'}; "
+            "quantise them"
+        )
+    return dataclasses.replace(weights, **{name: tile(value, orders[name]) for name, value in quantized.items()})
+
+
+def restore_weights(weights: Any, untile: Callable[[QuantizedTensor], QuantizedTensor] = untile) -> Any:
+    """`moe_torch.restore_weights` in any array library. untile: that of the library. Raises InvalidInput."""
+    if isinstance(weights, QuantizedTensor):
+        return untile(weights)
+    if not isinstance(weights, ExpertWeights):
+        raise InvalidInput(
+            f"weights must be QuantizedTensor or ExpertWeights, got {type(weights).__name__}; pass what "
+            "prepack_weights gave"
+        )
+    quantized = {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
+    return dataclasses.replace(weights, **{name: untile(value) for name, value in quantized.items()})
+
+
+def _split_rows(tiling: Tiling) -> tuple[int, ...]:
+    """The axis of rows, as the order splits it."""
+    sizes = (tiling.blocks, 2, SIDE_ROWS)
+    split = [0, 0, 0]
+    for size, axis in zip(sizes, _ROW_AXES[tiling.order], strict=True):
+        split[axis] = size
+    return tuple(split)
+
+
+def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
+    """`[..., blocks, steps, 2, 32, width]` of `[..., rows, columns]`; width: columns of a step."""
+    lead = array.shape[:-2]
+    missing = tiling.blocks * BLOCK_ROWS - array.shape[-2], steps * width - array.shape[-1]
+    array = functions.pad(array, *missing).reshape(*lead, *_split_rows(tiling), steps, width)
+    block, side, row = (len(lead) + axis for axis in _ROW_AXES[tiling.order])
+    step = len(lead) + 3
+    return functions.permute(array, (*range(len(lead)), block, step, side, row, step + 1))
+
+
+def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
+    """The inverse of `_to_blocks`, with the padding: `[..., blocks * 64, steps * width]`."""
+    lead = array.shape[:-5]
+    # Of block, side and row in the array.
+    places = len(lead), len(lead) + 2, len(lead) + 3
+    rows = [0, 0, 0]
+    for place, axis in zip(places, _ROW_AXES[tiling.order], strict=True):
+        rows[axis] = place
+    array = functions.permute(array, (*range(len(lead)), *rows, len(lead) + 1, len(lead) + 4))
+    return array.reshape(*lead, tiling.blocks * BLOCK_ROWS, steps * width)
+
+
+def _to_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
+    """The 64 bytes of each row of a block, from the order of columns to that of words (t, q)."""
+    lead = array.shape[:-1]
+    t, q = len(lead) + 2, len(lead)
+    if element not in _PACK:
+        # Columns (q, p, t, b) to bytes (t, q, p, b).
+        words = functions.permute(array.reshape(*lead, 4, 2, 4, 2), (*range(len(lead)), t, q, q + 1, q + 3))
+        return words ^ _SIGN if element == "int8" else words
+    # Columns (q, i, t; nibble b) to halves b of words.
+    array = array.reshape(*lead, 4, 4, 4)
+    halves = []
+    for codes in (array & 15, array >> 4):
+        halves += _PACK[element](*(codes[..., i, :] for i in range(4)))
+    return functions.permute(functions.stack(halves, -1), (*range(len(lead)), q + 1, q, q + 2))
+
+
+def _from_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
+    """The inverse of `_to_words`: `[..., 64]` of words in that last axis."""
+    lead = array.shape[:-1]
+    t, q = len(lead), len(lead) + 1
+    if element not in _UNPACK:
+        array = array ^ _SIGN if element == "int8" else array
+        columns = functions.permute(array.reshape(*lead, 4, 4, 2, 2), (*range(len(lead)), q, q + 1, t, q + 2))
+        return columns.reshape(*lead, ROW_BYTES)
+    array = array.reshape(*lead, 4, 4, 2, 2)
+    codes = _UNPACK[element](array[..., 0], array[..., 1])
+    # [..., t, q, i] of [..., t, q, b], then [..., q, i, t].
+    found = functions.stack([code[..., 0] | (code[..., 1] << 4) for code in codes], -1)
+    return functions.permute(found, (*range(len(lead)), q, q + 1, t)).reshape(*lead, ROW_BYTES)
+
+
+def _pack_e2m1(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
+    """The lower and upper byte of a half with four codes, bits as `moe_core.formats.tiling` says."""
+    low = ((c0 & 3) << 6) | ((c1 & 7) << 3) | (c2 & 7)
+    signs = ((c0 & 8) << 4) | ((c1 & 8) << 1) | ((c2 & 8) >> 2)
+    return [low, signs | ((c0 & 4) >> 2) | (c3 & 12) | ((c3 & 3) << 5)]
+
+
+def _unpack_e2m1(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
+    return (
+        (low >> 6) | ((high & 1) << 2) | ((high & 0x80) >> 4),
+        ((low >> 3) & 7) | ((high & 0x10) >> 1),
+        (low & 7) | ((high & 2) << 2),
+        (high & 12) | ((high >> 5) & 3),
+    )
+
+
+def _pack_uint4(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
+    return [c0 | (c1 << 4), c2 | (c3 << 4)]
+
+
+def _unpack_uint4(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
+    return low & 15, low >> 4, high & 15, high >> 4
+
+
+_PACK = {"e2m1": _pack_e2m1, "uint4": _pack_uint4}
+_UNPACK = {"e2m1": _unpack_e2m1, "uint4": _unpack_uint4}
+
+
+def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:
+    """Zero points of 4 bits `[..., ceil(rows / 2), groups]`, an even row in the low nibble: `[..., rows, groups]`."""
+    lead, groups = points.shape[:-2], points.shape[-1]
+    pairs = functions.stack([points & 15, points >> 4], -2)
+    return pairs.reshape(*lead, 2 * points.shape[-2], groups)[..., :rows, :]
+
+
+def _pack_rows(points: Any, functions: ArrayFunctions) -> Any:
+    """The inverse of `_unpack_rows`; an odd last row leaves 0 above it."""
+    lead, (rows, groups) = points.shape[:-2], points.shape[-2:]
+    pairs = functions.pad(points, rows % 2, 0).reshape(*lead, (rows + 1) // 2, 2, groups)
+    return pairs[..., 0, :] | (pairs[..., 1, :] << 4)

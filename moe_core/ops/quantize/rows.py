@@ -1,0 +1,192 @@
+"""Planning of the quantisation of activations, row by row or as a whole (`kernels.quantize_rows`)."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import require_kind
+from moe_core.base.sizes import padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.ops.routing.layout import BLOCK_ELEMENTS
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Pointer, Scalar
+
+QUANTIZE_GROUPS = Kernel("quantize.kernels.rows:quantize_groups", pdl="start")
+PARTIAL_MAXIMA = Kernel("quantize.kernels.rows:partial_maxima", pdl="start")
+QUANTIZE_WHOLE_ROWS = Kernel("quantize.kernels.rows:quantize_whole_rows", pdl="start")
+
+#: Elements that activations have.
+_ELEMENTS = ("e4m3", "e2m1", "int8")
+#: Programs that look for the largest magnitude of a whole array; a power of two, since the next launch reads all.
+_MAXIMA = 512
+#: Elements of a tile, 16 of a thread of 4 warps.
+_TILE = 2048
+#: Rows from which whole rows are quantised several at a time, and such a tile: elements, columns at most, warps; to the
+#: same bits. With 16384 rows and more it takes up to half the time, with 256 and fewer up to twice
+#: (docs/notebook/2026-11-23-fp8.md); in between nothing was measured.
+_MANY_ROWS = 4096
+_MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
+#: Columns of the widest group, which is one tile.
+_WIDEST_GROUP = 16384
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_quantize_rows(
+    x: ArraySpec,
+    format: Format,
+    target: Target,
+    *,
+    scales: ArraySpec | None = None,
+    used_by: ArraySpec | None = None,
+) -> LaunchPlan:
+    """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
+
+    x: bf16, fp16 or fp32, rows may be strided. format: of e4m3, e2m1 or int8, whose scales are of one row, of groups of
+    its columns, or of all. scales: fp32 `[1]`, a static scale for all elements, of formats with one scale per tensor;
+    None = chosen from x. used_by: int32 `[R * n]`, of formats whose one scale is chosen from x: a row all of whose n
+    entries are negative is not read, has no part in the scale and gets codes of zero (row_of_slot of a layout for
+    tokens, slot_of_row for its rows); None = every row counts. Inputs: x, [static_scale], [used_by]; outputs: values,
+    scales. Bit by bit what `moe_core.ops.quantize.reference.quantize_rows` gives. Raises InvalidInput, and Unsupported
+    for other formats and, on compiled targets, groups of more than 16384 columns.
+    """
+    require_kind("format", format, Format)
+    require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
+    stride = row_stride("x", x)
+    if format.element not in _ELEMENTS or format.group_rows not in (None, 1):
+        raise Unsupported(
+            f"format must be of {', '.join(_ELEMENTS)} with scales of one row or of all, got {format.name}; its "
+            "quantiser is moe_core.ops.quantize.reference.quantize, in NumPy"
+        )
+    if format.group_rows is None and format.group_columns is not None:
+        raise Unsupported(f"format must not share scales over all rows but not over all columns, got {format.name}")
+    if x.shape[1] < 1:
+        raise InvalidInput(f"x must have at least one column, got {x.shape}; pass a wider array")
+    shapes = quantized_shapes(QuantizedSpec(format), x.shape)
+    if scales is not None:
+        require_spec("scales", scales, (1,), "float32")
+        if format.group_rows is not None or format.has_e8m0_scales:
+            raise InvalidInput(
+                f"scales must be None for {format.name}, whose scales are found row by row; a static one goes with "
+                "one fp32 scale per tensor"
+            )
+    if used_by is not None:
+        _require_users(used_by, x, format, scales)
+    builder = PlanBuilder("quantize_rows", target)
+    inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by})
+    values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), "x.values")
+    found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), "x.scales")
+    if not target.compiled:
+        builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, found))
+        return builder.build()
+    if format.group_columns is not None:
+        _add_groups(builder, format, stride)
+    else:
+        _add_whole_rows(builder, format, stride)
+    return builder.build()
+
+
+def chooses_one_scale(format: Format, static: bool) -> bool:
+    """Whether rows in this format share a scale that is found from them; static: one is given."""
+    return format.group_rows is None and not static
+
+
+def _require_users(used_by: ArraySpec, x: ArraySpec, format: Format, scales: ArraySpec | None) -> None:
+    if not chooses_one_scale(format, scales is not None):
+        why = "given" if scales is not None else "found row by row"
+        raise InvalidInput(f"used_by must be None for {format.name} where scales are {why}, got an array; leave it out")
+    require_spec("used_by", used_by, ("entries",), "int32")
+    rows, entries = x.shape[0], used_by.shape[0]
+    if entries % max(rows, 1) or (rows > 0 and entries < rows):
+        raise InvalidInput(
+            f"used_by must have as many entries for every one of the {rows} rows of x, got {entries}; pass row_of_slot "
+            "of a layout for its tokens, slot_of_row for its rows"
+        )
+
+
+def _rule(format: Format, target: Target) -> dict[str, Argument]:
+    """The kernels' constants that say what codes and scales are."""
+    element = format.own_element
+    return {
+        "ELEMENT": Constant(element.name),
+        "CONVERTS": Constant(target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales),
+        "RULE": Constant(format.scale_rule),
+        "LARGEST": Constant(element.largest),
+        "TOP_EXPONENT": Constant(element.top_exponent or 0),
+    }
+
+
+def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
+    """Rows of a tile that has so many columns."""
+    if target.interpreted:
+        return min(padded(rows), max(1, BLOCK_ELEMENTS["interpreter"] // columns))
+    # On devices a kernel serves every batch.
+    return max(1, elements // columns)
+
+
+def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of rows of that width: one for few rows and one for many."""
+    many = rows >= _MANY_ROWS and not target.interpreted
+    elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
+    block_k = min(padded(width), columns)
+    return _rows_of_tile(block_k, rows, target, elements), block_k, num_warps
+
+
+def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
+    (rows, width), group = builder.spec("x").shape, format.group_columns
+    assert group is not None
+    groups = builder.spec("scales").shape[1]
+    block_k = padded(group)
+    if block_k > _WIDEST_GROUP:
+        raise Unsupported(
+            f"format must have groups of at most {_WIDEST_GROUP} columns on {builder.target}, got {format.name} with "
+            f"{group}; share scales over whole rows, or in smaller groups"
+        )
+    block_m = _rows_of_tile(block_k, rows, builder.target)
+    num_warps = min(16, max(4, block_k // 512))
+    arguments: dict[str, Argument] = {
+        **{name: Pointer(name) for name in ("x", "values", "scales")},
+        "num_rows": Scalar(rows),
+        "WIDTH": Constant(width),
+        "STRIDE": Constant(stride),
+        "GROUP": Constant(group),
+        "GROUPS": Constant(groups),
+        **_rule(format, builder.target),
+        "BLOCK_M": Constant(block_m),
+        "BLOCK_K": Constant(block_k),
+        "PDL": Constant(None),
+    }
+    builder.launch(QUANTIZE_GROUPS, (-(-rows // block_m), groups), arguments, num_warps, 1)
+
+
+def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
+    rows, width = builder.spec("x").shape
+    whole, static = format.group_rows is None, builder.has("static_scale")
+    shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
+    block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
+    tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k), "PDL": Constant(None)}
+    partials = 1 if builder.target.interpreted else _MAXIMA
+    used = builder.has("used_by")
+    shape["USERS"] = Constant(builder.spec("used_by").shape[0] // max(rows, 1) if used else 0)
+    read: dict[str, Argument] = {"x": Pointer("x"), "used_by": Pointer("used_by") if used else Constant(None)}
+    if whole and not static:
+        builder.scratch("partials", ArraySpec((partials,), "int32"))
+        arguments = {**read, "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
+        builder.launch(PARTIAL_MAXIMA, (partials,), arguments, num_warps, 1)
+    arguments = {
+        **read,
+        "partials": Pointer("partials") if whole and not static else Constant(None),
+        "given": Pointer("static_scale") if static else Constant(None),
+        **{name: Pointer(name) for name in ("values", "scales")},
+        "num_rows": Scalar(rows),
+        **shape,
+        "PARTIALS": Constant(partials),
+        **_rule(format, builder.target),
+        **tile,
+    }
+    # One scale of all rows is written even where there are none.
+    programs = max(-(-rows // block_m), 1 if whole else 0)
+    builder.launch(QUANTIZE_WHOLE_ROWS, (programs,), arguments, num_warps, 1)

@@ -1,0 +1,111 @@
+"""From slots to tokens, in a fixed order; and row scaling and zeroing."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.activation.kernels.forward import sigmoid
+from moe_core.ops.common.kernels.pdl import join
+
+
+@triton.jit
+def reduce(
+    y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, BY_ROW: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order.
+
+    A slot without a row (-1) is skipped and its memory never read. num_rows: rows of y.
+    PDL: see `kernels.pdl`; what comes after a reduction is not of this plan, and is not let begin.
+    """
+    if PDL == "start":
+        tl.extra.cuda.gdc_wait()
+    reduce_tile(
+        tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
+        WIDTH, SHARED_STRIDE, BY_ROW, UNROLL, BLOCK_T, BLOCK_N, PDL == "layout",
+    )  # fmt: skip
+
+
+@triton.jit
+def reduce_tile(
+    token_block, column_block, y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, BY_ROW: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens and BLOCK_N columns of `reduce`. WAIT: for the launch ahead, once the rows are known."""
+    CACHE: tl.constexpr = ".cg" if WAIT else ""
+    tokens = token_block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tokens < num_tokens
+    mask = inside[:, None] & (columns < WIDTH)[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    if UNROLL:
+        # Every row is asked for before the first sum waits for one, and every row's number before that.
+        sources = ()
+        for k in tl.static_range(TOP_K):
+            sources += (_source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE),)
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        rows = ()
+        for k in tl.static_range(TOP_K):
+            rows += (_row(y, sources[k], columns, mask, WIDTH),)
+        for k in tl.static_range(TOP_K):
+            total += rows[k].to(tl.float32)
+    else:
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        for k in range(TOP_K):
+            source = _source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE)
+            total += _row(y, source, columns, mask, WIDTH).to(tl.float32)
+    if shared is not None:
+        extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
+        extra = extra.to(tl.float32)
+        if shared_gate is not None:
+            extra *= sigmoid(tl.load(shared_gate + tokens, mask=inside, other=0.0))[:, None]
+        total += extra
+    tl.store(out + tokens[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _source(row_of_slot, slots, inside, num_rows, BY_ROW: tl.constexpr, CACHE: tl.constexpr):
+    """The row of y, int64, of one slot per token; -1 where the slot has none."""
+    row = tl.load(row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
+    source = row.to(tl.int64) if BY_ROW else slots
+    return tl.where((row >= 0) & (source < num_rows), source, -1)
+
+
+@triton.jit
+def _row(y, source, columns, mask, WIDTH: tl.constexpr):
+    """Columns of one row of y per token; zeros, unread, where there is no row. Nobody reads them again."""
+    present = mask & (source >= 0)[:, None]
+    pointers = y + source[:, None] * WIDTH + columns[None, :]
+    return tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def scale_rows(
+    x, weights, y, num_rows, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y[r] = x[r] * weights[r], in fp32, one cast. PDL: see `kernels.pdl`."""
+    if PDL is not None:
+        join()
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    weight = tl.load(weights + rows, mask=rows < num_rows, other=0.0)
+    value = tl.load(x + rows[:, None] * X_STRIDE + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + rows[:, None] * WIDTH + columns[None, :], (value * weight[:, None]).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_rows(markers, y, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """y[r] = 0 where markers[r] is -1: rows no expert writes."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    absent = tl.load(markers + rows, mask=rows < num_rows, other=0) < 0
+    if tl.sum(absent.to(tl.int32), axis=0) > 0:
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=y.dtype.element_ty)
+        for start in range(0, WIDTH, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            mask = absent[:, None] & (columns < WIDTH)[None, :]
+            tl.store(y + rows[:, None] * WIDTH + columns[None, :], zeros, mask=mask)

@@ -1,0 +1,128 @@
+"""Planning of the reduction from slots to tokens, and of row scaling."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import require_at_least, require_choice
+from moe_core.base.sizes import elementwise_tile, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+
+REDUCE = Kernel("reduction.kernels.reduce:reduce", pdl="layout")
+SCALE_ROWS = Kernel("reduction.kernels.reduce:scale_rows", pdl="start")
+
+#: Up to this K the loop over slots is unrolled, so that all its loads are in flight at once.
+_UNROLL_LIMIT = 16
+#: Columns of one program for few tokens and for many, preferred first; a thread has 8, 16 bytes of a 16-bit row.
+_FEW_COLUMNS, _MANY_COLUMNS, _COLUMNS_PER_WARP = 256, (2048, 1024), 256
+
+
+def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, int]:
+    """(tokens, columns, warps) of a program of the reduction, which is bound by memory.
+
+    A whole row, or the tile that pads it least, for many tokens: with K = 8 a thread then has 128 bytes in flight, and
+    the 12 programs of 4 warps that fit on an H100 or H200 multiprocessor 196 KB, where 40 KB cover its share of the
+    bandwidth times the latency. Reading T * K + T rows of D 16-bit numbers takes (K + 1) * T * D * 2 bytes: 604 MB
+    for T = 16384, K = 8, D = 2048, which is 134 us at 4.5 TB/s. Few tokens are spread over as many programs as there
+    are warps, since only latency counts.
+    """
+    if target.interpreted:
+        return *elementwise_tile(width, target), 4
+    columns = min(_MANY_COLUMNS, key=lambda size: -(-width // size) * size)
+    if num_tokens * -(-width // columns) < 2 * target.num_sms:
+        columns = _FEW_COLUMNS
+    columns = min(columns, padded(width))
+    return 1, columns, max(1, columns // _COLUMNS_PER_WARP)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_reduce(
+    y: ArraySpec,
+    row_of_slot: ArraySpec,
+    top_k: int,
+    target: Target,
+    *,
+    order: str = "slot",
+    shared: ArraySpec | None = None,
+    shared_gate: ArraySpec | None = None,
+    out_dtype: str | None = None,
+) -> LaunchPlan:
+    """out `[T, D]` = sum over k of the rows of y of a token's slots, in fp32 and in the order k = 0..K-1.
+
+    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (order `row`); row_of_slot int32 `[T * K]`,
+    -1 = no contribution (y is not read there). shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32
+    `[T, 1]`) if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
+    """
+    require_at_least("top_k", top_k, 1)
+    require_choice("order", order, ("slot", "row"))
+    require_spec("row_of_slot", row_of_slot, ("num_tokens * top_k",), "int32")
+    slots = row_of_slot.shape[0]
+    if slots % top_k:
+        raise InvalidInput(f"row_of_slot must hold num_tokens * {top_k} slots, got {slots}; check top_k")
+    require_spec("y", y, (slots if order == "slot" else "capacity", "d_model"), dtypes.MATMUL_DTYPES)
+    tokens, width = slots // top_k, y.shape[1]
+    if shared is not None:
+        row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
+    if shared_gate is not None:
+        if shared is None:
+            raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
+        require_spec("shared_gate", shared_gate, (tokens, 1), "float32")
+    out_dtype = dtypes.canonical(out_dtype or y.dtype)
+    require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
+
+    builder = PlanBuilder("reduce", target)
+    inputs = {"y": y, "row_of_slot": row_of_slot, "shared": shared, "shared_gate": shared_gate}
+    present = builder.inputs(inputs)
+    builder.output("out", ArraySpec((tokens, width), out_dtype))
+    builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
+    if not target.compiled:
+        options = {"top_k": top_k, "order": order, "out_dtype": out_dtype}
+        builder.reference("reduction.reference:reduce", present, options, ("out",))
+        return builder.build()
+    block_t, block_n, num_warps = reduce_tile(tokens, width, target)
+    builder.launch(
+        REDUCE,
+        (-(-tokens // block_t), -(-width // block_n)),
+        {
+            **builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out"),
+            "num_tokens": Scalar(tokens),
+            "num_rows": Scalar(y.shape[0]),
+            **constants(TOP_K=top_k, WIDTH=width),
+            **constants(SHARED_STRIDE=row_stride("shared", shared) if shared is not None else 0),
+            **constants(BY_ROW=order == "row", UNROLL=top_k <= _UNROLL_LIMIT),
+            **constants(BLOCK_T=block_t, BLOCK_N=block_n, PDL=None),
+        },
+        num_warps=num_warps,
+    )
+    return builder.build()
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
+    """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]`, in fp32, cast to the dtype of x. Inputs: x, weights."""
+    row_stride("x", require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
+    rows, width = x.shape
+    require_spec("weights", weights, (rows, 1), "float32")
+    builder = PlanBuilder("scale_rows", target)
+    present = builder.inputs({"x": x, "weights": weights})
+    builder.output("y", ArraySpec((rows, width), x.dtype))
+    if not target.compiled:
+        builder.reference("reduction.reference:scale_rows", present, {}, ("y",))
+        return builder.build()
+    block_m, block_n = elementwise_tile(width, target)
+    builder.launch(
+        SCALE_ROWS,
+        (-(-rows // block_m), -(-width // block_n)),
+        {
+            **builder.pointers("x", "weights", "y"),
+            "num_rows": Scalar(rows),
+            **constants(WIDTH=width, X_STRIDE=row_stride("x", x)),
+            **constants(BLOCK_M=block_m, BLOCK_N=block_n, PDL=None),
+        },
+    )
+    return builder.build()

@@ -1,0 +1,43 @@
+"""NumPy twins of the top-k reduction and of row scaling."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.common.rounding import round_to, to_float32
+
+
+def reduce(
+    y: np.ndarray,
+    row_of_slot: np.ndarray,
+    shared: np.ndarray | None = None,
+    shared_gate: np.ndarray | None = None,
+    *,
+    top_k: int,
+    order: str = "slot",
+    out_dtype: str | None = None,
+) -> np.ndarray:
+    """out `[T, D]`: for every token the fp32 sum of its slots in the order k = 0..K-1, + shared, one cast.
+
+    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by row (`row`). row_of_slot int32 `[T * K]`: slots with -1
+    are never read. shared `[T, D]`: added in fp32, times sigmoid(shared_gate fp32 `[T, 1]`) where given. out_dtype
+    None = the dtype of y.
+    """
+    rows = row_of_slot.reshape(-1, top_k)
+    sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
+    total = np.zeros((len(rows), y.shape[1]), np.float32)
+    with np.errstate(all="ignore"):
+        for k in range(top_k):
+            tokens = np.flatnonzero(rows[:, k] >= 0)
+            total[tokens] += to_float32(y[sources[tokens, k]])
+        if shared is not None:
+            visited = to_float32(shared)
+            total += visited if shared_gate is None else visited * sigmoid(shared_gate)
+    return round_to(total, out_dtype or y.dtype)
+
+
+def scale_rows(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x."""
+    with np.errstate(all="ignore"):
+        return round_to(to_float32(x) * weights, x.dtype)

@@ -1,0 +1,151 @@
+"""Planning of the backward's row-wise kernels; compiled targets only, as parts of `moe_core.ops.moe.backward`."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base.sizes import elementwise_tile, padded
+from moe_core.base.target import Target
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.specs.operands import Role
+from moe_core.specs.routing import LayoutSpec
+
+BIAS_PRODUCT = Kernel("reduction.kernels.rowwise:bias_product")
+GATE_WEIGHT = Kernel("reduction.kernels.rowwise:gate_weight")
+GATE_GRADIENT = Kernel("reduction.kernels.rowwise:gate_gradient")
+ADD = Kernel("reduction.kernels.rowwise:add")
+CAST_ROWS = Kernel("reduction.kernels.rowwise:cast_rows")
+WEIGHTED_INPUT = Kernel("reduction.kernels.rowwise:weighted_input")
+
+#: Elements of one program of an elementwise kernel.
+_ELEMENTS = {"gpu": 1024, "interpreter": 65536}
+#: Rows, and columns at a time, of a program that walks along rows; experts it compares with at once.
+_ROWS = {"gpu": (4, 512), "interpreter": (64, 1024)}
+_EXPERTS_AT_ONCE = 128
+
+
+def _row_tile(width: int, target: Target) -> tuple[int, int]:
+    rows, columns = _ROWS[target.engine]
+    return rows, min(columns, padded(width))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_bias_product(
+    d_y: ArraySpec, bias: ArraySpec, layout: LayoutSpec, target: Target, *, layer_index: ArraySpec | None = None
+) -> LaunchPlan:
+    """products fp32 `[T * K]` by slot = <d_y[token] `[T, D]`, bias[expert] `[E, D]`>; slots of no row stay unwritten.
+
+    layer_index int32 `[1]`: bias has a leading layer axis. Inputs: d_y, bias, [layer_index], group_start, slot_of_row
+    of a layout without alignment.
+    """
+    builder = PlanBuilder("bias_product", target)
+    builder.inputs({"d_y": d_y, "bias": bias, "layer_index": layer_index})
+    builder.layout_inputs(layout, ("group_start", "slot_of_row"))
+    builder.output("products", ArraySpec((layout.num_slots,), "float32"))
+    block_m, block_n = _row_tile(d_y.shape[1], target)
+    builder.sums(f"d_model in {block_n} partial sums in order, then a tree over them, fp32")
+    builder.launch(
+        BIAS_PRODUCT,
+        (-(-layout.capacity // block_m),),
+        {
+            **builder.pointers("d_y", "bias", "layer_index", "group_start", "slot_of_row", "products"),
+            "num_rows": Scalar(layout.capacity),
+            "num_slots": Scalar(layout.num_slots),
+            **constants(WIDTH=d_y.shape[1], NUM_EXPERTS=layout.num_experts),
+            **constants(NUM_LAYERS=1 if layer_index is None else bias.shape[0]),
+            **constants(D_Y_STRIDE=row_stride("d_y", d_y), TOP_K=layout.top_k),
+            **constants(EXPERTS=min(_EXPERTS_AT_ONCE, padded(layout.num_experts, 1))),
+            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
+        },
+    )
+    return builder.build()
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shape: tuple[int, ...], target: Target):
+    """output fp32 = a kernel of fp32 arrays of one size."""
+    builder = PlanBuilder(kernel.function, target)
+    array = ArraySpec(shape, "float32")
+    names = [builder.input(name, array) for name in inputs] + [builder.output(output, array)]
+    block = _ELEMENTS[target.engine]
+    arguments = builder.pointers(*names) | {"size": Scalar(array.size, "int64")} | constants(BLOCK=block)
+    builder.launch(kernel, (-(-array.size // block),), arguments)
+    return builder.build()
+
+
+def plan_gate_weight(gate: ArraySpec, target: Target) -> LaunchPlan:
+    """weight = sigmoid(gate), fp32. Input: gate; output: weight."""
+    return _plan_elementwise(GATE_WEIGHT, ("gate",), "weight", gate.shape, target)
+
+
+def plan_gate_gradient(gate: ArraySpec, target: Target) -> LaunchPlan:
+    """d_gate = d_weight s(gate) s(-gate), s the sigmoid, fp32. Inputs: d_weight, gate; output: d_gate."""
+    return _plan_elementwise(GATE_GRADIENT, ("d_weight", "gate"), "d_gate", gate.shape, target)
+
+
+def plan_add(array: ArraySpec, target: Target) -> LaunchPlan:
+    """total = first + second, fp32. Inputs: first, second; output: total."""
+    return _plan_elementwise(ADD, ("first", "second"), "total", array.shape, target)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
+    """y `[R, D]` = x `[R, D]` in another dtype, one cast. Input: x; output: y."""
+    rows, width = x.shape
+    builder = PlanBuilder("cast_rows", target)
+    builder.input("x", x)
+    builder.output("y", ArraySpec((rows, width), dtype))
+    block_m, block_n = elementwise_tile(width, target)
+    builder.launch(
+        CAST_ROWS,
+        (-(-rows // block_m), -(-width // block_n)),
+        {
+            **builder.pointers("x", "y"),
+            "num_rows": Scalar(rows),
+            **constants(WIDTH=width, BLOCK_M=block_m, BLOCK_N=block_n),
+        },
+    )
+    return builder.build()
+
+
+def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> str:
+    """A buffer with rows of gradients in another dtype: rows itself where they have it, else a cast, which is added."""
+    if builder.spec(rows).dtype == dtype:
+        return rows
+    plan = plan_cast_rows(builder.spec(rows), dtype, builder.target)
+    return builder.call(plan, label, {"x": rows}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_weighted_input(
+    d_rows: ArraySpec, x: ArraySpec, target: Target, *, outputs: tuple[str, ...], with_extra: bool = False
+) -> LaunchPlan:
+    """The backward of x[t] * w[t] where every token has one slot: d_x `[T, D]` = cast(w d_row + extra) in the dtype of
+    x and d_weight fp32 `[T, 1]` = <d_row, x>, those that outputs names.
+
+    d_rows `[capacity, D]` by layout row; a token without one gives no product. Inputs: d_rows, x, row_of_slot `[T]`,
+    weights fp32 `[T, 1]`, [extra fp32 `[T, D]`].
+    """
+    tokens, width = x.shape
+    builder = PlanBuilder("weighted_input", target)
+    arrays = {"row_of_slot": ArraySpec((tokens,), "int32"), "weights": ArraySpec((tokens, 1), "float32")}
+    extra = ArraySpec((tokens, width), "float32") if with_extra else None
+    builder.inputs({"d_rows": d_rows, "x": x, **arrays, "extra": extra})
+    found = {"d_x": ArraySpec((tokens, width), x.dtype), "d_weight": ArraySpec((tokens, 1), "float32")}
+    for name in outputs:
+        builder.output(name, found[name], Role.D_ROW_WEIGHT if name == "d_weight" else None)
+    block_m, block_n = _row_tile(width, target)
+    builder.sums(f"d_weight: d_model in {block_n} partial sums in order, then a tree over them, fp32")
+    builder.launch(
+        WEIGHTED_INPUT,
+        (-(-tokens // block_m),),
+        {
+            **builder.pointers("d_rows", "x", "row_of_slot", "weights", "extra", "d_x", "d_weight"),
+            "num_tokens": Scalar(tokens),
+            "num_rows": Scalar(d_rows.shape[0]),
+            **constants(WIDTH=width, X_STRIDE=row_stride("x", x), BLOCK_M=block_m, BLOCK_N=block_n),
+        },
+    )
+    return builder.build()

@@ -1,0 +1,84 @@
+"""Planning of the router product's backward: where it runs apart, and what a whole MoE's backward adds of it."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec
+from moe_core.base.checks import require_wanted
+from moe_core.base.target import Target
+from moe_core.ops.matmul.backward import Side, add_weight_gradient
+from moe_core.ops.reduction.rowwise import plan_cast_rows
+from moe_core.ops.router.forward import plan_router
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import Role
+from moe_core.specs.routing import LogitsSpec
+
+#: Every gradient there is.
+ROUTER_GRADIENTS = ("d_x", "d_weight", "d_bias")
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_router_backward(
+    d_logits: ArraySpec,
+    x: ArraySpec,
+    weight: ArraySpec,
+    bias: ArraySpec | None,
+    spec: LogitsSpec,
+    target: Target,
+    *,
+    wanted: tuple[str, ...],
+) -> LaunchPlan:
+    """The backward of `plan_router` from d_logits fp32 `[T, E]`; formulas: docs/user/training.md.
+
+    wanted: of ROUTER_GRADIENTS, those to compute. bias: says the dtype of d_bias, None = there is none. Inputs:
+    d_logits, x, weight; outputs: wanted, in that order, with the shape and dtype of what each is the gradient of: IEEE
+    fp32 sums, one cast. Raises InvalidInput, Unsupported.
+    """
+    require_wanted(wanted, ROUTER_GRADIENTS[: 3 if bias is not None else 2])
+    # Checks what the forward checks.
+    logits = plan_router(x, weight, bias, spec, target).spec("logits")
+    require_spec("d_logits", d_logits, logits.shape, "float32")
+    builder = PlanBuilder("router_backward", target)
+    inputs = builder.inputs({"d_logits": d_logits, "x": x, "weight": weight})
+    made = {"d_x": ArraySpec(x.shape, x.dtype), "d_weight": weight, "d_bias": bias}
+    for name in wanted:
+        builder.output(name, made[name])
+    if not target.compiled:
+        constants = {"spec": spec, "wanted": wanted, "bias_dtype": None if bias is None else bias.dtype}
+        builder.sums("products and sums: the order of NumPy, fp32")
+        builder.reference("router.reference:router_backward_plan", inputs, constants, wanted)
+        return builder.build()
+    options, results = MatmulSpec(spec.weight_layout), {name: name for name in wanted}
+    sides = Side("x"), Side("d_logits")
+    add_weight_gradient(builder, "weight", *sides, None, options, results, role=Role.D_LOGITS)
+    if "d_x" in wanted:
+        direct = "d_x" if x.dtype == "float32" else None
+        product = add_router_input_gradient(
+            builder, "input", "d_logits", "weight", spec.weight_layout, Role.D_ROWS, d_x=direct
+        )
+        if direct is None:
+            plan = plan_cast_rows(builder.spec(product), x.dtype, target)
+            builder.call(plan, "round", {"x": product, "y": "d_x"}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
+    return builder.build()
+
+
+def add_router_input_gradient(
+    builder: PlanBuilder,
+    label: str,
+    d_logits: str,
+    weight: str,
+    weight_layout: str,
+    role: Role = Role.ADDEND,
+    *,
+    d_x: str | None = None,
+) -> str:
+    """Add fp32 `[T, D]` = d_logits . weight^T, its buffer. d_logits, weight: buffers; role: of the result; d_x: where
+    it goes, if there is one yet."""
+    options = LogitsSpec(TRANSPOSED[weight_layout])
+    plan = plan_router(builder.spec(d_logits), builder.spec(weight), None, options, builder.target, split=True)
+    bindings = {"x": d_logits, "weight": weight}
+    roles = {"x": Role.D_LOGITS, "logits": role}
+    return builder.call(plan, label, bindings if d_x is None else bindings | {"logits": d_x}, roles)

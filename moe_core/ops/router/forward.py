@@ -1,0 +1,129 @@
+"""Planning of the router product."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.sizes import INT32_LIMIT, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.specs.routing import LogitsSpec
+from moe_core.specs.tile import TileConfig
+
+ROUTER = Kernel("router.kernels.router:router", pdl="start")
+
+#: Tiles of the router product, largest first, by kind of dot. Steps along d are long where tiles are small, because few
+#: loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and spills.
+_ROUTER_TILES = {
+    "16-bit": (
+        TileConfig(128, 128, 64, num_warps=8, num_stages=3),
+        TileConfig(64, 128, 64, num_warps=4, num_stages=4),
+        TileConfig(64, 64, 64, num_warps=4, num_stages=4),
+        TileConfig(64, 32, 128, num_warps=4, num_stages=4),
+        TileConfig(32, 32, 128, num_warps=2, num_stages=4),
+        TileConfig(64, 16, 128, num_warps=4, num_stages=4),
+        TileConfig(16, 16, 256, num_warps=4, num_stages=6),
+    ),
+    "tf32": (
+        TileConfig(64, 64, 32, num_warps=8, num_stages=3),
+        TileConfig(32, 32, 32, num_warps=2, num_stages=4),
+        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
+    ),
+    "ieee": (
+        TileConfig(64, 64, 32, num_warps=8, num_stages=3),
+        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
+        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
+    ),
+    "split": (
+        TileConfig(64, 128, 64, num_warps=4, num_stages=2),
+        TileConfig(64, 64, 32, num_warps=4, num_stages=2),
+        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
+        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
+    ),
+}
+#: The height of the one tile for every number of tokens: that of a middling batch.
+_INVARIANT_ROWS = 32
+_LARGEST_TILE = 128
+
+
+def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, target: Target) -> TileConfig:
+    """The largest tile whose grid still gives three quarters of the SMs a program; else the smallest, so that few
+    tokens are spread along the experts. num_tokens None: the one tile for every number of tokens."""
+    if target.interpreted:
+        block_m = _INVARIANT_ROWS if num_tokens is None else min(128, padded(num_tokens))
+        return TileConfig(block_m, min(256, padded(num_experts)), min(1024, padded(d)))
+    tiles = _ROUTER_TILES[kind]
+    if num_tokens is None:
+        fitting = [tile for tile in tiles if tile.block_n <= padded(num_experts)]
+        return min(fitting, key=lambda tile: abs(tile.block_m - _INVARIANT_ROWS))
+    for tile in tiles:
+        programs = -(-num_tokens // tile.block_m) * -(-num_experts // tile.block_n)
+        if tile.block_n <= padded(num_experts) and 4 * programs >= 3 * target.num_sms:
+            return tile
+    return tiles[-1]
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_router(
+    x: ArraySpec, weight: ArraySpec, bias: ArraySpec | None, spec: LogitsSpec, target: Target, *, split: bool = False
+) -> LaunchPlan:
+    """logits fp32 `[T, E]` = x `[T, D]` . weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`) + bias `[E]`.
+
+    x, weight and bias: bf16, fp16 or fp32 each; where x and weight differ both are widened to fp32. Rows of x may be
+    strided. fp32 products are IEEE unless spec.allow_tf32; split: fp32 x by a bf16 weight goes over the tensor cores,
+    as exactly, but an infinity becomes NaN. Inputs: x, weight, [bias]; output: logits. Raises
+    InvalidInput.
+    """
+    require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    stride = row_stride("x", x)
+    num_tokens, d = x.shape
+    in_out = spec.weight_layout == "in_out"
+    require_spec("weight", weight, (d, "num_experts") if in_out else ("num_experts", d), dtypes.MATMUL_DTYPES)
+    num_experts = weight.shape[1] if in_out else weight.shape[0]
+    if d < 1 or num_experts < 1:
+        raise InvalidInput(f"weight must have no empty axis, got {weight.shape}; pass at least one expert and column")
+    if weight.size >= INT32_LIMIT or num_tokens > INT32_LIMIT - _LARGEST_TILE:
+        raise Unsupported(
+            f"the router kernel numbers tokens and weights in int32, got x {x.shape} and weight {weight.shape}; "
+            "split the batch"
+        )
+    if bias is not None:
+        require_spec("bias", bias, (num_experts,), dtypes.MATMUL_DTYPES)
+
+    builder = PlanBuilder("router", target)
+    present = builder.inputs({"x": x, "weight": weight, "bias": bias})
+    builder.output("logits", ArraySpec((num_tokens, num_experts), "float32"))
+    if not target.compiled:
+        by_row = ", one row at a time" if spec.batch_invariant else ""
+        builder.sums(f"logits: d_model in the order of NumPy's matmul, fp32{by_row}")
+        builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
+        return builder.build()
+    widened = x.dtype != weight.dtype
+    is_fp32 = widened or x.dtype == "float32"
+    precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"
+    product = f"widen_{precision}" if widened else precision
+    kind = precision if is_fp32 else "16-bit"
+    if split and (x.dtype, weight.dtype) == ("float32", "bfloat16"):
+        product, kind = "split_a", "split"
+    rows = None if spec.batch_invariant else num_tokens
+    tile = router_tile(rows, num_experts, d, kind, target)
+    dot = product if is_fp32 else x.dtype
+    builder.sums(f"logits: d_model in order, one {dot} dot of {tile.block_k} terms at a time, fp32, then the bias")
+    builder.launch(
+        ROUTER,
+        (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n)),
+        {
+            **builder.pointers("x", "weight", "bias", "logits"),
+            "num_tokens": Scalar(num_tokens),
+            **constants(D=d, NUM_EXPERTS=num_experts, X_STRIDE=stride),
+            **constants(WEIGHT_LAYOUT=spec.weight_layout, LOGITS_DTYPE=spec.logits_dtype, PRODUCT=product),
+            **constants(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PDL=None),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return builder.build()

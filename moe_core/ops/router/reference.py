@@ -1,0 +1,81 @@
+"""NumPy twins of the router product and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.base import dtypes
+from moe_core.ops.common.product import product
+from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.specs.routing import LogitsSpec
+
+
+def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
+    """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype.
+
+    Bitwise the same for either storage of the weight, as the kernel's are: BLAS adds in another order where it is told
+    that a matrix is transposed.
+    """
+    with np.errstate(all="ignore"):
+        matrix = np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T)
+        logits = product(x, matrix, "in_out", spec.batch_invariant)
+        if bias is not None:
+            logits = logits + to_float32(bias)
+    return to_float32(round_to(logits, spec.logits_dtype))
+
+
+class RouterGradients(NamedTuple):
+    """x fp32 `[T, D]` (not yet rounded: other gradients of x are added first), weight and bias in their dtypes."""
+
+    x: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray | None
+
+
+def router_backward(
+    d_logits: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    token_mask: np.ndarray | None = None,
+    into: np.ndarray | None = None,
+    *,
+    spec: LogitsSpec,
+) -> RouterGradients:
+    """Gradients of the router product from d_logits fp32 `[T, E]`.
+
+    d_x = d_logits . weight^T, d_weight = x^T . d_logits, d_bias = column sums: IEEE fp32 products and sums of fp32
+    d_logits and widened x and weight, one cast. spec.logits_dtype rounds the forward's logits; the gradient passes
+    through unrounded. token_mask bool `[T]`: rows of x and d_logits of masked tokens are not read, and their d_x is
+    exactly 0. into: an fp32 array to which d_weight is added; it is fp32 then. The bits are the same for either storage
+    of the weight.
+    """
+    tokens = np.arange(len(x)) if token_mask is None else np.flatnonzero(token_mask)
+    d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
+    d_x = np.zeros(x.shape, np.float32)
+    with np.errstate(all="ignore"):
+        # One call of BLAS for both storages: what it adds first depends on which matrices are transposed.
+        rows = np.ascontiguousarray(matrix.T if spec.weight_layout == "in_out" else matrix)
+        d_x[tokens], d_weight = d_logits @ rows, source.T @ d_logits
+        d_weight = d_weight if spec.weight_layout == "in_out" else np.ascontiguousarray(d_weight.T)
+        d_bias = None if bias is None else round_to(d_logits.sum(axis=0, dtype=np.float32), bias.dtype)
+        d_weight = round_to(d_weight, weight.dtype) if into is None else into + d_weight
+    return RouterGradients(d_x, d_weight, d_bias)
+
+
+def router_backward_plan(
+    d_logits: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    spec: LogitsSpec,
+    wanted: tuple[str, ...],
+    bias_dtype: str | None,
+) -> tuple[np.ndarray, ...]:
+    """The gradients of the router product that wanted names, in its order, each rounded once."""
+    bias = None if bias_dtype is None else np.zeros(0, dtypes.numpy_dtype(bias_dtype))
+    found = router_backward(d_logits, x, weight, bias, spec=spec)
+    made = {"d_x": round_to(found.x, x.dtype), "d_weight": found.weight, "d_bias": found.bias}
+    return tuple(made[name] for name in wanted)

@@ -1,0 +1,142 @@
+"""Planning of the routing's backward: what flows into the logits from weights and losses."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.sizes import padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Scalar, constants
+from moe_core.specs.operands import RoutingGradients, named_arrays
+from moe_core.specs.routing import LayoutSpec, RouterSpec
+
+COUNT_TOKENS = Kernel("routing.kernels.backward:count_tokens")
+ROUTING_BACKWARD = Kernel("routing.kernels.backward:routing_backward")
+
+#: Programs of one warp that an SM holds at most (CUDA: 32 blocks per SM); more tokens are looped over.
+_PROGRAMS_PER_SM = 32
+#: Columns of logits one warp handles (8 per thread of several arrays at once); above, warps are added.
+_COLUMNS_PER_WARP = 256
+#: Tokens that one step of counting the unmasked ones takes.
+_COUNTED = {"gpu": 4096, "interpreter": 64}
+
+
+def gradient_shapes(num_tokens: int, num_experts: int | str, top_k: int | str) -> dict[str, tuple[int | str, ...]]:
+    """Those of what flows back into a routing, all fp32; sizes may be names, for messages."""
+    return {"weights": (num_tokens, top_k), "logits": (num_tokens, num_experts), "load_balance": (1,), "z": (1,)}
+
+
+def _validate(
+    gradients: RoutingGradients, logits: ArraySpec, ids: ArraySpec | None, spec: RouterSpec, mask: ArraySpec | None
+) -> None:
+    require_spec("logits", logits, ("num_tokens", "num_experts"), "float32")
+    num_tokens, num_experts = logits.shape
+    # A correction bias leaves no trace in the gradient; groups of one are legal without it, so nothing is refused here.
+    spec.validate_experts(num_experts, has_bias=False)
+    top_k = spec.require_top_k()
+    LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
+    shapes = gradient_shapes(num_tokens, num_experts, top_k)
+    given = dict(named_arrays(gradients))
+    if not given.keys() & shapes.keys():
+        raise InvalidInput(
+            "gradients must hold at least one of weights, logits, load_balance and z, got none; pass one"
+        )
+    for name, shape in shapes.items():
+        if name in given:
+            require_spec(f"gradients.{name}", given[name], shape, "float32")
+    if ("load_balance" in given) != ("tokens_per_expert" in given):
+        raise InvalidInput(
+            "gradients.tokens_per_expert must be given with gradients.load_balance and only then, "
+            f"got {gradients.tokens_per_expert}; pass both or neither"
+        )
+    if "tokens_per_expert" in given:
+        require_spec("gradients.tokens_per_expert", given["tokens_per_expert"], (num_experts,), "int32")
+    if "weights" in given:
+        require_spec("ids", ids, (num_tokens, top_k), "int32")
+    elif ids is not None:
+        raise InvalidInput(f"ids must be None without gradients.weights, got {ids}; leave it out")
+    if mask is not None:
+        require_spec("token_mask", mask, (num_tokens,), "bool")
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_routing_backward(
+    gradients: RoutingGradients,
+    logits: ArraySpec,
+    ids: ArraySpec | None,
+    spec: RouterSpec,
+    target: Target,
+    *,
+    token_mask: ArraySpec | None = None,
+) -> LaunchPlan:
+    """d_logits fp32 `[T, E]` of the gradients given, from logits fp32 `[T, E]` and the ids int32 `[T, K]` chosen.
+
+    gradients: a bundle of ArraySpecs. ids: None without gradients.weights; distinct within a token, -1 = masked token.
+    token_mask bool `[T]`: masked tokens get exact zeros and count nowhere. The correction bias and the groups of the
+    forward have no gradient. Inputs: logits, [ids], `gradients.*` as given, [token_mask]; output: d_logits. Formulas:
+    `moe_core.ops.routing.reference`. Raises InvalidInput, Unsupported.
+    """
+    _validate(gradients, logits, ids, spec, token_mask)
+    num_tokens, num_experts = logits.shape
+    builder = PlanBuilder("routing_backward", target)
+    arrays = {"logits": logits, "ids": ids} | dict(named_arrays(gradients, "gradients.")) | {"token_mask": token_mask}
+    present = builder.inputs(arrays)
+    builder.output("d_logits", ArraySpec((num_tokens, num_experts), "float32"))
+    if not target.compiled:
+        keywords = {name: f"d_{name}" for name in ("weights", "logits", "load_balance", "z")}
+        prefix = "gradients."
+        inputs = {}
+        for name in present:
+            field = name.removeprefix(prefix)
+            inputs[keywords.get(field, field) if name.startswith(prefix) else name] = name
+        builder.sums("softmax and sums over experts and slots: NumPy's pairwise sums, fp32")
+        builder.reference("routing.reference:routing_backward", inputs, {"spec": spec}, ("d_logits",))
+        return builder.build()
+    require_experts(num_experts)
+    top_k = spec.require_top_k()
+    columns, slots = padded(num_experts, 1), padded(top_k, 1)
+    block_t, num_warps = 1, min(16, max(1, columns // _COLUMNS_PER_WARP))
+    if target.interpreted:
+        block_t = min(padded(num_tokens, 1), max(1, BLOCK_ELEMENTS["interpreter"] // columns))
+    programs = -(-num_tokens // block_t)
+    if target.on_gpu:
+        programs = min(programs, max(1, _PROGRAMS_PER_SM // num_warps) * target.num_sms)
+    counted = token_mask is not None and (gradients.load_balance is not None or gradients.z is not None)
+    if counted:
+        builder.scratch("token_count", ArraySpec((1,), "int32"))
+        builder.launch(
+            COUNT_TOKENS,
+            (1,),
+            {
+                **builder.pointers("token_mask", "token_count"),
+                "num_tokens": Scalar(num_tokens),
+                "BLOCK": Constant(_COUNTED[target.engine]),
+            },
+        )
+    builder.sums(
+        f"over experts: a tree over {columns} columns, over slots: a tree over {slots}; then weights + load balance + "
+        f"z + given; {num_warps} warps whatever the number of tokens; fp32"
+    )
+    builder.launch(
+        ROUTING_BACKWARD,
+        (programs,),
+        {
+            **builder.pointers("logits", "ids"),
+            "d_weights": builder.optional("gradients.weights"),
+            "given_logits": builder.optional("gradients.logits"),
+            "d_load_balance": builder.optional("gradients.load_balance"),
+            "d_z": builder.optional("gradients.z"),
+            "tokens_per_expert": builder.optional("gradients.tokens_per_expert"),
+            **builder.pointers("token_mask", "token_count", "d_logits"),
+            "num_tokens": Scalar(num_tokens),
+            **constants(NUM_EXPERTS=num_experts, TOP_K=top_k, SCORING=spec.scoring),
+            **constants(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize),
+            **constants(SCALE=spec.scale, BLOCK_T=block_t, COLUMNS=columns, SLOTS=slots),
+        },
+        num_warps=num_warps,
+    )
+    return builder.build()

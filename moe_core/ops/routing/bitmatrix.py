@@ -1,0 +1,126 @@
+"""Planning of bitmatrices: which experts a token has, one bit each."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.checks import require_at_least
+from moe_core.base.sizes import padded
+from moe_core.base.target import Target
+from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, Scalar
+from moe_core.specs.routing import LayoutSpec
+
+PACK = Kernel("routing.kernels.bitmatrix:pack")
+SUM_COUNTS = Kernel("routing.kernels.bitmatrix:sum_counts")
+UNPACK = Kernel("routing.kernels.bitmatrix:unpack")
+
+#: Elements of a tile of a bitmatrix kernel, and its tokens at most.
+_BITMATRIX_ELEMENTS = {"gpu": 2048, "interpreter": BLOCK_ELEMENTS["interpreter"]}
+
+
+_BITMATRIX_TOKENS = 128
+
+
+def _bitmatrix_tokens(num_tokens: int, width: int, target: Target) -> int:
+    """Tokens per program, a power of two, for rows of `width` elements."""
+    return min(_BITMATRIX_TOKENS, padded(num_tokens, 1), max(1, _BITMATRIX_ELEMENTS[target.engine] // width))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> LaunchPlan:
+    """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
+
+    -1 sets no bit. duplicates int32 `[1]`: slots whose expert an earlier slot of the token has; invalid_ids int32
+    `[1]`: ids outside [-1, E); both set no further bit. Input: ids; outputs: bitmatrix, duplicates, invalid_ids.
+    Raises InvalidInput, Unsupported.
+    """
+    require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
+    require_at_least("num_experts", num_experts, 1)
+    num_tokens, top_k = ids.shape
+    LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
+    builder = PlanBuilder("pack_bitmatrix", target)
+    builder.input("ids", ids)
+    words = -(-num_experts // 32)
+    builder.output("bitmatrix", ArraySpec((num_tokens, words), "uint32"))
+    counters = [builder.output(name, ArraySpec((1,), "int32")) for name in ("duplicates", "invalid_ids")]
+    if not target.compiled:
+        outputs = ("bitmatrix", *counters)
+        builder.reference("routing.reference:pack_bitmatrix", {"ids": "ids"}, {"num_experts": num_experts}, outputs)
+        return builder.build()
+    require_experts(num_experts)
+    block_t = _bitmatrix_tokens(num_tokens, padded(words, 1), target)
+    # Without tokens one program still writes the counters.
+    programs = max(1, -(-num_tokens // block_t))
+    parts = counters
+    if programs > 1:
+        parts = [builder.scratch(f"{name}_parts", ArraySpec((programs,), "int32")) for name in counters]
+    builder.launch(
+        PACK,
+        (programs,),
+        {
+            "ids": Pointer("ids"),
+            "bitmatrix": Pointer("bitmatrix"),
+            "duplicates": Pointer(parts[0]),
+            "invalid_ids": Pointer(parts[1]),
+            "num_tokens": Scalar(num_tokens),
+            "NUM_EXPERTS": Constant(num_experts),
+            "TOP_K": Constant(top_k),
+            "BLOCK_T": Constant(block_t),
+            "WORDS": Constant(padded(words, 1)),
+        },
+    )
+    if programs > 1:
+        builder.launch(
+            SUM_COUNTS,
+            (1,),
+            {
+                "first_parts": Pointer(parts[0]),
+                "second_parts": Pointer(parts[1]),
+                "first": Pointer(counters[0]),
+                "second": Pointer(counters[1]),
+                "num_parts": Scalar(programs),
+                "BLOCK": Constant(1024 if target.on_gpu else 4),
+            },
+        )
+    return builder.build()
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, target: Target) -> LaunchPlan:
+    """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: ascending, -1 behind the last.
+
+    Of more than K set bits the lowest K; bits at and above E are ignored. Input: bitmatrix; output: ids. Raises
+    InvalidInput, Unsupported.
+    """
+    require_at_least("num_experts", num_experts, 1)
+    require_at_least("top_k", top_k, 1)
+    require_spec("bitmatrix", bitmatrix, ("num_tokens", -(-num_experts // 32)), "uint32")
+    num_tokens = bitmatrix.shape[0]
+    builder = PlanBuilder("unpack_bitmatrix", target)
+    builder.input("bitmatrix", bitmatrix)
+    builder.output("ids", ArraySpec((num_tokens, top_k), "int32"))
+    if not target.compiled:
+        constants = {"num_experts": num_experts, "top_k": top_k}
+        builder.reference("routing.reference:unpack_bitmatrix", {"bitmatrix": "bitmatrix"}, constants, ("ids",))
+        return builder.build()
+    require_experts(max(num_experts, top_k))
+    experts, slots = padded(num_experts, 1), padded(top_k, 1)
+    block_t = _bitmatrix_tokens(num_tokens, max(experts, slots), target)
+    builder.launch(
+        UNPACK,
+        (-(-num_tokens // block_t),),
+        {
+            "bitmatrix": Pointer("bitmatrix"),
+            "ids": Pointer("ids"),
+            "num_tokens": Scalar(num_tokens),
+            "NUM_EXPERTS": Constant(num_experts),
+            "TOP_K": Constant(top_k),
+            "BLOCK_T": Constant(block_t),
+            "EXPERTS": Constant(experts),
+            "SLOTS": Constant(slots),
+        },
+    )
+    return builder.build()

@@ -1,0 +1,23 @@
+"""What a front-end finds in the counters of invalid and repeated ids, once it has read them."""
+
+from __future__ import annotations
+
+from moe_core.errors import InvalidInput
+
+
+def require_known_ids(invalid_ids: int, num_ids: int) -> None:
+    """Raise InvalidInput unless the count of ids outside [-1, num_ids) is 0."""
+    if invalid_ids:
+        raise InvalidInput(
+            f"ids must be in [-1, {num_ids}), got {invalid_ids} outside; correct them, or leave checked out to treat "
+            "them as -1"
+        )
+
+
+def require_distinct_ids(repeated: int) -> None:
+    """Raise InvalidInput unless the count of ids that a token has twice is 0."""
+    if repeated:
+        raise InvalidInput(
+            f"ids must not repeat within a token, which a bitmatrix cannot hold, got {repeated} repeated ids; "
+            "use make_layout, where each slot counts"
+        )

@@ -1,0 +1,291 @@
+"""Ragged layouts: a stable counting sort of slots by expert, without atomics and without the host.
+
+Every array of the layout is a sum over counts of slots per expert. Few slots: one kernel whose programs all count every
+slot (`layout_at_once`). Many: one kernel counts the slots of each block (`count_blocks`, or `topk.route` while it
+routes them), then every program of `place_blocks` adds up all blocks' counts and places the slots of its own, or is one
+of the few that write what depends on the sums alone.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.routing.kernels.schedule import fill, write_schedule
+
+
+@triton.jit
+def to_local(ids, expert_map, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """(local expert of each id or -1, whether the id is outside [-1, NUM_GLOBAL))."""
+    known = (ids >= 0) & (ids < NUM_GLOBAL)
+    invalid = (ids < -1) | (ids >= NUM_GLOBAL)
+    if expert_map is not None:
+        ids = tl.load(expert_map + ids, mask=known, other=-1)
+        known = (ids >= 0) & (ids < NUM_EXPERTS)
+    return tl.where(known, ids, -1), invalid
+
+
+@triton.jit
+def local_experts(
+    ids, expert_map, token_mask, slots, num_slots,
+    NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """`to_local` of the ids of slots; -1 past num_slots and for masked tokens."""
+    inside = slots < num_slots
+    found = tl.load(ids + slots, mask=inside, other=-1)
+    if token_mask is not None:
+        kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
+        found = tl.where(kept != 0, found, -1)
+    return to_local(found, expert_map, NUM_GLOBAL, NUM_EXPERTS)
+
+
+@triton.jit
+def count_experts(local, EXPERTS: tl.constexpr):
+    """int32 `[EXPERTS]`: how many of local (-1 = none) are each expert.
+
+    Triton 3.6 counts an element as often as registers of one thread hold it, which those of a choice along an axis may;
+    gathered anew, one register does. `compiler.require_counted_once` checks it.
+    """
+    local = tl.gather(local, tl.arange(0, local.shape[0]), 0)
+    return tl.histogram(local, EXPERTS, mask=local >= 0)
+
+
+@triton.jit
+def rank_slots(local, before):
+    """(rank of each slot among those of its expert, before with these slots added).
+
+    local: local experts of consecutive slots, -1 = none (its rank means nothing); before `[EXPERTS]`: the slots of each
+    expert ahead of these. Blocks of 128 take turns, because ranking within a block compares every pair.
+
+    Example, local [4, 2, 4, 4], before 0 but for before[4] = 5: ranks [5, 0, 6, 7].
+    """
+    SLOTS: tl.constexpr = local.shape[0]
+    BLOCK: tl.constexpr = SLOTS if SLOTS < 128 else 128
+    slots = tl.arange(0, SLOTS)
+    position = tl.arange(0, BLOCK)
+    earlier = position[:, None] < position[None, :]
+    ranks = tl.zeros((SLOTS,), dtype=tl.int32)
+    # Blocks are read and written by gathers, which leave the compiler free to spread the pairs over all threads.
+    for block in range(SLOTS // BLOCK):
+        experts = tl.gather(local, block * BLOCK + position, 0)
+        # Threads lie along the last axis, so that summing along the first one needs no exchange between lanes.
+        rank = tl.sum((earlier & (experts[:, None] == experts[None, :])).to(tl.int32), axis=0)
+        rank += tl.gather(before, tl.where(experts >= 0, experts, 0), 0)
+        ranks = tl.where(slots // BLOCK == block, tl.gather(rank, slots % BLOCK, 0), ranks)
+        before += tl.histogram(experts, before.shape[0], mask=experts >= 0)
+    return ranks, before
+
+
+@triton.jit
+def group_rows(sizes, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """Rows that each group owns, padding included, `[EXPERTS]`, 0 for padding experts.
+
+    Example, sizes [3, 0, 2]: themselves; ALIGNMENT 4: [4, 0, 4]; MAX_ROWS 3: [3, 3, 3].
+    """
+    if MAX_ROWS is not None:
+        experts = tl.arange(0, sizes.shape[0])
+        return tl.where(experts < NUM_EXPERTS, MAX_ROWS, 0)
+    else:
+        return (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+
+
+@triton.jit
+def first_rows(sizes, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """The row that each group starts at, `[EXPERTS]`: rows that those ahead of it own."""
+    owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+    return tl.cumsum(owned, axis=0) - owned
+
+
+@triton.jit
+def write_groups(
+    sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
+    program, num_programs,
+    NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr,
+    BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
+):  # fmt: skip
+    """Everything that follows from the group sizes `[EXPERTS]`, shared out over num_programs; returns the starts.
+
+    group_start = [0] + cumsum(rows owned); rows that no slot fills (behind a group, behind the last one) get -1 in
+    slot_of_row; schedules as in `write_schedule`; the tile counters, COUNTERS of them, start at 0.
+    """
+    experts = tl.arange(0, sizes.shape[0])
+    owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+    starts = first_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+    total = tl.sum(owned, axis=0)
+    if program == 0:
+        tl.store(group_start + experts, starts, mask=experts < NUM_EXPERTS)
+        tl.store(group_start + NUM_EXPERTS, total)
+        if tile_counters is not None:
+            tl.store(tile_counters + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), dtype=tl.int32))
+    # In int64: the first row of a program past the end may not fit into int32.
+    step = num_programs.to(tl.int64) * BLOCK_FILL
+    fill(slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, capacity, step, BLOCK_FILL)
+    if ALIGNMENT > 1 or MAX_ROWS is not None:
+        # The next BLOCK_PAD rows of every group at a time, as far as the longest padding reaches.
+        padding = owned - sizes
+        step = num_programs.to(tl.int64) * BLOCK_PAD
+        for first in range(program.to(tl.int64) * BLOCK_PAD, tl.max(padding, axis=0), step):
+            offsets = first + tl.arange(0, BLOCK_PAD)[None, :]
+            rows = (starts + sizes)[:, None] + offsets
+            tl.store(slot_of_row + rows, tl.full(rows.shape, -1, tl.int32), mask=offsets < padding[:, None])
+    if schedule_0 is not None:
+        write_schedule(sizes, schedule_0, max_blocks_0, program, num_programs, BLOCK_M_0, BLOCK_FILL)
+    if schedule_1 is not None:
+        write_schedule(sizes, schedule_1, max_blocks_1, program, num_programs, BLOCK_M_1, BLOCK_FILL)
+    return starts
+
+
+@triton.jit
+def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS: tl.constexpr):
+    """Write both directions of slot <-> row = start of the expert + rank; a rank past MAX_ROWS is dropped (row -1).
+
+    Slots that are not inside have no local expert.
+    """
+    placed = local >= 0
+    row = tl.gather(starts, tl.where(placed, local, 0), 0) + rank
+    if MAX_ROWS is not None:
+        placed = placed & (rank < MAX_ROWS)
+    tl.store(row_of_slot + slots, tl.where(placed, row, -1), mask=inside)
+    tl.store(slot_of_row + row, slots.to(tl.int32), mask=placed)
+
+
+@triton.jit
+def layout_at_once(
+    ids, expert_map, token_mask, group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0,
+    schedule_1, tile_counters, num_slots, capacity, max_blocks_0, max_blocks_1,
+    NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The whole layout in one launch; each program counts all slots and places a block of BLOCK_S of them.
+
+    found[e], before[e] = slots of expert e: all of them, and those ahead of this program's block
+    row of slot = start[e] + before[e] + rank of the slot within the block
+
+    Example, local experts [2, 0, 0, -1], BLOCK_S 2: found [2, 0, 1]; second block: before [1, 0, 1], so slot 2 (e = 0,
+    rank 0) goes to row 0 + 1 + 0 = 1; row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
+    PDL: see `kernels.pdl`.
+    """
+    if PDL is not None:
+        join()
+    block = tl.program_id(0) * BLOCK_S
+    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    wrong = tl.zeros((CHUNK,), dtype=tl.int32)
+    for chunk in range(0, num_slots, CHUNK):
+        slots = chunk + tl.arange(0, CHUNK)
+        local, invalid = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+        wrong += invalid.to(tl.int32)
+        found += tl.histogram(local, EXPERTS, mask=local >= 0)
+        if chunk < block:
+            before += tl.histogram(local, EXPERTS, mask=(local >= 0) & (slots < block))
+    sizes = found
+    if MAX_ROWS is not None:
+        sizes = tl.minimum(found, MAX_ROWS)
+    if tl.program_id(0) == 0:
+        experts = tl.arange(0, EXPERTS)
+        tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
+        tl.store(invalid_ids, tl.sum(wrong, axis=0))
+    starts = write_groups(
+        sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
+        tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1,
+        BLOCK_PAD, BLOCK_FILL,
+    )  # fmt: skip
+    slots = block + tl.arange(0, BLOCK_S)
+    local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+    rank, _ = rank_slots(local, before)
+    place_slots(slots, slots < num_slots, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
+
+
+@triton.jit
+def count_blocks(
+    ids, expert_map, token_mask, block_counts, block_invalid, num_slots, block_slots,
+    NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """block_counts[b, e] = slots of block b (block_slots of them) with expert e; block_invalid[b] = its invalid ids."""
+    block = tl.program_id(0).to(tl.int64)
+    last = tl.minimum((block + 1) * block_slots, num_slots)
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
+    wrong = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(block * block_slots, last, CHUNK):
+        slots = first + tl.arange(0, CHUNK)
+        local, invalid = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+        wrong += invalid.to(tl.int32)
+        counts += tl.histogram(local, EXPERTS, mask=local >= 0)
+    experts = tl.arange(0, EXPERTS)
+    tl.store(block_counts + block * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
+    tl.store(block_invalid + block, tl.sum(wrong, axis=0))
+
+
+@triton.jit
+def sum_blocks(
+    block_counts, block, num_blocks, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """int32 `[EXPERTS]` twice: the counts of all blocks added up, and those of the blocks ahead of this one.
+
+    Example, counts of one expert [2, 0, 3], block 2: 5 and 2.
+    """
+    experts = tl.arange(0, EXPERTS)[None, :]
+    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        blocks = first + tl.arange(0, BLOCK_B)[:, None]
+        mask = (blocks < num_blocks) & (experts < NUM_EXPERTS)
+        counts = tl.load(block_counts + blocks.to(tl.int64) * NUM_EXPERTS + experts, mask=mask, other=0)
+        found += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(blocks < block, counts, 0), axis=0)
+    return found, before
+
+
+@triton.jit
+def place_blocks(
+    ids, expert_map, token_mask, block_counts, block_invalid, group_sizes, group_start, slot_of_row, row_of_slot,
+    invalid_ids, schedule_0, schedule_1, tile_counters, num_slots, block_slots, num_blocks, capacity, max_blocks_0,
+    max_blocks_1,
+    NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
+
+    The first num_blocks programs place a block each, the others share out what `write_groups` does and the totals.
+    block_invalid None: ids that `topk.route` made, all of them valid. PDL: see `kernels.pdl`.
+    """
+    if PDL is not None:
+        join()
+    block = tl.program_id(0)
+    start = block.to(tl.int64) * block_slots
+    last = tl.minimum(start + block_slots, num_slots)
+    slots = start + tl.arange(0, BLOCK_S)
+    # Asked for together with the counts: behind the last block there are none.
+    local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+    found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
+    sizes = found
+    if MAX_ROWS is not None:
+        sizes = tl.minimum(found, MAX_ROWS)
+    if block >= num_blocks:
+        if block == num_blocks:
+            experts = tl.arange(0, EXPERTS)
+            tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
+            wrong = tl.zeros((BLOCK_FILL,), dtype=tl.int32)
+            if block_invalid is not None:
+                for first in range(0, num_blocks, BLOCK_FILL):
+                    blocks = first + tl.arange(0, BLOCK_FILL)
+                    wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
+            tl.store(invalid_ids, tl.sum(wrong, axis=0))
+        write_groups(
+            sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0,
+            max_blocks_1, block - num_blocks, tl.num_programs(0) - num_blocks, NUM_EXPERTS, ALIGNMENT, MAX_ROWS,
+            COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        )  # fmt: skip
+    else:
+        starts = first_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+        for first in range(start, last, BLOCK_S):
+            slots = first + tl.arange(0, BLOCK_S)
+            # The next ids are on their way while these are ranked.
+            ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+            rank, before = rank_slots(local, before)
+            place_slots(slots, slots < last, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
+            local = ahead

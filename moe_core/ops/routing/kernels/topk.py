@@ -1,0 +1,276 @@
+"""From logits to expert ids and weights: scoring, grouped selection, renormalisation."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.routing.kernels.bitmatrix import set_bits
+from moe_core.ops.routing.kernels.layout import count_experts, to_local
+
+# Keys below those of every number (the smallest, of -inf, is -0x7F800001): NaN, then experts that may not be chosen,
+# then experts chosen already.
+NAN_KEY = tl.constexpr(-0x7FFFFFFE)
+MASKED_KEY = tl.constexpr(-0x7FFFFFFF)
+TAKEN_KEY = tl.constexpr(-0x80000000)
+# The expert id of a padding column: above every real one.
+NO_EXPERT = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def topk_keys(scores):
+    """int32 keys in the order of fp32 scores; -0.0 ties with 0.0, NaN is below every number.
+
+    The bits of a float, read as int32, ascend for positive and descend for negative numbers; flipping the other 31 bits
+    of the negative ones puts both in one order. Example: -2.0, -1.0, 0.0, 1.0 -> ascending keys.
+    """
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(scores == scores, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
+
+
+@triton.jit
+def key_scores(keys):
+    """The fp32 scores of keys (0.0 for both zeros, NaN for NAN_KEY): the flip of `topk_keys`, its own inverse."""
+    scores = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(keys == NAN_KEY, float("nan"), scores)
+
+
+@triton.jit
+def take_best(keys, names):
+    """(best key, its name, keys without it) along the last axis; ties go to the lowest name."""
+    axis: tl.constexpr = len(keys.shape) - 1
+    best = tl.max(keys, axis=axis)
+    name = tl.min(tl.where(keys == tl.expand_dims(best, axis), names, NO_EXPERT), axis=axis)
+    return best, name, tl.where(names == tl.expand_dims(name, axis), TAKEN_KEY, keys)
+
+
+@triton.jit
+def exp_negative(x):
+    """exp(x) for x <= 0 (or NaN), to a few ulp whatever x: `tl.exp` rounds x * log2(e), which costs |x| ulp.
+
+    x * log2(e) = product + rest, rest the rounding error;  exp(x) = 2**product * (1 + rest * log(2))
+    """
+    # exp(-104) is 0 in fp32; clamped so that -inf gives no inf - inf, and by `where`, so that NaN stays.
+    x = tl.where(x < -104.0, -104.0, x)
+    product = x * 1.4426950408889634
+    rest = tl.fma(x, 1.4426950408889634, -product) + x * 1.9259629911e-8
+    power = tl.exp2(product)
+    return tl.fma(power, rest * 0.6931471805599453, power)
+
+
+@triton.jit
+def log1p_unit(u):
+    """log(1 + u) for u in [0, 1], to a few ulp: 2 * atanh(s), s = u / (2 + u) <= 1/3, as its series up to s**15."""
+    s = tl.div_rn(u, 2.0 + u)
+    square = s * s
+    series = tl.full(u.shape, 1.0 / 15.0, tl.float32)
+    for term in tl.static_range(7):
+        series = series * square + 1.0 / (13 - 2 * term)
+    return 2.0 * s * series
+
+
+@triton.jit
+def expert_scores(x, SCORING: tl.constexpr):
+    """Scores that each expert gives by itself, without overflow: sigmoid, or sqrt(log(1 + exp(x)))."""
+    shrunk = exp_negative(-tl.abs(x))
+    if SCORING == "sigmoid":
+        return tl.div_rn(tl.where(x >= 0.0, 1.0, shrunk), 1.0 + shrunk)
+    else:
+        tl.static_assert(SCORING == "sqrt_softplus", "unknown scoring")
+        return tl.sqrt_rn(tl.where(x > 0.0, x, 0.0) + log1p_unit(shrunk))
+
+
+@triton.jit
+def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: tl.constexpr):
+    """`[tokens, GROUPS * members]` keys, masked outside the TOPK_GROUP best groups.
+
+    group score = best of the group (BY_PAIR: sum of the two best); ties go to the lower group.
+    """
+    tokens: tl.constexpr = keys.shape[0]
+    columns: tl.constexpr = keys.shape[1]
+    members = tl.reshape(keys, (tokens, GROUPS, columns // GROUPS))
+    if BY_PAIR:
+        names = tl.arange(0, columns // GROUPS)[None, None, :]
+        first, _, others = take_best(members, names)
+        group_keys = topk_keys(key_scores(first) + key_scores(tl.max(others, axis=2)))
+    else:
+        group_keys = tl.max(members, axis=2)
+    # Groups that only pad hold masked keys alone and come last: no key is lower, and ties go to the lower group.
+    groups = tl.arange(0, GROUPS)[None, :]
+    for _ in range(TOPK_GROUP):
+        _, _, group_keys = take_best(group_keys, groups)
+    kept = tl.expand_dims(group_keys == TAKEN_KEY, 2)
+    return tl.reshape(tl.where(kept, members, MASKED_KEY), (tokens, columns))
+
+
+@triton.jit
+def row_sum(x):
+    """Sums of fp32 `[rows, columns]` along the columns (a power of two), neighbours first: one order of additions
+    however the columns are spread over threads, so that every kernel gives the same bits.
+
+    Example: [a, b, c, d] -> (a + b) + (c + d).
+    """
+    for _ in tl.static_range(16):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def column_experts(
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """(expert of each of WIDTH columns from FIRST on, whether it is real): groups are padded to MEMBERS columns."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    group, member = columns // MEMBERS, columns % MEMBERS
+    real = (group < NUM_GROUPS) & (member < NUM_EXPERTS // NUM_GROUPS)
+    # Without groups the plain column number, which the compiler knows to be contiguous.
+    return columns if NUM_GROUPS == 1 else group * (NUM_EXPERTS // NUM_GROUPS) + member, real
+
+
+@triton.jit
+def load_rows(
+    rows, inside,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[rows, WIDTH]` at the pointers `rows`, -inf in padding columns and in rows not inside.
+
+    Loaded SPAN columns at a time and joined in registers: a load of more columns than the warps of a row hold would be
+    spread over further warps, and every maximum over a row would then go through shared memory.
+    """
+    if WIDTH <= SPAN:
+        offsets, real = column_experts(FIRST, WIDTH, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+        mask = inside[:, None] & real[None, :]
+        return tl.load(rows[:, None] + offsets[None, :], mask=mask, other=float("-inf"))
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        left = load_rows(rows, inside, FIRST, HALF, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+        right = load_rows(rows, inside, FIRST + HALF, HALF, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (rows.shape[0], WIDTH))
+
+
+@triton.jit
+def choose_experts(
+    logits, correction_bias, token_mask, tokens, inside,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """(ids, weights) `[tokens, SLOTS]` of some tokens.
+
+    keys = order of the logits (with a bias: of score + bias); outside the best groups: masked
+    for k = 0..K-1: ids[k] = expert of the largest key, lower id first; its key is taken out
+    weights = scores of the chosen, / their sum, * scale
+
+    Columns are padded to GROUPS * MEMBERS, powers of two, SLOTS >= K is one too; ids past K, of masked tokens and of
+    those not inside are -1. BY_EXPERT: both in the order of ids. Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids
+    [1, 2] (a tie: lower id first; NaN last), weights [0.95, 0.95].
+    """
+    COLUMNS: tl.constexpr = GROUPS * MEMBERS
+    offsets, real = column_experts(0, COLUMNS, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+    experts = tl.where(real, offsets, NO_EXPERT)[None, :]
+    slots = tl.arange(0, SLOTS)[None, :]
+    rows = logits + tokens * NUM_EXPERTS
+    x = load_rows(rows, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+    if SCORING == "softmax" and not SOFTMAX_LAST:
+        largest = tl.max(x, axis=1)
+        total = row_sum(tl.where(real[None, :], exp_negative(x - largest[:, None]), 0.0))
+    if correction_bias is None:
+        keys = topk_keys(x)
+    else:
+        if SOFTMAX_LAST:
+            scores = x
+        elif SCORING == "softmax":
+            scores = tl.div_rn(exp_negative(x - largest[:, None]), total[:, None])
+        else:
+            scores = expert_scores(x, SCORING)
+        # Loaded as one row per token, so that it lies in the threads as the scores do.
+        biases = correction_bias + tl.zeros_like(tokens)
+        keys = topk_keys(scores + load_rows(biases, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS))
+    keys = tl.where(real[None, :], keys, MASKED_KEY)
+    if NUM_GROUPS > 1:
+        keys = keep_groups(keys, TOPK_GROUP, GROUPS, correction_bias is not None)
+
+    chosen = tl.full((tokens.shape[0], SLOTS), -1, tl.int32)
+    for k in range(TOP_K):
+        _, expert, keys = take_best(keys, experts)
+        chosen = tl.where(slots == k, expert[:, None], chosen)
+
+    picked = tl.load(rows[:, None] + chosen, mask=inside[:, None] & (slots < TOP_K), other=float("-inf"))
+    if SOFTMAX_LAST:
+        exponentials = tl.where(slots < TOP_K, exp_negative(picked - tl.max(picked, axis=1)[:, None]), 0.0)
+        values = tl.div_rn(exponentials, row_sum(exponentials)[:, None])
+    elif SCORING == "softmax":
+        values = tl.div_rn(exp_negative(picked - largest[:, None]), total[:, None])
+    else:
+        values = expert_scores(picked, SCORING)
+    if RENORMALIZE:
+        divisor = row_sum(tl.where(slots < TOP_K, values, 0.0))[:, None]
+        values = tl.where(divisor == 0.0, 0.0, tl.div_rn(values, divisor))
+    values *= SCALE
+
+    if BY_EXPERT:
+        # Weights move as bits, since picking one by a sum would turn -0.0 into 0.0.
+        bits = values.to(tl.int32, bitcast=True)
+        unsorted, sorted_ids, sorted_bits = tl.where(slots < TOP_K, chosen, NO_EXPERT), chosen, bits
+        for k in range(TOP_K):
+            lowest = tl.min(unsorted, axis=1)[:, None]
+            weight = tl.sum(tl.where(chosen == lowest, bits, 0), axis=1)[:, None]
+            sorted_ids = tl.where(slots == k, lowest, sorted_ids)
+            sorted_bits = tl.where(slots == k, weight, sorted_bits)
+            unsorted = tl.where(chosen == lowest, NO_EXPERT, unsorted)
+        chosen, values = sorted_ids, sorted_bits.to(tl.float32, bitcast=True)
+    kept = inside
+    if token_mask is not None:
+        kept = tl.load(token_mask + tokens, mask=inside, other=0) != 0
+        values = tl.where(kept[:, None], values, 0.0)
+    return tl.where(kept[:, None], chosen, -1), values
+
+
+@triton.jit
+def route(
+    logits, correction_bias, token_mask, expert_map, ids, weights, bitmatrix, block_counts, num_tokens, block_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ids and weights `[T, K]` of logits `[T, E]` as in `choose_experts`, block_tokens of them per program, BLOCK_T at
+    a time; optionally bitmatrix rows (WORDS >= E / 32, a power of two), and block_counts `[programs, NUM_LOCAL]`: the
+    program's slots of every local expert, which `layout.place_blocks` goes on with. PDL: see `kernels.pdl`.
+    """
+    if PDL is not None:
+        join()
+    block = tl.program_id(0)
+    start = block.to(tl.int64) * block_tokens
+    last = tl.minimum(start + block_tokens, num_tokens)
+    slots = tl.arange(0, SLOTS)[None, :]
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(start, last, BLOCK_T):
+        tokens = first + tl.arange(0, BLOCK_T)
+        inside = tokens < last
+        chosen, values = choose_experts(
+            logits, correction_bias, token_mask, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
+            RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
+        )  # fmt: skip
+        target = tokens[:, None] * TOP_K + slots
+        stored = inside[:, None] & (slots < TOP_K)
+        tl.store(ids + target, chosen, mask=stored)
+        tl.store(weights + target, values, mask=stored)
+        if bitmatrix is not None:
+            words = tl.zeros((BLOCK_T, WORDS), dtype=tl.int32)
+            for k in range(TOP_K):
+                expert = tl.sum(tl.where(slots == k, chosen, 0), axis=1)
+                words |= set_bits(expert, WORDS)
+            number = tl.arange(0, WORDS)[None, :]
+            NUM_WORDS: tl.constexpr = (NUM_EXPERTS + 31) // 32
+            place = bitmatrix + tokens[:, None] * NUM_WORDS + number
+            tl.store(place, words.to(tl.uint32, bitcast=True), mask=inside[:, None] & (number < NUM_WORDS))
+        if block_counts is not None:
+            local, _ = to_local(tl.reshape(chosen, (BLOCK_T * SLOTS,)), expert_map, NUM_EXPERTS, NUM_LOCAL)
+            counts += count_experts(local, EXPERTS)
+    if block_counts is not None:
+        experts = tl.arange(0, EXPERTS)
+        tl.store(block_counts + block.to(tl.int64) * NUM_LOCAL + experts, counts, mask=experts < NUM_LOCAL)

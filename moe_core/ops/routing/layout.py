@@ -1,0 +1,334 @@
+"""Planning of ragged layouts and schedules."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.checks import require_at_least
+from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, Scalar
+from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, named_arrays
+from moe_core.specs.routing import LayoutSpec
+
+LAYOUT_AT_ONCE = Kernel("routing.kernels.layout:layout_at_once", pdl="start", writes_layout=True, counts_slots=True)
+COUNT_BLOCKS = Kernel("routing.kernels.layout:count_blocks", writes_layout=True, counts_slots=True)
+PLACE_BLOCKS = Kernel("routing.kernels.layout:place_blocks", pdl="start", writes_layout=True, counts_slots=True)
+SCHEDULE = Kernel("routing.kernels.schedule:schedule", writes_layout=True)
+ZERO_COUNTERS = Kernel("routing.kernels.schedule:zero", writes_layout=True)
+
+#: What every layout has.
+_OUTPUTS = (*LAYOUT_INPUTS, "row_of_slot", "invalid_ids")
+#: Experts that one program can hold a row of; far above any model.
+MAX_EXPERTS = 4096
+#: Elements of a tile that one program works on at once; the interpreter's cost does not depend on it.
+BLOCK_ELEMENTS = {"gpu": 4096, "interpreter": 65536}
+#: Up to this many slots one launch makes the layout (its programs all count every slot), above it two.
+SLOTS_AT_ONCE = {"gpu": 4096, "interpreter": 256}
+#: Slots per program where one launch makes the layout. Ranking within a block compares every pair.
+_BLOCK_SLOTS = {"gpu": 128, "interpreter": 64}
+#: Slots that one step of counting takes: the first number where it holds them all, else the last.
+_CHUNK_SLOTS = {"gpu": (256, 1024), "interpreter": (64, 128)}
+#: Slots that one step of placing a block takes: the first number that holds a block, else the last. The interpreter's
+#: sizes are small so that its tests take every loop.
+_PLACED_SLOTS = {"gpu": (64, 256), "interpreter": (16, 64)}
+#: Warps of a placing program whose blocks of slots are small, with no more than so many experts, since fewer warps wait
+#: for each other in less time; and of any other, for the registers.
+_FEW_WARPS, _FEW_EXPERTS, _MANY_WARPS = 4, 512, 8
+#: Blocks whose counts a placing program adds up at once: the first number that holds them all, else the last, or as
+#: many as have this many counts per warp (128 per thread).
+_SUMMED_BLOCKS, _SUMMED_COUNTS = {"gpu": (32, 128), "interpreter": (2, 4)}, 4096
+#: Programs, at least, that write what does not depend on single slots while others place these.
+_LEAST_SHARING = 4
+#: Blocks of slots that the interpreter counts apart; a GPU gets one per multiprocessor, since every program reads all.
+_INTERPRETER_BLOCKS = 6
+#: Schedules a layout kernel writes itself; further ones are launches of their own.
+_FUSED_SCHEDULES = 2
+
+
+def require_experts(num_experts: int) -> None:
+    """Raise Unsupported above MAX_EXPERTS."""
+    if num_experts > MAX_EXPERTS:
+        raise Unsupported(
+            f"the kernels hold one row of experts per program and take at most {MAX_EXPERTS}, got {num_experts}; "
+            "use the NumPy reference engine"
+        )
+
+
+def _expert_warps(experts: int, least: int) -> int:
+    """Warps for a program that holds several padded rows of experts: 4 elements of each per thread, up to 2048."""
+    return min(16, max(least, experts // 128))
+
+
+def _schedule_spec(layout: LayoutSpec, block_m: int) -> ArraySpec:
+    blocks = layout.max_blocks(block_m)
+    # Sizes that lie may claim this many blocks; kernels add them up in 32 bits.
+    if layout.num_experts * blocks >= INT32_LIMIT:
+        raise Unsupported(
+            f"a schedule must have fewer than 2**31 blocks times experts, got {blocks} x {layout.num_experts}; "
+            "split the batch"
+        )
+    return ArraySpec((blocks, 2), "int32")
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_layout(
+    ids: ArraySpec,
+    layout: LayoutSpec,
+    target: Target,
+    *,
+    expert_map: ArraySpec | None = None,
+    token_mask: ArraySpec | None = None,
+    block_ms: tuple[int, ...] = (),
+    tile_counters: int = 0,
+) -> LaunchPlan:
+    """Group the slots of ids int32 `[T, K]` by expert, stably: an expert's rows are in slot order.
+
+    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
+    masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global) act as -1 and are counted in invalid_ids.
+    block_ms: heights of the schedules to make. tile_counters: how many counters of products to clear, a power of two.
+
+    Inputs: ids, [expert_map], [token_mask]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row
+    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then `schedule_{block_m}` `[max_blocks, 2]` per block_m,
+    [tile_counters, zeros]. Raises InvalidInput, Unsupported.
+    """
+    require_spec("ids", ids, (layout.num_tokens, layout.top_k), "int32")
+    if expert_map is not None:
+        require_spec("expert_map", expert_map, ("num_global_experts",), "int32")
+        if expert_map.size == 0:
+            raise InvalidInput("expert_map must have an entry per global expert, got none; pass None for no map")
+    if token_mask is not None:
+        require_spec("token_mask", token_mask, (layout.num_tokens,), "bool")
+    for block_m in block_ms:
+        require_at_least("block_ms", block_m, 1)
+    if len(set(block_ms)) != len(block_ms):
+        raise InvalidInput(f"block_ms must be distinct, got {block_ms}; name each height once")
+
+    builder = PlanBuilder("layout", target)
+    arrays = {"ids": ids, "expert_map": expert_map, "token_mask": token_mask}
+    present = builder.inputs(arrays)
+    outputs = [builder.output(name, array) for name, array in named_arrays(LayoutArrays.specs(layout))]
+    outputs.append(builder.output("invalid_ids", ArraySpec((1,), "int32")))
+    outputs += [builder.output(f"schedule_{block_m}", _schedule_spec(layout, block_m)) for block_m in block_ms]
+    assert target.compiled or not tile_counters, "only kernels count tiles"
+    if tile_counters:
+        builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
+    if not target.compiled:
+        builder.reference("routing.reference:layout", present, {"layout": layout, "block_ms": block_ms}, outputs)
+        return builder.build()
+    require_experts(layout.num_experts)
+    num_global = layout.num_experts if expert_map is None else expert_map.size
+    read = {name: builder.optional(name) for name in arrays}
+    LayoutLauncher(builder, layout, block_ms, num_global, read, tile_counters=tile_counters).launch()
+    return builder.build()
+
+
+def most_blocks(target: Target) -> int:
+    """Into how many blocks tokens or slots are split that are counted apart: each is read by every placing program."""
+    return _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
+
+
+class LayoutLauncher:
+    """Chooses and adds the launches of a layout; read: the pointers ids, expert_map and token_mask, or None each."""
+
+    def __init__(
+        self,
+        builder: PlanBuilder,
+        layout: LayoutSpec,
+        block_ms: tuple[int, ...],
+        num_global: int,
+        read: dict[str, Pointer | Constant],
+        *,
+        tile_counters: int = 0,
+    ) -> None:
+        self.tile_counters = tile_counters
+        self.builder, self.layout, self.block_ms, self.read = builder, layout, block_ms, read
+        self.target = builder.target
+        self.experts = padded(layout.num_experts, 32)
+        self.sizes = {
+            "NUM_GLOBAL": Constant(num_global),
+            "NUM_EXPERTS": Constant(layout.num_experts),
+            "TOP_K": Constant(layout.top_k),
+        }
+
+    def launch(self) -> None:
+        """From ids: one launch for few slots, two for many."""
+        slots = self.layout.num_slots
+        if slots <= SLOTS_AT_ONCE[self.target.engine]:
+            self.builder.note(f"{slots} slots: one launch, every program counts all slots")
+            self._at_once()
+        else:
+            step = _PLACED_SLOTS[self.target.engine][-1]
+            block_slots = -(-slots // (most_blocks(self.target) * step)) * step
+            self.builder.note(f"{slots} slots: counted in blocks of {block_slots}, then placed")
+            self._count_blocks(block_slots)
+            self.place_blocks(block_slots, Pointer("block_invalid"))
+        self.further_schedules()
+
+    def further_schedules(self) -> None:
+        """The schedules that the layout's own kernels do not write."""
+        for block_m in self.block_ms[_FUSED_SCHEDULES:]:
+            _launch_schedule(self.builder, self.layout, block_m, f"schedule_{block_m}")
+
+    def _sharing(self) -> int:
+        """Programs among which the rows that no slot fills are shared out."""
+        if self.target.interpreted:
+            return 1
+        return max(1, min(-(-self.layout.capacity // BLOCK_ELEMENTS["gpu"]), self.target.num_sms))
+
+    def schedules(self) -> tuple[dict[str, Pointer | Constant], dict[str, Scalar]]:
+        """The fused schedules' and the tile counters' pointers, and the schedules' lengths."""
+        pointers: dict[str, Pointer | Constant] = {}
+        lengths: dict[str, Scalar] = {}
+        for number in range(_FUSED_SCHEDULES):
+            block_m = self.block_ms[number] if number < len(self.block_ms) else None
+            pointers[f"schedule_{number}"] = Constant(None) if block_m is None else Pointer(f"schedule_{block_m}")
+            lengths[f"max_blocks_{number}"] = Scalar(0 if block_m is None else self.layout.max_blocks(block_m))
+        pointers["tile_counters"] = Pointer("tile_counters") if self.tile_counters else Constant(None)
+        return pointers, lengths
+
+    def tail(self, block_sizes: dict[str, int], num_warps: int) -> dict[str, Constant]:
+        """The constants that end the arguments of every kernel that calls `write_groups`, in a kernel of some warps."""
+        heights = {f"BLOCK_M_{n}": self.block_ms[n] if n < len(self.block_ms) else 1 for n in range(_FUSED_SCHEDULES)}
+        last = {
+            "EXPERTS": self.experts,
+            "BLOCK_PAD": max(1, min(BLOCK_ELEMENTS[self.target.engine], 512 * num_warps) // self.experts),
+            "BLOCK_FILL": 128 * num_warps,
+        }
+        first = {"ALIGNMENT": self.layout.alignment, "MAX_ROWS": self.layout.max_rows, "COUNTERS": self.tile_counters}
+        return {name: Constant(value) for name, value in (first | heights | block_sizes | last).items()}
+
+    def _at_once(self) -> None:
+        layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
+        chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
+        pointers, lengths = self.schedules()
+        num_warps = _expert_warps(self.experts, 4)
+        self.builder.launch(
+            LAYOUT_AT_ONCE,
+            (max(-(-layout.num_slots // block_slots), self._sharing()),),
+            {
+                **self.read,
+                **{name: Pointer(name) for name in _OUTPUTS},
+                **pointers,
+                "num_slots": Scalar(layout.num_slots),
+                "capacity": Scalar(layout.capacity),
+                **lengths,
+                **self.sizes,
+                **self.tail({"BLOCK_S": block_slots, "CHUNK": chunk}, num_warps),
+                "PDL": Constant(None),
+            },
+            num_warps=num_warps,
+        )
+
+    def block_counts(self, block_slots: int) -> int:
+        """Declare the scratch with the slots of every expert in each block; the number of blocks."""
+        blocks = -(-self.layout.num_slots // block_slots)
+        self.builder.scratch("block_counts", ArraySpec((blocks, self.layout.num_experts), "int32"))
+        return blocks
+
+    def _count_blocks(self, block_slots: int) -> None:
+        blocks = self.block_counts(block_slots)
+        self.builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
+        self.builder.launch(
+            COUNT_BLOCKS,
+            (blocks,),
+            {
+                **self.read,
+                "block_counts": Pointer("block_counts"),
+                "block_invalid": Pointer("block_invalid"),
+                "num_slots": Scalar(self.layout.num_slots),
+                "block_slots": Scalar(block_slots),
+                **self.sizes,
+                "CHUNK": Constant(_CHUNK_SLOTS[self.target.engine][-1]),
+                "EXPERTS": Constant(self.experts),
+            },
+            num_warps=_expert_warps(self.experts, 4),
+        )
+
+    def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
+        """Warps of `place_blocks`, slots that it places at once, blocks whose counts it adds up at once."""
+        sizes = _PLACED_SLOTS[self.target.engine]
+        small = block_slots <= sizes[0] and self.experts <= _FEW_EXPERTS
+        num_warps = _FEW_WARPS if small else _MANY_WARPS
+        summed = first_holding(_SUMMED_BLOCKS[self.target.engine], blocks)
+        return num_warps, first_holding(sizes, block_slots), min(summed, _SUMMED_COUNTS * num_warps // self.experts)
+
+    def place_blocks(self, block_slots: int, block_invalid: Pointer | Constant) -> None:
+        """Place the slots by the counts of their blocks, in scratch `block_counts`."""
+        layout = self.layout
+        blocks = -(-layout.num_slots // block_slots)
+        pointers, lengths = self.schedules()
+        num_warps, placed, summed = self._placing_sizes(blocks, block_slots)
+        self.builder.launch(
+            PLACE_BLOCKS,
+            (blocks + max(_LEAST_SHARING, self._sharing()),),
+            {
+                **self.read,
+                "block_counts": Pointer("block_counts"),
+                "block_invalid": block_invalid,
+                **{name: Pointer(name) for name in _OUTPUTS},
+                **pointers,
+                "num_slots": Scalar(layout.num_slots),
+                "block_slots": Scalar(block_slots),
+                "num_blocks": Scalar(blocks),
+                "capacity": Scalar(layout.capacity),
+                **lengths,
+                **self.sizes,
+                **self.tail({"BLOCK_S": placed, "BLOCK_B": summed}, num_warps),
+                "PDL": Constant(None),
+            },
+            num_warps=num_warps,
+        )
+
+
+def _launch_schedule(builder: PlanBuilder, layout: LayoutSpec, block_m: int, output: str) -> None:
+    experts, length = padded(layout.num_experts, 32), layout.max_blocks(block_m)
+    programs = -(-length // 1024)
+    builder.launch(
+        SCHEDULE,
+        (programs if builder.target.interpreted else min(programs, builder.target.num_sms),),
+        {
+            "group_sizes": Pointer("group_sizes"),
+            "schedule": Pointer(output),
+            "max_blocks": Scalar(length),
+            "NUM_EXPERTS": Constant(layout.num_experts),
+            "BLOCK_M": Constant(block_m),
+            "EXPERTS": Constant(experts),
+            "BLOCK_FILL": Constant(1024),
+        },
+        num_warps=_expert_warps(experts, 4),
+    )
+
+
+def add_schedule(
+    builder: PlanBuilder, layout: LayoutSpec, block_m: int, *, given: bool = False, name: str = "schedule"
+) -> None:
+    """Declare the schedule of a block height: an input where it is given, else scratch that is made of group_sizes."""
+    declare = builder.input if given else builder.scratch
+    declare(name, _schedule_spec(layout, block_m), f"schedule_{block_m}")
+    if not given:
+        builder.call(plan_schedule(layout, block_m, builder.target), name, {"schedule": name})
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPlan:
+    """schedule int32 `[max_blocks, 2]` of group_sizes int32 `[E]`: (row block within the expert, expert), experts and
+    their blocks ascending, idle rows (-1, -1) behind them all: kernels stop at the first.
+
+    Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2). Input: group_sizes; output: schedule. Raises
+    InvalidInput, Unsupported.
+    """
+    require_at_least("block_m", block_m, 1)
+    builder = PlanBuilder("schedule", target)
+    builder.input("group_sizes", ArraySpec((layout.num_experts,), "int32"))
+    builder.output("schedule", _schedule_spec(layout, block_m), f"schedule_{block_m}")
+    if not target.compiled:
+        constants = {"layout": layout, "block_m": block_m}
+        builder.reference("routing.reference:schedule", {"group_sizes": "group_sizes"}, constants, ("schedule",))
+        return builder.build()
+    require_experts(layout.num_experts)
+    _launch_schedule(builder, layout, block_m, "schedule")
+    return builder.build()

@@ -1,0 +1,344 @@
+"""NumPy twins of the routing ops (top-k, ragged layout, schedules, bitmatrices) and of the backward of their weights.
+
+Selection is not differentiated: ids are constants, and so is the correction bias, which moves nothing else (its
+gradient is zero; the rule that updates it is not a gradient). The backward takes everything in fp32 from the fp32
+logits; nothing the forward computed from them is saved, it is computed again by the same formulas.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.common.rounding import to_float32
+from moe_core.specs.routing import LayoutSpec, RouterSpec
+
+#: Selection keys ascend from the best: numbers first, then NaN, then experts of groups that were not kept.
+_NAN_KEY = np.uint32(0xFFFFFFFE)
+_MASKED_KEY = np.uint32(0xFFFFFFFF)
+#: exp(-17) is less than half a unit in the last place of 1.
+_TINY = np.float32(17)
+
+
+def _topk_keys(scores: np.ndarray) -> np.ndarray:
+    """uint32 keys of fp32 scores: a smaller key ranks higher, equal scores (-0.0 and +0.0 too) have equal keys."""
+    with np.errstate(all="ignore"):
+        bits = (scores + np.float32(0)).view(np.uint32)
+    descending = np.where(bits >> 31 != 0, bits, ~(bits | np.uint32(0x80000000)))
+    return np.where(np.isnan(scores), _NAN_KEY, descending)
+
+
+def _best(keys: np.ndarray, count: int) -> np.ndarray:
+    """Indices `[..., count]` of the smallest keys along the last axis, in order, ties to the lower index."""
+    width = keys.shape[-1]
+    packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(width, dtype=np.uint64)
+    if count < width:
+        packed = np.partition(packed, count - 1, axis=-1)[..., :count]
+    return (np.sort(packed, axis=-1) & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, has_bias: bool) -> np.ndarray:
+    """The keys with every expert outside the spec.topk_group best groups set to the masked key."""
+    num_tokens, num_experts = keys.shape
+    grouped = keys.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
+    if has_bias:
+        pair = np.take_along_axis(scores.reshape(grouped.shape), _best(grouped, 2), axis=-1)
+        with np.errstate(all="ignore"):
+            group_keys = _topk_keys(pair[..., 0] + pair[..., 1])
+    else:
+        group_keys = grouped.min(axis=-1)
+    kept = np.zeros((num_tokens, spec.num_groups), bool)
+    np.put_along_axis(kept, _best(group_keys, spec.topk_group), True, axis=-1)
+    return np.where(kept[..., None], grouped, _MASKED_KEY).reshape(keys.shape)
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    """Softmax along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
+    with np.errstate(all="ignore"):
+        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return exponentials / exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+
+
+def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
+    """fp32 scores `[T, E]`: softmax over experts, sigmoid, or sqrt(log(1 + exp(x))) without overflow."""
+    if scoring == "softmax":
+        return _softmax(logits)
+    if scoring == "sigmoid":
+        return sigmoid(logits)
+    with np.errstate(all="ignore"):
+        return np.sqrt(np.maximum(logits, np.float32(0)) + np.log1p(np.exp(-np.abs(logits))))
+
+
+def shares_of(values: np.ndarray) -> np.ndarray:
+    """values / their sum along the last axis, fp32; a zero sum gives zeros, as in the forward."""
+    total = values.sum(axis=-1, keepdims=True, dtype=np.float32)
+    return np.where(total == 0, np.float32(0), values / total)
+
+
+def route(
+    logits: np.ndarray,
+    correction_bias: np.ndarray | None = None,
+    token_mask: np.ndarray | None = None,
+    *,
+    spec: RouterSpec,
+    with_bitmatrix: bool = False,
+) -> tuple[np.ndarray, ...]:
+    """ids int32 `[T, K]`, weights fp32 `[T, K]` (and the bitmatrix) from logits fp32 `[T, E]`.
+
+    correction_bias fp32 `[E]` moves the selection, never the weights. token_mask bool `[T]`: False = masked, ids -1 and
+    weights 0. Without a bias the order of the scores is decided on the logits (every scoring is monotone), so that
+    fp32 rounding of the scores makes no ties; with one, on fp32 score + bias (topk_then_softmax: logit + bias).
+    """
+    softmax_last = spec.order == "topk_then_softmax"
+    scores = logits if softmax_last else scores_of(logits, spec.scoring)
+    with np.errstate(all="ignore"):
+        ranked = logits if correction_bias is None else scores + correction_bias
+    keys = _topk_keys(ranked)
+    if spec.num_groups > 1:
+        keys = _mask_groups(ranked, keys, spec, correction_bias is not None)
+    ids = _best(keys, spec.require_top_k())
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    if softmax_last:
+        weights = _softmax(weights)
+    with np.errstate(all="ignore"):
+        if spec.renormalize:
+            weights = shares_of(weights)
+        weights = weights * np.float32(spec.scale)
+    if spec.slot_order == "expert":
+        ascending = np.argsort(ids, axis=-1)
+        ids, weights = (np.take_along_axis(array, ascending, axis=-1) for array in (ids, weights))
+    if token_mask is not None:
+        ids = np.where(token_mask[:, None], ids, -1)
+        weights = np.where(token_mask[:, None], weights, np.float32(0))
+    ids, weights = ids.astype(np.int32), weights.astype(np.float32)
+    if with_bitmatrix:
+        return ids, weights, pack_bitmatrix(ids, num_experts=logits.shape[1])[0]
+    return ids, weights
+
+
+def _local_ids(
+    ids: np.ndarray, expert_map: np.ndarray | None, token_mask: np.ndarray | None, num_experts: int
+) -> tuple[np.ndarray, int]:
+    """Local expert of every slot (int64 `[T * K]`, -1 = none) and the number of ids outside [-1, E_global)."""
+    flat = np.asarray(ids, np.int64)
+    if token_mask is not None:
+        flat = np.where(token_mask[:, None], flat, -1)
+    flat = flat.reshape(-1)
+    num_global = num_experts if expert_map is None else len(expert_map)
+    invalid = (flat < -1) | (flat >= num_global)
+    local = np.where(invalid, -1, flat)
+    if expert_map is not None:
+        mapped = np.where(local < 0, -1, np.asarray(expert_map, np.int64)[np.maximum(local, 0)])
+        local = np.where((mapped < 0) | (mapped >= num_experts), -1, mapped)
+    return local, int(invalid.sum())
+
+
+def layout(
+    ids: np.ndarray,
+    expert_map: np.ndarray | None = None,
+    token_mask: np.ndarray | None = None,
+    *,
+    layout: LayoutSpec,
+    block_ms: tuple[int, ...] = (),
+) -> tuple[np.ndarray, ...]:
+    """Group the slots of ids int32 `[T, K]` by expert; within an expert the rows are in slot order.
+
+    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`:
+    False = the token's ids act as -1 and count nowhere. Returns int32 group_sizes `[E]`, group_start `[E + 1]` (every
+    start a multiple of layout.alignment, group_start[E] the end of the last group with its padding), slot_of_row
+    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then a schedule per block_ms.
+    """
+    local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
+    found = np.bincount(local[local >= 0], minlength=layout.num_experts)
+    if layout.max_rows is None:
+        sizes = found
+        owned = -(-found // layout.alignment) * layout.alignment
+    else:
+        sizes = np.minimum(found, layout.max_rows)
+        owned = np.full_like(found, layout.max_rows)
+    start = np.concatenate([[0], np.cumsum(owned)])
+    slots = np.argsort(np.where(local < 0, layout.num_experts, local), kind="stable")[: found.sum()]
+    experts = local[slots]
+    rank = np.arange(len(slots)) - (np.cumsum(found) - found)[experts]
+    kept = rank < sizes[experts]
+    slots, rows = slots[kept], (start[experts] + rank)[kept]
+    slot_of_row = np.full(layout.capacity, -1, np.int32)
+    row_of_slot = np.full(layout.num_slots, -1, np.int32)
+    slot_of_row[rows], row_of_slot[slots] = slots, rows
+    schedules = (schedule(sizes, layout=layout, block_m=block_m) for block_m in block_ms)
+    counts = np.array([invalid], np.int32)
+    return sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, counts, *schedules
+
+
+def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:
+    """int32 `[max_blocks, 2]`: (row block within the expert, expert) by expert, then block; (-1, -1) = idle.
+
+    Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2).
+    """
+    blocks = -(-np.asarray(group_sizes, np.int64) // block_m)
+    experts = np.repeat(np.arange(layout.num_experts), blocks)
+    first = np.repeat(np.cumsum(blocks) - blocks, blocks)
+    table = np.full((layout.max_blocks(block_m), 2), -1, np.int32)
+    table[: len(experts), 0] = np.arange(len(experts)) - first
+    table[: len(experts), 1] = experts
+    return table
+
+
+def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
+
+    Also duplicates int32 `[1]`, the slots whose expert an earlier slot of the token has (the matrix cannot hold them),
+    and invalid_ids int32 `[1]`, the ids outside [-1, E); both leave the matrix as it would be without those slots.
+    """
+    num_tokens, top_k = ids.shape
+    valid = (ids >= 0) & (ids < num_experts)
+    tokens = np.repeat(np.arange(num_tokens), top_k).reshape(ids.shape)
+    chosen = np.zeros((num_tokens, -(-num_experts // 32) * 32), bool)
+    chosen[tokens[valid], ids[valid]] = True
+    packed = np.packbits(chosen, axis=-1, bitorder="little").view(np.dtype("<u4")).astype(np.uint32)
+    duplicates = np.array([valid.sum() - chosen.sum()], np.int32)
+    invalid = np.array([(~valid & (ids != -1)).sum()], np.int32)
+    return packed, duplicates, invalid
+
+
+def unpack_bitmatrix(bitmatrix: np.ndarray, *, num_experts: int, top_k: int) -> np.ndarray:
+    """ids int32 `[T, K]`, ascending, -1 behind the last; of more than K set bits the lowest K."""
+    little = np.ascontiguousarray(bitmatrix).astype(np.dtype("<u4"))
+    chosen = np.unpackbits(little.view(np.uint8), axis=-1, bitorder="little")[:, :num_experts].astype(bool)
+    position = np.cumsum(chosen, axis=-1) - 1
+    tokens, experts = np.nonzero(chosen & (position < top_k))
+    ids = np.full((len(bitmatrix), top_k), -1, np.int32)
+    ids[tokens, position[tokens, experts]] = experts
+    return ids
+
+
+def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
+    """d log(score) / d logit of the scores that each expert gives by itself, fp32.
+
+    sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), which is 1/2 in fp32 below -17. With these,
+    d score = score * derivative keeps its relative accuracy, however small the score or the derivative.
+    """
+    with np.errstate(all="ignore"):
+        if scoring == "sigmoid":
+            return sigmoid(-logits)
+        assert scoring == "sqrt_softplus"
+        shrunk = np.exp(-np.abs(logits))
+        softplus = np.maximum(logits, np.float32(0)) + np.log1p(shrunk)
+        return np.where(logits < -_TINY, np.float32(0.5), sigmoid(logits) / (2 * softplus))
+
+
+def _centred(shares: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    """shares * (gradient - <gradient, shares>): the derivative of a normalised score by the log of the score."""
+    return shares * (gradient - (shares * gradient).sum(axis=-1, keepdims=True, dtype=np.float32))
+
+
+def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *, spec: RouterSpec) -> np.ndarray:
+    """d_logits fp32 `[T, E]` from d_weights fp32 `[T, K]`, the logits fp32 `[T, E]` and the ids int32 `[T, K]` chosen.
+
+    c = the chosen scores (before renormalising), q = c / sum(c) (zeros where the sum is zero), l = d log(score) / d
+    logit, d = scale * d_weights:
+
+    - softmax, renormalised or over the chosen alone: d_logit[id_k] = q_k (d_k - <d, q>), all others exactly 0;
+    - softmax over all, not renormalised: with p the softmax, d_logits = p (g - <d, c>), g = d at the chosen, else 0;
+    - sigmoid, sqrt_softplus: d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised, else l_k c_k d_k.
+
+    A token with id -1 is masked: its weights are constants, its d_weights and logits are not read, its row is exact
+    zeros. ids of a token are distinct, as routing makes them. A NaN stays in its token's row.
+    """
+    d_logits = np.zeros(logits.shape, np.float32)
+    tokens = np.flatnonzero((ids >= 0).all(axis=-1))
+    logits, chosen = logits[tokens], ids[tokens].astype(np.int64)
+    with np.errstate(all="ignore"):
+        gradient = to_float32(d_weights[tokens]) * np.float32(spec.scale)
+        if spec.scoring == "softmax":
+            last = spec.order == "topk_then_softmax"
+            picked = np.take_along_axis(logits, chosen, axis=-1)
+            scores = scores_of(picked if last else logits, "softmax")
+            values = scores if last else np.take_along_axis(scores, chosen, axis=-1)
+            if last or spec.renormalize:
+                d_chosen = _centred(shares_of(values) if spec.renormalize else values, gradient)
+                d_logits[tokens[:, None], chosen] = d_chosen
+            else:
+                dense = np.zeros_like(logits)
+                np.put_along_axis(dense, chosen, gradient, axis=-1)
+                mean = (values * gradient).sum(axis=-1, keepdims=True, dtype=np.float32)
+                d_logits[tokens] = scores * (dense - mean)
+            return d_logits
+        picked = np.take_along_axis(logits, chosen, axis=-1)
+        values = scores_of(picked, spec.scoring)
+        d_log = _centred(shares_of(values), gradient) if spec.renormalize else values * gradient
+        d_logits[tokens[:, None], chosen] = d_log * log_score_derivative(picked, spec.scoring)
+    return d_logits
+
+
+def router_losses_backward(
+    d_load_balance: np.ndarray | float | None,
+    d_z: np.ndarray | float | None,
+    logits: np.ndarray,
+    tokens_per_expert: np.ndarray | None,
+    token_mask: np.ndarray | None = None,
+    *,
+    spec: RouterSpec,
+) -> np.ndarray:
+    """d_logits fp32 `[T, E]` of the losses of `reference_losses.router_losses`; d_load_balance and d_z: scalars;
+    None = nothing of that loss (tokens_per_expert is read for load balance only).
+
+    P = the scores of a token over their sum, N = unmasked tokens, f_i = tokens_per_expert[i] / (N K), which is a
+    constant, v_i = d_load_balance E f_i / N:
+
+        load balance: d_logits = l P (v - <v, P>), l = d log(score) / d logit (softmax: 1; a zero sum of scores: zeros)
+        z-loss:       d_logits = d_z 2 logsumexp(logits) / N softmax(logits)
+
+    Masked tokens (token_mask bool `[T]`, False) are not read and get exact zeros.
+    """
+    d_logits = np.zeros(logits.shape, np.float32)
+    tokens = np.arange(len(logits)) if token_mask is None else np.flatnonzero(token_mask)
+    if not tokens.size:
+        return d_logits
+    logits = logits[tokens]
+    count, num_experts = np.float32(len(tokens)), np.float32(logits.shape[1])
+    with np.errstate(all="ignore"):
+        if d_load_balance is not None:
+            assert tokens_per_expert is not None
+            slot_share = tokens_per_expert.astype(np.float32) / (count * np.float32(spec.require_top_k()))
+            coefficient = np.float32(d_load_balance) * num_experts / count * slot_share
+            d_balance = _centred(shares_of(scores_of(logits, spec.scoring)), coefficient)
+            if spec.scoring != "softmax":
+                d_balance = d_balance * log_score_derivative(logits, spec.scoring)
+            d_logits[tokens] = d_balance
+        if d_z is not None:
+            highest = logits.max(axis=-1, keepdims=True)
+            exponentials = np.exp(logits - highest)
+            total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+            slope = np.float32(d_z) * 2 / count * (highest + np.log(total))
+            d_logits[tokens] += slope * (exponentials / total)
+    return d_logits
+
+
+def routing_backward(
+    logits: np.ndarray,
+    ids: np.ndarray,
+    d_weights: np.ndarray | None = None,
+    d_logits: np.ndarray | None = None,
+    d_load_balance: np.ndarray | None = None,
+    d_z: np.ndarray | None = None,
+    tokens_per_expert: np.ndarray | None = None,
+    token_mask: np.ndarray | None = None,
+    *,
+    spec: RouterSpec,
+) -> np.ndarray:
+    """All that flows into the logits, fp32 `[T, E]`: through the weights (`route_backward`), + from the losses
+    (`router_losses_backward`), + d_logits as given; the arrays of `moe_core.specs.operands.RoutingGradients`.
+
+    Masked tokens (token_mask bool `[T]`, False) get exact zeros whatever is given for them.
+    """
+    total = np.zeros(logits.shape, np.float32)
+    kept = slice(None) if token_mask is None else token_mask
+    with np.errstate(all="ignore"):
+        if d_weights is not None:
+            total += route_backward(d_weights, logits, ids, spec=spec)
+        if d_load_balance is not None or d_z is not None:
+            total += router_losses_backward(d_load_balance, d_z, logits, tokens_per_expert, token_mask, spec=spec)
+        if d_logits is not None:
+            total[kept] += d_logits[kept]
+    return total

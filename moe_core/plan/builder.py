@@ -1,0 +1,224 @@
+"""Collecting the buffers and steps of a plan; composed plans are made of the stages' plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import Unsupported
+from moe_core.plan.steps import (
+    Argument,
+    Buffer,
+    Constant,
+    Kernel,
+    KernelLaunch,
+    LaunchPlan,
+    Pointer,
+    ReferenceCall,
+    TensorMap,
+)
+from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, role_of
+from moe_core.specs.routing import LayoutSpec
+
+#: CUDA takes grids below these.
+_GRID_LIMITS = (2**31, 2**16, 2**16)
+
+
+class PlanBuilder:
+    """Collects buffers and steps; `call` inlines another plan, so that composed plans are made of the stage plans."""
+
+    def __init__(self, name: str, target: Target) -> None:
+        self.name, self.target = name, target
+        self._inputs: list[Buffer] = []
+        self._outputs: list[Buffer] = []
+        self._scratch: list[Buffer] = []
+        self._buffers: dict[str, Buffer] = {}
+        self._filled: set[str] = set()
+        self._steps: list[KernelLaunch | ReferenceCall] = []
+        self._summation: list[str] = []
+        self._notes: list[str] = []
+        self._of_role: dict[str | None, list[str]] = {}
+
+    def _add(self, into: list[Buffer], buffer: Buffer) -> str:
+        assert not self.has(buffer.name), f"buffer {buffer.name} is declared twice"
+        into.append(buffer)
+        self._buffers[buffer.name] = buffer
+        return buffer.name
+
+    def _declare(self, into: list[Buffer], name: str, spec: ArraySpec, role: str | Role | None) -> str:
+        buffer = Buffer(name, spec, _role(name, role))
+        self._of_role.setdefault(buffer.role, []).append(name)
+        return self._add(into, buffer)
+
+    def input(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
+        """Declare an input. role: what it holds, or a name that says so; None = its own name does, if any."""
+        self._filled.add(name)
+        return self._declare(self._inputs, name, spec, role)
+
+    def inputs(self, arrays: Mapping[str, ArraySpec | None]) -> dict[str, str]:
+        """Declare as inputs those that are not None; each name -> itself, as `reference` takes them."""
+        return {name: self.input(name, array) for name, array in arrays.items() if array is not None}
+
+    def output(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
+        return self._declare(self._outputs, name, spec, role)
+
+    def scratch(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
+        return self._declare(self._scratch, name, spec, role)
+
+    def layout_inputs(self, layout: LayoutSpec | None, names: Sequence[str] = LAYOUT_INPUTS) -> dict[str, str]:
+        """Declare these arrays of a layout as inputs; none, where there is no layout."""
+        if layout is None:
+            return {}
+        specs = LayoutArrays.specs(layout)
+        return self.inputs({name: getattr(specs, name) for name in names})
+
+    def spec(self, name: str) -> ArraySpec:
+        return self._buffers[name].spec
+
+    def has(self, name: str) -> bool:
+        """Whether a buffer of this name was declared."""
+        return name in self._buffers
+
+    def optional(self, name: str) -> Pointer | Constant:
+        """The kernel argument of a buffer that may be absent."""
+        return Pointer(name) if self.has(name) else Constant(None)
+
+    def pointers(self, *names: str) -> dict[str, Argument]:
+        """Kernel arguments by the names of buffers; None for those that the plan does not have."""
+        return {name: self.optional(name) for name in names}
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Argument],
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        """Add a kernel launch; a grid with a zero is dropped. Raises Unsupported, and what `KernelLaunch` raises."""
+        x, y, z = (*grid, 1, 1)[:3]
+        step = KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
+        if any(size >= limit for size, limit in zip((x, y, z), _GRID_LIMITS, strict=True)):
+            raise Unsupported(
+                f"{kernel.name} would need a grid of {(x, y, z)}, at or beyond {_GRID_LIMITS}; split the arrays"
+            )
+        for value in arguments.values():
+            if isinstance(value, Pointer | TensorMap):
+                assert self.has(value.buffer), f"unknown buffer {value}"
+                self._filled.add(value.buffer)
+        if x and y and z:
+            self._steps.append(step)
+
+    def reference(
+        self, function: str, inputs: Mapping[str, str], constants: Mapping[str, Any], outputs: Sequence[str]
+    ) -> None:
+        """Add a call of a NumPy twin."""
+        for name in (*inputs.values(), *outputs):
+            assert self.has(name), f"unknown buffer {name}"
+        self._filled.update(outputs)
+        self._steps.append(ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs)))
+
+    def call(
+        self,
+        plan: LaunchPlan,
+        prefix: str,
+        bindings: Mapping[str, str],
+        roles: Mapping[str, str | Role] | None = None,
+    ) -> str:
+        """Inline `plan`; returns the name of the buffer of its first output.
+
+        bindings: its input and output names -> buffers here, of a quantised operand the names without the part; a
+        binding of an operand that neither side has counts for nothing. An input without a binding is the one buffer of
+        its role that was declared here and is filled; an output without one becomes scratch. A buffer is bound only
+        where its role is wanted, to an input only once it is filled and to an output only before.
+        roles: of inputs and outputs that hold something else in this call than their names say.
+        """
+        assert plan.target == self.target
+        names = self._bind(plan, prefix, bindings, roles or {})
+        self._filled.update(names[buffer.name] for buffer in plan.outputs)
+        for buffer in plan.scratch:
+            names[buffer.name] = self._add(self._scratch, Buffer(f"{prefix}.{buffer.name}", buffer.spec))
+        self._steps += [_rename(step, names) for step in plan.steps]
+        self._summation += [f"{prefix}: {line}" for line in plan.summation]
+        self._notes += [f"{prefix}: {line}" for line in plan.notes]
+        return names[plan.outputs[0].name]
+
+    def _bind(
+        self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, str | Role]
+    ) -> dict[str, str]:
+        """The buffer of every input and output of `plan`, checked."""
+        wanted = {buffer.name: buffer for buffer in (*plan.inputs, *plan.outputs)}
+        known = {*wanted, *(name.rpartition(".")[0] for name in wanted)}
+        given = {name for name, bound in bindings.items() if self.has(bound) or self.has(f"{bound}.values")}
+        assert given | set(roles) <= known, f"{prefix}: {(given | set(roles)) - known} are no buffers of {plan.name}"
+        names: dict[str, str] = {}
+        for name, buffer in wanted.items():
+            operand, dot, part = name.rpartition(".")
+            bound = bindings.get(name)
+            if bound is None and operand in bindings:
+                bound = bindings[operand] + dot + part
+            role = _role(name, roles[name]) if name in roles else buffer.role
+            is_input = buffer in plan.inputs
+            if bound is None and is_input:
+                found = [other for other in self._of_role.get(role, ()) if other in self._filled]
+                assert len(found) == 1, f"{prefix}: input {name} is not bound, and {found} have the role {role}"
+                (bound,) = found
+            elif bound is None:
+                bound = self._add(self._scratch, Buffer(f"{prefix}.{name}", buffer.spec, role))
+            names[name] = bound
+            here = self._buffers[bound]
+            takes = f"{prefix}: {'input' if is_input else 'output'} {name} of {plan.name} takes"
+            assert role is not None, f"{takes} an array without a role; declare it with one"
+            assert here.role == role, f"{takes} the role {role}, got {bound}, whose role is {here.role}"
+            state = "filled" if is_input else "not filled"
+            assert (bound in self._filled) == is_input, f"{takes} a buffer that is {state}, got {bound}"
+            assert _same_memory(here.spec, buffer.spec), f"{takes} {buffer.spec}, got {bound} {here.spec}"
+        return names
+
+    def sums(self, line: str) -> None:
+        self._summation.append(line)
+
+    def note(self, line: str) -> None:
+        self._notes.append(line)
+
+    def build(self) -> LaunchPlan:
+        return LaunchPlan(
+            self.name,
+            self.target,
+            tuple(self._inputs),
+            tuple(self._outputs),
+            tuple(self._scratch),
+            tuple(self._steps),
+            tuple(self._summation),
+            tuple(self._notes),
+        )
+
+
+def _role(name: str, role: str | Role | None) -> str | None:
+    """That of a buffer of this name, for which `role` was given."""
+    found = role_of(name if role is None else role)
+    assert found or role is None, f"{name}: {role!r} says no role; moe_core.specs.operands.Role has them all"
+    return found
+
+
+def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
+    """Whether both are the same array, or dense ones of the same numbers in another shape."""
+    dense = array.is_contiguous and other.is_contiguous
+    return array == other or (dense and (array.size, array.dtype) == (other.size, other.dtype))
+
+
+def _rename(step: KernelLaunch | ReferenceCall, names: Mapping[str, str]) -> KernelLaunch | ReferenceCall:
+    if isinstance(step, ReferenceCall):
+        inputs = tuple((keyword, names[buffer]) for keyword, buffer in step.inputs)
+        return ReferenceCall(step.function, inputs, step.constants, tuple(names[name] for name in step.outputs))
+    arguments = tuple(
+        (
+            name,
+            dataclasses.replace(value, buffer=names[value.buffer]) if isinstance(value, Pointer | TensorMap) else value,
+        )
+        for name, value in step.arguments
+    )
+    return dataclasses.replace(step, arguments=arguments)

@@ -1,0 +1,302 @@
+"""Plans: what will run, decided in pure Python over specs, before any array exists.
+
+A `LaunchPlan` is frozen and printable. It names its inputs, outputs and scratch buffers and the ordered steps between
+them; a step is a Triton kernel launch or, for the CPU reference engine, a call of a NumPy twin. Its key is the
+truncated SHA-256 of the canonical whole plan and of the sources that decide results, so equal keys mean equal plans,
+and with one version of Triton, on one device, equal results.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import pathlib
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moe_core.base import codec
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.codec import plan_type
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.arena import aligned, place_buffers
+
+_INT32_LIMIT = 2**31
+#: Raised when the meaning of plan data changes.
+FORMAT_VERSION = 3
+
+
+@plan_type
+@dataclass(frozen=True)
+class Buffer:
+    """A named array of a plan.
+
+    role: what it holds, by `moe_core.specs.operands.role_of`; None = it cannot be bound. It serves composing alone:
+    neither the plan's text nor its key has it, and a plan that was loaded has none.
+    """
+
+    name: str
+    spec: ArraySpec
+    role: str | None = field(default=None, compare=False)
+
+
+@plan_type
+@dataclass(frozen=True)
+class Pointer:
+    """A kernel argument: the address of a buffer (16-byte aligned)."""
+
+    buffer: str
+
+
+@plan_type
+@dataclass(frozen=True)
+class Scalar:
+    """A kernel argument passed at run time; changing it compiles nothing. dtype: int32, int64 or float32."""
+
+    value: int | float
+    dtype: str = "int32"
+
+    def __post_init__(self) -> None:
+        if self.dtype == "int32" and not -_INT32_LIMIT <= self.value < _INT32_LIMIT:
+            raise Unsupported(f"a kernel's count must fit into 32 bits, got {self.value}; split the batch")
+
+
+@plan_type
+@dataclass(frozen=True)
+class TensorMap:
+    """A kernel argument: the TMA descriptor of a buffer seen as a matrix of 8- or 16-bit elements, its rows contiguous.
+
+    shape: (rows, columns); pitch: elements from one row to the next; box: (rows, columns) that one copy moves, the
+    columns in panels of 128 bytes, as the tensor cores read them. Neither shape nor pitch is compiled in.
+    """
+
+    buffer: str
+    shape: tuple[int, int]
+    pitch: int
+    box: tuple[int, int]
+
+
+@plan_type
+@dataclass(frozen=True)
+class Constant:
+    """A kernel argument compiled in (`tl.constexpr`); None stands for an absent pointer."""
+
+    value: int | float | bool | str | None
+
+
+Argument = Pointer | Scalar | TensorMap | Constant
+
+
+def constants(**values: int | float | str | bool | None) -> dict[str, Argument]:
+    """Kernel arguments that are compile-time constants, by name."""
+    return {name: Constant(value) for name, value in values.items()}
+
+
+@plan_type
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton kernel, with the facts that planning and compiling go by. Planners declare theirs as module constants.
+
+    name: `"module:function"` under `moe_core.ops`.
+    pdl: when the kernel waits for the launch ahead of it under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it reads
+        or writes anything. `"layout"`: once it has looked up its layout and schedule, or at its start where the launch
+        ahead writes them. None: it does not know PDL and is launched ordinarily. Kernels that know it take the constant
+        `PDL`, others do not.
+    writes_layout: it writes a layout or a schedule, or counts that belong to one.
+    whole_multiprocessor: each of its blocks takes a whole multiprocessor, and PDL gains for any number of tokens.
+    counts_slots: it counts in histograms. `moe_core.runtime.compiler` checks that they count every element once.
+    prepacked_weight: the argument that is a prepacked weight, a matrix of which has three axes, of blocks.
+
+    Raises InvalidInput for any other name or `pdl`.
+    """
+
+    name: str
+    pdl: Literal["start", "layout"] | None = None
+    writes_layout: bool = False
+    whole_multiprocessor: bool = False
+    counts_slots: bool = False
+    prepacked_weight: str | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:\w+", self.name):
+            raise InvalidInput(f"name must be 'module:function' under moe_core.ops, got {self.name!r}; correct it")
+        if self.pdl not in (None, "start", "layout"):
+            raise InvalidInput(f"pdl of {self.name} must be None, 'start' or 'layout', got {self.pdl!r}; choose one")
+
+    @property
+    def function(self) -> str:
+        """The name without its module."""
+        return self.name.partition(":")[2]
+
+
+@functools.cache
+def _is_defined(name: str) -> bool:
+    """Whether a kernel of this name exists. Its source is read, because importing it would need Triton."""
+    module, _, function = name.partition(":")
+    if (loaded := sys.modules.get(f"moe_core.ops.{module}")) is not None:
+        return hasattr(loaded, function)
+    path = pathlib.Path(__file__).parent.parent.joinpath("ops", *module.split(".")).with_suffix(".py")
+    return path.is_file() and re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE) is not None
+
+
+@plan_type
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One Triton launch; arguments in the kernel's order.
+
+    dependent: it may begin before the launch ahead of it has ended, and its kernel waits; see
+    `moe_core.ops.moe.pdl`.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[tuple[str, Argument], ...]
+    num_warps: int = 4
+    num_stages: int = 3
+    dependent: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kernel, Kernel):
+            raise InvalidInput(f"kernel must be a Kernel, got {self.kernel!r}; declare one beside its planner")
+        name, given = self.kernel.name, {name for name, _ in self.arguments}
+        if not _is_defined(name):
+            raise InvalidInput(f"kernel must exist, got {name}, which moe_core.ops does not define; correct its name")
+        if ("PDL" in given) != (self.kernel.pdl is not None):
+            raise InvalidInput(
+                f"arguments of {name} must have PDL exactly if its Kernel says when it waits, got pdl="
+                f"{self.kernel.pdl!r} and the arguments {', '.join(sorted(given))}; correct the one or the other"
+            )
+        if self.kernel.prepacked_weight not in {None, *given}:
+            raise InvalidInput(
+                f"arguments of {name} must have its prepacked weight {self.kernel.prepacked_weight!r}, got "
+                f"{', '.join(sorted(given))}; correct its Kernel"
+            )
+
+    @property
+    def pipeline_stages(self) -> int:
+        """num_stages, an option of the compiler, or STAGES, that constant of a kernel which makes its pipeline itself:
+        there the option means nothing."""
+        own = dict(self.arguments).get("STAGES")
+        return own.value if isinstance(own, Constant) and isinstance(own.value, int) else self.num_stages
+
+
+@plan_type
+@dataclass(frozen=True)
+class ReferenceCall:
+    """One call of a NumPy twin. function: `"module:function"` under `moe_core.ops`.
+
+    inputs: (keyword, buffer) pairs; constants: (keyword, option) pairs; outputs: buffers of the results, in order.
+    """
+
+    function: str
+    inputs: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    outputs: tuple[str, ...]
+
+
+#: The sources that decide results or sizes, below moe_core: ops, how kernels are compiled and launched, the arena.
+_SOURCES = ("ops/**/*.py", "runtime/compiler.py", "runtime/cuda.py", "plan/arena.py")
+
+
+@functools.cache
+def sources_version() -> str:
+    """SHA-256 over the paths and texts of `_SOURCES`; raises RuntimeError where a pattern matches no file."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parent.parent
+    for pattern in _SOURCES:
+        paths = sorted(root.glob(pattern))
+        if not paths:
+            raise RuntimeError(f"{root / pattern} must match the sources of plans, and matches no file; install again")
+        for path in paths:
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@plan_type
+@dataclass(frozen=True, eq=False)
+class LaunchPlan:
+    """An executable plan. summation: one line per reduction, its order named. notes: decisions and rejected kernels."""
+
+    name: str
+    target: Target
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    scratch: tuple[Buffer, ...]
+    steps: tuple[KernelLaunch | ReferenceCall, ...]
+    summation: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        first = self.steps[0] if self.steps else None
+        # What runs before a plan is not known to its kernels: the first launch waits for all of it.
+        assert not (isinstance(first, KernelLaunch) and first.dependent), "a plan's first launch must not be dependent"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LaunchPlan) and self.canonical == other.canonical)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @functools.cached_property
+    def canonical(self) -> str:
+        """The canonical text the key is made from."""
+        return codec.dumps((FORMAT_VERSION, sources_version(), self))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """At most 7 characters; equal plans have equal keys in every process."""
+        digest = hashlib.sha256(self.canonical.encode()).digest()
+        return base64.urlsafe_b64encode(digest).decode()[:KEY_LENGTH]
+
+    @functools.cached_property
+    def scratch_offsets(self) -> tuple[int, ...]:
+        """Byte offset of every scratch buffer in the arena; buffers needed at different times may share memory."""
+        sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch]
+        return place_buffers(sizes, [_buffers(step) for step in self.steps])
+
+    @functools.cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes of the one scratch arena (uint8, 16-byte aligned) the caller allocates."""
+        ends = zip(self.scratch_offsets, self.scratch, strict=True)
+        return max((offset + aligned(buffer.spec.nbytes) for offset, buffer in ends), default=0)
+
+    def spec(self, name: str) -> ArraySpec:
+        """The spec of an input, output or scratch buffer."""
+        for buffer in (*self.inputs, *self.outputs, *self.scratch):
+            if buffer.name == name:
+                return buffer.spec
+        raise KeyError(name)
+
+    def explain(self) -> str:
+        """Every buffer, step, decision and summation order, as text."""
+        lines = [f"{self.name} on {self.target}, key {self.key}, scratch {self.scratch_bytes} bytes"]
+        for title, buffers in (("input", self.inputs), ("output", self.outputs), ("scratch", self.scratch)):
+            lines += [f"  {title:7} {buffer.name}: {buffer.spec}" for buffer in buffers]
+        for number, step in enumerate(self.steps):
+            if isinstance(step, KernelLaunch):
+                constants = ", ".join(f"{n}={a.value}" for n, a in step.arguments if isinstance(a, Constant))
+                grid = "x".join(str(size) for size in step.grid)
+                early = ", dependent" if step.dependent else ""
+                lines.append(
+                    f"  step {number}  {step.kernel.name} grid {grid}, {step.num_warps} warps, {step.pipeline_stages} "
+                    f"stages{early}; {constants}"
+                )
+            else:
+                lines.append(f"  step {number}  NumPy reference {step.function}")
+        lines += [f"  sums    {line}" for line in self.summation]
+        lines += [f"  note    {line}" for line in self.notes]
+        return "\n".join(lines)
+
+
+def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
+    """Those that a step reads or writes."""
+    if isinstance(step, ReferenceCall):
+        return {*(buffer for _, buffer in step.inputs), *step.outputs}
+    return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}
+
+
+#: Key characters. Strings of up to 7 bytes are stored inline by the FFI that carries keys through XLA.
+KEY_LENGTH = 7

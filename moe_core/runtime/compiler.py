@@ -1,0 +1,152 @@
+"""From a launch of a plan to a compiled kernel. Needs Triton, but no GPU and no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import re
+from typing import Any
+
+from moe_core.base import dtypes
+from moe_core.base.target import Target
+from moe_core.errors import Unsupported
+from moe_core.plan.steps import Constant, Kernel, KernelLaunch, LaunchPlan, Pointer, TensorMap
+
+_SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
+_POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
+#: Where a TMA copy puts its box: rows in panels of 128 bytes, swizzled over 8 rows.
+_SWIZZLED = (
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2, transposed=False, fp4_padded=False, "
+    "cga_layout=[])"
+)
+#: Elements of a box by their own type where pointers have another: only sm_90 has TMA, and fp8 it has too.
+_BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
+
+
+def load_kernel(name: str) -> Any:
+    """The `@triton.jit` function `"module:function"` of `moe_core.ops`. Raises Unsupported without Triton."""
+    module, function = name.split(":")
+    try:
+        return getattr(importlib.import_module(f"moe_core.ops.{module}"), function)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("triton"):
+            raise
+        raise Unsupported(
+            "kernels need Triton, which is not installed here (it exists for Linux); "
+            "on a CPU the NumPy reference engine works without it: unset TRITON_INTERPRET"
+        ) from error
+
+
+def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str, str], ...]:
+    """(parameter, Triton type) of every argument, as `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
+    signature = []
+    for name, value in launch.arguments:
+        if isinstance(value, Pointer):
+            kind = "*" + dtypes.triton_name(plan.spec(value.buffer).dtype)
+        elif isinstance(value, TensorMap):
+            dtype, box = plan.spec(value.buffer).dtype, ",".join(str(size) for size in value.box)
+            element = _BOX_TYPES.get(dtype) or dtypes.triton_name(dtype)
+            kind = f"tensordesc<{element}[{box}],{_SWIZZLED.format(bits=8 * dtypes.itemsize(dtype))}>"
+        elif isinstance(value, Constant):
+            kind = "constexpr"
+        else:
+            kind = _SCALAR_TYPES[value.dtype]
+        signature.append((name, kind))
+    return tuple(signature)
+
+
+def compile_launch(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Any:
+    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of one launch, cached for the process.
+
+    The same request gives the same kernel whatever the framework: types come from the plan's specs, every pointer is
+    16-byte aligned, and no run-time value is specialised.
+    """
+    constants = tuple((name, value.value) for name, value in launch.arguments if isinstance(value, Constant))
+    return _compile(
+        launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages,
+        dataclasses.replace(target, num_sms=1),
+    )  # fmt: skip
+
+
+@functools.cache
+def _compile(
+    kernel: Kernel,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    num_warps: int,
+    num_stages: int,
+    target: Target,
+) -> Any:
+    function = load_kernel(kernel.name)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if not hasattr(function, "cache_key"):
+        raise Unsupported(
+            "kernels were imported under TRITON_INTERPRET=1 and cannot be compiled in this process; "
+            "unset it and start a new process to use the GPU"
+        )
+    expected = list(function.arg_names)
+    if [name for name, _ in signature] != expected:
+        raise RuntimeError(f"{kernel.name} takes {expected}, the plan gives {signature}")
+    attributes = {(index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")}
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource(function, dict(signature), dict(constants), attributes)
+    else:
+        source = ASTSource(function, dict(signature), dict(constants), attributes)
+    # Floating-point fusion is stated because Triton's default for it changes between versions.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    registers = dict(constants).get("REGISTERS")
+    if registers is not None:
+        # Of a thread, so that several blocks of a kernel that asks for it share a multiprocessor.
+        options["maxnreg"] = registers
+    gpu = GPUTarget(target.kind, target.arch if target.kind == "cuda" else target.architecture, target.warp_threads)
+    compiled = triton.compile(source, target=gpu, options=options)
+    scratch = getattr(compiled.metadata, "global_scratch_size", 0)
+    if scratch:
+        raise RuntimeError(
+            f"{kernel.name} needs {scratch} bytes of Triton's global scratch, which plans do not provide"
+        )
+    # Absent under TRITON_STORE_BINARY_ONLY.
+    ttgir = compiled.asm.get("ttgir")
+    if ttgir is None and kernel.counts_slots:
+        raise RuntimeError(f"{kernel.name} counts slots, which is checked in its TTGIR; unset TRITON_STORE_BINARY_ONLY")
+    require_counted_once(kernel, ttgir or "")
+    return compiled
+
+
+def require_counted_once(kernel: Kernel, ttgir: str) -> None:
+    """Raise RuntimeError where registers of one thread hold an element twice that a histogram counts: Triton's lowering
+    allows for threads and warps that hold the same element, not for registers.
+
+    Also where a kernel has histograms and its declaration does not say so: without TTGIR they would go unchecked."""
+    layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
+    histograms = ttgir.count("tt.histogram ")
+    if histograms and not kernel.counts_slots:
+        raise RuntimeError(f"{kernel.name} has histograms, and its Kernel does not say counts_slots=True")
+    sources = re.findall(r"tt\.histogram .*?: tensor<(\d+)xi32, (#\S.*?)> ->", ttgir)
+    if len(sources) != histograms:
+        raise RuntimeError(
+            f"{kernel.name}: {histograms} histograms, of which {len(sources)} have a layout that is known"
+        )
+    for size, name in sources:
+        layout = layouts.get(name, name)
+        if _repeats_registers(layout, int(size)):
+            raise RuntimeError(
+                f"{kernel.name} would count each of {size} elements several times: its histogram has {layout}"
+            )
+
+
+def _repeats_registers(layout: str, size: int) -> bool:
+    """Whether a layout of a vector gives one thread an element in several registers, or is of no known kind."""
+    if layout.startswith("#ttg.slice<"):
+        return False  # By definition: it leaves out registers that differ along the sliced axis alone.
+    if blocked := re.match(r"#ttg\.blocked<\{sizePerThread = \[(\d+)\]", layout):
+        return int(blocked[1]) > size
+    linear = re.match(r"#ttg\.linear<\{register = (\[.*?\]), lane", layout)
+    return linear is None or [0] in json.loads(linear[1])

@@ -1,0 +1,369 @@
+"""NVIDIA GPUs through the CUDA driver API and ctypes: devices, contexts, modules, TMA descriptors, launches of plans.
+
+It needs no framework and no C compiler, and keeps no process-wide state.
+
+Both frameworks use each device's primary context, and so do we: handles made here are valid in theirs and the reverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moe_core.base import dtypes
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
+from moe_core.runtime.compiler import compile_launch
+from moe_core.runtime.prepared import Prepared
+
+_ATTRIBUTE_MULTIPROCESSORS = 16
+_ATTRIBUTE_CAPABILITY_MAJOR = 75
+_ATTRIBUTE_CAPABILITY_MINOR = 76
+_FUNCTION_MAX_DYNAMIC_SHARED = 8
+_STATIC_SHARED_LIMIT = 48 * 1024
+_SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+_POINTER_BYTES = 8
+
+
+class LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of cuda.h."""
+
+    _fields_ = (
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of cuda.h, of those whose value is an int: its union has 64 bytes at a multiple of 8."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the one ahead of it has ended.
+DEPENDENT_LAUNCH = LaunchAttribute(id=6, value=1)
+
+#: Bytes of a `CUtensorMap` of cuda.h, and what its address must be a multiple of.
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
+_TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0, "int8": 0, "uint8": 0}
+_SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
+#: Bytes of a panel's row, the most that the swizzle takes.
+_PANEL_BYTES = 128
+
+
+class Driver:
+    """libcuda, initialised. `lib` is the ctypes library; `check(code, what)` raises on an error code."""
+
+    def __init__(self) -> None:
+        try:
+            self.lib = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise Unsupported(f"no CUDA driver on this machine (libcuda.so.1: {error}); use CPU arrays") from error
+        self.check(self.lib.cuInit(0), "cuInit")
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
+        # Without argtypes, whose conversions take half the time of a call: every argument must be a ctypes object.
+        self.launch = self.lib.cuLaunchKernelEx
+
+    def check(self, code: int, what: str) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self.lib.cuGetErrorString(code, ctypes.byref(text))
+            reason = text.value.decode() if text.value else "unknown error"
+            raise RuntimeError(f"{what} failed with CUDA error {code}: {reason}")
+
+    @functools.cached_property
+    def device_count(self) -> int:
+        count = ctypes.c_int()
+        self.check(self.lib.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
+        return count.value
+
+    def attribute(self, device_index: int, attribute: int) -> int:
+        value = ctypes.c_int()
+        code = self.lib.cuDeviceGetAttribute(ctypes.byref(value), attribute, device_index)
+        self.check(code, f"cuDeviceGetAttribute({attribute}) of device {device_index}")
+        return value.value
+
+    def name(self, device_index: int) -> str:
+        """The device's name, as `NVIDIA H200`."""
+        text = ctypes.create_string_buffer(128)
+        self.check(self.lib.cuDeviceGetName(text, 128, device_index), "cuDeviceGetName")
+        return text.value.decode()
+
+    def context(self, device_index: int) -> ctypes.c_void_p:
+        """The primary context of a device, retained for the life of the process."""
+        with self._lock:
+            if device_index not in self._contexts:
+                if not 0 <= device_index < self.device_count:
+                    raise InvalidInput(
+                        f"device_index must be below the number of CUDA devices, {self.device_count}, "
+                        f"got {device_index}; choose another device"
+                    )
+                context = ctypes.c_void_p()
+                code = self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device_index)
+                self.check(code, "cuDevicePrimaryCtxRetain")
+                self._contexts[device_index] = context
+            return self._contexts[device_index]
+
+    @contextlib.contextmanager
+    def activate(self, device_index: int) -> Iterator[None]:
+        """Make a device's primary context current on this thread inside a `with` block."""
+        context, current = self.context(device_index), ctypes.c_void_p()
+        self.check(self.lib.cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+        if current.value == context.value:
+            yield
+            return
+        self.check(self.lib.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            self.check(self.lib.cuCtxPopCurrent_v2(ctypes.byref(current)), "cuCtxPopCurrent")
+
+    def encode_tensor_map(
+        self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
+    ) -> None:
+        """Write the `CUtensorMap` of a matrix of 8- or 16-bit elements to the address `into` (TENSOR_MAP_ALIGNMENT,
+        TENSOR_MAP_BYTES).
+
+        shape: (rows, columns); pitch: elements between rows; panel: (rows, columns) of one copy, 128 bytes wide.
+        Elements outside the matrix are read as zeros and not written.
+        """
+        sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
+        pitches = (ctypes.c_uint64 * 1)(dtypes.itemsize(dtype) * pitch)
+        box, steps = (ctypes.c_uint32 * 2)(panel[1], panel[0]), (ctypes.c_uint32 * 2)(1, 1)
+        code = self.lib.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(into), _TENSOR_MAP_TYPES[dtype], 2, ctypes.c_void_p(address), sizes, pitches, box, steps,
+            0, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, 0,
+        )  # fmt: skip
+        self.check(code, f"describing a matrix {shape} with {pitch} elements per row for TMA")
+
+    def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
+        """Load a cubin on a device and return the function, allowed its dynamic shared memory."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        with self.activate(device_index):
+            self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {function_name}")
+            code = self.lib.cuModuleGetFunction(ctypes.byref(function), module, function_name.encode())
+            self.check(code, f"finding {function_name}")
+            if shared_bytes > _STATIC_SHARED_LIMIT:
+                code = self.lib.cuFuncSetAttribute(function, _FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes)
+                self.check(code, f"giving {function_name} {shared_bytes} bytes of shared memory")
+        return function
+
+
+@functools.cache
+def driver() -> Driver:
+    """The process's CUDA driver; raises Unsupported where there is none."""
+    return Driver()
+
+
+@functools.cache
+def cuda_available() -> bool:
+    """Whether a CUDA driver with at least one device is present."""
+    try:
+        return driver().device_count > 0
+    except (Unsupported, RuntimeError):
+        return False
+
+
+def why_no_gpu() -> str:
+    """The reason why there is no GPU; "" where there is one."""
+    if cuda_available():
+        return ""
+    try:
+        return f"the CUDA driver shows {driver().device_count} devices"
+    except (Unsupported, RuntimeError) as error:
+        # What the message advises to do about arrays is not the question here.
+        return str(error).partition("; ")[0]
+
+
+@functools.cache
+def cuda_target(device_index: int) -> Target:
+    """The plan target of a CUDA device. Raises Unsupported below sm_80."""
+    cuda = driver()
+    cuda.context(device_index)
+    major = cuda.attribute(device_index, _ATTRIBUTE_CAPABILITY_MAJOR)
+    minor = cuda.attribute(device_index, _ATTRIBUTE_CAPABILITY_MINOR)
+    if major < 8:
+        raise Unsupported(f"{cuda.name(device_index)} is sm_{major}{minor}; kernels need sm_80 or newer")
+    return Target("cuda", major * 10 + minor, cuda.attribute(device_index, _ATTRIBUTE_MULTIPROCESSORS))
+
+
+class HostTensorMap:
+    """One descriptor, encoded again only when its buffer moves.
+
+    entries: addresses of the kernel parameters Triton makes of a descriptor: itself by value, then shape (int32) and
+    strides (int64) of both axes. index: the buffer's place among a plan's addresses.
+    """
+
+    def __init__(self, request: TensorMap, dtype: str, index: int) -> None:
+        self.request, self.dtype, self.index = request, dtype, index
+        self.address: int | None = None
+        self._storage = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+        start = ctypes.addressof(self._storage)
+        self._map = start + -start % TENSOR_MAP_ALIGNMENT
+        self._sizes = [ctypes.c_int32(size) for size in request.shape]
+        self._strides = [ctypes.c_int64(request.pitch), ctypes.c_int64(1)]
+        self.entries = [self._map, *(ctypes.addressof(value) for value in (*self._sizes, *self._strides))]
+
+    def point_at(self, address: int) -> None:
+        """Describe the buffer at an address."""
+        self.address = None
+        request = self.request
+        panel = (request.box[0], _PANEL_BYTES // dtypes.itemsize(self.dtype))
+        driver().encode_tensor_map(self._map, address, self.dtype, request.shape, request.pitch, panel)
+        self.address = address
+
+
+class _ParameterBlocks:
+    """One thread's launch data: an address array and, per step, the arguments of its driver call.
+
+    addresses: of inputs, outputs and scratch buffers, where the parameter lists point. Arena and stream stay written
+    from call to call, since torch's allocator and a model mostly bring the same ones again.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]
+    ) -> None:
+        self.addresses = (ctypes.c_uint64 * len(index))()
+        self.current = ctypes.c_void_p()
+        self.current_reference = ctypes.byref(self.current)
+        self.arena: int | None = None
+        self.stream: int | None = None
+        self.configs: list[LaunchConfig] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.maps: list[HostTensorMap] = []
+        self._keep: list[Any] = []
+        base = ctypes.addressof(self.addresses)
+        for step, (function, shared, num_warps) in zip(steps, kernels, strict=True):
+            entries: list[int] = []
+            for _, value in step.arguments:
+                if isinstance(value, Pointer):
+                    entries.append(base + _POINTER_BYTES * index[value.buffer])
+                elif isinstance(value, TensorMap):
+                    tensor_map = HostTensorMap(value, plan.spec(value.buffer).dtype, index[value.buffer])
+                    self.maps.append(tensor_map)
+                    entries += tensor_map.entries
+                elif not isinstance(value, Constant):
+                    holder = _SCALARS[value.dtype](value.value)
+                    self._keep.append(holder)
+                    entries.append(ctypes.addressof(holder))
+            # Triton appends two scratch pointers of its own to every kernel; our kernels use neither.
+            null = ctypes.c_void_p()
+            entries += [ctypes.addressof(null)] * 2
+            parameters = (ctypes.c_void_p * len(entries))(*entries)
+            config = LaunchConfig(*step.grid, plan.target.warp_threads * num_warps, 1, 1, shared, None, None, 0)
+            if step.dependent:
+                config.attributes, config.num_attributes = ctypes.addressof(DEPENDENT_LAUNCH), 1
+            self._keep += [null, parameters]
+            self.configs.append(config)
+            self.launches.append((ctypes.byref(config), function, ctypes.byref(parameters), None))
+
+    def use_stream(self, stream: int) -> None:
+        """Launch on this stream from now on; interrupted half way, the next call writes it again."""
+        self.stream = None
+        for config in self.configs:
+            config.stream = stream
+        self.stream = stream
+
+
+class CudaPrepared(Prepared):
+    """Compiled kernels, loaded on the device when made."""
+
+    def __init__(self, plan: LaunchPlan, device_index: int) -> None:
+        super().__init__(plan, device_index)
+        self._driver = driver()
+        device = cuda_target(device_index)
+        if device.architecture != plan.target.architecture:
+            raise InvalidInput(
+                f"plan must be made for {device} to run on cuda device {device_index}, got one for {plan.target}; "
+                "plan for runtime.target_of(('cuda', index))"
+            )
+        self._context = self._driver.context(device_index).value
+        self._steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+        self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
+        self._local = threading.local()
+        # Packing in one call is faster than assigning to a ctypes array, which converts item by item.
+        self._pack = struct.Struct(f"{self._count}Q").pack_into
+        self._pack_scratch = struct.Struct(f"{len(self._offsets)}Q").pack_into
+
+    def _run(self, pointers: Sequence[int], stream: int) -> None:
+        try:
+            blocks = self._local.blocks
+        except AttributeError:
+            blocks = self._local.blocks = _ParameterBlocks(self.plan, self._steps, self._kernels, self._index)
+        code = self._driver.lib.cuCtxGetCurrent(blocks.current_reference)
+        if code:
+            self._driver.check(code, "cuCtxGetCurrent")
+        if blocks.current.value != self._context:
+            with self._driver.activate(self.device_index):
+                self._launch(blocks, pointers, stream)
+        else:
+            self._launch(blocks, pointers, stream)
+
+    def _launch(self, blocks: _ParameterBlocks, pointers: Sequence[int], stream: int) -> None:
+        if self._scratch_bytes:
+            *pointers, arena = pointers
+            if arena != blocks.arena:
+                # Forgotten first: interrupted half way, the next call writes the addresses again.
+                blocks.arena = None
+                self._pack_scratch(blocks.addresses, _POINTER_BYTES * self._count, *self._scratch_addresses(arena))
+                blocks.arena = arena
+        self._pack(blocks.addresses, 0, *pointers)
+        for tensor_map in blocks.maps:
+            address = blocks.addresses[tensor_map.index]
+            if address != tensor_map.address:
+                tensor_map.point_at(address)
+        if stream != blocks.stream:
+            blocks.use_stream(stream)
+        launch = self._driver.launch
+        for arguments in blocks.launches:
+            code = launch(*arguments)
+            if code:
+                step = self._steps[blocks.launches.index(arguments)]
+                self._driver.check(code, f"launching {step.kernel.name}")
+
+
+@functools.cache
+def _load_cached(key: Any, device_index: int) -> Any:
+    compiled = key.compiled
+    metadata = compiled.metadata
+    function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
+    # Specialised kernels run more warps than they were asked for.
+    return function, metadata.shared, metadata.num_warps
+
+
+class _ByIdentity:
+    """Hashes a compiled kernel by identity, for the cache of loaded functions."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+
+    def __hash__(self) -> int:
+        return id(self.compiled)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other.compiled is self.compiled
+
+
+def _load(compiled: Any, device_index: int) -> Any:
+    """(function, shared bytes, warps) of a compiled kernel on a device, loaded once."""
+    return _load_cached(_ByIdentity(compiled), device_index)

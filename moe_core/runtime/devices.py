@@ -1,0 +1,42 @@
+"""Which driver runs the plans of each kind of device.
+
+A further kind of GPU is one module like `moe_core.runtime.cuda` and one entry of `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from moe_core.base.target import Target, cpu_target
+from moe_core.errors import Unsupported
+from moe_core.runtime.cuda import CudaPrepared, cuda_target
+from moe_core.runtime.prepared import HostPrepared, Prepared
+
+
+class Backend(NamedTuple):
+    """What a driver module provides. target: the plan target of a device index; prepared: the class of its plans."""
+
+    target: Callable[[int], Target]
+    prepared: type[Prepared]
+
+
+#: Kind of device -> how it runs plans.
+BACKENDS = {"cpu": Backend(lambda _: cpu_target(), HostPrepared), "cuda": Backend(cuda_target, CudaPrepared)}
+
+
+def target_of(device: tuple[str, int]) -> Target:
+    """The target for arrays on a device: `("cpu", 0)` or `("cuda", index)`. Other kinds raise Unsupported."""
+    kind, index = device
+    if kind not in BACKENDS:
+        raise Unsupported(f"arrays must be on a CPU or a CUDA device, got {kind!r}; move them there")
+    return BACKENDS[kind].target(index)
+
+
+def prepared_class(target: Target) -> type[Prepared]:
+    """The class that makes plans for a target ready. Raises Unsupported for GPUs that no driver runs yet."""
+    if target.device_kind not in BACKENDS:
+        raise Unsupported(
+            f"plans for {target} can be made and compiled, but no driver runs them; run on one of {', '.join(BACKENDS)}"
+        )
+    return BACKENDS[target.device_kind].prepared

@@ -1,0 +1,116 @@
+"""What Triton's interpreter needs to be right on a CPU, and launches on borrowed host memory.
+
+Under TRITON_INTERPRET=1 Triton runs kernels in NumPy. Triton 3.6 to 3.9 do so with faults (bfloat16 computes on raw
+bits, conversions truncate, ...); `install` replaces the interpreter's builder, reductions and language scope by those
+of this package. The interpreter's state is global to the process, so launches take turns. No framework is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_core.errors import Unsupported
+from moe_core.plan.steps import Scalar
+
+#: Triton versions whose interpreter this package knows: at least the first, below the second.
+VERSIONS = ((3, 6), (3, 10))
+_lock = threading.Lock()
+_language: Any = None
+
+
+@dataclass(frozen=True)
+class HostPointer:
+    """A pointer argument: the address of borrowed host memory and the canonical dtype name of its elements.
+
+    Booleans are one byte each and kernels see them as uint8, as they do when compiled.
+    """
+
+    address: int
+    dtype: str
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def require_interpreter() -> None:
+    """Raise Unsupported unless Triton 3.6 to 3.9 is installed and TRITON_INTERPRET=1 is set."""
+    if importlib.util.find_spec("triton") is None:
+        raise Unsupported(
+            "the interpreter engine needs Triton, which is not installed here (it exists for Linux); "
+            "use the NumPy reference engine: unset TRITON_INTERPRET"
+        )
+    import triton
+
+    version = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    if version is None or not VERSIONS[0] <= tuple(map(int, version.groups())) < VERSIONS[1]:
+        raise Unsupported(
+            f"the interpreter engine supports Triton 3.6 to 3.9, got {triton.__version__}; install one of these or use "
+            "the NumPy reference engine: unset TRITON_INTERPRET"
+        )
+    if os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise Unsupported(
+            "the interpreter engine needs TRITON_INTERPRET=1 in the environment before any kernel is imported, got "
+            f"{os.environ.get('TRITON_INTERPRET', 'nothing')!r}; set it and start a new process"
+        )
+
+
+def install() -> None:
+    """Make the interpreter of this process right; does nothing the second time. Raises as `require_interpreter`."""
+    global _language
+    if _language is not None:
+        return
+    require_interpreter()
+    with _lock:
+        if _language is None:
+            from moe_core.runtime.interpreter import patches
+
+            _language = patches.install()
+
+
+def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]]) -> None:
+    """Run every program of one launch, in order, on host memory in place.
+
+    kernel: a `@triton.jit` function imported under TRITON_INTERPRET=1. arguments: (parameter, value) where a
+    HostPointer becomes a pointer, a plan `Scalar` a run-time number of its dtype, and anything else a constant.
+    An exception of the kernel propagates, with a note naming the program.
+    """
+    install()
+    from moe_core.runtime.interpreter import patches
+
+    if not patches.is_interpreted(kernel):
+        raise Unsupported(
+            f"kernel {getattr(kernel, '__name__', kernel)!r} was imported before TRITON_INTERPRET=1 was set and cannot "
+            "be interpreted; set it in the environment and start a new process"
+        )
+    values = {name: _argument(value) for name, value in arguments}
+    x, y, z = (*grid, 1, 1)[:3]
+    full = (x, y, z)
+    # Overflow, division by zero and NaN are ordinary numbers on a GPU.
+    with _language, np.errstate(all="ignore"):
+        function, set_program = patches.begin(kernel, full)
+        for program in itertools.product(*map(range, full)):
+            set_program(*program)
+            try:
+                function(**values)
+            except Exception as error:
+                error.add_note(f"in program {program} of kernel {kernel.__name__}, grid {full}")
+                raise
+
+
+def _argument(value: Any) -> Any:
+    from moe_core.runtime.interpreter import patches
+
+    if isinstance(value, HostPointer):
+        return patches.pointer(value.address, value.dtype)
+    if isinstance(value, Scalar):
+        return patches.scalar(value.value, value.dtype)
+    return value

@@ -1,0 +1,223 @@
+"""Puts the corrected builder, reductions and language into `triton.runtime.interpreter`. Imports Triton."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from moe_core.base import dtypes
+from moe_core.errors import Unsupported
+from moe_core.runtime.interpreter.builder import Builder, numpy_dtype
+from moe_core.runtime.interpreter.reductions import Reduction, Scan
+
+
+class _Text(str):
+    """A string that is also a constant of the language."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+class Semantic(TritonSemantic):
+    """Triton's semantics with a short way to broadcast: most of what a small operation costs."""
+
+    def dot_scaled(
+        self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any, *rest: Any
+    ) -> Any:
+        # Triton 3.6 wants the formats as constants, which a kernel run as Python cannot give.
+        formats = _Text(getattr(lhs_format, "value", lhs_format)), _Text(getattr(rhs_format, "value", rhs_format))
+        return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *rest)
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        left = lhs.type.shape.values if lhs.type.is_block() else []
+        right = rhs.type.shape.values if rhs.type.is_block() else []
+        if left == right:
+            return lhs, rhs
+        if left and right and len(left) != len(right):
+            return super().broadcast_impl_value(lhs, rhs)
+        pairs = list(zip(left or right, right or left, strict=True))
+        if not all(one == other or one == 1 or other == 1 for one, other in pairs):
+            return super().broadcast_impl_value(lhs, rhs)
+        shape = [max(pair) for pair in pairs]
+        return self._broadcast(lhs, left, shape), self._broadcast(rhs, right, shape)
+
+    def _broadcast(self, value: Any, old: list[int], new: list[int]) -> Any:
+        if old == new:
+            return value
+        kind = tl.block_type(value.dtype, new)
+        handle = value.handle
+        wide = self.builder.create_broadcast(handle, new) if old else self.builder.create_splat(kind, handle)
+        return tl.tensor(wide, kind)
+
+
+class PatchedLanguage:
+    """`with` block in which `triton.language` computes with NumPy; blocks may nest, threads take turns.
+
+    The language and the number of the running program are global to the process. Triton finds what to replace anew for
+    every launch and every call of a helper function; here it is found once.
+    """
+
+    def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
+        module = {"tl": tl, "core": tl.core}
+        scope = replace(types.FunctionType((lambda: None).__code__, module))
+        originals: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        for owner, name, original in scope._changes:
+            originals.setdefault((id(owner), name), (owner, name, original))
+        self._originals = list(originals.values())
+        self._replacements = [
+            (owner, name, _rebind(getattr(owner, name), semantic)) for owner, name, _ in self._originals
+        ]
+        self._depth = 0
+        self._lock = threading.RLock()
+        scope.restore()
+
+    def __enter__(self) -> PatchedLanguage:
+        self._lock.acquire()
+        if self._depth == 0:
+            for owner, name, value in self._replacements:
+                setattr(owner, name, value)
+        self._depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for owner, name, value in self._originals:
+                if value is interpreter._MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
+        self._lock.release()
+
+    # What Triton's own launches call to end a scope.
+    def restore(self) -> None:
+        self.__exit__()
+
+
+def _rebind(replacement: Any, semantic: TritonSemantic) -> Any:
+    """Triton's replacement of a builtin, less two layers of calls; other replacements unchanged."""
+    builtin = (getattr(replacement, "__kwdefaults__", None) or {}).get("member")
+    if builtin is None:
+        return replacement
+    function = getattr(builtin, "__wrapped__", builtin)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        keywords["_semantic"] = semantic
+        return function(*arguments, **keywords)
+
+    return call
+
+
+def _refuse_libdevice(name: str, function: Any) -> Any:
+    """libdevice's functions are stubs here that return None."""
+
+    @functools.wraps(function)
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise Unsupported(f"libdevice.{name} is not interpreted; write it with triton.language")
+
+    return refuse
+
+
+def _call_helper(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    """A kernel calls another `@triton.jit` function: the language is already replaced."""
+    return self.rewrite()(*arguments, **keywords)
+
+
+def _index(self: Any) -> int:
+    return int(self.handle.data.item())
+
+
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+_build_block_type = tl.block_type.__init__
+_ONE = tl.constexpr(1)
+_NO_AXES = tl.tuple([])
+
+
+def _block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
+    """`tl.block_type(element_ty, shape)`, built once per element type and shape: else half of an operation's time."""
+    sizes = shape.values if isinstance(shape, tl.tuple) else shape
+    key = (element_ty.name, *[size.value if isinstance(size, tl.constexpr) else size for size in sizes])
+    fields = _block_types.get(key)
+    if fields is None:
+        _build_block_type(self, element_ty, list(sizes))
+        self.tensor_shape = tl.tuple([tl.constexpr(size) for size in self.shape])
+        self.tensor_numel = tl.constexpr(self.numel)
+        fields = _block_types[key] = dict(self.__dict__)
+    self.__dict__.update(fields)
+
+
+def _tensor_init(self: Any, handle: Any, type: Any) -> None:
+    """`tl.tensor(handle, type)` with the shape of its type instead of a new one."""
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    block = type.is_block()
+    self.shape = type.tensor_shape if block else _NO_AXES
+    self.numel = type.tensor_numel if block else _ONE
+
+
+def install() -> PatchedLanguage:
+    """Replace what is wrong and return the language scope. Called once per process, under the interpreter's lock."""
+    builder = Builder()
+    interpreter.interpreter_builder = builder
+    # Kernels that ran before hold this object by name, so it changes rather than being replaced.
+    interpreter.interpreter_semantic.__class__ = Semantic
+    interpreter.interpreter_semantic.builder = builder
+    interpreter._get_np_dtype = numpy_dtype
+    interpreter.ReduceOps = Reduction
+    interpreter.ScanOps = Scan
+    original = interpreter._patch_lang
+
+    def replace(function: Any) -> Any:
+        scope = original(function)
+        scope.set_attr(tl.core.tensor, "__index__", _index)
+        # The builder's types are the language's own.
+        scope.set_attr(tl.core.dtype, "to_ir", lambda self, builder: self)
+        scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
+        scope.set_attr(tl.core.block_type, "__init__", _block_type_init)
+        return scope
+
+    language = PatchedLanguage(replace, interpreter.interpreter_semantic)
+    interpreter._patch_lang = lambda function: language.__enter__()
+    interpreter.InterpretedFunction.__call__ = _call_helper
+    for name, function in inspect.getmembers(libdevice, inspect.isfunction):
+        setattr(libdevice, name, _refuse_libdevice(name, function))
+    return language
+
+
+def is_interpreted(kernel: Any) -> bool:
+    return isinstance(kernel, interpreter.InterpretedFunction)
+
+
+def begin(kernel: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Any], Callable[[int, int, int], None]]:
+    """The function to call per program and the function that says which program it is."""
+    builder = interpreter.interpreter_builder
+    builder.set_grid_dim(*grid)
+    return kernel.rewrite(), builder.set_grid_idx
+
+
+_SCALAR_TYPES = {"int32": tl.int32, "int64": tl.int64, "float32": tl.float32}
+
+
+def scalar(value: int | float, dtype: str) -> Any:
+    """A run-time number as a tensor of the language."""
+    data = np.array([value], dtype=dtypes.numpy_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, _SCALAR_TYPES[dtype]), _SCALAR_TYPES[dtype])
+
+
+def pointer(address: int, dtype: str) -> Any:
+    """A pointer to `dtype` (a canonical name) as a tensor of the language; the interpreter has fp8 on any machine."""
+    name = "fp8e4nv" if dtype == "float8_e4m3fn" else dtypes.triton_name(dtype)
+    kind: Any = tl.str_to_ty("*" + name, None)
+    return tl.tensor(interpreter.TensorHandle(np.array([address], dtype=np.uint64), kind), kind)

@@ -1,0 +1,93 @@
+"""Runs plans on borrowed buffers: compiled kernels on a GPU's stream, interpreted kernels or NumPy twins on a CPU.
+
+Nothing here allocates device memory, copies, synchronises or keeps an array alive. Launches go through the device's
+driver with parameter blocks built once per plan, device and thread, so that a run costs one address write per buffer
+and one driver call per kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import TensorView
+from moe_core.errors import InvalidInput
+from moe_core.plan.steps import LaunchPlan
+from moe_core.runtime.devices import prepared_class
+from moe_core.runtime.prepared import Prepared
+
+#: Prepared plans that `prepare` remembers, oldest forgotten first; callers that hold one keep it.
+_PREPARED_LIMIT = 4096
+
+_prepared: dict[tuple[LaunchPlan, int], Prepared] = {}
+_prepared_lock = threading.RLock()
+
+
+def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
+    """Compile and load everything a plan needs on a device; cached, so that later calls cost one look-up."""
+    prepared = _prepared.get((plan, device_index))
+    if prepared is None:
+        with _prepared_lock:
+            prepared = _prepared.get((plan, device_index))
+            if prepared is None:
+                while len(_prepared) >= _PREPARED_LIMIT:
+                    del _prepared[next(iter(_prepared))]
+                make = prepared_class(plan.target)
+                prepared = _prepared[(plan, device_index)] = make(plan, device_index)
+    return prepared
+
+
+def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> None:
+    """Run a plan on views, checked: the core's public entrance.
+
+    views: one per input and output by name, and `scratch` (uint8 `[plan.scratch_bytes]`) if the plan needs any. Raises
+    InvalidInput for a missing or unknown view, or one whose spec, device or alignment is not the plan's.
+    """
+    names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)] + (["scratch"] if plan.scratch_bytes else [])
+    unknown, missing = sorted(set(views) - set(names)), [name for name in names if name not in views]
+    if unknown or missing:
+        raise InvalidInput(
+            f"views must be exactly {', '.join(names)}, got {', '.join(sorted(views))}; add or remove the others"
+        )
+    device = views[names[0]].device if names else ("cpu", 0)
+    kind = plan.target.device_kind
+    readable = {buffer.name for buffer in plan.inputs}
+    for name in names:
+        view = views[name]
+        if view.device != device or view.device[0] != kind:
+            raise InvalidInput(f"{name} must be on the same {kind} device as the others, got {view.device}; move it")
+        if name == "scratch":
+            if view.spec.nbytes < plan.scratch_bytes or not view.spec.is_contiguous:
+                raise InvalidInput(
+                    f"scratch must be at least {plan.scratch_bytes} contiguous bytes, got {view.spec}; allocate more"
+                )
+        elif view.spec != plan.spec(name):
+            raise InvalidInput(f"{name} must be {plan.spec(name)} as planned, got {view.spec}; make a plan for it")
+        if view.read_only and name not in readable:
+            raise InvalidInput(f"{name} is written to, got a read-only array; pass a writable one")
+    _refuse_overlap(views, [buffer.name for buffer in plan.inputs], names)
+    prepare(plan, device[1])([views[name].pointer for name in names], stream)
+
+
+def _refuse_overlap(views: Mapping[str, TensorView], inputs: Sequence[str], names: Sequence[str]) -> None:
+    """Raise InvalidInput where an output or the scratch shares memory with another view; inputs may share theirs."""
+    end, owner, owner_written = 0, "", False
+    for name in sorted(names, key=lambda name: views[name].pointer):
+        view, written = views[name], name not in inputs
+        if view.spec.size == 0:
+            continue
+        if view.pointer < end and (written or owner_written):
+            raise InvalidInput(
+                f"{name} must not share memory with {owner}, got {view.pointer:#x} before its end {end:#x}; "
+                "give every output memory of its own"
+            )
+        last = view.pointer + _span_bytes(view)
+        if last > end:
+            end, owner, owner_written = last, name, written
+
+
+def _span_bytes(view: TensorView) -> int:
+    """Bytes from a view's first element to the end of its last one."""
+    steps = zip(view.spec.shape, view.spec.stride, strict=True)
+    return (sum((size - 1) * max(step, 0) for size, step in steps) + 1) * dtypes.itemsize(view.spec.dtype)

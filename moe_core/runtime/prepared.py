@@ -1,0 +1,103 @@
+"""A plan ready to run: the base class of every kind of device, and plans on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_core.base.arrays import ALIGNMENT, host_array
+from moe_core.errors import InvalidInput
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall
+from moe_core.runtime.compiler import load_kernel
+
+
+class Prepared:
+    """A plan ready to run on one device: call it with addresses.
+
+    `prepared(pointers, stream)`: addresses of the inputs and outputs in plan order, then of the scratch arena if
+    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer).
+    """
+
+    def __init__(self, plan: LaunchPlan, device_index: int) -> None:
+        self.plan, self.device_index = plan, device_index
+        self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
+        self._count = len(self._names)
+        self._offsets, self._scratch_bytes = plan.scratch_offsets, plan.scratch_bytes
+        self._index = {
+            name: index for index, name in enumerate([*self._names, *(buffer.name for buffer in plan.scratch)])
+        }
+
+    def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
+        if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
+            self._refuse_misaligned(pointers)
+        self._run(pointers, stream)
+
+    def _refuse_misaligned(self, pointers: Sequence[int]) -> None:
+        for name, pointer in zip([*self._names, "scratch"], pointers, strict=False):
+            if pointer % ALIGNMENT:
+                raise InvalidInput(
+                    f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {pointer:#x}; "
+                    "copy it into a fresh array"
+                )
+
+    def _scratch_addresses(self, arena: int) -> list[int]:
+        """The address of every scratch buffer in an arena."""
+        return [arena + offset for offset in self._offsets]
+
+    def _run(self, pointers: Sequence[int], stream: int) -> None:
+        raise NotImplementedError
+
+
+class HostPrepared(Prepared):
+    """Interpreted kernels and NumPy twins, on host memory; the stream is ignored because host work is in order."""
+
+    def __init__(self, plan: LaunchPlan, device_index: int) -> None:
+        super().__init__(plan, device_index)
+        self._calls = [
+            self._kernel(step) if isinstance(step, KernelLaunch) else self._reference(step) for step in plan.steps
+        ]
+
+    def _kernel(self, step: KernelLaunch) -> Callable[[list[int]], None]:
+        from moe_core.runtime import interpreter
+
+        interpreter.install()
+        kernel = load_kernel(step.kernel.name)
+
+        def call(addresses: list[int]) -> None:
+            arguments = [
+                (
+                    name,
+                    interpreter.HostPointer(addresses[self._index[value.buffer]], self.plan.spec(value.buffer).dtype),
+                )
+                if isinstance(value, Pointer)
+                else (name, value.value if isinstance(value, Constant) else value)
+                for name, value in step.arguments
+            ]
+            interpreter.launch(kernel, step.grid, arguments)
+
+        return call
+
+    def _reference(self, step: ReferenceCall) -> Callable[[list[int]], None]:
+        module, name = step.function.split(":")
+        function = getattr(importlib.import_module(f"moe_core.ops.{module}"), name)
+        constants = dict(step.constants)
+
+        def call(addresses: list[int]) -> None:
+            def view(buffer: str) -> Any:
+                return host_array(addresses[self._index[buffer]], self.plan.spec(buffer))
+
+            results = function(**{keyword: view(buffer) for keyword, buffer in step.inputs}, **constants)
+            results = results if isinstance(results, tuple) else (results,)
+            for buffer, result in zip(step.outputs, results, strict=True):
+                view(buffer)[...] = result
+
+        return call
+
+    def _run(self, pointers: Sequence[int], stream: int) -> None:
+        arena = pointers[self._count] if self._scratch_bytes else 0
+        addresses = [*pointers[: self._count], *self._scratch_addresses(arena)]
+        for call in self._calls:
+            call(addresses)

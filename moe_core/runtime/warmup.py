@@ -1,0 +1,144 @@
+"""Compiling ahead: every kernel of given plans, at once and before the first call, with a report of what it cost.
+
+The number of tokens is no constant of a kernel, so that a few counts stand for all: what changes with it is which of a
+handful of kernels run (their tiles), never how many there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from moe_core.base.checks import require_at_least
+from moe_core.errors import InvalidInput
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
+from moe_core.runtime.compiler import compile_launch, launch_signature, load_kernel
+from moe_core.runtime.prepare import prepare
+
+#: Kernels compiled at the same time: most of a compilation runs outside of Python's lock, in LLVM and ptxas.
+_WORKERS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One kernel. tile: its sides, warps and stages. seconds: spent in the compiler, waiting for a processor included.
+    cached: it existed before, in this process or in Triton's cache on disk."""
+
+    kernel: str
+    tile: str
+    seconds: float
+    cached: bool
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What a warm-up did. kernels: each once, in the order in which plans need them, none off the GPU. seconds: from
+    start to end, loading on devices included. plans: how many were made ready."""
+
+    kernels: tuple[KernelReport, ...]
+    seconds: float
+    plans: int
+
+    @property
+    def compiled(self) -> tuple[KernelReport, ...]:
+        """The kernels that did not exist before."""
+        return tuple(kernel for kernel in self.kernels if not kernel.cached)
+
+    def __str__(self) -> str:
+        new = self.compiled
+        head = (
+            f"{self.plans} plans ready after {self.seconds:.2f} s: {len(self.kernels)} kernels, {len(new)} compiled "
+            f"({sum(kernel.seconds for kernel in new):.2f} s of work), {len(self.kernels) - len(new)} existed"
+        )
+        lines = [
+            f"  {kernel.seconds:7.3f} s  {'existed ' if kernel.cached else 'compiled'}  {kernel.kernel}  {kernel.tile}"
+            for kernel in self.kernels
+        ]
+        return "\n".join([head, *lines])
+
+
+def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
+    """Equal for launches that one compiled kernel serves: grids, run-time values and when they begin do not count."""
+    constants = tuple((name, value) for name, value in launch.arguments if isinstance(value, Constant))
+    return launch_signature(plan, launch), dataclasses.replace(
+        launch, grid=(1, 1, 1), arguments=constants, dependent=False
+    )
+
+
+def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
+    """One launch for every kernel the plans need, with a plan it is from."""
+    found: dict[Hashable, tuple[LaunchPlan, KernelLaunch]] = {}
+    for plan in plans:
+        for launch in plan.steps:
+            if isinstance(launch, KernelLaunch):
+                found.setdefault((plan.target.architecture, kernel_identity(plan, launch)), (plan, launch))
+    return list(found.values())
+
+
+def compile_kernels(
+    kernels: Sequence[tuple[LaunchPlan, KernelLaunch]], workers: int = _WORKERS
+) -> tuple[KernelReport, ...]:
+    """Compile launches of cuda plans, several at a time; a kernel that is refused raises what its compiler raised."""
+    require_at_least("workers", workers, 1)
+    if not kernels:
+        return ()
+    # In this thread: modules that import each other, as Triton's do, cannot be imported first by several at once.
+    for name in dict.fromkeys(launch.kernel.name for _, launch in kernels):
+        load_kernel(name)
+    with ThreadPoolExecutor(min(workers, len(kernels)), "moebius-compile") as pool:
+        return tuple(pool.map(lambda kernel: _compile(*kernel), kernels))
+
+
+def warmup(
+    plans: Iterable[LaunchPlan], device_indices: Sequence[int] = (0,), *, workers: int = _WORKERS
+) -> WarmupReport:
+    """Compile every kernel of the plans, `workers` at a time, and load them on the devices.
+
+    device_indices: CUDA devices; none = compile only, which needs no GPU. Plans for a CPU are made ready too; they have
+    nothing to compile. Running a plan afterwards compiles nothing. Raises InvalidInput for plans of several targets,
+    and what `runtime.prepare` raises.
+    """
+    start = time.perf_counter()
+    plans = tuple(plans)
+    targets = {plan.target for plan in plans}
+    if len(targets) > 1:
+        listed = ", ".join(sorted(map(str, targets)))
+        raise InvalidInput(f"plans must be for one target, got {listed}; warm up for each target apart")
+    on_gpu = any(target.on_gpu for target in targets)
+    reports = compile_kernels(distinct_kernels(plans), workers) if on_gpu else ()
+    for plan in plans:
+        for index in device_indices if on_gpu else (0,):
+            prepare(plan, index)
+    return WarmupReport(reports, time.perf_counter() - start, len(plans))
+
+
+def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of tokens to warm up for, each once. Raises InvalidInput unless they are integers, at least one."""
+    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence) or not tokens:
+        raise InvalidInput(f"tokens must be a sequence of numbers of tokens, got {tokens!r}; pass [1, 64, 4096]")
+    for count in tokens:
+        require_at_least("tokens", count, 0)
+    return tuple(dict.fromkeys(tokens))
+
+
+def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
+    # File systems round times down to ticks of milliseconds; a compilation takes longer than that.
+    began, start = time.time(), time.perf_counter()
+    compiled = compile_launch(plan, launch, plan.target)
+    seconds = time.perf_counter() - start
+    # Triton writes a kernel's description into its cache when it has compiled it, and not when it finds it there.
+    written = [
+        pathlib.Path(path).stat().st_mtime for path in compiled.metadata_group.values() if path.endswith(".json")
+    ]
+    sides = [
+        f"{name}={value.value}"
+        for name, value in launch.arguments
+        if isinstance(value, Constant) and name.startswith("BLOCK")
+    ]
+    tile = ", ".join([*sides, f"{launch.num_warps} warps, {launch.pipeline_stages} stages"])
+    return KernelReport(launch.kernel.name, tile, seconds, all(moment < began for moment in written))

@@ -1,0 +1,138 @@
+"""Options of the grouped matmul, its fused activation and its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import finite_float, require_choice, require_flag, require_kind
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.specs.tuning import MatmulTuning
+
+_GATHERS = ("row", "slot", "token")
+
+
+@plan_type
+@dataclass(frozen=True)
+class WeightGradientSpec:
+    """Options of one gradient of weights.
+
+    gather: how left and right are indexed: by layout `row`, `slot` or `token`. left_columns, right_columns: (first,
+    number) of the columns taken, None = all. out_dtype: of d_weight, None = none is wanted. bias_side: `left` or
+    `right`, whose column sums make d_bias in bias_dtype; None = none. num_layers: of the result, where layer is given.
+    family: of the kernels, `portable` or `sm90` (sm_90), None = the faster one of those that can run it.
+    """
+
+    out_dtype: str | None
+    gather: tuple[str, str] = ("row", "row")
+    left_columns: tuple[int, int] | None = None
+    right_columns: tuple[int, int] | None = None
+    bias_side: str | None = None
+    bias_dtype: str = "float32"
+    num_layers: int = 1
+    allow_tf32: bool = False
+    family: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.family is not None:
+            require_choice("family", self.family, ("portable", "sm90"))
+        for side in self.gather:
+            require_choice("gather", side, _GATHERS)
+        if self.bias_side is not None:
+            require_choice("bias_side", self.bias_side, ("left", "right"))
+        elif self.out_dtype is None:
+            raise InvalidInput("out_dtype must be a dtype where bias_side is None, got None; ask for one of the two")
+        for name in ("out_dtype", "bias_dtype"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, dtypes.canonical(getattr(self, name)))
+                require_choice(name, getattr(self, name), dtypes.MATMUL_DTYPES)
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
+
+
+GATE_LAYOUTS = ("halves", "interleaved", "separate")
+
+
+@plan_type
+@dataclass(frozen=True)
+class Activation:
+    """An activation in fp32. gated: `act(gate) * up`, input 2F wide; else `act(x)`, input F wide.
+
+    gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers);
+    an ungated activation has none (the default counts as not stated). alpha and limit belong to swiglu_oai
+    (always gated): `g = min(gate, limit); u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1)`;
+    limit None = no clamp.
+    """
+
+    name: str
+    gated: bool = True
+    gate_layout: str | None = "halves"
+    alpha: float = 1.702
+    limit: float | None = 7.0
+
+    def __post_init__(self) -> None:
+        if self.name == "swigluoai":
+            object.__setattr__(self, "name", "swiglu_oai")
+        require_choice("activation", self.name, ACTIVATIONS)
+        require_flag("gated", self.gated)
+        if self.name == "swiglu_oai":
+            if not self.gated:
+                raise InvalidInput("gated must be True for swiglu_oai, got False; it has no ungated form")
+            object.__setattr__(self, "alpha", finite_float("alpha", self.alpha))
+            if self.limit is not None:
+                object.__setattr__(self, "limit", finite_float("limit", self.limit))
+                if self.limit <= 0:
+                    raise InvalidInput(f"limit must be positive or None, got {self.limit}; pass None for no clamp")
+        elif (self.alpha, self.limit) != (1.702, 7.0):
+            raise InvalidInput(
+                f"alpha and limit belong to swiglu_oai, got alpha={self.alpha}, limit={self.limit} for {self.name}; "
+                "leave them out"
+            )
+        if self.gated:
+            require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
+        elif self.gate_layout in ("halves", None):  # the default: not stated
+            object.__setattr__(self, "gate_layout", None)
+        else:
+            raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
+
+    def input_width(self, width: int) -> int:
+        """Columns of the matmul output that `width` activated columns need."""
+        return 2 * width if self.gated else width
+
+
+@plan_type
+@dataclass(frozen=True)
+class MatmulSpec:
+    """Options of one ragged grouped matmul, `y[row] = epilogue(x[row] @ w[expert of row])`.
+
+    weight_layout: `in_out` `[E, D, N]` or `out_in` `[E, N, D]`.
+    gather: which row of x feeds a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
+    scatter: where a layout row is written: `row` (layout order) or `slot`.
+    activation: fused after the bias, or None. out_dtype: None = the dtype of x (which a quantised x does not name).
+    allow_tf32: fp32 inputs may use TF32 (else IEEE fp32). tuning: how tiles are chosen, None = by the defaults.
+    fast_accumulate: products of fp8 with fp8 may add up in the tensor cores over more than 128 columns.
+    """
+
+    weight_layout: str
+    gather: str = "row"
+    scatter: str = "row"
+    activation: Activation | None = None
+    out_dtype: str | None = None
+    allow_tf32: bool = False
+    tuning: MatmulTuning | None = None
+    fast_accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_kind("tuning", self.tuning, MatmulTuning, optional=True)
+        require_flag("fast_accumulate", self.fast_accumulate)
+        require_choice("gather", self.gather, ("row", "token", "slot"))
+        require_choice("scatter", self.scatter, ("row", "slot"))
+        require_kind("activation", self.activation, Activation, optional=True)
+        require_flag("allow_tf32", self.allow_tf32)
+        if self.out_dtype is not None:
+            object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
+            require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)

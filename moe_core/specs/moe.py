@@ -1,0 +1,90 @@
+"""Options of one whole MoE layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import require_choice, require_flag, require_kind
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.formats.format import Format
+from moe_core.specs.matmul import Activation
+from moe_core.specs.routing import LogitsSpec, RouterSpec
+from moe_core.specs.tuning import MatmulTuning, Tuning
+
+
+@plan_type
+@dataclass(frozen=True)
+class MoESpec:
+    """Options of one whole MoE forward.
+
+    router: how logits become ids and weights; None when ids and weights are given. weight_layout of the experts;
+    router_weight_layout of the router matrix (`in_out` `[D, E]` or `out_in` `[E, D]`).
+    apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2;
+    K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
+    checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults.
+
+    Of quantised experts (docs/user/quantization.md). activations: the format that x and the hidden rows are quantised
+    to before each product, None = as they are. fast_accumulate: see `MatmulSpec`; of fp8 activations.
+
+    Of training (docs/user/training.md). recompute: the forward keeps no pre-activation, and the backward runs matmul 1
+    again for it, to the same bits. main_grad (torch only): the backward adds the gradients of the matrices of experts
+    and shared expert, in fp32, to the tensors that these hold as their attribute `main_grad`, and returns none for
+    them.
+    """
+
+    activation: Activation
+    router: RouterSpec | None = None
+    weight_layout: str = "in_out"
+    router_weight_layout: str = "in_out"
+    apply_router_weight_on_input: bool = False
+    logits_dtype: str = "float32"
+    out_dtype: str | None = None
+    allow_tf32: bool = False
+    tuning: Tuning | None = None
+    recompute: bool = False
+    main_grad: bool = False
+    activations: Format | None = None
+    fast_accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        require_kind("activations", self.activations, Format, optional=True)
+        require_flag("fast_accumulate", self.fast_accumulate)
+        if self.fast_accumulate and (self.activations is None or self.activations.element != "e4m3"):
+            raise InvalidInput(
+                f"fast_accumulate must be False unless activations are fp8, got True with {self.activations}; it is "
+                "about products of fp8 with fp8"
+            )
+        require_kind("tuning", self.tuning, Tuning, optional=True)
+        require_flag("recompute", self.recompute)
+        require_flag("main_grad", self.main_grad)
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
+        require_kind("activation", self.activation, Activation)
+        require_kind("router", self.router, RouterSpec, optional=True)
+        require_flag("apply_router_weight_on_input", self.apply_router_weight_on_input)
+        require_flag("allow_tf32", self.allow_tf32)
+        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
+        require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
+        if self.out_dtype is not None:
+            object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
+            require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
+        if self.router is not None and self.router.require_top_k() != 1 and self.apply_router_weight_on_input:
+            raise InvalidInput(
+                f"top_k must be 1 with apply_router_weight_on_input, got {self.router.top_k}; weight the output instead"
+            )
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether every sum has one order for every number of tokens."""
+        return self.tuning is not None and self.tuning.batch_invariant
+
+    def logits_spec(self) -> LogitsSpec:
+        """The router product's options."""
+        return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant)
+
+    def matmul_tuning(self, number: int | None = None) -> MatmulTuning | None:
+        """That of the experts' product 1 or 2, or (None) of the shared expert's products."""
+        return None if self.tuning is None else self.tuning.of_product(number)

@@ -1,0 +1,336 @@
+"""Named bundles of a framework's arrays, shared by both front-ends (any array type with shape and dtype).
+
+Weights, and the rows of a matmul, may be `QuantizedTensor`s, which are bundles inside the bundle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.formats.tensor import QuantizedTensor
+from moe_core.specs.routing import LayoutSpec
+
+
+class Role(enum.Enum):
+    """What an array of a plan holds, and the names, without their bundle's, that say so; see `role_of`."""
+
+    ROWS = "x y out output left right"
+    PRE = "pre pre_activation shared_pre_activation"
+    WEIGHT = "weight gate_up down shared.gate"
+    UP = "up"
+    BIAS = "bias gate_up_bias down_bias"
+    UP_BIAS = "up_bias"
+    ROW_WEIGHT = "row_weight weights"
+    LAYER_INDEX = "layer_index"
+    STATIC_SCALE = "static_scale gate_up_input_scale down_input_scale"
+    LOGITS = "logits gate shared_gate"
+    CORRECTION_BIAS = "correction_bias"
+    TOKEN_MASK = "token_mask row_mask"
+    EXPERT_MAP = "expert_map"
+    IDS = "ids"
+    GROUP_SIZES = "group_sizes tokens_per_expert d_tokens_per_expert"
+    GROUP_START = "group_start"
+    SLOT_OF_ROW = "slot_of_row"
+    ROW_OF_SLOT = "row_of_slot"
+    INVALID_IDS = "invalid_ids"
+    SCHEDULE = "schedule"
+    TILE_COUNTERS = "tile_counters"
+    #: Rows by token that a sum takes in beside others.
+    ADDEND = "shared extra first second total"
+    BIAS_PRODUCT = "bias_product products"
+    #: What a gradient of weights is added to.
+    INTO = "into"
+    D_ROWS = "d_x d_y d_rows d_hidden d_pre d_output"
+    D_WEIGHT = "d_weight d_gate_up d_up d_down d_shared.gate"
+    D_BIAS = "d_bias d_gate_up_bias d_up_bias d_down_bias"
+    D_ROW_WEIGHT = "d_row_weight d_weights"
+    D_LOGITS = "d_logits d_gate"
+    D_LOAD_BALANCE = "d_load_balance"
+    D_Z = "d_z"
+
+
+_ROLES = {name: role for role in Role for name in role.value.split()}
+
+
+def role_of(name: str | Role) -> str | None:
+    """The role that a buffer's name says, as text; None where it says none.
+
+    `group_sizes` and `tokens_per_expert` -> `group_sizes`; `saved.slot_of_row` -> `slot_of_row`; `d_experts.down` and
+    `d_weight` -> `d_weight`; `gradients.weights` -> `d_row_weight`; a part of a quantised array, `experts.down.scales`
+    -> `weight.scales`; the schedule of tiles of 64 rows, `schedule_64` -> `schedule.64`.
+    """
+    if isinstance(name, Role):
+        return name.name.lower()
+    array, _, part = name.rpartition(".")
+    if part not in ("values", "scales", "zero_points"):
+        array, part = name, ""
+    if array.startswith("schedule_"):
+        array, _, part = array.partition("_")
+    bundle, _, word = array.rpartition(".")
+    if bundle.startswith("into"):
+        word = "into"
+    elif bundle == "gradients" or bundle.startswith("d_"):
+        word = f"d_{word}"
+    role = _ROLES.get(array) or _ROLES.get(word)
+    return None if role is None else role.name.lower() + (part and f".{part}")
+
+
+def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
+    """(name, value) of every array field that is not None, in field order; a quantised tensor is one value."""
+    return tuple(
+        (prefix + field.name, getattr(bundle, field.name))
+        for field in dataclasses.fields(bundle)
+        if field.name != "spec" and getattr(bundle, field.name) is not None
+    )
+
+
+def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
+    """(name, array) of every array of a bundle, in field order; the order of a plan's inputs.
+
+    `named_arrays(ExpertWeights(a, b), "experts.")` -> `(("experts.gate_up", a), ("experts.down", b))`; of a quantised
+    b instead of `experts.down`: `experts.down.values`, `experts.down.scales`[, `experts.down.zero_points`].
+    """
+    arrays: list[tuple[str, Any]] = []
+    for name, value in named_fields(bundle, prefix):
+        arrays += named_fields(value, f"{name}.") if isinstance(value, QuantizedTensor) else [(name, value)]
+    return tuple(arrays)
+
+
+def array_fields(kind: type) -> tuple[tuple[str, bool], ...]:
+    """(name, whether it must be given) of every array field of a bundle's class, in field order."""
+    fields = (field for field in dataclasses.fields(kind) if field.name != "spec")
+    return tuple((field.name, field.default is dataclasses.MISSING) for field in fields)
+
+
+def map_arrays(bundle: Any, function: Any) -> Any:
+    """The same bundle with `function` applied to every array, those of quantised tensors one by one."""
+    changed = {
+        name: map_arrays(value, function) if isinstance(value, QuantizedTensor) else function(value)
+        for name, value in named_fields(bundle)
+    }
+    return dataclasses.replace(bundle, **changed)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of E experts; `in_out` shapes shown, `out_in` swaps the last two axes.
+
+    gate_up: `[E, D, 2F]` (gated, halves or interleaved), `[E, D, F]` (ungated, or the gate alone when `up` is given).
+    up: `[E, D, F]` for gate_layout `separate`. down: `[E, F, D]`. Biases `[E, 2F]` or `[E, F]`, `[E, F]`, `[E, D]`.
+    layer_index: int32 `[1]` on the device: every weight and bias then has a leading layer axis; it picks one.
+    gate_up (with up, in its format) and down may be `QuantizedTensor`s. gate_up_input_scale, down_input_scale: fp32
+    `[1]` on the device, the scales of x and of the hidden rows where `MoESpec.activations` has one per tensor; None =
+    found from the rows.
+    """
+
+    gate_up: Any
+    down: Any
+    up: Any = None
+    gate_up_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
+    layer_index: Any = None
+    gate_up_input_scale: Any = None
+    down_input_scale: Any = None
+
+
+@dataclass(frozen=True)
+class MatmulOperands:
+    """What one grouped matmul reads; `in_out` shapes shown, `out_in` swaps the last two axes.
+
+    x: `[T, D]` (gather `token`), `[T * K, D]` (`slot`) or `[capacity, D]` (`row`). weight `[E, D, N]`, N = 2F when a
+    gated activation with one buffer is fused. up: `[E, D, N]`, the second buffer of gate_layout `separate`.
+    bias `[E, N]` and up_bias `[E, N]`: fp32 or the dtype of x. row_weight: fp32 `[T * K]` or `[T, K]`, by slot, applied
+    after the activation. layer_index: int32 `[1]`: weights and biases then have a leading layer axis.
+
+    weight and up may be `QuantizedTensor`s of one format, whose layout is the spec's weight_layout; x too where they
+    are: `out_in`, groups of one row or of all, no zero points, and along D the weight's groups or all of it.
+    """
+
+    x: Any
+    weight: Any
+    up: Any = None
+    bias: Any = None
+    up_bias: Any = None
+    row_weight: Any = None
+    layer_index: Any = None
+
+
+@dataclass(frozen=True)
+class RouterWeights:
+    """Route from x. weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`), bias `[E]`, correction_bias fp32 `[E]`."""
+
+    weight: Any
+    bias: Any = None
+    correction_bias: Any = None
+
+
+@dataclass(frozen=True)
+class RouterLogits:
+    """Route from logits fp32 `[T, E]`; correction_bias fp32 `[E]`."""
+
+    logits: Any
+    correction_bias: Any = None
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Routing already decided. ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`."""
+
+    ids: Any
+    weights: Any
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """A dense expert every token visits. gate_up `[D, 2F]`, down `[F, D]` (up `[D, F]` for `separate`), as `in_out`.
+
+    gate: None, or `[D, 1]` (`in_out`) / `[1, D]` (`out_in`): its sigmoid scales the shared output per token.
+    Beside experts with a layer index gate_up, up and down may have the same leading layer axis: `[L, D, 2F]`, ...
+    """
+
+    gate_up: Any
+    down: Any
+    up: Any = None
+    gate: Any = None
+
+
+@dataclass(frozen=True)
+class MoEOperands:
+    """Everything one MoE reads: the arguments of `moe_core.ops.moe.forward.plan_moe`, without its options.
+
+    x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`.
+    """
+
+    x: Any
+    experts: ExpertWeights
+    routing: Any
+    token_mask: Any = None
+    expert_map: Any = None
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """What flows back into one MoE. output `[T, D]`: bf16, fp16 or fp32; None = nothing for the rest.
+
+    weights fp32 `[T, K]` and logits fp32 `[T, E]`: gradients of these outputs of the forward, added to those that come
+    through the experts. load_balance and z: fp32 `[1]`, of the losses of
+    `moe_core.ops.routing.reference_losses.router_losses`.
+    """
+
+    output: Any
+    weights: Any = None
+    logits: Any = None
+    load_balance: Any = None
+    z: Any = None
+
+
+@dataclass(frozen=True)
+class RoutingGradients:
+    """What flows back into the logits of one routing; None = nothing, and at least one is given.
+
+    weights fp32 `[T, K]`: of the routing's weights. logits fp32 `[T, E]`: added as they are. load_balance and z: fp32
+    `[1]`, of the router losses; load_balance needs tokens_per_expert int32 `[E]`, the slots every expert got from the
+    unmasked tokens.
+    """
+
+    weights: Any = None
+    logits: Any = None
+    load_balance: Any = None
+    z: Any = None
+    tokens_per_expert: Any = None
+
+
+@dataclass(frozen=True)
+class ExpertActivationOperands:
+    """What the backward between the two matmuls reads; R rows, in layout order or by slot.
+
+    d_hidden `[R, F]`: the gradient of matmul 2's result pulled back through its weight, before the row weight; bf16,
+    fp16 or fp32. pre `[R, 2F]` (ungated `[R, F]`): the stored pre-activation. row_weight fp32 `[T * K]` or `[T, K]` and
+    bias_product fp32 `[T * K]` by slot. row_of_slot int32 `[T * K]`, -1 = no row (None: every row is a slot's).
+    """
+
+    d_hidden: Any
+    pre: Any
+    row_of_slot: Any = None
+    row_weight: Any = None
+    bias_product: Any = None
+
+
+class Routing(NamedTuple):
+    """ids int32 `[T, K]`, weights fp32 `[T, K]`."""
+
+    ids: Any
+    weights: Any
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """Rows grouped by expert, on the device, int32.
+
+    group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]` (-1 = padding), row_of_slot `[T * K]` (-1 =
+    dropped or not local), invalid_ids `[1]` (ids outside [-1, E)). Worked example, T = 2, K = 2, E = 3, ids [[2, 0],
+    [0, -1]]: group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1], row_of_slot [2, 0, 1, -1].
+    """
+
+    spec: LayoutSpec
+    group_sizes: Any
+    group_start: Any
+    slot_of_row: Any
+    row_of_slot: Any
+    invalid_ids: Any
+
+
+@dataclass(frozen=True)
+class LayoutArrays:
+    """The arrays of a `RaggedLayout` that other ops read, or their specs, or the names of their buffers in a plan."""
+
+    group_sizes: Any = None
+    group_start: Any = None
+    slot_of_row: Any = None
+    row_of_slot: Any = None
+
+    @classmethod
+    def specs(cls, layout: LayoutSpec) -> LayoutArrays:
+        """Of the arrays of this layout."""
+        sizes = (layout.num_experts, layout.num_experts + 1, layout.capacity, layout.num_slots)
+        return cls(*(ArraySpec((size,), "int32") for size in sizes))
+
+
+#: The arrays of a layout that a matmul reads, in plan order.
+LAYOUT_INPUTS = ("group_sizes", "group_start", "slot_of_row")
+
+
+class MoEOutput(NamedTuple):
+    """output `[T, D]`; ids and weights `[T, K]`; logits fp32 `[T, E]` or None; tokens_per_expert int32 `[E]` (local
+    experts); invalid_ids int32 `[1]`."""
+
+    output: Any
+    ids: Any
+    weights: Any
+    logits: Any
+    tokens_per_expert: Any
+    invalid_ids: Any
+
+
+@dataclass(frozen=True)
+class WeightGradientOperands:
+    """What one gradient of weights reads; R rows.
+
+    left `[*, M]`, right `[*, N]`: for `in_out` weights the product's input and the gradient of its output, for `out_in`
+    the other way round; rows may be strided. row_weight fp32 `[T * K]` or `[T, K]` by slot: of the column sums only.
+    row_mask bool `[R]` (dense): rows to read. layer_index int32 `[1]`: the result then has a leading layer axis. into
+    fp32, of the result's shape: added to the product.
+    """
+
+    left: Any
+    right: Any
+    row_weight: Any = None
+    row_mask: Any = None
+    layer_index: Any = None
+    into: Any = None

@@ -1,0 +1,172 @@
+"""Options of the router, of routing, and the sizes of a ragged layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.checks import finite_float, require_at_least, require_choice, require_flag
+from moe_core.base.codec import plan_type
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput
+
+SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
+
+
+ORDERS = ("softmax_then_topk", "topk_then_softmax")
+
+
+SLOT_ORDERS = ("score", "expert")
+
+
+@plan_type
+@dataclass(frozen=True)
+class LogitsSpec:
+    """Options of the router product `x [T, D] @ weight -> logits fp32 [T, E]`.
+
+    weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits (which stay fp32 arrays).
+    batch_invariant: one summation order for every T.
+    """
+
+    weight_layout: str = "in_out"
+    logits_dtype: str = "float32"
+    allow_tf32: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        require_flag("allow_tf32", self.allow_tf32)
+        require_flag("batch_invariant", self.batch_invariant)
+        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
+        require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
+
+
+@plan_type
+@dataclass(frozen=True)
+class RouterSpec:
+    """How logits `[T, E]` become ids and weights `[T, K]`.
+
+    top_k: K; None = the layer's that is given this spec (ops need the number). scoring: `softmax`, `sigmoid` or
+    `sqrt_softplus` (sqrt(log(1 + exp(x)))).
+    order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`; the others act per expert and take
+    None. renormalize: divide by the sum of the chosen weights (a zero sum gives zeros). scale multiplies last.
+    num_groups, topk_group: grouped top-k (1 and 1 = off): E splits into num_groups equal groups, the topk_group best
+    survive. slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
+    """
+
+    top_k: int | None = None
+    scoring: str = "softmax"
+    order: str | None = None
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_group: int = 1
+    slot_order: str = "score"
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None:
+            require_at_least("top_k", self.top_k, 1)
+        require_choice("scoring", self.scoring, SCORINGS)
+        require_choice("slot_order", self.slot_order, SLOT_ORDERS)
+        if self.scoring == "softmax":
+            object.__setattr__(self, "order", ORDERS[0] if self.order is None else self.order)
+            require_choice("order", self.order, ORDERS)
+        elif self.order is not None:
+            raise InvalidInput(
+                f"order must be None for scoring={self.scoring!r}, which scores each expert by itself, "
+                f"got {self.order!r}; leave it out"
+            )
+        require_flag("renormalize", self.renormalize)
+        object.__setattr__(self, "scale", finite_float("scale", self.scale))
+        require_at_least("num_groups", self.num_groups, 1)
+        require_at_least("topk_group", self.topk_group, 1)
+        if self.topk_group > self.num_groups:
+            raise InvalidInput(
+                f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
+            )
+
+    def require_top_k(self) -> int:
+        """K; InvalidInput where it was left to a layer."""
+        if self.top_k is None:
+            raise InvalidInput(
+                "top_k must be an integer of at least 1, got None (a layer's own); pass RouterSpec(top_k=...)"
+            )
+        return self.top_k
+
+    def validate_experts(self, num_experts: int, has_bias: bool) -> None:
+        """Check against E: K <= E, groups divide E and leave K experts, no groups of one with a correction bias."""
+        top_k = self.require_top_k()
+        if top_k > num_experts:
+            raise InvalidInput(f"top_k must be at most num_experts = {num_experts}, got {top_k}; lower top_k")
+        if self.num_groups == 1:
+            return
+        if num_experts % self.num_groups:
+            raise InvalidInput(
+                f"num_groups must divide num_experts = {num_experts}, got {self.num_groups}; choose a divisor"
+            )
+        group = num_experts // self.num_groups
+        if top_k > self.topk_group * group:
+            raise InvalidInput(
+                f"top_k must be at most topk_group * num_experts / num_groups = {self.topk_group * group}, "
+                f"got {top_k}; keep more groups or lower top_k"
+            )
+        if has_bias and group == 1:
+            raise InvalidInput(
+                f"num_groups must leave at least two experts per group when a correction bias is given, "
+                f"got {self.num_groups} groups of 1; lower num_groups"
+            )
+
+
+@plan_type
+@dataclass(frozen=True)
+class LayoutSpec:
+    """Sizes of a ragged layout: rows grouped by expert, capacity static.
+
+    num_experts: local groups. alignment: every expert's rows start at a multiple of it (1 = contiguous).
+    max_rows: None, or the rows every expert owns (`[E, max_rows, D]`, the batched form); rows past it are dropped.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    alignment: int = 1
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least("num_tokens", self.num_tokens, 0)
+        require_at_least("top_k", self.top_k, 1)
+        require_at_least("num_experts", self.num_experts, 1)
+        require_at_least("alignment", self.alignment, 1)
+        if self.max_rows is not None:
+            require_at_least("max_rows", self.max_rows, 1)
+            if self.alignment != 1:
+                raise InvalidInput(
+                    f"alignment must be 1 when max_rows is given, got {self.alignment}; round max_rows up instead"
+                )
+        if max(self.num_slots, self.capacity) >= INT32_LIMIT:
+            raise InvalidInput(
+                f"num_tokens * top_k must stay below 2**31, got {self.num_tokens} * {self.top_k}; split the batch"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_tokens * self.top_k
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the layout: an upper bound for every routing."""
+        if self.max_rows is not None:
+            return self.num_experts * self.max_rows
+        return self.num_slots + (self.num_experts * (self.alignment - 1) if self.num_slots else 0)
+
+    def max_blocks(self, block_m: int) -> int:
+        """Row blocks of height block_m that any routing can need: of the batched form (max_rows), all there are.
+
+        n nonempty experts sharing S slots need sum(ceil(size / block_m)) <= n + (S - n) // block_m blocks, and n <=
+        min(E, S). Example: 10 slots, 4 experts, block_m 4: 4 + 6 // 4 = 5.
+        """
+        if self.max_rows is not None:
+            return self.num_experts * -(-self.max_rows // block_m)
+        nonempty = min(self.num_experts, self.num_slots)
+        return nonempty + (self.num_slots - nonempty) // block_m

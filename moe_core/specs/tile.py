@@ -1,0 +1,43 @@
+"""Tile configurations of the grouped matmul.
+
+Which are legal, and which is chosen, is the families' business (`moe_core.ops.matmul.families`);
+`moe_core.ops.matmul.tile_choice` adds what a caller may ask for and what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base.codec import plan_type
+
+#: Shared memory a block may use, by compute capability (CUDA programming guide, table of technical specifications).
+_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 88: 99 * 1024, 89: 99 * 1024}
+_SHARED_BYTES |= dict.fromkeys((120, 121), 99 * 1024)
+#: The same of AMD's architectures (CDNA instruction set guides, local data share).
+_SHARED_BYTES |= {942: 64 * 1024, 950: 160 * 1024}
+_SHARED_BYTES_DEFAULT = 227 * 1024
+
+
+@plan_type
+@dataclass(frozen=True)
+class TileConfig:
+    """One configuration: tile sides in elements (block_n counts output columns), warps, pipeline stages, and how many
+    row blocks share a column tile before the next (group_m).
+
+    family: `portable` runs everywhere; `sm90` is warp-specialised with TMA for sm_90: block_m 128 or 192, block_k 64,
+    block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer. With quantised weights
+    `quantized` takes the place of `portable`; `mixed_input`, and `few_rows` with few rows, are for tiled ones on sm_90.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    group_m: int = 8
+    family: str = "portable"
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory one block may use on an architecture."""
+    return _SHARED_BYTES.get(arch, _SHARED_BYTES_DEFAULT)

@@ -1,0 +1,257 @@
+"""Measured tile configurations: what `moebius-tune` writes, and what a plan looks up before the heuristics.
+
+A file is JSON for people: provenance, and one record per product and number of rows with what was timed. What a plan
+needs of it is a `TileTable`: configurations by architecture and problem, without figures, as part of a spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moe_core.base import codec
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.specs.tile import TileConfig
+
+#: Raised when the meaning of a file changes.
+FORMAT_VERSION = 1
+_SHIPPED = pathlib.Path(__file__).parent / "tables"
+#: What an entry says in place of one product's reason not to run in the sm90 family.
+_NOT_SM90 = "the product that was measured cannot run in it"
+#: What a file's provenance must say.
+PROVENANCE_FIELDS = ("gpu", "driver", "versions", "commit", "command", "date")
+
+_SCALARS: Mapping[str, type] = {"int": int, "str": str, "bool": bool}
+
+T = TypeVar("T")
+
+
+def rows_bucket(rows: int) -> int:
+    """The power of two that stands for a number of rows: the next one at or above it; 0 for 0.
+
+    With the number of groups this is a bucket of rows per group. Example: 100 and 128 rows are bucket 128.
+    """
+    return 1 << (rows - 1).bit_length() if rows > 0 else 0
+
+
+@plan_type
+@dataclass(frozen=True)
+class TileKey:
+    """The product that an entry is for. rows: layout rows; groups: experts; n: output columns; buffers: weight tiles
+    per step (2 for fused gate and up); weight_layout: `in_out` or `out_in`. not_sm90: why the `sm90` family cannot
+    multiply the operands, empty if it can."""
+
+    rows: int
+    groups: int
+    d: int
+    n: int
+    dtype: str
+    buffers: int = 1
+    weight_layout: str = "in_out"
+    not_sm90: str = "the product was described without its operands"
+
+
+def entry_key(key: TileKey) -> TileKey:
+    """What an entry for a product holds of it: the bucket of its rows, and whether the sm90 family can run it, but
+    not the reason, which has no bearing on what is fast."""
+    return dataclasses.replace(_without_reason(key), rows=rows_bucket(key.rows))
+
+
+def _without_reason(key: TileKey) -> TileKey:
+    return dataclasses.replace(key, not_sm90=_NOT_SM90 if key.not_sm90 else "")
+
+
+@plan_type
+@dataclass(frozen=True)
+class TileEntry:
+    """One configuration for one product on one architecture. problem.rows is a bucket of `rows_bucket`, and
+    problem.not_sm90 becomes a text that all entries share (`entry_key`)."""
+
+    arch: int
+    problem: TileKey
+    config: TileConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problem", _without_reason(self.problem))
+
+
+@plan_type
+@dataclass(frozen=True)
+class TileTable:
+    """Configurations by architecture and problem; make one with `TileTable.of` or `TileTable.load`.
+
+    text: the entries as canonical JSON. Specs are hashed, compared and sent as text on every call, and one string costs
+    that once, however many entries it holds. Raises InvalidInput for any other text.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        _entries(self.text)
+
+    @classmethod
+    def of(cls, entries: Iterable[TileEntry]) -> TileTable:
+        """A table of these entries, in any order. Raises InvalidInput for two of one problem and for rows that are no
+        bucket."""
+        ordered = sorted(entries, key=codec.dumps)
+        found: set[tuple[int, TileKey]] = set()
+        for entry in ordered:
+            if entry.problem.rows != rows_bucket(entry.problem.rows):
+                raise InvalidInput(
+                    f"rows of an entry must be a power of two, got {entry.problem.rows}; use rows_bucket(rows)"
+                )
+            if (entry.arch, entry.problem) in found:
+                raise InvalidInput(
+                    f"entries must name a problem once, got sm_{entry.arch} {entry.problem} twice; remove one"
+                )
+            found.add((entry.arch, entry.problem))
+        return cls(codec.dumps(tuple(ordered)))
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> TileTable:
+        """The table of a file that `moebius-tune` wrote. Raises InvalidInput for any other file."""
+        return cls.of(measurement.entry for measurement in read_measurements(path)[1])
+
+    @property
+    def entries(self) -> tuple[TileEntry, ...]:
+        """Every entry, in canonical order."""
+        return _entries(self.text)
+
+    def find(self, key: TileKey, arch: int) -> TileConfig | None:
+        """The configuration measured for the product's bucket of rows on the architecture, or None.
+
+        Of two entries that differ in whether the sm90 family can run the product, the product's own kind goes first.
+        The other one counts, too, for the sizes are the same: so a layer with gelu finds what was measured with silu. A
+        configuration of the sm90 family is never found for a product that the family cannot run.
+        """
+        own, index = entry_key(key), _index(self.text)
+        other = dataclasses.replace(own, not_sm90="" if own.not_sm90 else _NOT_SM90)
+        config = index.get((arch, own), index.get((arch, other)))
+        return None if config is not None and config.family == "sm90" and key.not_sm90 else config
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(text: str) -> tuple[TileEntry, ...]:
+    try:
+        entries = codec.loads(text)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"text must be that of a TileTable, got {text!r:.80} ({error}); use TileTable.of") from error
+    if not isinstance(entries, tuple) or not all(isinstance(entry, TileEntry) for entry in entries):
+        raise InvalidInput(f"text must hold TileEntries, got {text!r:.80}; use TileTable.of or TileTable.load")
+    return entries
+
+
+@functools.lru_cache(maxsize=64)
+def _index(text: str) -> Mapping[tuple[int, TileKey], TileConfig]:
+    return {(entry.arch, entry.problem): entry.config for entry in _entries(text)}
+
+
+@functools.cache
+def shipped_table(arch: int) -> TileTable:
+    """The table that comes with the package for an architecture; without entries where nothing was measured."""
+    path = _SHIPPED / f"sm_{arch}.json"
+    return TileTable.load(path) if path.is_file() else TileTable.of(())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An entry and the figures behind it, in microseconds: its own, and what the heuristics' configuration took in the
+    same run."""
+
+    entry: TileEntry
+    microseconds: float
+    heuristic_microseconds: float
+
+
+def write_measurements(
+    path: str | pathlib.Path, provenance: Mapping[str, Any], measurements: Sequence[Measurement]
+) -> None:
+    """Write a table's file. provenance: PROVENANCE_FIELDS and whatever else helps. Raises InvalidInput where one of
+    them is missing, or entries contradict each other."""
+    _require_provenance(provenance, "provenance")
+    TileTable.of(measurement.entry for measurement in measurements)
+    ordered = sorted(measurements, key=lambda measurement: _reading_order(measurement.entry))
+    # One line per entry: a changed figure is a changed line.
+    lines = ",\n".join(f"    {json.dumps(_record(measurement))}" for measurement in ordered)
+    head = json.dumps({"format": FORMAT_VERSION, "provenance": dict(provenance)}, indent=2).removesuffix("\n}")
+    body = f"[\n{lines}\n  ]" if lines else "[]"
+    pathlib.Path(path).write_text(f'{head},\n  "entries": {body}\n}}\n')
+
+
+def read_measurements(path: str | pathlib.Path) -> tuple[Mapping[str, Any], tuple[Measurement, ...]]:
+    """(provenance, measurements) of a table's file. Raises InvalidInput for any other file."""
+    try:
+        content = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"path must be a table that moebius-tune wrote, got {str(path)!r} ({error}); make one with moebius-tune"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise InvalidInput(
+            f"format of {str(path)!r} must be {FORMAT_VERSION}, got {found!r}; run moebius-tune of this version"
+        )
+    _require_provenance(content.get("provenance"), f"provenance of {str(path)!r}")
+    records = content.get("entries")
+    if not isinstance(records, list):
+        raise InvalidInput(f"entries of {str(path)!r} must be a list, got {type(records).__name__}; correct the file")
+    return content["provenance"], tuple(_measurement(record, f"entry {i}") for i, record in enumerate(records))
+
+
+def _reading_order(entry: TileEntry) -> tuple[Any, ...]:
+    """By architecture and product, then by rows."""
+    rows, *product = dataclasses.astuple(entry.problem)
+    return entry.arch, *product, rows
+
+
+def _require_provenance(provenance: Any, name: str) -> None:
+    missing = [field for field in PROVENANCE_FIELDS if not isinstance(provenance, Mapping) or field not in provenance]
+    if missing:
+        raise InvalidInput(
+            f"{name} must say {', '.join(PROVENANCE_FIELDS)}, got none of {', '.join(missing)}; add them"
+        )
+
+
+def _record(measurement: Measurement) -> dict[str, Any]:
+    entry = measurement.entry
+    return {
+        "arch": entry.arch,
+        "problem": dataclasses.asdict(entry.problem),
+        "config": dataclasses.asdict(entry.config),
+        "microseconds": round(measurement.microseconds, 2),
+        "heuristic_microseconds": round(measurement.heuristic_microseconds, 2),
+    }
+
+
+def _measurement(record: Any, name: str) -> Measurement:
+    fields = ("arch", "problem", "config", "microseconds", "heuristic_microseconds")
+    if not isinstance(record, dict) or set(record) != set(fields):
+        raise InvalidInput(f"{name} must have the fields {', '.join(fields)}, got {record!r:.120}; correct the file")
+    numbers = [record[field] for field in ("arch", "microseconds", "heuristic_microseconds")]
+    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
+        raise InvalidInput(f"{name} must have positive numbers for arch and microseconds, got {numbers}; correct it")
+    problem = _from_fields(TileKey, record["problem"], f"problem of {name}")
+    config = _from_fields(TileConfig, record["config"], f"config of {name}")
+    return Measurement(TileEntry(int(numbers[0]), problem, config), *numbers[1:])
+
+
+def _from_fields(kind: type[T], fields: Any, name: str) -> T:
+    """A dataclass of JSON fields. A field that the file lacks has its default, which is what it meant before it had a
+    name; a field that is unknown here may change the meaning of the rest, and is refused."""
+    declared = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    required = {key for key, field in declared.items() if field.default is dataclasses.MISSING}
+    if not isinstance(fields, dict) or not required <= set(fields) <= set(declared):
+        raise InvalidInput(
+            f"{name} must have the fields {', '.join(declared)} ({', '.join(sorted(required))} at least), "
+            f"got {fields!r:.160}; measure again with moebius-tune of this version"
+        )
+    for key, value in fields.items():
+        if type(value) is not _SCALARS[str(declared[key].type)]:
+            raise InvalidInput(f"{key} of {name} must be of type {declared[key].type}, got {value!r}; correct the file")
+    return kind(**fields)

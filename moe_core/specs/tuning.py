@@ -1,0 +1,71 @@
+"""What a caller may ask of the tiles: a configuration, a table, one order for every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base.checks import require_flag, require_kind
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tile_table import TileTable
+
+
+def _require_tunable(table: object, batch_invariant: object) -> None:
+    """Check the two options of every kind of tuning."""
+    require_kind("table", table, TileTable, optional=True)
+    require_flag("batch_invariant", batch_invariant)
+    if batch_invariant and table is not None:
+        raise InvalidInput(
+            "table must be None with batch_invariant, which takes one configuration for every number of rows, got a "
+            "TileTable; leave it out, or give the configurations themselves"
+        )
+
+
+@plan_type
+@dataclass(frozen=True)
+class MatmulTuning:
+    """How the tile configuration of one grouped matmul is chosen.
+
+    config: this one, None = chosen. table: looked up before the one that is shipped, and that before the heuristics.
+    batch_invariant: choose without looking at the number of rows, so that a row's result does not depend on the others.
+    """
+
+    config: TileConfig | None = None
+    table: TileTable | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        require_kind("config", self.config, TileConfig, optional=True)
+        _require_tunable(self.table, self.batch_invariant)
+
+
+@plan_type
+@dataclass(frozen=True)
+class Tuning:
+    """How the tile configurations of a whole forward are chosen.
+
+    matmul_1, matmul_2: those of the experts' products, None = chosen. table: looked up before the one that is shipped.
+    batch_invariant: one summation order for every number of tokens, so that a token's result is the same, bit by bit,
+    alone, in any batch and in chunks of it; it costs speed (docs/developer/tuning.md).
+    """
+
+    matmul_1: TileConfig | None = None
+    matmul_2: TileConfig | None = None
+    table: TileTable | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        require_kind("matmul_1", self.matmul_1, TileConfig, optional=True)
+        require_kind("matmul_2", self.matmul_2, TileConfig, optional=True)
+        _require_tunable(self.table, self.batch_invariant)
+
+    def of_product(self, number: int | None = None) -> MatmulTuning:
+        """That of the experts' product 1 or 2; None: of the shared expert's products."""
+        config = {1: self.matmul_1, 2: self.matmul_2, None: None}[number]
+        return MatmulTuning(config, self.table, self.batch_invariant)
+
+
+def tunings_of(tuning: Tuning | None) -> tuple[MatmulTuning | None, MatmulTuning | None]:
+    """Those of products 1 and 2."""
+    return (None, None) if tuning is None else (tuning.of_product(1), tuning.of_product(2))

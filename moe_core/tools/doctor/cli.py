@@ -1,0 +1,196 @@
+"""The command line of `moebius-doctor` and its report.
+
+Exit status: 0 healthy, 1 a self-test failed, 2 nothing could be tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.base.target import cpu_target
+from moe_core.parity.devices import prefer_interpreter, use_gpu
+from moe_core.runtime.cuda import why_no_gpu
+from moe_core.tools.doctor.kernels import Kernels, kernels_of
+from moe_core.tools.doctor.machine import TUNED_ARCH, Gpu, Package, gpus, packages
+from moe_core.tools.doctor.self_test import FAIL, FRONT_ENDS, PASS, UNTESTED, Outcome, run_self_tests
+
+HEALTHY, FAILED, NOTHING_TESTED = 0, 1, 2
+_CONCLUSIONS = {
+    HEALTHY: "healthy: every op that ran agrees with the reference",
+    FAILED: "FAILED: a self-test failed; do not trust what is named above",
+    NOTHING_TESTED: "NOTHING WAS TESTED: no front-end ran a kernel here",
+}
+_DESCRIPTION = """\
+Say what this machine runs and whether it computes right: versions, GPUs, the kernels that typical layers get, and a
+self-test of every op of every front-end against the NumPy reference, on poisoned memory. Without a GPU the real kernels
+run in Triton's interpreter.
+"""
+_EPILOG = "exit status: 0 healthy, 1 a self-test failed, 2 nothing could be tested"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything the doctor found."""
+
+    packages: tuple[Package, ...]
+    gpus: tuple[Gpu, ...]
+    no_gpu: str
+    kernels: tuple[Kernels, ...]
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def status(self) -> int:
+        if not self.outcome.healthy:
+            return FAILED
+        return HEALTHY if self.outcome.tested else NOTHING_TESTED
+
+    def untrusted(self) -> Iterator[str]:
+        """What cannot be trusted here, one sentence each."""
+        outcome = self.outcome
+        for result in outcome.failures:
+            where = f" on {result.device}" if result.device else ""
+            yield f"{result.front_end} {result.op}{where} ({result.case or result.direction}): {result.note}"
+        for row in outcome.bitwise:
+            if row.equal is False:
+                yield f"torch and JAX do not give the same bits ({row.direction}, {row.case}): {row.note}"
+        for name in FRONT_ENDS:
+            if name in outcome.absent:
+                yield f"moe_{name} was not tested, it does not start: {outcome.absent[name]}"
+            elif notes := {r.note for r in outcome.results if r.front_end == name and r.verdict == UNTESTED}:
+                yield f"kernels of moe_{name} were not tested: {'; '.join(sorted(notes))}"
+        for package in self.packages:
+            if package.problem:
+                yield package.problem
+        if outcome.tested and not (outcome.poisoned.outputs and outcome.poisoned.workspaces):
+            yield "memory was not poisoned: an output that nobody writes may have gone unseen"
+        yield from self._untrusted_gpus()
+        if all(result.direction != "backward" for result in outcome.results):
+            yield "gradients: none was tested"
+
+    def _untrusted_gpus(self) -> Iterator[str]:
+        if not self.gpus:
+            yield (
+                f"compiled kernels and speed: there is no GPU ({self.no_gpu}), and the interpreter shows neither races "
+                "nor stray accesses"
+            )
+        for gpu in self.gpus:
+            if gpu.target is None:
+                yield f"GPU {gpu.index} cannot be used: {gpu.refused}"
+            elif gpu.index > 0:
+                yield f"GPU {gpu.index} was not tested: the self-test runs on GPU 0"
+            elif gpu.target.arch != TUNED_ARCH:
+                yield f"speed on {gpu.name}: tile configurations are tuned for sm_{TUNED_ARCH} only"
+        if self.gpus and self.outcome.tested and self.outcome.interpreted():
+            yield "compiled kernels: there is a GPU, but the kernels ran in the interpreter (TRITON_INTERPRET=1)"
+
+    def as_dict(self) -> dict[str, Any]:
+        outcome = self.outcome
+        return {
+            "status": self.status,
+            "conclusion": _CONCLUSIONS[self.status],
+            "packages": [vars(package) for package in self.packages],
+            "gpus": [gpu.as_dict() for gpu in self.gpus],
+            "no_gpu": self.no_gpu,
+            "kernels": [kernels.as_dict() for kernels in self.kernels],
+            "self_test": [result.as_dict() for result in outcome.results],
+            "absent": outcome.absent,
+            "bitwise": [row.as_dict() for row in outcome.bitwise],
+            "poisoned": {"outputs": outcome.poisoned.outputs, "workspaces": outcome.poisoned.workspaces},
+            "not_to_be_trusted": list(self.untrusted()),
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*self._installed(), *self._devices(), *self._kernel_lines(), *self._test_lines(), *self._verdict()]
+        )
+
+    def _installed(self) -> Iterator[str]:
+        yield "Versions"
+        for package in self.packages:
+            problem = f"  {package.problem}" if package.problem else ""
+            yield f"  {package.name:15} {package.version or 'not installed'}{problem}"
+
+    def _devices(self) -> Iterator[str]:
+        yield "\nGPUs"
+        if not self.gpus:
+            yield f"  none: {self.no_gpu}"
+        for gpu in self.gpus:
+            yield f"  {gpu.index}: {gpu.name}, {f'refused: {gpu.refused}' if gpu.target is None else gpu.target}"
+
+    def _kernel_lines(self) -> Iterator[str]:
+        for kernels in self.kernels:
+            yield f"\nKernels on {kernels.target}"
+            for workload in kernels.workloads:
+                yield f"  {workload.name}"
+                if workload.refused:
+                    yield f"    refused: {workload.refused}"
+                # Plans repeat small kernels; what is told is each kernel with each of its configurations.
+                for (kernel, configuration), count in Counter(workload.launches).items():
+                    times = f" ({count} times)" if count > 1 else ""
+                    yield f"    {kernel}{times}{f': {configuration}' if configuration else ''}"
+                yield from (f"    note: {note}" for note in workload.notes)
+            if kernels.refused:
+                yield "  Refused"
+                yield from (f"    {configuration}: {reason}" for configuration, reason in kernels.refused)
+
+    def _test_lines(self) -> Iterator[str]:
+        outcome = self.outcome
+        yield (
+            f"\nSelf-test against the NumPy reference ({outcome.poisoned.outputs} outputs and "
+            f"{outcome.poisoned.workspaces} workspaces poisoned)"
+        )
+        for name in outcome.absent:
+            yield f"  {name}: not tested, it does not start"
+        groups: dict[tuple[str, str, str, str], list[Any]] = {}
+        for result in outcome.results:
+            groups.setdefault((result.front_end, result.direction, result.case, result.device), []).append(result)
+        for (name, direction, case, device), results in groups.items():
+            yield f"  {name} {direction}{f' {case}' if case else ''}{f' on {device}' if device else ''}"
+            for verdict in (PASS, FAIL, UNTESTED):
+                if ops := [result.op for result in results if result.verdict == verdict]:
+                    yield f"    {verdict}: {', '.join(ops)}"
+        for row in outcome.bitwise:
+            answer = {True: "yes", False: "NO", None: "not compared"}[row.equal]
+            yield f"  torch and JAX bitwise equal, {row.direction} {row.case}: {answer} ({row.note})"
+
+    def _verdict(self) -> Iterator[str]:
+        yield "\nNot to be trusted here"
+        yield from (f"  - {line}" for line in self.untrusted())
+        yield f"\nmoebius-doctor: {_CONCLUSIONS[self.status]} ({self.seconds:.1f} s)"
+
+
+def diagnose(progress: Any) -> Diagnosis:
+    """Look, plan and test; takes seconds on a CPU."""
+    start = time.perf_counter()
+    # JAX would otherwise take most of a GPU's memory, which torch needs part of.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    found, devices = packages(), gpus()
+    # Triton decides when it is imported; a process that did so before can only have the NumPy reference on its CPU.
+    if "triton" not in sys.modules and any(package.name == "triton" and package.version for package in found):
+        prefer_interpreter()
+    targets = list(dict.fromkeys(gpu.target for gpu in devices if gpu.target is not None)) if use_gpu() else []
+    kernels = tuple(kernels_of(target) for target in targets or [cpu_target()])
+    outcome = run_self_tests(progress)
+    return Diagnosis(found, devices, why_no_gpu(), kernels, outcome, round(time.perf_counter() - start, 3))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine this machine, print the report; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "moebius-doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else, to stdout")
+    options = parser.parse_args(arguments)
+    diagnosis = diagnose(lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
+    return diagnosis.status

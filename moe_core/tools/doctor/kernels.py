@@ -1,0 +1,135 @@
+"""Which kernels a target gets for typical layers, and why other configurations were refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.matmul.families import why_illegal
+from moe_core.ops.matmul.portable.plan import PORTABLE
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.plan.steps import Constant, KernelLaunch
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights
+from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs.tile import TileConfig
+
+#: A layer of Qwen3-30B-A3B: experts, K, d_model, d_ff.
+_E, _K, _D, _F = 128, 8, 2048, 768
+#: Tokens of a decoding step, of a batch of them, and of a prompt.
+_TOKENS = (1, 64, 4096)
+_DTYPES = ("bfloat16", "float32")
+#: Where configurations are collected from, to say which of them a target refuses.
+_REFERENCE_TARGETS = (Target("cuda", 80, 108), Target("cuda", 90, 132))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a target runs for one layer. launches: (kernel, tile sides and warps) in order; notes: the plan's decisions.
+
+    refused: why there is no plan, or "".
+    """
+
+    name: str
+    launches: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        launches = [{"kernel": kernel, "configuration": text} for kernel, text in self.launches]
+        return {"workload": self.name, "launches": launches, "notes": list(self.notes), "refused": self.refused}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What one target gets. refused: (configuration, reason)."""
+
+    target: str
+    workloads: tuple[Workload, ...] = ()
+    refused: tuple[tuple[str, str], ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        refused = [{"configuration": text, "reason": reason} for text, reason in self.refused]
+        workloads = [workload.as_dict() for workload in self.workloads]
+        return {"target": self.target, "workloads": workloads, "refused": refused}
+
+
+def kernels_of(target: Target) -> Kernels:
+    """Plans typical layers for a target; runs nothing. Off the GPU one layer tells all: tiles hardly depend on it."""
+    if target.on_gpu:
+        workloads = tuple(_workload(target, dtype, tokens) for dtype in _DTYPES for tokens in _TOKENS)
+    else:
+        workloads = (_workload(target, "bfloat16", 64),)
+    return Kernels(str(target), workloads, _refused(target))
+
+
+def _workload(target: Target, dtype: str, tokens: int) -> Workload:
+    name = f"{tokens} tokens, {dtype}, E={_E} K={_K} D={_D} F={_F}"
+    experts = ExpertWeights(ArraySpec((_E, 2 * _F, _D), dtype), ArraySpec((_E, _D, _F), dtype))
+    router = RouterWeights(ArraySpec((_E, _D), dtype))
+    spec = MoESpec(Activation("silu"), RouterSpec(_K, renormalize=True), "out_in", router_weight_layout="out_in")
+    try:
+        plan = plan_moe(ArraySpec((tokens, _D), dtype), experts, router, spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return Workload(name, refused=str(error))
+    launches = tuple(
+        (step.kernel.name, _configuration(step)) if isinstance(step, KernelLaunch) else (f"numpy:{step.function}", "")
+        for step in plan.steps
+    )
+    return Workload(name, launches, plan.notes)
+
+
+def _configuration(step: KernelLaunch) -> str:
+    sides = [
+        f"{name}={value.value}"
+        for name, value in step.arguments
+        if isinstance(value, Constant) and name.startswith("BLOCK")
+    ]
+    return ", ".join([*sides, f"{step.num_warps} warps, {step.pipeline_stages} stages"])
+
+
+def _refused(target: Target) -> tuple[tuple[str, str], ...]:
+    """Configurations in use somewhere that this target cannot run, with the reason; each once."""
+    if not target.compiled:
+        return (("every Triton kernel", "the NumPy reference computes, because Triton is missing or was switched off"),)
+    if target.interpreted:
+        return (("every compiled kernel", "arrays on a CPU are computed by the same kernels in Triton's interpreter"),)
+    refused: dict[str, str] = {}
+    for dtype in _DTYPES:
+        problems = [problem for tokens in _TOKENS for problem in _products(tokens, dtype, target)]
+        configs = {
+            PORTABLE.tile(dataclasses.replace(problem, target=other))
+            for problem in problems
+            for other in _REFERENCE_TARGETS
+        }
+        for problem in problems:
+            for config in configs:
+                reason = why_illegal(config, problem)
+                if reason is not None:
+                    refused.setdefault(f"{_tile(config)} for {dtype}, {problem.buffers} weight tiles", reason)
+    return tuple(sorted(refused.items()))
+
+
+def _products(tokens: int, dtype: str, target: Target) -> tuple[MatmulProblem, MatmulProblem]:
+    """Both products of the layer."""
+    layout = LayoutSpec(tokens, _K, _E)
+    x, hidden = ArraySpec((tokens, _D), dtype), ArraySpec((layout.capacity, _F), dtype)
+    first = MatmulOperands(x, ArraySpec((_E, 2 * _F, _D), dtype))
+    second = MatmulOperands(hidden, ArraySpec((_E, _D, _F), dtype))
+    return (
+        MatmulProblem(first, layout, MatmulSpec("out_in", "token", activation=Activation("silu")), target),
+        MatmulProblem(second, layout, MatmulSpec("out_in", scatter="slot"), target),
+    )
+
+
+def _tile(config: TileConfig) -> str:
+    return (
+        f"tile {config.block_m} x {config.block_n} x {config.block_k}, {config.num_warps} warps, "
+        f"{config.num_stages} stages"
+    )

@@ -1,0 +1,227 @@
+"""The self-test: every public op of every front-end against the NumPy reference, on what this machine has.
+
+A `SelfTest` is one direction of the computation; `self_tests` lists them. Another direction joins by being added there.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.errors import Unsupported
+from moe_core.parity.builtin_cases import Draw, built_in_case
+from moe_core.parity.case import Case
+from moe_core.parity.devices import INTERPRETER
+from moe_core.parity.engines import Engine, EngineRun
+from moe_core.parity.gradients import compare_gradient_bits, compare_gradients, differentiated
+from moe_core.parity.report import NOT_TESTED, BitwiseRow, StageRow
+from moe_core.parity.run import COMPOSED_STAGE, compare_bits, run_case
+from moe_core.tools.doctor.poison import Poisoned, poisoned
+
+PASS, FAIL, UNTESTED = "pass", "FAIL", "not tested"
+#: Front-end -> where its engine is.
+FRONT_ENDS = {"torch": "moe_torch.parity.torch:TorchEngine", "jax": "moe_jax.parity:JaxEngine"}
+#: Public op -> the stages that tell about it.
+OPS: dict[str, tuple[str, ...]] = {
+    "router": ("logits",),
+    "route": ("ids", "weights"),
+    "pack_bitmatrix": ("bitmatrix",),
+    "unpack_bitmatrix": ("bitmatrix",),
+    "make_layout": ("layout",),
+    "matmul_ogs": ("matmul1", "activation", "matmul2"),
+    "activation": ("activation_op",),
+    "scale_rows": ("matmul1",),
+    "reduce": ("output",),
+    "moe": (COMPOSED_STAGE,),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one op of one front-end did in one case. device: what truly ran, "" where nothing did."""
+
+    direction: str
+    front_end: str
+    device: str
+    case: str
+    op: str
+    verdict: str
+    note: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class EqualBits:
+    """Whether the front-ends have equal bits in one case. equal None: nobody can tell, and note says why."""
+
+    direction: str
+    case: str
+    equal: bool | None
+    note: str
+
+    def as_dict(self) -> dict[str, str | bool | None]:
+        return dict(vars(self))
+
+
+class SelfTest(abc.ABC):
+    """One direction of the computation. CASES: built-in case, dtype, tokens."""
+
+    direction: str
+    CASES: tuple[tuple[str, str, int], ...]
+    #: Compares runs of one case bit by bit.
+    compare: Callable[[list[Any]], Iterable[BitwiseRow]]
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, Any]] = []
+
+    def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
+        """The results of one front-end; raises what the front-end raises."""
+        for case_name, dtype, tokens in self.CASES:
+            case = built_in_case(case_name, Draw(dtype=dtype, num_tokens=tokens))
+            progress(f"{self.direction}: {name}, {case}")
+            run, judged = self.tested(case, engine)
+            self.runs.append((case_name, run))
+            for op, rows, every in judged:
+                yield Result(self.direction, name, run.device, case_name, op, *_judge(rows, every))
+
+    @abc.abstractmethod
+    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[tuple[str, list[StageRow], tuple[StageRow, ...]]]]:
+        """The engine's run of a case; of each op (its name, its rows, all rows)."""
+
+    def bitwise(self) -> Iterator[EqualBits]:
+        """What ran on more than one front-end, compared bit by bit; nothing where it ran on one alone."""
+        for case_name, _, _ in self.CASES:
+            for row in type(self).compare([run for name, run in self.runs if name == case_name]):
+                yield EqualBits(self.direction, case_name, row.equal, row.note)
+
+
+class ForwardTest(SelfTest):
+    """Small layers that between them meet every op, both dtypes, every gate layout of fused weights and all extras."""
+
+    direction = "forward"
+    # llama4 is the one that scales rows.
+    CASES = (("gpt_oss", "bfloat16", 6), ("deepseek_v3", "bfloat16", 6), ("llama4", "float32", 9))
+    compare = compare_bits
+
+    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[tuple[str, list[StageRow], tuple[StageRow, ...]]]]:
+        recorder = _Recorder(engine)
+        (report,) = run_case(case, [recorder], lambda stage: None).reports
+        assert recorder.result is not None
+        rows, weighted = {row.stage: row for row in report.rows}, case.spec.apply_router_weight_on_input
+        return recorder.result, [
+            (op, [rows[stage] for stage in stages if stage in rows], report.rows)
+            for op, stages in OPS.items()
+            if op != "scale_rows" or weighted
+        ]
+
+
+class BackwardTest(SelfTest):
+    """Gradients of a small layer with biases and an interleaved gate."""
+
+    direction = "backward"
+    CASES = (("gpt_oss", "bfloat16", 6),)
+    compare = compare_gradient_bits
+
+    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[tuple[str, list[StageRow], tuple[StageRow, ...]]]]:
+        run = engine.gradients(case, lambda stage: None)
+        every = compare_gradients(case, run).rows
+        rows = {row.stage: row for row in every}
+        names = [f"d_{array}" for array in differentiated(case)]
+        return run, [(name, [rows[name]] if name in rows else [], every) for name in names]
+
+
+class _Recorder:
+    """An engine whose last run is kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.name = engine, engine.name
+        self.result: EngineRun | None = None
+
+    def why_unsupported(self, case: Case) -> str | None:
+        return self._engine.why_unsupported(case)
+
+    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
+        self.result = self._engine.run(case, progress)
+        return self.result
+
+
+def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]:
+    """(verdict, note) of an op from its stages; a report that stops early tells about no op behind."""
+    wrong = [row for row in rows if not row.passes and row.verdict != NOT_TESTED]
+    if wrong:
+        return FAIL, "; ".join(f"{row.stage}: {' '.join(filter(None, row.cells()[1:]))}" for row in wrong)
+    untested = [row for row in rows or every if row.verdict == NOT_TESTED]
+    if untested:
+        return UNTESTED, untested[0].note
+    if not rows:
+        return UNTESTED, "an earlier stage has another shape than the reference"
+    return PASS, ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything the self-test found. absent: front-end -> why it could not start."""
+
+    results: tuple[Result, ...]
+    absent: dict[str, str]
+    bitwise: tuple[EqualBits, ...]
+    poisoned: Poisoned
+
+    @property
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == FAIL]
+
+    @property
+    def tested(self) -> bool:
+        """Whether any op was truly compared."""
+        return any(result.verdict != UNTESTED for result in self.results)
+
+    @property
+    def healthy(self) -> bool:
+        return not self.failures and all(row.equal is not False for row in self.bitwise)
+
+    def interpreted(self) -> bool:
+        """Whether only Triton's interpreter ran kernels."""
+        return {result.device for result in self.results if result.verdict != UNTESTED} <= {INTERPRETER}
+
+
+def self_tests() -> tuple[SelfTest, ...]:
+    """Every direction there is."""
+    return ForwardTest(), BackwardTest()
+
+
+def run_self_tests(progress: Callable[[str], object]) -> Outcome:
+    """Every direction of every front-end that starts, on poisoned memory. What a front-end raises is its failure."""
+    tests, absent = self_tests(), {}
+    results: list[Result] = []
+    with poisoned() as found:
+        for name, place in FRONT_ENDS.items():
+            progress(f"importing the {name} front-end")
+            try:
+                engine = _load(place)
+            except (ImportError, Unsupported) as error:
+                absent[name] = str(error)
+                continue
+            except Exception as error:
+                results.append(Result("import", name, "", "", "import", FAIL, f"{type(error).__name__}: {error}"))
+                continue
+            for test in tests:
+                try:
+                    # One by one, so that what was found before an exception is kept.
+                    for result in test.run(name, engine, progress):
+                        results.append(result)
+                except Exception as error:
+                    note = f"{type(error).__name__}: {error}"
+                    results.append(Result(test.direction, name, "", "", "run", FAIL, note))
+    bitwise = tuple(row for test in tests for row in test.bitwise())
+    return Outcome(tuple(results), absent, bitwise, found)
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)()

@@ -1,0 +1,220 @@
+"""The command line of `moebius-tune`.
+
+Exit status: 0 the table was written, 1 a measurement failed, 2 nothing could be measured here or the arguments are
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base.dtypes import MATMUL_DTYPES
+from moe_core.base.target import Target
+from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers import HUGGING_FACE, ExpertsSpec, MoELayerSpec, Storage
+from moe_core.runtime.cuda import cuda_available, cuda_target, why_no_gpu
+from moe_core.specs.matmul import ACTIVATIONS, GATE_LAYOUTS, Activation
+from moe_core.specs.tile_table import Measurement, read_measurements, write_measurements
+from moe_core.tools.tune.bench import GpuBench
+from moe_core.tools.tune.candidates import candidates
+from moe_core.tools.tune.device import Device
+from moe_core.tools.tune.products import PRESETS, Product, distinct_products, products_of
+from moe_core.tools.tune.provenance import joined, provenance
+from moe_core.tools.tune.search import Limits, Result, search
+
+WRITTEN, FAILED, NOTHING_MEASURED = 0, 1, 2
+_TOKENS = tuple(2**exponent for exponent in range(15))
+#: What a dry run plans for where there is no GPU.
+_DRY_TARGET = Target("cuda", 90, 132)
+_DESCRIPTION = """\
+Time tile configurations of the grouped matmuls of MoE layers on this machine's GPU, and write the fastest to a table:
+`MoESpec(..., tuning=Tuning(table=TileTable.load("table.json")))` uses it. Every candidate's result is compared with
+that of the built-in choice before it is timed.
+"""
+_EPILOG = "exit status: 0 written, 1 a measurement failed, 2 nothing could be measured or the arguments are wrong"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(given)
+    try:
+        products = _products(options)
+        if options.dry_run:
+            return _dry_run(products, options.candidates)
+        if not cuda_available():
+            print(
+                f"moebius-tune times kernels on a CUDA GPU, and there is none ({why_no_gpu()}); run it on the machine "
+                "that has it, or list the candidates with --dry-run",
+                file=sys.stderr,
+            )
+            return NOTHING_MEASURED
+        if options.output is None:
+            raise InvalidInput("--output must name the table to write, got none; add --output table.json")
+        return _measure(products, options, given)
+    except (InvalidInput, Unsupported) as error:
+        print(f"moebius-tune: {error}", file=sys.stderr)
+        return NOTHING_MEASURED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "moebius-tune", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    layers = parser.add_argument_group("layers (any number of presets and configs, and one by its sizes)")
+    layers.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        choices=sorted(PRESETS),
+        metavar="NAME",
+        help=f"one of {', '.join(sorted(PRESETS))}",
+    )
+    layers.add_argument("--config", action="append", default=[], metavar="PATH", help="a Hugging Face config.json")
+    for name, meaning in (("d-model", "D"), ("d-ff", "F, of one expert"), ("experts", "E"), ("top-k", "K")):
+        layers.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    layers.add_argument("--activation", choices=ACTIVATIONS, default="silu", help="of the layer given by its sizes")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dtype", action="append", choices=MATMUL_DTYPES, help="default: bfloat16")
+    data.add_argument("--weight-layout", choices=WEIGHT_LAYOUTS, default=HUGGING_FACE.weight_layout)
+    data.add_argument("--gate-layout", choices=GATE_LAYOUTS, default=HUGGING_FACE.gate_layout)
+    data.add_argument(
+        "--tokens", type=_numbers, default=_TOKENS, metavar="N,N,...", help="default: the powers of two up to 16384"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--output", type=pathlib.Path, metavar="PATH", help="the table")
+    run.add_argument("--extend", action="store_true", help="keep what the table has and measure only what it lacks")
+    run.add_argument("--candidates", type=int, default=40, metavar="N", help="configurations per product (40)")
+    run.add_argument("--seconds", type=float, default=1800.0, metavar="S", help="begin no product after them (1800)")
+    run.add_argument(
+        "--workers",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        metavar="N",
+        help="kernels compiled at the same time",
+    )
+    run.add_argument("--device", type=int, default=0, metavar="INDEX")
+    run.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU and times nothing")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be numbers of tokens of at least 1, as 1,64,4096, got {text!r}")
+    return numbers
+
+
+def _products(options: argparse.Namespace) -> Sequence[Product]:
+    for name, value in (("--candidates", options.candidates), ("--workers", options.workers)):
+        if value < 1:
+            raise InvalidInput(f"{name} must be at least 1, got {value}; pass a larger number")
+    storage = Storage(options.weight_layout, options.gate_layout, HUGGING_FACE.router_weight_layout)
+    found = [
+        product
+        for layer in _layers(options)
+        for dtype in options.dtype or ["bfloat16"]
+        for num_tokens in options.tokens
+        for product in products_of(layer, storage, dtype, num_tokens)
+    ]
+    return distinct_products(found)
+
+
+def _layers(options: argparse.Namespace) -> list[MoELayerSpec]:
+    layers = [PRESETS[name] for name in options.preset] + [layer_spec_from_config(path) for path in options.config]
+    sizes = {
+        "--d-model": options.d_model,
+        "--d-ff": options.d_ff,
+        "--experts": options.experts,
+        "--top-k": options.top_k,
+    }
+    missing = [name for name, size in sizes.items() if size is None]
+    if len(missing) < len(sizes):
+        if missing:
+            raise InvalidInput(f"{', '.join(missing)} must be given with the other sizes of a layer, got none; add it")
+        layers.append(MoELayerSpec(*sizes.values(), experts=ExpertsSpec(Activation(options.activation))))
+    if not layers:
+        raise InvalidInput(
+            "a layer must be named, got none; add --preset, --config, or --d-model, --d-ff, --experts and --top-k"
+        )
+    return layers
+
+
+def _dry_run(products: Sequence[Product], limit: int) -> int:
+    target = cuda_target(0) if cuda_available() else _DRY_TARGET
+    print(f"candidates on {target}, the built-in choice first; nothing is timed")
+    for product in products:
+        configs = candidates(product.problem(target), limit)
+        print(f"{product.name}, {product.num_tokens} tokens: {product.key}, {len(configs)} candidates")
+        for config in configs:
+            print(f"  {config}")
+    return WRITTEN
+
+
+def _measure(products: Sequence[Product], options: argparse.Namespace, given: Sequence[str]) -> int:
+    target = cuda_target(options.device)
+    origin, kept = provenance(options.device, given), ()
+    if options.extend and options.output.exists():
+        known, kept = read_measurements(options.output)
+        origin = joined(known, origin)
+    measured = {(measurement.entry.arch, measurement.entry.problem) for measurement in kept}
+    wanted = [product for product in products if (target.arch, product.bucket) not in measured]
+    print(f"{origin['gpu']} ({target}): {len(wanted)} products to measure, {len(products) - len(wanted)} in the table")
+    print(_HEADER)
+    limits = Limits(options.candidates, options.seconds)
+    results: list[Result] = []
+
+    def report(result: Result) -> None:
+        results.append(result)
+        print(_row(result), flush=True)
+        # Written after each product: what was measured survives an interruption.
+        _write(options.output, origin, kept, results)
+
+    try:
+        with Device(options.device) as device:
+            _, left = search(wanted, target, GpuBench(device, target, options.workers), limits, report)
+    except RuntimeError as error:
+        print(f"moebius-tune: a measurement failed: {error}", file=sys.stderr)
+        return FAILED
+    _write(options.output, origin, kept, results)
+    _summary(results, left, options)
+    return WRITTEN
+
+
+def _write(
+    path: pathlib.Path, origin: dict[str, object], kept: Sequence[Measurement], results: Sequence[Result]
+) -> None:
+    write_measurements(path, origin, [*kept, *(result.measurement for result in results)])
+
+
+_HEADER = f"{'product':16} {'tokens':>6} {'built in':>9} {'best':>9} {'gain':>6} {'invariant':>9}  winner (us; refused)"
+
+
+def _row(result: Result) -> str:
+    invariant = "slow" if result.invariant is None else f"{result.invariant:.1f}"
+    winner = "the built-in choice" if result.best[0] == result.heuristic[0] else str(result.best[0])
+    product = result.product
+    return (
+        f"{product.name:16} {product.num_tokens:6} {result.heuristic[1]:9.1f} {result.best[1]:9.1f} "
+        f"{100 * result.gain:5.1f}% {invariant:>9}  {winner} ({len(result.refused)} of {result.tried} refused)"
+    )
+
+
+def _summary(results: Sequence[Result], left: Sequence[Product], options: argparse.Namespace) -> None:
+    wrong = [(result, timing) for result in results for timing in result.refused if "wrong result" in timing.reason]
+    for result, timing in wrong:
+        print(f"wrong: {result.product.name}, {result.product.num_tokens} tokens, {timing.config}: {timing.reason}")
+    if left:
+        names = ", ".join(f"{product.name} at {product.num_tokens} tokens" for product in left)
+        print(f"not measured, {options.seconds:g} seconds are over: {names}; run again with --extend")
+    print(f"{options.output}: {len(results)} entries measured now")

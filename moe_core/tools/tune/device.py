@@ -1,0 +1,152 @@
+"""Device memory and timing through the CUDA driver, without a framework."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.dtypes import numpy_dtype
+from moe_core.runtime.cuda import driver
+
+#: Written before each timed run, so that no run finds its weights in L2: several times the largest cache there is, and
+#: long enough on the device for the host to hand over the run behind it.
+_FLUSH_BYTES = 256 * 2**20
+#: Random numbers drawn on the host; larger arrays repeat them.
+_PATTERN_BYTES = 16 * 2**20
+
+
+class Device:
+    """One CUDA device's memory, its default stream and its clock. A `with` block frees everything it gave out."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self._driver = index, driver()
+        self._lib = self._driver.lib
+        self._addresses: list[int] = []
+        self._events: list[ctypes.c_void_p] = []
+        self._scope: Any = None
+        self._flush = 0
+
+    def __enter__(self) -> Device:
+        self._scope = self._driver.activate(self.index)
+        self._scope.__enter__()
+        self._flush = self.allocate(_FLUSH_BYTES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for event in self._events:
+            self._lib.cuEventDestroy_v2(event)
+        self.free(0)
+        self._scope.__exit__(kind, error, trace)
+
+    def check(self, code: int, what: str) -> None:
+        self._driver.check(code, what)
+
+    def mark(self) -> int:
+        """What has been allocated so far, for `free`."""
+        return len(self._addresses)
+
+    def free(self, mark: int) -> None:
+        """Free all that was allocated since `mark`, when the device has finished."""
+        self._lib.cuCtxSynchronize()
+        while len(self._addresses) > mark:
+            self._lib.cuMemFree_v2(ctypes.c_uint64(self._addresses.pop()))
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` bytes (at least one), a multiple of 256. Raises RuntimeError without memory."""
+        pointer = ctypes.c_uint64()
+        code = self._lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(1, size)))
+        self.check(code, f"allocating {size} bytes")
+        self._addresses.append(pointer.value)
+        return pointer.value
+
+    def upload(self, array: np.ndarray) -> int:
+        """The address of a copy of a row-major array."""
+        array = np.ascontiguousarray(array)
+        address = self.allocate(array.nbytes)
+        if array.nbytes:
+            self._write(address, array.view(np.uint8).reshape(-1))
+        return address
+
+    def random(self, spec: ArraySpec, scale: float, seed: int) -> int:
+        """The address of a contiguous array of normal numbers times `scale`, which repeat after some megabytes."""
+        itemsize = numpy_dtype(spec.dtype).itemsize
+        count = min(spec.size, _PATTERN_BYTES // itemsize)
+        numbers = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(scale)
+        pattern = numbers.astype(numpy_dtype(spec.dtype)).view(np.uint8)
+        address = self.allocate(spec.nbytes)
+        filled = pattern.nbytes
+        if filled:
+            self._write(address, pattern)
+        while filled < spec.nbytes:
+            size = min(filled, spec.nbytes - filled)
+            target, source = ctypes.c_uint64(address + filled), ctypes.c_uint64(address)
+            self.check(self._lib.cuMemcpyDtoD_v2(target, source, ctypes.c_size_t(size)), "copying on the device")
+            filled += size
+        return address
+
+    def fill(self, address: int, size: int, byte: int) -> None:
+        """Set every byte; in stream order."""
+        pointer, count = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        self.check(
+            self._lib.cuMemsetD8Async(pointer, ctypes.c_ubyte(byte), count, ctypes.c_void_p()), "cuMemsetD8Async"
+        )
+
+    def download(self, address: int, spec: ArraySpec) -> np.ndarray:
+        """A contiguous array as it is after all work on the device."""
+        array = np.empty(spec.shape, numpy_dtype(spec.dtype))
+        self.synchronize()
+        if array.nbytes:
+            target, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+            self.check(self._lib.cuMemcpyDtoH_v2(target, ctypes.c_uint64(address), size), "copying from the device")
+        return array
+
+    def synchronize(self) -> None:
+        """Wait for all work; raises RuntimeError if any of it failed."""
+        self.check(self._lib.cuCtxSynchronize(), "waiting for the device")
+
+    def time(self, runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+        """Median microseconds of each run, L2 flushed before it.
+
+        Rounds of all runs alternate: the clock drifts with temperature and load, and so it drifts for all alike.
+        """
+        count = 2 * rounds * len(runs)
+        while len(self._events) < count:
+            self._events.append(self._event())
+        spare = iter(self._events)
+        pairs = [[(next(spare), next(spare)) for _ in runs] for _ in range(rounds)]
+        for round_pairs in pairs:
+            for run, (start, end) in zip(runs, round_pairs, strict=True):
+                self.fill(self._flush, _FLUSH_BYTES, 0)
+                self._record(start)
+                run()
+                self._record(end)
+        self.synchronize()
+        times = [[self._elapsed(*pair) for pair in round_pairs] for round_pairs in pairs]
+        return [statistics.median(column) for column in zip(*times, strict=True)]
+
+    def _write(self, address: int, data: np.ndarray) -> None:
+        source, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+        self.check(self._lib.cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, size), "copying to the device")
+
+    def _event(self) -> ctypes.c_void_p:
+        event = ctypes.c_void_p()
+        self.check(self._lib.cuEventCreate(ctypes.byref(event), ctypes.c_uint(0)), "cuEventCreate")
+        return event
+
+    def _record(self, event: ctypes.c_void_p) -> None:
+        self.check(self._lib.cuEventRecord(event, ctypes.c_void_p()), "cuEventRecord")
+
+    def _elapsed(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
+        """Microseconds from one event to another."""
+        milliseconds = ctypes.c_float()
+        code = self._lib.cuEventElapsedTime(ctypes.byref(milliseconds), start, end)
+        self.check(code, "cuEventElapsedTime")
+        return 1000 * milliseconds.value

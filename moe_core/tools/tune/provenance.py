@@ -1,0 +1,69 @@
+"""What a table says of its origin."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import moe_core
+from moe_core.errors import InvalidInput
+from moe_core.plan.steps import sources_version
+from moe_core.runtime.cuda import driver
+
+#: What must be equal for figures of two runs to stand in one table.
+_SAME = ("gpu", "versions", "commit")
+
+
+def provenance(device_index: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """GPU, driver, versions, commit, command and date of a run."""
+    return {
+        "gpu": driver().name(device_index),
+        "driver": _cuda_version(),
+        "versions": {
+            "moebius": moe_core.__version__,
+            "kernels": sources_version()[:12],
+            "triton": importlib.metadata.version("triton"),
+            "python": platform.python_version(),
+        },
+        "commit": _commit(),
+        "command": " ".join(["moebius-tune", *arguments]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def joined(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance of a table that a second run adds to. Raises InvalidInput where the runs are not comparable."""
+    for field in _SAME:
+        if known.get(field) != own[field]:
+            raise InvalidInput(
+                f"{field} of the table to extend must be {own[field]!r}, got {known.get(field)!r}; "
+                "write to another file, or measure everything again"
+            )
+    commands = [*known["command"].split("; "), own["command"]]
+    return {**own, "command": "; ".join(dict.fromkeys(commands))}
+
+
+def _commit() -> str:
+    """MOEBIUS_COMMIT where it is set (a copy without its repository), else that of the checkout, else none."""
+    given = os.environ.get("MOEBIUS_COMMIT")
+    if given:
+        return given
+    root = pathlib.Path(moe_core.__file__).parent
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none: an installed package"
+
+
+def _cuda_version() -> str:
+    version = ctypes.c_int()
+    driver().check(driver().lib.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"

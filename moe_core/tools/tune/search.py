@@ -1,0 +1,104 @@
+"""The search: which product is measured when, what won, and what that makes of a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moe_core.base.target import Target
+from moe_core.ops.matmul.tile_choice import heuristic_tile
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tile_table import Measurement, TileEntry
+from moe_core.specs.tuning import MatmulTuning
+from moe_core.tools.tune.bench import Timing
+from moe_core.tools.tune.candidates import candidates
+from moe_core.tools.tune.products import Product
+
+#: A candidate must be faster than the heuristics' choice by this share to replace it: less is noise.
+LEAST_GAIN = 0.02
+
+
+class Bench(Protocol):
+    """What times configurations: `bench.GpuBench`."""
+
+    def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]:
+        """A Timing for each configuration, in order; the first is the heuristics'."""
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one product got. heuristic, best: (configuration, microseconds); invariant: microseconds of the one under
+    `batch_invariant`, None where it did not run or was too slow to be timed; refused: candidates without a time."""
+
+    product: Product
+    arch: int
+    heuristic: tuple[TileConfig, float]
+    best: tuple[TileConfig, float]
+    invariant: float | None
+    tried: int
+    refused: tuple[Timing, ...]
+
+    @property
+    def gain(self) -> float:
+        """The share of time the winner saves."""
+        return 1 - self.best[1] / self.heuristic[1]
+
+    @property
+    def measurement(self) -> Measurement:
+        entry = TileEntry(self.arch, self.product.bucket, self.best[0])
+        return Measurement(entry, self.best[1], self.heuristic[1])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a search goes. candidates: configurations per product; seconds: no product is begun after them."""
+
+    candidates: int
+    seconds: float
+
+
+def search(
+    products: Sequence[Product],
+    target: Target,
+    bench: Bench,
+    limits: Limits,
+    progress: Callable[[Result], None] = lambda result: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[Result], list[Product]]:
+    """(results, products that the time did not suffice for), in order."""
+    start, results = clock(), []
+    for number, product in enumerate(products):
+        if clock() - start >= limits.seconds:
+            return results, list(products[number:])
+        result = measure_product(product, target, bench, limits.candidates)
+        progress(result)
+        results.append(result)
+    return results, []
+
+
+def measure_product(product: Product, target: Target, bench: Bench, limit: int) -> Result:
+    """Time a product's candidates and the configuration it has under `batch_invariant`, and choose."""
+    problem = product.problem(target)
+    pinned = dataclasses.replace(problem.spec, tuning=MatmulTuning(batch_invariant=True))
+    configs = candidates(problem, limit)
+    invariant = heuristic_tile(dataclasses.replace(problem, spec=pinned)).config
+    timings = bench.measure(product, tuple(dict.fromkeys((*configs, invariant))))
+    times = {timing.config: timing.microseconds for timing in timings if timing.microseconds is not None}
+    own = times[configs[0]]
+    # The configuration under batch_invariant competes too: it is as legal as the others.
+    config, microseconds = min(times.items(), key=lambda item: item[1])
+    if microseconds > own * (1 - LEAST_GAIN):
+        config, microseconds = configs[0], own
+    return Result(
+        product,
+        target.arch,
+        (configs[0], own),
+        (config, microseconds),
+        times.get(invariant),
+        len(timings),
+        tuple(timing for timing in timings if timing.microseconds is None),
+    )

@@ -1,0 +1,174 @@
+"""The gradient of the composed op `moe`, and so of everything made of it: one custom call forward, one backward.
+
+x, the weights and biases of experts, shared expert and router have gradients, and given logits or weights. Into them
+flow those of the output and of the weights and logits returned. Gradients go through the matrices of quantised experts,
+which are frozen. What is refused, and why: `moe_core.ops.moe.checks.why_no_moe_gradient`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from moe_core.base.dtypes import numpy_dtype
+from moe_core.base.target import Target
+from moe_core.errors import Unsupported
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.checks import why_no_moe_gradient
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.names import FLOWING, result_names, saved_names
+from moe_core.ops.router.forward import plan_router
+from moe_core.ops.routing.checks import require_known_ids
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    MoEOperands,
+    MoEOutput,
+    OutputGradients,
+    RouterLogits,
+    RouterWeights,
+    Routing,
+    TopK,
+)
+from moe_jax.autodiff.function import Rule, differentiated
+from moe_jax.bridge import platforms
+from moe_jax.bridge.calls import OpCall, Request, undifferentiable
+from moe_jax.bridge.checks import on_host
+from moe_jax.bridge.requests import moe_request
+
+#: Names under which the policies of `jax.checkpoint` find what a backward reads: the pre-activations of the experts
+#: (large), and the routing with its layout (small). With both saved, a backward runs no forward again; where one is
+#: missing, it runs the whole forward again.
+SAVED_NAMES = ("moebius_pre_activation", "moebius_routing")
+
+#: A trace's ids and weights, as the experts' plan takes them and as a call names them beside its own routing.
+_REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights"}
+
+
+@dataclass(frozen=True)
+class _MoE(Rule):
+    """operands: of specs.
+
+    replayed: None, or the specs of ids and weights that come with the arrays instead of from the routing. The gradient
+    flows into the routing all the same, as if it had chosen them.
+    """
+
+    operands: MoEOperands
+    spec: MoESpec
+    targets: tuple[tuple[str, Target], ...]
+    replayed: TopK | None
+
+    def differentiable(self) -> tuple[str, ...]:
+        return tuple(name.removeprefix("d_") for name in gradient_names(self.operands))
+
+    def refuse(self, asked: list[str]) -> None:
+        reason = why_no_moe_gradient(self.operands.experts, self.spec, asked)
+        if asked and reason is not None:
+            raise Unsupported(reason)
+
+    def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
+        """Every output of the plan, and of the router where that runs apart, by name."""
+        given, routing, spec = self.operands, self.operands.routing, self.spec
+        arrays = self._as_used(arrays)
+        if self.replayed is not None:
+            routing, spec = self.replayed, dataclasses.replace(spec, router=None)
+        options: dict[str, Any] = {name: getattr(given, name) for name in ("token_mask", "expert_map", "shared")}
+        if save:
+            options["save"] = True
+        outputs = self._execute(arrays, plan_moe, given.x, given.experts, routing, spec, **options)
+        if self.replayed is None or isinstance(given.routing, TopK):
+            return outputs
+        outputs |= {"ids": arrays["routing.ids"], "weights": arrays["routing.weights"]}
+        if isinstance(given.routing, RouterWeights):
+            used = {name.removeprefix("routing."): array for name, array in arrays.items()}
+            router = (given.x, given.routing.weight, given.routing.bias, spec.logits_spec())
+            outputs |= self._execute(used, plan_router, *router)
+        return outputs
+
+    def saved(self, outputs: dict[str, Any], save: bool) -> dict[str, Any]:
+        read = [name for name in self.results if name not in ("output", "invalid_ids")]
+        read += saved_names(self.spec, self.operands.shared)
+        values = {name: outputs[name] if save else jnp.zeros(0) for name in read}
+        pre_activation, routing = SAVED_NAMES
+        return {
+            name: checkpoint_name(value, pre_activation if name.endswith("pre_activation") else routing)
+            for name, value in values.items()
+        }
+
+    def gradients(
+        self, arrays: dict[str, Any], saved: dict[str, Any], upstream: dict[str, Any], asked: tuple[str, ...]
+    ) -> dict[str, Any]:
+        if "output" not in upstream:
+            x = self.operands.x
+            upstream = upstream | {"output": jnp.zeros(x.shape, numpy_dtype(self.spec.out_dtype or x.dtype))}
+        bundle = OpCall("moe").bundle("gradients", OutputGradients(**upstream), "gradients.")
+        given = self._as_used(arrays | saved) | {f"gradients.{name}": array for name, array in upstream.items()}
+        options: dict[str, Any] = {"wanted": tuple(f"d_{name}" for name in asked)}
+        if self.operands.experts.layer_index is not None:
+            options["one_layer"] = True
+        arguments = (bundle, self.operands, self.spec)
+        request = Request(
+            "moe_backward", plan_moe_backward, arguments, tuple(options.items()), tuple(given), self.targets
+        )
+        found = zip(asked, undifferentiable(request, *given.values()), strict=True)
+        return {name: self._in_stack(name, gradient, given) for name, gradient in found}
+
+    def _execute(
+        self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
+    ) -> dict[str, Any]:
+        request = Request("moe", planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
+        outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
+        values = undifferentiable(request, *arrays.values())
+        return {buffer.name: value for buffer, value in zip(outputs, values, strict=True)}
+
+    def _as_used(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays by the plans' names: a trace's ids and weights stand for given ones."""
+        used = {name: array for name, array in arrays.items() if name not in _REPLAYED.values()}
+        return used | {name: arrays[given] for name, given in _REPLAYED.items() if given in arrays}
+
+    def _in_stack(self, name: str, gradient: jax.Array, arrays: Mapping[str, Any]) -> jax.Array:
+        """The gradient of an array, of which one layer was used: zeros for the others.
+
+        Written so that XLA, where it adds this to what other layers gave (in the backward of a scan), adds the one
+        layer in place and makes no zeros.
+        """
+        shape = attrgetter(name)(self.operands).shape
+        if gradient.shape == shape:
+            return gradient
+        zeros = jnp.zeros(shape, gradient.dtype)
+        return jax.lax.dynamic_update_index_in_dim(zeros, gradient, arrays["experts.layer_index"][0], 0)
+
+
+def run_moe(
+    x: Any,
+    experts: Any,
+    routing: Any,
+    spec: Any,
+    *,
+    checked: bool = False,
+    replayed: Routing | None = None,
+    **given: Any,
+) -> MoEOutput:
+    """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained."""
+    call, (x_spec, *bundles, _), options = moe_request(x, experts, routing, spec, **given)
+    chosen = None
+    if replayed is not None:
+        chosen = TopK(*(call.array(name, array) for name, array in zip(_REPLAYED.values(), replayed, strict=True)))
+    arrays, operands = call.placed(), MoEOperands(x_spec, *bundles, **options)
+    names = (tuple(arrays), result_names(type(routing)), FLOWING)
+    results = differentiated(_MoE(*names, operands, spec, platforms.targets(), chosen), arrays.values())
+    if isinstance(routing, TopK):
+        results["ids"], results["weights"] = (routing.ids, routing.weights) if replayed is None else replayed
+    if checked:
+        num_experts, expert_map = results["tokens_per_expert"].shape[0], options["expert_map"]
+        num_ids = num_experts if expert_map is None else expert_map.shape[0]
+        require_known_ids(on_host("moe", results["invalid_ids"]), num_ids)
+    logits = routing.logits if isinstance(routing, RouterLogits) else results.get("logits")
+    return MoEOutput(**(results | {"logits": logits}))

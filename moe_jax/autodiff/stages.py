@@ -1,0 +1,141 @@
+"""The gradients of the stage ops: `router`, `route`, `matmul_ogs`, `activation` and `reduce`.
+
+Each saves its own arguments (`route` its ids too) and later runs one custom call for the gradients asked for and no
+others; `reduce` copies rows in JAX's own operations. What has no gradient, and why: `refuse` below and
+`moe_core.ops.matmul.backward.why_no_gradient`. A product with quantised weights has those of its other operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.errors import Unsupported
+from moe_core.ops.activation.backward import plan_activation_backward
+from moe_core.ops.matmul.backward import DIFFERENTIABLE, plan_matmul_ogs_backward, why_no_gradient
+from moe_core.ops.router.backward import plan_router_backward
+from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.operands import RoutingGradients
+from moe_jax.autodiff.function import Rule, differentiated, varying_alike
+from moe_jax.bridge.calls import OpCall, Request, undifferentiable
+
+Arrays = dict[str, Any]
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Stage(Rule):
+    """request: the forward. asking: what `differentiable` answers."""
+
+    request: Request
+    asking: Names
+
+    def differentiable(self) -> Names:
+        return self.asking
+
+    def forward(self, arrays: Mapping[str, Any], save: bool) -> Arrays:
+        return dict(zip(self.results, undifferentiable(self.request, *arrays.values()), strict=True))
+
+    def _backward(
+        self, planner: Callable[..., LaunchPlan], arrays: Arrays, *arguments: Any, **keywords: Any
+    ) -> tuple[jax.Array, ...]:
+        """The outputs of a backward's plan; arrays: by the names of its inputs."""
+        op, targets = f"{self.request.op}_backward", self.request.targets
+        request = Request(op, planner, arguments, tuple(keywords.items()), tuple(arrays), targets)
+        return undifferentiable(request, *arrays.values())
+
+
+def _spec(array: Any) -> ArraySpec:
+    return ArraySpec(array.shape, array.dtype.name)
+
+
+class _Router(_Stage):
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        given = {"d_logits": upstream["logits"], "x": arrays["x"], "weight": arrays["weight"]}
+        arguments = (_spec(upstream["logits"]), *self.request.arguments)
+        wanted = tuple(f"d_{name}" for name in asked)
+        return dict(zip(asked, self._backward(plan_router_backward, given, *arguments, wanted=wanted), strict=True))
+
+
+class _Route(_Stage):
+    def saved(self, outputs: Arrays, save: bool) -> Arrays:
+        return {"ids": outputs["ids"]}
+
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        logits, spec = self.request.arguments
+        mask = dict(self.request.keywords)["token_mask"]
+        given = {"gradients.weights": upstream["weights"], "logits": arrays["logits"], "ids": saved["ids"]}
+        given |= {} if mask is None else {"token_mask": arrays["token_mask"]}
+        arguments = (RoutingGradients(_spec(upstream["weights"])), logits, _spec(saved["ids"]), spec)
+        return {"logits": self._backward(plan_routing_backward, given, *arguments, token_mask=mask)[0]}
+
+
+class _Product(_Stage):
+    def refuse(self, asked: list[str]) -> None:
+        operands, layout, spec = self.request.arguments
+        reason = why_no_gradient(operands, layout, spec, set(asked))
+        if reason is not None:
+            raise Unsupported(reason)
+
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        given, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
+        wanted = tuple(f"d_{name}" for name in asked)
+        return dict(zip(asked, self._backward(plan_matmul_ogs_backward, given, *arguments, wanted=wanted), strict=True))
+
+
+class _Activation(_Stage):
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        given, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
+        up = dict(self.request.keywords)["up"]
+        return dict(zip(("x", "up"), self._backward(plan_activation_backward, given, *arguments, up=up), strict=False))
+
+
+class _Reduce(_Stage):
+    def refuse(self, asked: list[str]) -> None:
+        if "shared_gate" in self.names and {"shared", "shared_gate"} & set(asked):
+            raise Unsupported(
+                "reduce with a shared_gate has no derivative by shared or shared_gate; add sigmoid(shared_gate) * "
+                "shared in JAX, or apply jax.lax.stop_gradient to them"
+            )
+
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        """A slot's row is that of its token; slots and rows without each other get zeros."""
+        gradient, found = upstream["out"], {}
+        if "shared" in asked:
+            found["shared"] = gradient.astype(arrays["shared"].dtype)
+        if "y" in asked:
+            top_k, order = self.request.arguments[2], dict(self.request.keywords)["order"]
+            y, row_of_slot = arrays["y"], arrays["row_of_slot"]
+            rows = jnp.repeat(gradient.astype(y.dtype), top_k, axis=0)
+            if order == "slot":
+                found["y"] = jnp.where(row_of_slot[:, None] >= 0, rows, 0)
+            else:
+                # Slots without a row write past the end, which is dropped.
+                places = jnp.where(row_of_slot >= 0, row_of_slot, y.shape[0])
+                zeros, places, rows = varying_alike((jnp.zeros_like(y), places, rows))
+                found["y"] = zeros.at[places].set(rows, mode="drop")
+        return found
+
+
+#: By op: its rule, its results, the one through which gradients flow back, and the arrays that have a gradient.
+_RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
+    "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias")),
+    "route": (_Route, ("ids", "weights"), ("weights",), ("logits",)),
+    "matmul_ogs": (_Product, ("y",), ("y",), DIFFERENTIABLE),
+    "activation": (_Activation, ("y",), ("y",), ("x", "up")),
+    "reduce": (_Reduce, ("out",), ("out",), ("y", "shared")),
+}
+
+
+def run_stage(call: OpCall, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    """`call.run` of one of these ops, differentiable: its results, in order."""
+    request = call.request(planner, *arguments, **keywords)
+    rule, results, flowing, asking = _RULES[request.op]
+    stage = rule(request.names, results, flowing, request, asking)
+    return tuple(differentiated(stage, call.placed().values()).values())

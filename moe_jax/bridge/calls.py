@@ -1,0 +1,243 @@
+"""From a caller's arrays to a planned, jitted custom call: the one path every op takes.
+
+An op names its arrays once (`OpCall.array`, `OpCall.bundle`), which checks them and gives their specs; `OpCall.run`
+plans and calls. Everything static (planner, options, specs, targets) is one hashable `Request`, so that an eager op is
+a cached `jax.jit` call, and errors of planning are raised as themselves, while tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.operands import array_fields, named_fields
+from moe_jax.bridge import ffi, platforms
+
+T = TypeVar("T")
+#: What the ops take for an array; they return jax.Array.
+Array = jax.Array | np.ndarray
+
+#: The ops that have a gradient; none of them has a second one.
+DIFFERENTIABLE_OPS = ("moe", "router", "route", "matmul_ogs", "activation", "reduce")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides a call: `planner(*arguments, target, **keywords)` for the target of each JAX platform.
+
+    names: the plan's input names, in the order in which the arrays are passed.
+    """
+
+    op: str
+    planner: Callable[..., LaunchPlan]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+    targets: tuple[tuple[str, Target], ...]
+
+    def plan(self, target: Target) -> LaunchPlan:
+        return self.planner(*self.arguments, target, **dict(self.keywords))
+
+
+class OpCall:
+    """Collects the arrays of one call of an op by plan input name."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._arrays: dict[str, Any] = {}
+
+    def array(self, name: str, value: Any, argument: str | None = None) -> ArraySpec:
+        """Check and record an array; returns its spec. argument: what messages call it, None = the plan's name.
+
+        Raises InvalidInput for what is no array of a known dtype.
+        """
+        argument = argument or name
+        if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise InvalidInput(
+                f"{argument} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
+                "convert it with jax.numpy.asarray or moe_jax.from_dlpack"
+            )
+        if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+            raise InvalidInput(
+                f"{argument} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
+                f"{jax.dtypes.canonicalize_dtype(value.dtype)}; convert the array first"
+            )
+        self._arrays[name] = value
+        return _spec(argument, value.shape, value.dtype)
+
+    def optional(self, name: str, value: Any) -> ArraySpec | None:
+        """`array`, or None for None."""
+        return None if value is None else self.array(name, value)
+
+    def bundle(self, argument: str, value: T, prefix: str = "") -> T:
+        """Record every array of an operand bundle under `prefix + field`; returns the same bundle of specs."""
+        specs: dict[str, Any] = {}
+        for field, array in named_fields(value):
+            if isinstance(array, QuantizedTensor):
+                specs[field] = self._quantized(prefix + field, array)
+            else:
+                specs[field] = self.array(prefix + field, array)
+        for field, is_required in array_fields(type(value)):
+            if is_required and field not in specs:
+                raise InvalidInput(f"{argument}.{field} must be an array, got None; pass it")
+        return dataclasses.replace(value, **specs)  # type: ignore[type-var]
+
+    def _quantized(self, name: str, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Record the arrays of a quantised tensor under `name.values` and so on; returns the tensor of their specs.
+
+        A pytree library may have built it around anything: InvalidInput where the arrays are not those of its format.
+        """
+        specs = {field: self.array(f"{name}.{field}", array) for field, array in named_fields(tensor)}
+        for field in ("values", "scales"):
+            if field not in specs:
+                raise InvalidInput(f"{name}.{field} must be an array, got None; pass every array of the tensor")
+        try:
+            return QuantizedTensor(tensor.spec, **specs)
+        except InvalidInput as error:
+            raise InvalidInput(f"{name}: {error}") from error
+
+    def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
+        """Plan, then call: the plan's outputs, in order."""
+        return execute(self.request(planner, *arguments, **keywords), *self.placed().values())
+
+    def placed(self) -> dict[str, Any]:
+        """The arrays by plan input name. Raises InvalidInput, Unsupported where they are on several devices."""
+        _check_placement(self._op, self._arrays)
+        return dict(self._arrays)
+
+    def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
+        """The plan `run` would use where the arrays are; for shapes, on the default device."""
+        return self.request(planner, *arguments, **keywords).plan(self.target())
+
+    def target(self) -> Target:
+        """That of the arrays' device; for shapes, of the default device."""
+        return dict(platforms.targets())[platforms.platform_of(self._arrays.values())]
+
+    def request(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> Request:
+        """What `run` calls."""
+        return Request(self._op, planner, arguments, tuple(keywords.items()), tuple(self._arrays), platforms.targets())
+
+
+def require_type(name: str, value: object, *kinds: type) -> None:
+    """Raise InvalidInput unless value is one of the kinds, which moe_jax exports."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+        raise InvalidInput(f"{name} must be {wanted}, got {got}; build it with moe_jax.{kinds[0].__name__}(...)")
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
+    if not all(isinstance(size, int) for size in shape):
+        raise Unsupported(
+            f"{name} has the symbolic shape {shape}, and plans need numbers; export one program per shape"
+        )
+    try:
+        return ArraySpec(shape, dtype)
+    except (InvalidInput, TypeError) as error:
+        raise InvalidInput(f"{name} has dtype {dtype}, which no op takes: {error}") from error
+
+
+def _check_placement(op: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays split over devices outside shard_map, where they can be seen, and arrays of several devices."""
+    placed: tuple[str, Any] | None = None
+    for name, value in arrays.items():
+        if isinstance(value, Tracer):
+            split = any(axis is not None for axis in jax.typeof(value).sharding.spec)
+            where: Any = jax.typeof(value).sharding
+        elif isinstance(value, jax.Array):
+            where = value.sharding
+            split = len(where.device_set) > 1 and not where.is_fully_replicated
+            if value.committed:
+                if placed is not None and placed[1] != where.device_set:
+                    raise InvalidInput(
+                        f"{name} must be on the device of {placed[0]}, {_list(placed[1])}, "
+                        f"got {_list(where.device_set)}; move it with jax.device_put"
+                    )
+                placed = placed or (name, where.device_set)
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            raise InvalidInput(f"{name} must be an array, got {value}; only explain_* functions take shapes")
+        else:
+            continue
+        if split:
+            raise Unsupported(
+                f"{op} runs on one device at a time, and {name} is split over several ({where}), so that XLA would "
+                "gather all of it on each; call the op inside jax.shard_map, on the local part"
+            )
+
+
+def _list(devices: Any) -> str:
+    return ", ".join(sorted(str(device) for device in devices))
+
+
+def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for.
+
+    Raises Unsupported where there is no kernel on the platform that runs by default; on another one the program does,
+    when it is lowered for it.
+    """
+    by_name = dict(zip(request.names, arrays, strict=True))
+    branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}
+    reasons: dict[str, str] = {}
+    for platform, target in request.targets:
+        try:
+            plan = request.plan(target)
+        except Unsupported as error:
+            if platform == platforms.default_platform():
+                raise
+            reasons[platform] = str(error)
+            continue
+        ffi.publish(plan, platform, platforms.devices_to_prepare(platform, target))
+        branches[platform] = functools.partial(ffi.call, plan)
+    if not branches:
+        raise Unsupported("; ".join(f"{platform}: {reason}" for platform, reason in reasons.items()))
+    any_branch = next(iter(branches.values()))
+
+    def refused(reason: str | None, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        first, *others = operands.items()
+        return any_branch(dict([(first[0], platforms.refuse_when_lowered(first[1], reason)), *others]))
+
+    refusals = {platform: functools.partial(refused, reason) for platform, reason in reasons.items()}
+    with jax.named_scope(f"moebius.{request.op}"):  # what profiles and programs show
+        return jax.lax.platform_dependent(by_name, default=functools.partial(refused, None), **branches, **refusals)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """`stage`, of which no derivative exists."""
+    return stage(request, arrays)
+
+
+@functools.partial(undifferentiable.defjvp, symbolic_zeros=True)
+def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
+    if not any(jax.numpy.issubdtype(primal.dtype, jax.numpy.inexact) for primal in primals):
+        # Ids and layouts made of integers: nothing is asked for.
+        results = undifferentiable(request, *primals)
+        # Symbolic zeros, as under shard_map a tangent's type also says over which mesh axes it varies.
+        return results, jax.custom_derivatives.zero_from_primal(results, symbolic_zeros=True)
+    op = request.op.removesuffix("_backward")
+    if op in DIFFERENTIABLE_OPS:
+        raise Unsupported(
+            f"{op} has no second derivative: its gradient is no function of the first one's arguments that could be "
+            "differentiated again; apply jax.lax.stop_gradient to the gradients, or differentiate once"
+        )
+    raise Unsupported(
+        f"{op} has no derivative: of the ops, {', '.join(DIFFERENTIABLE_OPS)} have one; call these, or apply "
+        "jax.lax.stop_gradient to the array arguments where no gradient is wanted"
+    )
+
+
+# Inlined into an outer trace, so that programs hold nothing but the custom call.
+execute = jax.jit(undifferentiable, static_argnums=0, inline=True)

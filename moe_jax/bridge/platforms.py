@@ -1,0 +1,162 @@
+"""Which plan targets a traced op needs: the CPU engine, the CUDA devices of this process, or an explicit target."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from moe_core.base import target
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan import registry as plans
+from moe_core.runtime.devices import target_of
+from moe_jax.bridge import ffi
+
+# Values of these contexts are part of the key of every jit cache: leaving or entering one traces again.
+_export_target = jax.make_user_context(None)
+_cpu_engine = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def export_target(cuda: Target) -> Iterator[None]:
+    """Trace for an explicit CUDA target, as a machine without a GPU must to export a program for one.
+
+    `with export_target(Target("cuda", 90, 132)): jax.export.export(jax.jit(f), platforms=["cuda"], ...)(*arguments)`.
+    Nothing is compiled for it here. Raises InvalidInput unless `cuda` is a Target of kind cuda.
+    """
+    if not isinstance(cuda, Target) or cuda.vendor != "nvidia":
+        raise InvalidInput(
+            f"export_target must be a Target of kind cuda, got {cuda!r}; for an H200 it is Target('cuda', 90, 132)"
+        )
+    with _export_target(cuda):
+        yield
+
+
+@contextlib.contextmanager
+def cpu_engine(kind: str) -> Iterator[None]:
+    """Choose the CPU engine inside a `with` block, `interpreter` or `reference`; jitted functions trace again in it.
+
+    `moe_core.base.target.cpu_engine` does the same without JAX noticing: a function jitted and traced before keeps its
+    plan.
+    """
+    with target.cpu_engine(kind), _cpu_engine(kind):
+        yield
+
+
+@functools.cache
+def cuda_devices() -> tuple[int, ...]:
+    """The CUDA ordinals of the devices of this process; empty without a CUDA backend."""
+    try:
+        return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:  # what JAX raises for a platform it does not have
+        return ()
+
+
+def cuda_target() -> Target | None:
+    """The target to plan for on CUDA: `export_target`'s, else that of the local devices, else None."""
+    explicit = _export_target.value
+    return _local_cuda_target(cuda_devices()) if explicit is None else explicit
+
+
+@functools.cache
+def _local_cuda_target(indices: tuple[int, ...]) -> Target | None:
+    found = {index: target_of(("cuda", index)) for index in indices}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"cuda:{index} is {kind}" for index, kind in found.items())
+        raise Unsupported(
+            f"one program needs devices of one kind, and this process has several ({listed}); "
+            "choose equal ones through CUDA_VISIBLE_DEVICES"
+        )
+    return next(iter(found.values()), None)
+
+
+def targets() -> tuple[tuple[str, Target], ...]:
+    """(JAX platform, target) pairs to plan for. Raises Unsupported unless the default backend is CPU or CUDA."""
+    cuda = cuda_target()
+    platform = jax.default_backend()
+    if platform != "cpu" and not (platform == "gpu" and cuda_devices()):
+        raise Unsupported(
+            f"JAX's default platform must be cpu or cuda, got {platform!r} ({jax.devices()[0].device_kind}); "
+            "set JAX_PLATFORMS=cpu to run here, or use an NVIDIA GPU"
+        )
+    pairs = (("cpu", target.cpu_target()),)
+    return pairs if cuda is None else (*pairs, ("cuda", cuda))
+
+
+def default_platform() -> str:
+    """`cpu` or `cuda`: where calls run now whose arrays are on no device of their own (`cuda` in `export_target`)."""
+    if _export_target.value is not None:
+        return "cuda"
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    platform = jax.default_backend() if default is None else getattr(default, "platform", default)
+    return "cpu" if platform == "cpu" else "cuda"
+
+
+def platform_of(arrays: Iterable[Any]) -> str:
+    """`cpu` or `cuda`: where a call with these arrays would run now (`cuda` inside `export_target`)."""
+    if _export_target.value is not None:
+        return "cuda"
+    for value in arrays:
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.committed:
+            return "cpu" if next(iter(value.devices())).platform == "cpu" else "cuda"
+    return default_platform()
+
+
+def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
+    """Device indices of a platform on which a plan for `chosen` can run in this process."""
+    if platform == "cpu":
+        return (0,)
+    local = _local_cuda_target(cuda_devices())
+    return cuda_devices() if local is not None and local.architecture == chosen.architecture else ()
+
+
+def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
+    """Register the plans of a file written by `export_plans`, compile them for the local devices, return their keys.
+
+    Call it before running a program that another process exported. Raises InvalidInput where the file comes from
+    another version of the kernels.
+    """
+    keys = plans.load_plans(path)
+    for key in keys:
+        plan = plans.lookup(key)
+        if plan.target.on_gpu:  # plans for a CPU have nothing to compile
+            ffi.publish(plan, plan.target.device_kind, devices_to_prepare(plan.target.device_kind, plan.target))
+    return keys
+
+
+# The identity, which no platform may lower: what programs do where there is no plan for the platform.
+_refused = Primitive("moebius_unplanned_platform")
+_refused.def_abstract_eval(lambda operand, *, reason: operand)
+batching.primitive_batchers[_refused] = lambda operands, axes, *, reason: (
+    _refused.bind(operands[0], reason=reason), axes[0]
+)  # fmt: skip
+
+
+def refuse_when_lowered(operand: jax.Array, reason: str | None = None) -> jax.Array:
+    """Mark code that must not be lowered: doing so raises Unsupported with this reason.
+
+    None: that the process has no such platform; names it and the fix.
+    """
+    return _refused.bind(operand, reason=reason)
+
+
+def _lower_refused(context: mlir.LoweringRuleContext, operand: Any, *, reason: str | None) -> Any:
+    if reason is not None:
+        raise Unsupported(reason)
+    platforms = ", ".join(context.module_context.platforms)
+    raise Unsupported(
+        f"no plan was made for platform {platforms}: this process has no device of it that we support; run on cpu "
+        "or cuda, and to export for cuda without a GPU trace inside "
+        "`with moe_jax.export_target(Target('cuda', 90, 132))` (this one is an H200)"
+    )
+
+
+mlir.register_lowering(_refused, _lower_refused)

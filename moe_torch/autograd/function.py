@@ -1,0 +1,117 @@
+"""How operators are differentiated: one autograd function, which follows a rule for each operator.
+
+Way of a training step: an operator meets a tensor that asks for a gradient -> its autograd layer, here -> the operator
+that the rule runs forward -> later the rule's gradients, usually one more operator. Compiled programs contain those two
+operators. Second derivatives and `torch.func.vmap` are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from moe_core.errors import Unsupported
+from moe_torch.bridge.operator import Operator, call
+
+
+class Rule:
+    """How one operator is differentiated. Names are those of its tensors.
+
+    differentiable: the tensors that may ask for a gradient; all others are constants. forward: the operator that runs,
+    whose results begin with those of `operator`. flowing: the places of the results through which gradients flow back,
+    None = all.
+    """
+
+    flowing: Sequence[int] | None = (0,)
+
+    def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
+        self.operator, self.differentiable, self.forward = operator, frozenset(differentiable), forward or operator
+        #: What messages call the operator.
+        self.op = operator.name.partition(".")[0].partition("_backward")[0].removesuffix("_quantized")
+
+    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+        """Raise Unsupported where this call has no gradient of what asks for one."""
+
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        """The tensors that `gradients` reads, by name."""
+        return given
+
+    def gradients(
+        self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
+    ) -> dict[str, torch.Tensor]:
+        """The gradients asked for, or more, by name. upstream: of the flowing results, contiguous, not all None."""
+        raise NotImplementedError
+
+
+class _Backward(Rule):
+    """That of an operator which computes gradients: they may be differentiated again, as with create_graph=True."""
+
+    flowing = None
+
+    def __init__(self, operator: Operator) -> None:
+        super().__init__(operator, operator.names)
+
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {}
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> NoReturn:
+        raise Unsupported(
+            f"{self.op} has a gradient, and no gradient of that one; leave second derivatives out, or detach() the "
+            "gradients"
+        )
+
+
+class _Function(torch.autograd.Function):
+    """`(rule, *tensors, options) -> results of the rule's forward`."""
+
+    @staticmethod
+    def forward(rule: Rule, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        results = call(rule.forward, *arguments)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        rule, *tensors, ctx.options = inputs
+        flowing = output if rule.flowing is None else [output[place] for place in rule.flowing]
+        ctx.mark_non_differentiable(*[one for one in output if not any(one is other for other in flowing)])
+        ctx.set_materialize_grads(False)
+        saved = rule.saved(ctx, dict(zip(rule.operator.names, tensors, strict=True)), output)
+        ctx.rule, ctx.names = rule, tuple(saved)
+        ctx.save_for_backward(*saved.values())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        rule, names, found = ctx.rule, ctx.rule.operator.names, {}
+        pairs = zip(names, ctx.needs_input_grad[1:], strict=False)
+        asked = [name for name, needed in pairs if needed and name in rule.differentiable]
+        # Gradients come in any strides, those of a sum in none.
+        places = range(len(gradients)) if rule.flowing is None else rule.flowing
+        upstream = [None if (one := gradients[place]) is None else one.contiguous() for place in places]
+        if asked and any(one is not None for one in upstream):
+            saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+            found = rule.gradients(ctx, saved, upstream, asked)
+        return (None, *[found.get(name) if name in asked else None for name in names], None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rule: Rule, *arguments: Any) -> NoReturn:
+        raise Unsupported(
+            f"{rule.op} has no gradient inside of torch.func.vmap; take the gradient of the whole batch, or loop over "
+            "it"
+        )
+
+
+def _differentiated(rule: Rule, *arguments: Any) -> Any:
+    """What the rule's operator returns, with its gradients."""
+    named = dict(zip(rule.operator.names, arguments, strict=False))
+    asked = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
+    rule.refuse(named, arguments[-1], asked)
+    return rule.operator.pack(_Function.apply(rule, *arguments)[: rule.operator.returns])
+
+
+def define_gradient(rule: Rule, *backwards: Operator) -> None:
+    """Give an operator its gradient. backwards: the operators that compute it, which have none themselves."""
+    for each in (rule, *[_Backward(backward) for backward in backwards]):
+        each.operator.define_gradient(each.differentiable, functools.partial(_differentiated, each))

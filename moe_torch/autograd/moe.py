@@ -1,0 +1,101 @@
+"""The gradient of the composed operator `moe`, and so of everything made of it.
+
+x, the weights and biases of experts, shared expert and router have gradients, and given logits or weights. Into them
+flow those of the output and of the weights and logits returned. Gradients go through the matrices of quantised experts,
+which are frozen. What is refused, and why: `moe_core.ops.moe.checks.why_no_moe_gradient`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_core.errors import Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.moe.checks import why_no_moe_gradient
+from moe_core.ops.moe.names import CONSTANTS, FLOWING, result_names, saved_names
+from moe_core.specs.operands import SharedExpert, TopK
+from moe_torch.autograd.function import Rule, define_gradient
+from moe_torch.autograd.main_grad import destination, main_grads, require_eager
+from moe_torch.bridge.operator import Operator, call
+from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
+from moe_torch.operators import table
+from moe_torch.operators.kinds import MATRICES
+
+
+class _MoE(Rule):
+    """kind: of the routing. backward, backward_into: the operators for the gradients; the second adds to tensors."""
+
+    def __init__(
+        self, kind: type, moe: Operator, training: Operator, backward: Operator, backward_into: Operator
+    ) -> None:
+        # Arrays of quantised matrices are among the differentiable, to be refused.
+        super().__init__(moe, set(moe.names) - set(CONSTANTS), training)
+        self._backward, self._backward_into = backward, backward_into
+        #: The results of `training` before those saved. Given ids and weights are those that the forward used: a replay
+        #: may have put others in the place of the caller's.
+        names = result_names(kind)
+        self._results = (*names, "routing.ids", "routing.weights") if kind is TopK else names
+        self.flowing = [place for place, name in enumerate(names) if name in FLOWING]
+        self._upstream = [f"gradients.{names[place]}" for place in self.flowing]
+
+    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+        spec, *formats = decode(options)
+        if formats:
+            signature = self.operator.signature
+            keywords = signature.keywords(list(given.values()), (spec, *formats), QuantizedTensor.unchecked)
+            reason = why_no_moe_gradient(keywords["experts"], spec, asked)
+            if reason is not None:
+                raise Unsupported(
+                    f"{reason}; or detach() what requires a gradient ({', '.join(asked)}), or call moe under "
+                    "torch.no_grad()"
+                )
+        if spec.main_grad:
+            require_eager(list(given.values()))
+            # Found here too, where the caller is to be seen.
+            main_grads({name: given[name] for name in MATRICES if name in asked})
+
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        spec, *_ = decode(ctx.options)
+        present = [name for name, tensor in given.items() if tensor is not None]
+        # Saved tensors come back without their attributes; those of other tensors shall not be kept alive.
+        ctx.holders, ctx.edges = {}, {}
+        if spec.main_grad:
+            ctx.edges = {name: place for place, name in enumerate(present)}
+            ctx.holders = {name: given[name] for name in MATRICES if name in present and given[name].requires_grad}
+        gate_up, gate = given["shared.gate_up"], given["shared.gate"]
+        shared = None if gate_up is None else SharedExpert(gate_up, given["shared.down"], gate=gate)
+        names = (*self._results, *saved_names(spec, shared))
+        return given | dict(list(zip(names, results, strict=True))[1:])
+
+    def gradients(
+        self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
+    ) -> dict[str, torch.Tensor]:
+        spec, *formats = decode(ctx.options)
+        if upstream[0] is None:
+            x = saved["x"]
+            dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
+            upstream[0] = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        flows = {name: destination(ctx.next_functions[ctx.edges[name]][0]) for name in asked if name in ctx.holders}
+        asked = [name for name in asked if flows.get(name) != "nowhere"]
+        into = main_grads({name: ctx.holders[name] for name in asked if flows.get(name) == "weight"})
+        known = saved | dict(zip(self._upstream, upstream, strict=True))
+        known |= {f"into.{name}": buffer for name, buffer in into.items()}
+        if not asked:
+            return {}
+        operator = self._backward_into if into else self._backward
+        options = encode(spec, tuple(f"d_{name}" for name in asked), *formats)
+        found = call(operator, *[known.get(name) for name in operator.names], options)
+        return dict(zip([name for name in asked if name not in into], found, strict=True))
+
+
+def define_moe_gradients() -> None:
+    """Give `moe` its gradients."""
+    plain = (table.MOE, table.TRAINING, table.BACKWARD, table.BACKWARD_INTO)
+    quantized = (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING)
+    quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
+    for operators in (plain, quantized):
+        for kind in table.MOE:
+            moe, training, *backwards = (operators[kind] for operators in operators)
+            define_gradient(_MoE(kind, moe, training, *backwards), *backwards)

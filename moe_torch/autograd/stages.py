@@ -1,0 +1,104 @@
+"""The gradients of the stage ops: `router`, `route`, `matmul_ogs`, `activation` and `reduce`.
+
+Each saves its own arguments (`route` its ids too) and later runs one operator for the gradients asked for and no
+others; `reduce` copies rows in torch's own operations. What has no gradient, and why: `refuse` below and
+`moe_core.ops.matmul.backward.why_no_gradient`. A product with quantised weights has those of its other operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_core.errors import Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.matmul.backward import why_no_gradient
+from moe_core.specs.operands import MatmulOperands, array_fields
+from moe_torch.autograd.function import Rule, define_gradient
+from moe_torch.bridge.operator import Operator, call
+from moe_torch.bridge.options import decode, encode
+from moe_torch.operators import table
+
+
+class _Router(Rule):
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        (spec,) = decode(ctx.options)
+        options = encode(spec, tuple(f"d_{name}" for name in asked))
+        return dict(zip(asked, call(table.ROUTER_BACKWARD, *upstream, *saved.values(), options), strict=True))
+
+
+class _Route(Rule):
+    flowing = (1,)
+
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {"logits": given["logits"], "ids": results[0], "token_mask": given["token_mask"]}
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        return {"logits": call(table.ROUTE_BACKWARD, *upstream, *saved.values(), ctx.options)}
+
+
+class _Product(Rule):
+    def __init__(self, operator: Operator, backward: Operator) -> None:
+        # Whatever may ask; `refuse` says where a gradient cannot be had.
+        super().__init__(operator, set(operator.names) - {"layer_index", *table.LAYOUT})
+        self._backward = backward
+
+    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+        keywords = self.operator.signature.keywords(list(given.values()), decode(options), QuantizedTensor.unchecked)
+        operands = MatmulOperands(**{name: keywords[name] for name, _ in array_fields(MatmulOperands)})
+        reason = why_no_gradient(operands, keywords["sizes"], keywords["spec"], set(asked))
+        if reason is not None:
+            raise Unsupported(reason)
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        spec, sizes, *formats = decode(ctx.options)
+        options = encode(spec, sizes, tuple(f"d_{name}" for name in asked), *formats)
+        return dict(zip(asked, call(self._backward, *upstream, *saved.values(), options), strict=True))
+
+
+class _Activation(Rule):
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        activation, _ = decode(ctx.options)
+        found = call(table.ACTIVATION_BACKWARD, *upstream, *saved.values(), encode(activation))
+        return dict(zip(("x", "up"), found, strict=False))
+
+
+class _Reduce(Rule):
+    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+        if given["shared_gate"] is not None and {"shared", "shared_gate"} & set(asked):
+            raise Unsupported(
+                "shared or shared_gate requires a gradient, and reduce with a shared_gate has none for these; add "
+                "sigmoid(shared_gate) * shared in torch, or detach() them"
+            )
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        """A slot's row is that of its token; slots and rows without each other get zeros."""
+        (gradient,), found = upstream, {}
+        if "shared" in asked:
+            found["shared"] = gradient.to(saved["shared"].dtype)
+        if "y" in asked:
+            top_k, order, _ = decode(ctx.options)
+            y, row_of_slot = saved["y"], saved["row_of_slot"]
+            rows = gradient.to(y.dtype).repeat_interleave(top_k, 0)
+            if order == "slot":
+                found["y"] = torch.where(row_of_slot[:, None] >= 0, rows, 0)
+            else:
+                # Slots without a row write to one row more, which is cut off.
+                places = torch.where(row_of_slot >= 0, row_of_slot, y.shape[0]).long()
+                found["y"] = rows.new_zeros(y.shape[0] + 1, y.shape[1]).index_copy(0, places, rows)[:-1]
+        return found
+
+
+def define_stage_gradients() -> None:
+    """Give the stage ops their gradients."""
+    define_gradient(_Router(table.ROUTER, ("x", "weight", "bias")), table.ROUTER_BACKWARD)
+    define_gradient(_Route(table.ROUTE, ("logits",)), table.ROUTE_BACKWARD)
+    products = (
+        (table.MATMUL_OGS, table.MATMUL_OGS_BACKWARD),
+        (table.MATMUL_OGS_QUANTIZED, table.MATMUL_OGS_QUANTIZED_BACKWARD),
+    )
+    for forward, backward in products:
+        define_gradient(_Product(forward, backward), backward)
+    define_gradient(_Activation(table.ACTIVATION, ("x", "up")), table.ACTIVATION_BACKWARD)
+    define_gradient(_Reduce(table.REDUCE, ("y", "shared", "shared_gate")))

@@ -1,0 +1,364 @@
+"""From a dispatcher operator to a prepared plan: one class, used by every operator.
+
+Way of a call: public function -> operator (schema of tensors and one option string) -> plan, cached by the tensors'
+metadata -> outputs and scratch from torch's allocator -> launch on the current stream. Metadata seen before is not
+checked again. Plain eager calls (`moe_torch.bridge.eager`) leave the dispatcher out, everything else passes it. An
+operator's autograd layer refuses tensors that ask for a gradient unless one was defined (`Operator.define_gradient`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+
+from moe_core.base.arrays import ALIGNMENT, ArraySpec
+from moe_core.base.target import Target, cpu_target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.plan.steps import LaunchPlan
+from moe_core.runtime.devices import target_of
+from moe_core.runtime.prepare import prepare
+from moe_core.runtime.prepared import Prepared
+from moe_torch.bridge import eager
+from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
+from moe_torch.bridge.signature import Signature
+
+#: The namespace of every operator; kept for the life of the process, as its registrations are.
+LIBRARY = torch.library.Library("moebius", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+#: Plans one operator remembers; the oldest is forgotten first.
+_CACHE_LIMIT = 4096
+#: Last in the keys of plans whose first output alone is wanted.
+_FIRST = "first"
+
+#: Shape and dtype of every output.
+Outputs = list[tuple[tuple[Any, ...], torch.dtype]]
+#: Shape, strides and dtype of memory to allocate.
+Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
+    return shape, torch.empty(shape, device="meta").stride(), dtype
+
+
+class Ready(NamedTuple):
+    """A prepared plan: which arguments it reads, what to allocate, and where."""
+
+    prepared: Prepared
+    selection: tuple[int, ...]
+    outputs: tuple[Dense, ...]
+    scratch: Dense | None
+    device: torch.device
+
+    def run(self, pointers: list[int], places: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
+        """The outputs of a run on the current stream. pointers: of the inputs; the others are added. places: empty, or
+        for every output the tensor that it is written to, None = a new one."""
+        empty = eager.allocator(self.device)
+        if places:
+            given = zip(places, self.outputs, strict=True)
+            outputs = [empty(*output) if place is None else place for place, output in given]
+        else:
+            outputs = [empty(*output) for output in self.outputs]
+        pointers += [tensor.data_ptr() for tensor in outputs]
+        if self.scratch:
+            # Freed when this returns: torch reuses it in stream order, behind the launches that read it.
+            scratch = empty(*self.scratch)
+            pointers.append(scratch.data_ptr())
+        index = self.device.index
+        self.prepared(pointers, 0 if index is None else eager.current_stream(index))
+        return outputs
+
+
+def array_spec(name: str, tensor: Any) -> ArraySpec:
+    """The spec of a tensor; symbolic sizes count as their hints. Raises InvalidInput for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        fix = "dequantize" if isinstance(tensor, QuantizedTensor) else "from_dlpack"
+        raise InvalidInput(
+            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with moe_torch.{fix}"
+        )
+    if tensor.layout != torch.strided:
+        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
+    sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]
+    return ArraySpec(tuple(sizes), DTYPE_NAMES[tensor.dtype], tuple(strides))
+
+
+class _NoHintError(Exception):
+    """A symbolic size without an example value."""
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The example value behind a symbolic size, without guarding on it."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    if not size.node.has_hint():
+        raise _NoHintError
+    return int(size.node.hint)
+
+
+def require_one_device(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+    """The device of all tensors; raises InvalidInput that names the first one elsewhere."""
+    first, device = named[0][0], named[0][1].device
+    for name, tensor in named[1:]:
+        if tensor.device != device:
+            raise InvalidInput(
+                f"{name} must be on {device} like {first}, got {tensor.device}; move it with .to({str(device)!r})"
+            )
+    return device
+
+
+def target_of_device(device: torch.device) -> Target:
+    """The target for tensors on a CPU or CUDA device; others raise Unsupported."""
+    return target_of((device.type, device.index or 0))
+
+
+#: Whether a functional transform is active on this thread.
+_transforming = torch._C._are_functorch_transforms_active
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+class Operator:
+    """One operator of the namespace `moebius`.
+
+    name: with its overload, as `moe.top_k`. signature: its arguments. planner(**given, target=target): the plan, from
+    ArraySpecs and options by name. shapes(given): shape and dtype of every output; `given` has tensors and options as
+    attributes, and sizes may be symbolic. returns: how many tensors; None = a list of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        planner: Callable[..., LaunchPlan],
+        shapes: Callable[[Any], Outputs],
+        returns: int | None = 1,
+    ) -> None:
+        several = "Tensor[]" if returns is None else f"({', '.join(['Tensor'] * returns)})"
+        LIBRARY.define(f"{name}({signature.schema}) -> {'Tensor' if returns == 1 else several}", tags=_TAGS)
+        self.name, self.signature, self.names, self.returns = name, signature, signature.names, returns
+        self._packet, _, overload = name.partition(".")
+        self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
+        #: From outputs to what a call returns.
+        self.pack: Callable[[Sequence[torch.Tensor]], Any] = {None: list, 1: itemgetter(0)}.get(returns, tuple)
+        self._planner, self._shapes = planner, shapes
+        self._differentiable: Collection[str] = ()
+        self._gradient: Callable[..., Any] | None = None
+        self._cache: dict[Any, Ready] = {}
+        self._lock = threading.Lock()
+        LIBRARY.impl(self.name, self._run_on_cpu, "CPU")
+        LIBRARY.impl(self.name, self._run_on_cuda, "CUDA")
+        LIBRARY.impl(self.name, self._run_autograd, "Autograd")
+        LIBRARY.impl(self.name, self._refuse_backend, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the operator from eager code."""
+        key = eager.plain_key(arguments)
+        if key is None:
+            return self._dispatch(arguments)
+        return self.pack(self._run(key, arguments))
+
+    def first(self, *arguments: Any) -> torch.Tensor:
+        """The first of several outputs. In a plain call the others lie in the scratch memory: none is allocated."""
+        key = eager.plain_key(arguments)
+        if key is None:
+            return self._dispatch(arguments)[0]
+        return self._run((key, _FIRST), arguments)[0]
+
+    def _dispatch(self, arguments: tuple[Any, ...]) -> Any:
+        # Functional transforms know gradients that are defined in Python only if they meet them above the dispatcher.
+        if self._gradient is not None and _transforming() and self._asks_for_gradient(arguments):
+            return self._gradient(*arguments)
+        try:
+            return self.overload(*arguments)
+        except (AttributeError, RuntimeError):
+            # The dispatcher's own complaint about a foreign array names neither our argument nor the fix.
+            for name, tensor in zip(self.names, arguments, strict=False):
+                if tensor is not None:
+                    array_spec(name, tensor)
+            raise
+
+    def plan(self, tensors: Sequence[Any], options: str, target: Target) -> LaunchPlan:
+        """The plan for tensors (None where absent), each input's spec compared with what was planned."""
+        specs = [
+            None if tensor is None else array_spec(name, tensor)
+            for name, tensor in zip(self.names, tensors, strict=True)
+        ]
+        plan = self._planner(**self.signature.keywords(specs, decode(options)), target=target)
+        given = dict(zip(self.names, specs, strict=True))
+        # The planner derives the arrays of a layout from its sizes and has not seen the ones given.
+        for buffer in plan.inputs:
+            spec = given[_argument(buffer.name)]
+            if spec != buffer.spec:
+                raise InvalidInput(f"{buffer.name} must be {buffer.spec}, got {spec}; pass the layout's own array")
+        return plan
+
+    def _run_on_cpu(self, *arguments: Any) -> Any:
+        return self._run_below(arguments, cpu_target())
+
+    def _run_on_cuda(self, *arguments: Any) -> Any:
+        return self._run_below(arguments, None)
+
+    def _run_below(self, arguments: tuple[Any, ...], target: Target | None) -> Any:
+        """The kernel of the dispatcher."""
+        return self.pack(self._run(eager.key_of(arguments, target), arguments))
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        ready = self._cache.get(key) or self._remember(key, arguments)
+        try:
+            return ready.run([arguments[index].data_ptr() for index in ready.selection])
+        except InvalidInput:
+            self.require_alignment(arguments)
+            raise
+
+    def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
+        ready = self.ready_first(arguments) if key[-1] is _FIRST else self.ready(arguments)
+        with self._lock:
+            while len(self._cache) >= _CACHE_LIMIT:
+                del self._cache[next(iter(self._cache))]
+            self._cache[key] = ready
+        return ready
+
+    def ready(self, arguments: tuple[Any, ...]) -> Ready:
+        """The plan for a call's arguments, compiled and loaded."""
+        return self._made_ready(*self._planned(arguments))
+
+    def ready_first(self, arguments: tuple[Any, ...]) -> Ready:
+        """`ready` for the first of several outputs: the others are scratch buffers."""
+        plan, device = self._planned(arguments)
+        return self._made_ready(plan, device, plan.outputs[0].name)
+
+    def ready_placing(self, arguments: tuple[Any, ...], names: tuple[str, ...]) -> Ready:
+        """`ready` whose outputs are the plan's buffers of these names, in their order; all others are scratch."""
+        return self._made_ready(*self._planned(arguments), *names)
+
+    def _planned(self, arguments: tuple[Any, ...]) -> tuple[LaunchPlan, torch.device]:
+        *tensors, options = arguments
+        device = require_one_device(self._present(tensors))
+        return self.plan(tensors, options, target_of_device(device)), device
+
+    def _made_ready(self, plan: LaunchPlan, device: torch.device, *names: str) -> Ready:
+        if names:
+            buffers = {buffer.name: buffer for buffer in (*plan.scratch, *plan.outputs)}
+            outputs = tuple(buffers.pop(name) for name in names)
+            plan = dataclasses.replace(plan, outputs=outputs, scratch=tuple(buffers.values()))
+        index = {name: position for position, name in enumerate(self.names)}
+        return Ready(
+            prepare(plan, device.index or 0),
+            tuple(index[_argument(buffer.name)] for buffer in plan.inputs),
+            tuple(_dense(buffer.spec.shape, TORCH_DTYPES[buffer.spec.dtype]) for buffer in plan.outputs),
+            _dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None,
+            device,
+        )
+
+    def _present(self, tensors: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
+
+    def require_alignment(self, arguments: tuple[Any, ...]) -> None:
+        """Raise InvalidInput that names the first argument at a misaligned address."""
+        for name, tensor in self._present(arguments[:-1]):
+            if tensor.data_ptr() % ALIGNMENT:
+                raise InvalidInput(
+                    f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {tensor.data_ptr():#x} "
+                    f"(storage offset {tensor.storage_offset()}); clone() it"
+                )
+
+    def _infer(self, *arguments: Any) -> Any:
+        """Fake and meta tensors: the outputs' shapes. What the planner refuses is refused here too.
+
+        Sizes nobody knows yet (unbacked) cannot be planned with; the operator checks them when it runs.
+        """
+        *tensors, options = arguments
+        device = require_one_device(self._present(tensors))
+        with contextlib.suppress(_NoHintError):
+            self.plan(tensors, options, Target("reference"))
+        shapes = self._shapes(SimpleNamespace(**self.signature.shapes(tensors, decode(options))))
+        return self.pack([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+
+    def define_gradient(self, names: Collection[str], gradient: Callable[..., Any]) -> None:
+        """Let `gradient(*arguments)` answer calls in which a tensor of these names asks for a gradient.
+
+        Other tensors that ask for one count as constants.
+        """
+        self._differentiable, self._gradient = names, gradient
+
+    def _run_autograd(self, *arguments: Any) -> Any:
+        """The autograd layer: the gradient where a tensor asks for one, refused if none is defined; else the layer
+        below."""
+        if self._asks_for_gradient(arguments):
+            if _transforming():
+                raise Unsupported(
+                    f"{self._packet} has no gradient inside of torch.func.vmap or of a compiled transform; take the "
+                    "gradient of the whole batch, and compile without the transform"
+                )
+            assert self._gradient is not None
+            return self._gradient(*arguments)
+        with _AutoDispatchBelowAutograd():
+            return self.overload(*arguments)
+
+    def _asks_for_gradient(self, arguments: Sequence[Any]) -> bool:
+        """Whether a tensor with a gradient asks for it; raises Unsupported for one without, unless it is a constant."""
+        asked = False
+        for name, tensor in self._present(arguments[:-1]):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if _has_tangent(tensor):
+                raise Unsupported(
+                    f"{name} has a tangent, and moe_torch defines no forward-mode derivatives; use reverse mode "
+                    f"(backward, torch.func.grad or torch.func.vjp) or pass {name}.detach()"
+                )
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                if self._gradient is None:
+                    self._refuse_gradient(name, arguments)
+                asked = asked or name in self._differentiable
+        return asked
+
+    def _refuse_gradient(self, name: str, arguments: Sequence[Any]) -> NoReturn:
+        raise Unsupported(
+            f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch moe, router, "
+            "route, matmul_ogs, activation and reduce do; call one of them, or call "
+            f"{self._packet} under torch.no_grad() or pass {name}.detach()"
+        )
+
+    def _refuse_backend(self, *arguments: Any) -> NoReturn:
+        """Every backend without a kernel of its own: sparse and quantised tensors, other devices; no tensor at all."""
+        for name, tensor in self._present(arguments[:-1]):
+            array_spec(name, tensor)
+            target_of_device(tensor.device)
+        if arguments[0] is None:
+            raise InvalidInput(f"{self.names[0]} must be a torch.Tensor, got None; pass the tensor")
+        raise Unsupported(
+            f"{self.name} takes ordinary CPU and CUDA tensors, got {type(arguments[0]).__name__}; convert it"
+        )
+
+
+def _argument(buffer: str) -> str:
+    """The name of the argument that a plan's input is; the values of a quantised tensor have the tensor's own."""
+    return buffer.removesuffix(".values")
+
+
+def call(operator: Operator, *arguments: Any) -> Any:
+    """Call an operator: from traced code straight, so that its graph shows it; from eager code through `Operator`."""
+    if torch.compiler.is_compiling():
+        return operator.overload(*arguments)
+    return operator(*arguments)
+
+
+def call_first(operator: Operator, *arguments: Any) -> torch.Tensor:
+    """`call` of an operator with several outputs for its first alone."""
+    if torch.compiler.is_compiling():
+        return operator.overload(*arguments)[0]
+    return operator.first(*arguments)

@@ -1,0 +1,151 @@
+"""Options of the operators as one canonical string, in eager code and under torch.compile.
+
+Dispatcher schemas take primitives, so the frozen specs travel as text. Under `torch.compile` the text must be a
+constant of the graph that changes exactly when the spec's values do: Dynamo reads field by field, which guards each.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from moe_core import formats, specs
+from moe_core.base import codec, dtypes
+from moe_core.errors import InvalidInput
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_result(function: _Function) -> _Function:
+    """`torch.compiler.assume_constant_result`: the results of `function` are constants of compiled programs.
+
+    torch's own sets the same mark and imports Dynamo for it, which would take longer than `import moe_torch` does.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+#: torch dtypes by canonical name, and the reverse.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint32": torch.uint32,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _dumps(*values: Any) -> str:
+    return codec.dumps(values)
+
+
+@functools.lru_cache(maxsize=4096)
+def decode(text: str) -> tuple[Any, ...]:
+    """The values `encode` was given."""
+    return codec.loads(text)
+
+
+#: id of a spec -> that spec, which keeps the id its own, and its text. Hashing a spec takes a microsecond, this none.
+_texts: dict[int, tuple[Any, str]] = {}
+_TEXTS_LIMIT = 256
+
+
+def encode(*values: Any) -> str:
+    """Specs, integers, strings and None as one string; equal values give equal strings."""
+    if torch.compiler.is_compiling():
+        return _constant_text(_flatten(values))
+    if len(values) != 1:
+        return _dumps(*values)
+    known = _texts.get(id(values[0]))
+    if known is not None:
+        return known[1]
+    text = _dumps(*values)
+    # What `_dumps` takes is hashable, so it stays what it is for as long as it is kept.
+    if len(_texts) >= _TEXTS_LIMIT:
+        _texts.clear()
+    _texts[id(values[0])] = (values[0], text)
+    return text
+
+
+def _flatten(value: Any) -> Any:
+    """Nested tuples of what Dynamo knows as constants: `RouterSpec(2)` -> `("RouterSpec", 2, "softmax", ...)`.
+
+    Dynamo would make a changed int or float symbolic; `operator.index` and `float.hex` make it a constant with a guard.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return operator.index(value)
+    if isinstance(value, float):
+        return ("float", value.hex())
+    if isinstance(value, tuple):
+        return ("tuple", *[_flatten(item) for item in value])
+    return (type(value).__name__, *[_flatten(getattr(value, name)) for name in value.__match_args__])
+
+
+def _unflatten(flat: Any) -> Any:
+    if not isinstance(flat, tuple):
+        return flat
+    kind, *items = flat
+    if kind == "float":
+        return float.fromhex(items[0])
+    values = [_unflatten(item) for item in items]
+    return tuple(values) if kind == "tuple" else getattr(formats if hasattr(formats, kind) else specs, kind)(*values)
+
+
+@constant_result
+def _constant_text(flat: tuple[Any, ...]) -> str:
+    return codec.dumps(_unflatten(flat))
+
+
+def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) -> None:
+    """Raise InvalidInput unless `value` is an instance of one of the classes `wanted`."""
+    if not isinstance(value, wanted):
+        names = " or ".join(kind.__name__ for kind in (wanted if isinstance(wanted, tuple) else (wanted,)))
+        raise InvalidInput(f"{name} must be a {names}, got {type(value).__name__}; build one from moe_torch")
+
+
+def dtype_name(name: str, dtype: torch.dtype | str | None) -> str | None:
+    """The canonical name of an option that is a torch dtype, a dtype name or None."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    if dtype not in DTYPE_NAMES:
+        allowed = ", ".join(dtypes.MATMUL_DTYPES)
+        raise InvalidInput(f"{name} must be a torch dtype, one of {allowed}, got {dtype!r}; pass one of these")
+    return DTYPE_NAMES[dtype]
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _checked_layout(*sizes: Any) -> specs.LayoutSpec:
+    return specs.LayoutSpec(*sizes)
+
+
+def layout_spec(
+    num_tokens: int | torch.SymInt, top_k: int, num_experts: int, alignment: int, max_rows: int | None
+) -> specs.LayoutSpec:
+    """A LayoutSpec whose num_tokens may be symbolic.
+
+    LayoutSpec checks its sizes, which would put guards on a symbolic number of tokens. While tracing it is therefore
+    made field by field; the operator checks the same sizes when it runs.
+    """
+    if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):
+        return _checked_layout(num_tokens, top_k, num_experts, alignment, max_rows)
+    layout = object.__new__(specs.LayoutSpec)
+    object.__setattr__(layout, "num_tokens", num_tokens)
+    object.__setattr__(layout, "top_k", top_k)
+    object.__setattr__(layout, "num_experts", num_experts)
+    object.__setattr__(layout, "alignment", alignment)
+    object.__setattr__(layout, "max_rows", max_rows)
+    return layout

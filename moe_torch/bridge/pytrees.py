@@ -1,0 +1,46 @@
+"""Makes the core's operand bundles torch pytrees, so that they pass through exported and transformed programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_core.base import codec
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+    array_fields,
+)
+
+
+def register_pytrees() -> None:
+    for bundle in (ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK):
+        torch.export.register_dataclass(bundle)
+    pytree.register_pytree_node(
+        QuantizedTensor,
+        lambda tensor: ([array for _, array in _keyed(tensor)], tensor.spec),
+        _unflatten,
+        serialized_type_name="moe_core.formats.QuantizedTensor",
+        to_dumpable_context=codec.dumps,
+        from_dumpable_context=codec.loads,
+        flatten_with_keys_fn=lambda tensor: (_keyed(tensor), tensor.spec),
+    )
+
+
+def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
+    """The leaves of a quantised tensor, in order; its spec is no leaf."""
+    return [(pytree.GetAttrKey(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]
+
+
+def _unflatten(arrays: Iterable[Any], spec: QuantizedSpec) -> QuantizedTensor:
+    """Transformations put what is no array in the place of the arrays: nothing is checked here, but where an op takes
+    the tensor."""
+    return QuantizedTensor.unchecked(spec, *arrays)

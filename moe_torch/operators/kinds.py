@@ -1,0 +1,69 @@
+"""Operators that do more than run their plan: forwards of training steps, and backwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moe_core.base.arrays import ALIGNMENT
+from moe_torch.bridge.operator import Operator
+from moe_torch.bridge.options import decode
+
+#: The arrays of a moe operator whose gradients a backward can add to tensors that are there already.
+MATRICES = ("experts.gate_up", "experts.down", "experts.up", "shared.gate_up", "shared.down", "shared.up")
+
+
+def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Those of the gradients wanted that are added to a tensor of `into`."""
+    return tuple(name for name in wanted if into and into.get(name.removeprefix("d_")) is not None)
+
+
+class TrainingOperator(Operator):
+    """A forward that saves what its backward reads. Given ids and weights are copied: no operator returns an alias."""
+
+    @functools.cached_property
+    def _copied(self) -> tuple[int, ...]:
+        return tuple(self.names.index(name) for name in ("routing.ids", "routing.weights") if name in self.names)
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        outputs = super()._run(key, arguments)
+        outputs[3:3] = [arguments[place].clone() for place in self._copied]
+        return outputs
+
+
+class BackwardOperator(Operator):
+    """A backward. Results: the gradients that the options name, in that order.
+
+    The gradients that it reads come first. Autograd makes them, as slices of larger ones for example, which may start
+    anywhere. Those of matrices for which there is a tensor `into` are added to it, and are no results.
+    """
+
+    @functools.cached_property
+    def _num_upstream(self) -> int:
+        return sum(name.startswith(("gradients.", "d_")) for name in self.names)
+
+    @functools.cached_property
+    def _first_into(self) -> int:
+        return next((place for place, name in enumerate(self.names) if name.startswith("into.")), len(self.names))
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        upstream = [_aligned(gradient) for gradient in arguments[: self._num_upstream]]
+        arguments = (*upstream, *arguments[self._num_upstream :])
+        if self._first_into == len(self.names):
+            return super()._run(key, arguments)
+        ready = self._cache.get(key) or self._remember(key, arguments)
+        given: dict[str, Any] = dict(zip(MATRICES, arguments[self._first_into : -1], strict=True))
+        _, wanted, *_ = decode(arguments[-1])
+        into = {name: given[name.removeprefix("d_")] for name in accumulated(wanted, given)}
+        torch.autograd.graph.increment_version(list(into.values()))
+        places = [into.get(name) for name in wanted]
+        outputs = ready.run([arguments[index].data_ptr() for index in ready.selection], places)
+        return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]
+
+
+def _aligned(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient, or a copy where it starts at an address that kernels do not take."""
+    return gradient.clone() if gradient is not None and gradient.data_ptr() % ALIGNMENT else gradient

@@ -1,0 +1,125 @@
+"""What a call of an op with bundles calls: the operator, its tensors in order and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moe_core.base.target import Target
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.moe.backward import plan_training
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    MoEOperands,
+    RaggedLayout,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+    array_fields,
+)
+from moe_torch.bridge.operator import Operator, array_spec
+from moe_torch.bridge.options import decode, encode, require_instance
+from moe_torch.operators.table import MATMUL_OGS, MATMUL_OGS_QUANTIZED, MOE, MOE_QUANTIZED
+
+#: An operator, its tensors in order (None where absent), its options.
+Request = tuple[Operator, Sequence[Any], str]
+
+
+def _operand_arrays(operands: MatmulOperands) -> tuple[Any, ...]:
+    """The arrays of a bundle in the order of the operators' arguments, as those below. Dynamo reads no attrgetter."""
+    return (
+        operands.x,
+        operands.weight,
+        operands.up,
+        operands.bias,
+        operands.up_bias,
+        operands.row_weight,
+        operands.layer_index,
+    )
+
+
+def _expert_arrays(experts: ExpertWeights) -> tuple[Any, ...]:
+    return (
+        experts.gate_up,
+        experts.down,
+        experts.up,
+        experts.gate_up_bias,
+        experts.up_bias,
+        experts.down_bias,
+        experts.layer_index,
+        experts.gate_up_input_scale,
+        experts.down_input_scale,
+    )
+
+
+def routing_arrays(routing: RouterWeights | RouterLogits | TopK) -> tuple[Any, ...]:
+    if isinstance(routing, RouterWeights):
+        return routing.weight, routing.bias, routing.correction_bias
+    if isinstance(routing, RouterLogits):
+        return routing.logits, routing.correction_bias
+    return routing.ids, routing.weights
+
+
+def _shared_arrays(shared: SharedExpert | None) -> tuple[Any, ...]:
+    if shared is None:
+        return None, None, None, None
+    require_instance("shared", shared, SharedExpert)
+    return shared.gate_up, shared.down, shared.up, shared.gate
+
+
+def _is_quantized(first: Any, second: Any, third: Any) -> bool:
+    """Whether one of three matrices is a `QuantizedTensor`."""
+    return (
+        isinstance(first, QuantizedTensor) or isinstance(second, QuantizedTensor) or isinstance(third, QuantizedTensor)
+    )
+
+
+def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:
+    """What `matmul_ogs` calls for such operands. Raises InvalidInput for arguments of another type."""
+    require_instance("operands", operands, MatmulOperands)
+    require_instance("spec", spec, MatmulSpec)
+    sizes, grouping = None, (None, None, None, None)
+    if layout is not None:
+        require_instance("layout", layout, RaggedLayout)
+        sizes = (layout.spec.top_k, layout.spec.num_experts, layout.spec.alignment, layout.spec.max_rows)
+        grouping = (layout.group_sizes, layout.group_start, layout.slot_of_row, layout.row_of_slot)
+    arrays = (*_operand_arrays(operands), *grouping)
+    if _is_quantized(operands.x, operands.weight, operands.up):
+        signature = MATMUL_OGS_QUANTIZED.signature
+        return MATMUL_OGS_QUANTIZED, signature.tensors(arrays), encode(spec, sizes, signature.formats(arrays))
+    return MATMUL_OGS, arrays, encode(spec, sizes)
+
+
+def moe_request(
+    x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any, expert_map: Any, shared: Any
+) -> Request:
+    """What `moe` calls for such experts and routing. Raises InvalidInput for arguments of another type."""
+    require_instance("experts", experts, ExpertWeights)
+    require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
+    require_instance("spec", spec, MoESpec)
+    *own, scale_1, scale_2 = _expert_arrays(experts)
+    arrays = [x, *own, *routing_arrays(routing), token_mask, expert_map, *_shared_arrays(shared)]
+    # Scales beside plain experts are refused by the planner, which that operator reaches with them.
+    if scale_1 is not None or scale_2 is not None or _is_quantized(experts.gate_up, experts.down, experts.up):
+        operator = MOE_QUANTIZED[type(routing)]
+        arrays += [scale_1, scale_2]
+        return operator, operator.signature.tensors(arrays), encode(spec, operator.signature.formats(arrays))
+    return MOE[type(routing)], arrays, encode(spec)
+
+
+def training_plans(operator: Operator, tensors: Sequence[Any], options: str, target: Target) -> tuple[LaunchPlan, ...]:
+    """The plans of a training step for the tensors of a moe operator (None where absent) and its options."""
+    # Checks what a call checks.
+    operator.plan(tensors, options, target)
+    arrays = [
+        None if tensor is None else array_spec(name, tensor)
+        for name, tensor in zip(operator.names, tensors, strict=True)
+    ]
+    given = operator.signature.keywords(arrays, decode(options))
+    operands = MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
+    return plan_training(operands, given["spec"], target)

@@ -1,0 +1,354 @@
+"""Every operator of the namespace `moebius`: its tensors and options, its planner, the shapes of its outputs.
+
+Options travel as one string: `options.encode` of the values named in the signature. No operator returns an alias. The
+operators of quantised matrices are those of plain ones with the scales and zero points of each matrix beside it. They
+are operators of their own, so that plain calls carry no empty arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.target import Target
+from moe_core.ops.activation.backward import plan_activation_backward
+from moe_core.ops.activation.forward import plan_activation
+from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
+from moe_core.ops.matmul.forward import plan_matmul_ogs
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_names
+from moe_core.ops.quantize.rows import plan_quantize_rows
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.router.backward import plan_router_backward
+from moe_core.ops.router.forward import plan_router
+from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    MoEOperands,
+    OutputGradients,
+    RouterLogits,
+    RouterWeights,
+    RoutingGradients,
+    SharedExpert,
+    TopK,
+    array_fields,
+)
+from moe_core.specs.routing import LayoutSpec
+from moe_torch.bridge.operator import Operator, Outputs
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.bridge.signature import Signature, fields_of
+from moe_torch.operators.kinds import MATRICES, BackwardOperator, TrainingOperator, accumulated
+
+_WORD_BITS = 32
+
+
+def _width(weight: Any, weight_layout: str) -> Any:
+    return weight.shape[-1 if weight_layout == "in_out" else -2]
+
+
+def _activated(width: Any, activation: Activation | None) -> Any:
+    """Columns after the activation of a buffer of `width` columns."""
+    one_buffer = activation is not None and activation.gate_layout in ("halves", "interleaved")
+    return width // 2 if one_buffer else width
+
+
+def _out_dtype(x: torch.Tensor, name: str | None) -> torch.dtype:
+    return x.dtype if name is None else TORCH_DTYPES[name]
+
+
+def _like(*tensors: Any) -> Outputs:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors if tensor is not None]
+
+
+def _gradients(given: Any) -> Outputs:
+    """Those that the options name and that are not added to a tensor of the caller."""
+    added = accumulated(given.wanted, getattr(given, "into", None))
+    return _like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
+
+
+ROUTER = Operator(
+    "router",
+    Signature(("x", "weight", "bias?"), ("spec",)),
+    plan_router,
+    lambda given: [((given.x.shape[0], _width(given.weight, given.spec.weight_layout)), torch.float32)],
+)
+ROUTER_BACKWARD = BackwardOperator(
+    "router_backward",
+    Signature(("d_logits", "x", "weight", "bias?"), ("spec", "wanted")),
+    plan_router_backward,
+    _gradients,
+    None,
+)
+
+
+def _routed(given: Any, top_k: int) -> Outputs:
+    shape = (given.shape[0], top_k)
+    return [(shape, torch.int32), (shape, torch.float32)]
+
+
+ROUTE = Operator(
+    "route",
+    Signature(("logits", "correction_bias?", "token_mask?"), ("spec",)),
+    plan_routing,
+    lambda given: _routed(given.logits, given.spec.top_k),
+    2,
+)
+ROUTE_BACKWARD = BackwardOperator(
+    "route_backward",
+    Signature(("gradients.weights", "logits", "ids", "token_mask?"), ("spec",), {"gradients": RoutingGradients}),
+    plan_routing_backward,
+    lambda given: [(tuple(given.logits.shape), torch.float32)],
+)
+
+
+def _plan_make_layout(
+    ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
+) -> LaunchPlan:
+    require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows)
+    return plan_layout(ids, layout, target, **optional)
+
+
+def _layout_shapes(given: Any) -> Outputs:
+    slots, num_experts = given.ids.shape[0] * given.ids.shape[1], given.num_experts
+    capacity = slots
+    if given.max_rows is not None:
+        capacity = num_experts * given.max_rows
+    elif given.alignment > 1 and guard_or_true(slots > 0):
+        capacity = slots + num_experts * (given.alignment - 1)
+    return [((size,), torch.int32) for size in (num_experts, num_experts + 1, capacity, slots, 1)]
+
+
+MAKE_LAYOUT = Operator(
+    "make_layout",
+    Signature(("ids", "expert_map?", "token_mask?"), ("num_experts", "alignment", "max_rows")),
+    _plan_make_layout,
+    _layout_shapes,
+    5,
+)
+#: Returns bitmatrix, duplicates, invalid_ids.
+PACK_BITMATRIX = Operator(
+    "pack_bitmatrix",
+    Signature(("ids",), ("num_experts",)),
+    plan_pack_bitmatrix,
+    lambda given: [
+        ((given.ids.shape[0], -(-given.num_experts // _WORD_BITS)), torch.uint32),
+        *[((1,), torch.int32)] * 2,
+    ],
+    3,
+)
+UNPACK_BITMATRIX = Operator(
+    "unpack_bitmatrix",
+    Signature(("bitmatrix",), ("num_experts", "top_k")),
+    plan_unpack_bitmatrix,
+    lambda given: [((given.bitmatrix.shape[0], given.top_k), torch.int32)],
+)
+ACTIVATION = Operator(
+    "activation",
+    Signature(("x", "up?"), ("activation", "out_dtype")),
+    plan_activation,
+    lambda given: [
+        ((given.x.shape[0], _activated(given.x.shape[1], given.activation)), _out_dtype(given.x, given.out_dtype))
+    ],
+)
+ACTIVATION_BACKWARD = BackwardOperator(
+    "activation_backward",
+    Signature(("d_y", "x", "up?"), ("activation",)),
+    plan_activation_backward,
+    lambda given: _like(given.x, given.up),
+    None,
+)
+REDUCE = Operator(
+    "reduce",
+    Signature(("y", "row_of_slot", "shared?", "shared_gate?"), ("top_k", "order", "out_dtype")),
+    plan_reduce,
+    lambda given: [
+        ((given.row_of_slot.shape[0] // given.top_k, given.y.shape[1]), _out_dtype(given.y, given.out_dtype))
+    ],
+)
+SCALE_ROWS = Operator(
+    "scale_rows",
+    Signature(("x", "weights")),
+    plan_scale_rows,
+    lambda given: [((given.x.shape[0], given.x.shape[1]), given.x.dtype)],
+)
+
+
+def _quantize_rows_shapes(given: Any) -> Outputs:
+    shape, format = given.x.shape, given.format
+    groups = (format.group_rows, format.group_columns)
+    scales = tuple(1 if group is None else -(-size // group) for size, group in zip(shape, groups, strict=True))
+    element = format.own_element
+    values = ((shape[0], shape[1] // element.per_byte), TORCH_DTYPES[element.dtype])
+    return [values, (scales, TORCH_DTYPES[format.scale_dtypes[0]])]
+
+
+#: Returns values, scales.
+QUANTIZE_ROWS = Operator(
+    "quantize_rows",
+    Signature(("x", "static_scale?", "used_by?"), ("format",)),
+    lambda *, static_scale, **given: plan_quantize_rows(scales=static_scale, **given),
+    _quantize_rows_shapes,
+    2,
+)
+
+_OPERANDS = tuple(name for name, _ in array_fields(MatmulOperands))
+#: The layout's arrays that a product reads.
+LAYOUT = ("group_sizes", "group_start", "slot_of_row", "row_of_slot")
+
+
+def _product(planner: Callable[..., LaunchPlan], **given: Any) -> LaunchPlan:
+    """sizes: None without a layout, else (top_k, num_experts, alignment, max_rows). The number of tokens comes from
+    row_of_slot, so that the options do not change with it."""
+    sizes, layout = given.pop("sizes"), None
+    arrays = {name: given.pop(name) for name in (*_OPERANDS, *LAYOUT)}
+    if sizes is not None:
+        row_of_slot = require_spec("row_of_slot", arrays["row_of_slot"], ("num_tokens * top_k",), "int32")
+        layout = LayoutSpec(row_of_slot.shape[0] // sizes[0], *sizes)
+    operands = MatmulOperands(*[arrays[name] for name in _OPERANDS])
+    return planner(operands=operands, layout=layout, **given)
+
+
+def _product_shapes(given: Any) -> Outputs:
+    places = given.x
+    if given.slot_of_row is not None:
+        places = given.slot_of_row if given.spec.scatter == "row" else given.row_of_slot
+    width = _activated(_width(given.weight, given.spec.weight_layout), given.spec.activation)
+    return [((places.shape[0], width), _out_dtype(given.x, given.spec.out_dtype))]
+
+
+def _products(suffix: str, *matrices: str) -> tuple[Operator, Operator]:
+    """The product and its backward. matrices: those that may be quantised."""
+    tensors = (*fields_of(MatmulOperands), *(f"{name}?" for name in LAYOUT))
+    forward, backward = (functools.partial(_product, one) for one in (plan_matmul_ogs, plan_matmul_ogs_backward))
+    signature = Signature(tensors, ("spec", "sizes"), matrices=matrices)
+    with_gradient = Signature(("d_y", *tensors), ("spec", "sizes", "wanted"), matrices=matrices)
+    return (
+        Operator(f"matmul_ogs{suffix}", signature, forward, _product_shapes),
+        BackwardOperator(f"matmul_ogs{suffix}_backward", with_gradient, backward, _gradients, None),
+    )
+
+
+MATMUL_OGS, MATMUL_OGS_BACKWARD = _products("")
+MATMUL_OGS_QUANTIZED, MATMUL_OGS_QUANTIZED_BACKWARD = _products("_quantized", "x", "weight", "up")
+
+#: One overload per kind of routing, because their outputs differ.
+_OVERLOADS = {TopK: "top_k", RouterLogits: "router_logits", RouterWeights: "router_weights"}
+_EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
+
+
+#: All that a forward may save, in the order in which backwards take it.
+_SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
+_SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
+
+
+def _moe_tensors(kind: type) -> tuple[str, ...]:
+    experts = fields_of(ExpertWeights, "experts", without=INPUT_SCALES)
+    shared = fields_of(SharedExpert, "shared", optional=True)
+    return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared)
+
+
+def _bundles(kind: type) -> dict[str, type]:
+    return {"gradients": OutputGradients, "experts": ExpertWeights, "routing": kind, "shared": SharedExpert}
+
+
+def _num_experts(experts: ExpertWeights) -> Any:
+    return experts.gate_up.shape[0 if experts.layer_index is None else 1]
+
+
+def _moe_shapes(given: Any) -> Outputs:
+    """Of `result_names`."""
+    x, spec, routing = given.x, given.spec, given.routing
+    outputs: Outputs = [
+        ((x.shape[0], x.shape[1]), _out_dtype(x, spec.out_dtype)),
+        ((_num_experts(given.experts),), torch.int32),
+        ((1,), torch.int32),
+    ]
+    if not isinstance(routing, TopK):
+        outputs += _routed(x, spec.router.top_k)
+    if isinstance(routing, RouterWeights):
+        outputs.append(((x.shape[0], _width(routing.weight, spec.router_weight_layout)), torch.float32))
+    return outputs
+
+
+def _training_shapes(given: Any) -> Outputs:
+    """Of `result_names`, with the ids and weights used where they were given, then of `saved_names`."""
+    x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
+    outputs = _moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, TopK) else [])
+    slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, TopK) else spec.router.top_k)
+    widths = {
+        name: spec.activation.input_width(_activated(_width(bundle.gate_up, spec.weight_layout), spec.activation))
+        for name, bundle in (("experts", given.experts), ("shared", shared))
+        if bundle is not None
+    }
+    shapes = {
+        "saved.pre_activation": ((slots, widths["experts"]), x.dtype),
+        "saved.group_start": ((_num_experts(given.experts) + 1,), torch.int32),
+        "saved.slot_of_row": ((slots,), torch.int32),
+        "saved.row_of_slot": ((slots,), torch.int32),
+        "saved.shared_pre_activation": ((x.shape[0], widths.get("shared")), x.dtype),
+        "saved.shared_gate": ((x.shape[0], 1), torch.float32),
+    }
+    return outputs + [shapes[name] for name in saved_names(spec, shared)]
+
+
+def _plan_moe_backward(
+    gradients: OutputGradients, spec: MoESpec, wanted: tuple[str, ...], target: Target, **given: Any
+) -> LaunchPlan:
+    operands = MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
+    options = {"wanted": wanted, "accumulate": accumulated(wanted, given.get("into"))}
+    return plan_moe_backward(gradients, operands, spec, target, **options)
+
+
+def _moe(kind: type, packet: str, *matrices: str) -> Operator:
+    """Returns `result_names(kind)`."""
+    tensors = (*_moe_tensors(kind), *(f"{name}?" for name in INPUT_SCALES if matrices))
+    signature = Signature(tensors, ("spec",), _bundles(kind), matrices)
+    return Operator(f"{packet}.{_OVERLOADS[kind]}", signature, plan_moe, _moe_shapes, len(result_names(kind)))
+
+
+def _training(kind: type, packet: str, *matrices: str) -> Operator:
+    signature = (MOE_QUANTIZED if matrices else MOE)[kind].signature
+    planner = functools.partial(plan_moe, save=True)
+    return TrainingOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, _training_shapes, None)
+
+
+def _backward(kind: type, packet: str, *matrices: str) -> Operator:
+    """Reads the gradients of the forward's results, the forward's tensors, its results and what it saved; `into`: what
+    the gradients of matrices are added to."""
+    found = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
+    gradients = [f"gradients.{name}" + "?" * (name != "output") for name in FLOWING if name in result_names(kind)]
+    into = [f"into.{name}!" for name in MATRICES if packet.endswith("_into")]
+    tensors = (*gradients, *_moe_tensors(kind), *found, *_SAVED, *into)
+    signature = Signature(tensors, ("spec", "wanted"), _bundles(kind), matrices)
+    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, _plan_moe_backward, _gradients, None)
+
+
+def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict[type, Operator]:
+    return {kind: make(kind, packet, *matrices) for kind in _OVERLOADS}
+
+
+MOE = _by_kind(_moe, "moe")
+MOE_QUANTIZED = _by_kind(_moe, "moe_quantized", *_EXPERT_MATRICES)
+#: A forward that also returns what its backward reads, and that backward; docs/user/training.md.
+TRAINING = _by_kind(_training, "moe_training")
+BACKWARD = _by_kind(_backward, "moe_backward")
+#: With tensors that take the sum of what they hold and a gradient.
+BACKWARD_INTO = _by_kind(_backward, "moe_backward_into")
+QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *_EXPERT_MATRICES)
+QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *_EXPERT_MATRICES)
+QUANTIZED_BACKWARD_INTO = _by_kind(_backward, "moe_quantized_backward_into", *_EXPERT_MATRICES)

@@ -1,0 +1,67 @@
+"""The torch front-end as a parity engine: its public ops stage by stage, and its composed op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from moe_core.parity.case import Case
+from moe_core.parity.devices import describe, use_gpu
+from moe_core.parity.engines import EngineRun
+from moe_core.parity.gradients import GradientRun, differentiated, operands_of, upstream
+from moe_core.parity.stage_ops import FrontEnd, run_stages
+from moe_torch import ops
+from moe_torch.layers.weights import from_numpy, to_numpy
+
+#: Engines of this family run the same plans, so they agree bitwise on one device.
+FAMILY = "moebius"
+
+
+def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A NumPy array (bfloat16 and fp8 too, which torch cannot read from NumPy) as a tensor of its own on a device."""
+    return from_numpy(np.ascontiguousarray(array)).to(device, copy=True)
+
+
+class TorchEngine:
+    """`moe_torch.ops` on the first GPU, or on the CPU where there is none or the interpreter was asked for."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", 0) if use_gpu() and torch.cuda.is_available() else torch.device("cpu")
+
+    def why_unsupported(self, case: Case) -> str | None:
+        """Every case is supported."""
+        return None
+
+    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
+        """Every stage of a case, and the composed op."""
+        front_end = FrontEnd(ops, lambda array: to_torch(array, self._device), to_numpy)
+        with torch.no_grad():
+            results = run_stages(front_end, case, progress)
+        device, is_reference = describe((self._device.type, self._device.index or 0), results.explanation)
+        return EngineRun(self.name, device, results.stages, results.composed, is_reference, FAMILY)
+
+    def gradients(self, case: Case, progress: Callable[[str], object]) -> GradientRun:
+        """Those of the composed op."""
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return to_torch(array, self._device)
+
+        progress("moe")
+        leaves = {name: put(array).requires_grad_() for name, array in differentiated(case).items()}
+        given = operands_of(case, leaves, put)
+        arguments = (given.x, given.experts, given.routing, case.spec)
+        options = {"token_mask": given.token_mask, "shared": given.shared}
+        result = ops.moe(*arguments, **options)
+        progress("gradients")
+        flowing = {name: put(array) for name, array in upstream(case).items()}
+        outputs = [getattr(result, name) for name in flowing]
+        found = torch.autograd.grad(outputs, list(leaves.values()), list(flowing.values()))
+        explanation = ops.explain_moe(*arguments, **options, training=True)
+        device, is_reference = describe((self._device.type, self._device.index or 0), explanation)
+        forward = {name: to_numpy(getattr(result, name)) for name in ("ids", "weights", "logits")}
+        gradients = {f"d_{name}": to_numpy(gradient) for name, gradient in zip(leaves, found, strict=True)}
+        return GradientRun(self.name, device, forward, gradients, is_reference, FAMILY)

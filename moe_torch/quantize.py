@@ -1,0 +1,251 @@
+"""Quantising and dequantising torch tensors, on their own device, with the bits of `moe_core.ops.quantize.reference`.
+
+Rows are quantised by an operator of the library, weights by operations of torch, a matrix at a time: fp32, one rounding
+each, half to even.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from moe_core.base import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.specs.operands import named_arrays
+from moe_torch.bridge.operator import array_spec, call
+from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
+from moe_torch.operators.table import QUANTIZE_ROWS
+from moe_torch.prepack import restore_weights
+
+_MANTISSA_BITS, _MANTISSA_MASK = 23, 2**23 - 1
+_E8M0_ONE, _E8M0_NAN = 127, 255
+#: Scales are chosen for at least this amax, so that zeros divide.
+_SMALLEST_AMAX = 1e-10
+#: Magnitudes of e2m1 codes 0..7; bit 3 of a code is the sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def quantize_rows(
+    x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """x `[R, D]` (bf16, fp16 or fp32; rows may be strided) in a format of activations, `out_in`.
+
+    format: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or for all of x. scales:
+    fp32 `[1]`, a static scale, of formats with one per tensor; None = found from x. used_by: int32 `[R * n]`, where one
+    scale is found from x: rows all of whose n entries are negative are not read, and become zeros (a layout's
+    row_of_slot for tokens, slot_of_row for its rows). Bits of `moe_core.ops.quantize.reference.quantize_rows`. An
+    operator: it works in compiled and exported programs and in CUDA graphs. It has no gradient. Raises InvalidInput,
+    Unsupported.
+    """
+    require_instance("format", format, Format)
+    values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))
+    # Shapes are the operator's; a check would fix a symbolic number of rows.
+    return QuantizedTensor.unchecked(QuantizedSpec(format), values, found)
+
+
+@torch.no_grad()
+def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
+    """A weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`), bf16, fp16 or fp32, in a format.
+
+    Computed with operations of torch on the tensor's device, bit by bit what `moe_core.ops.quantize.reference.quantize`
+    gives; no gradient flows through. Takes a few times the memory of one matrix in fp32. Raises InvalidInput for what
+    is no such tensor and for shapes the format's padding rule refuses.
+    """
+    require_instance("format", format, Format)
+    _require_matmul_dtype("weight", array_spec("weight", weight).dtype)
+    spec, element = QuantizedSpec(format, layout), format.own_element
+    shapes, dtype = quantized_shapes(spec, weight.shape), TORCH_DTYPES[element.dtype]
+    tensor = QuantizedTensor(
+        spec,
+        weight.new_empty(shapes.values, dtype=dtype),
+        weight.new_empty(shapes.scales, dtype=TORCH_DTYPES[format.scale_dtypes[0]]),
+        None if shapes.zero_points is None else weight.new_empty(shapes.zero_points, dtype=dtype),
+    )
+    for matrix, values, own_scales, *own_points in _matrices(tensor, weight):
+        codes, scales, zero_points = _quantize_matrix(matrix.float(), format)
+        values.copy_(_packed(codes, 1) if element.per_byte == 2 else codes)
+        own_scales.copy_(scales)
+        if zero_points is not None:
+            own_points[0].copy_(_packed(zero_points, 0) if element.per_byte == 2 else zero_points)
+    return tensor
+
+
+@torch.no_grad()
+def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32) -> torch.Tensor:
+    """The logical tensor, in the same layout: code x scale, or (code - zero point) x scale, in fp32, one cast to dtype.
+
+    tensor: of torch tensors; it stays on their device. dtype: bf16, fp16 or fp32. A NaN scale gives NaN. No gradient
+    flows through. Raises InvalidInput.
+    """
+    require_instance("tensor", tensor, QuantizedTensor)
+    for name, array in named_arrays(tensor, "tensor."):
+        array_spec(name, array)
+    name = dtype_name("dtype", dtype)
+    assert name is not None
+    _require_matmul_dtype("dtype", name)
+    format, tensor = tensor.format, restore_weights(tensor)
+    result = tensor.values.new_empty(tensor.shape, dtype=TORCH_DTYPES[name])
+    for matrix, codes, scales, *points in _matrices(tensor, result):
+        zero_points = points[0] if points else None
+        if format.own_element.per_byte == 2:
+            codes = _unpacked(codes, 1)
+            zero_points = None if zero_points is None else _unpacked(zero_points, 0)[: matrix.shape[0]]
+        grid = _Grid(matrix.shape, format)
+        numbers = _decode(grid.split(codes), None if zero_points is None else _spread(zero_points), format)
+        factors = _e8m0_to_float32(scales) if format.has_e8m0_scales else scales.float()
+        matrix.copy_(grid.join(numbers * _spread(factors)))
+    return result
+
+
+def _require_matmul_dtype(name: str, dtype: str) -> None:
+    if dtype not in dtypes.MATMUL_DTYPES:
+        raise InvalidInput(f"{name} must be one of {', '.join(dtypes.MATMUL_DTYPES)}, got {dtype}; cast it")
+
+
+def _matrices(tensor: QuantizedTensor, logical: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """(logical, values, scales[, zero points]) of each matrix of a stack, as views `[rows, columns]`."""
+    arrays = [logical, *[array for _, array in named_arrays(tensor)]]
+    for index in itertools.product(*[range(size) for size in logical.shape[:-2]]):
+        yield tuple(array[index] if tensor.layout == "out_in" else array[index].mT for array in arrays)
+
+
+class _Grid:
+    """How a matrix of rows x columns falls into groups; what a partial group lacks is zero."""
+
+    def __init__(self, shape: torch.Size, format: Format) -> None:
+        extents = (format.group_rows, format.group_columns)
+        # A whole axis is one group even where it is empty.
+        self.group = [max(size, 1) if extent is None else extent for size, extent in zip(shape, extents, strict=True)]
+        self.counts = [1 if extent is None else -(-size // extent) for size, extent in zip(shape, extents, strict=True)]
+        self.shape = shape
+
+    def split(self, matrix: torch.Tensor) -> torch.Tensor:
+        """`[row groups, group rows, column groups, group columns]`."""
+        missing = [count * group - size for count, group, size in zip(self.counts, self.group, self.shape, strict=True)]
+        if any(missing):
+            raw = matrix.view(torch.uint8) if matrix.dtype == torch.float8_e4m3fn else matrix
+            matrix = pad(raw, (0, missing[1], 0, missing[0])).view(matrix.dtype)
+        return matrix.reshape(self.counts[0], self.group[0], self.counts[1], self.group[1])
+
+    def join(self, groups: torch.Tensor) -> torch.Tensor:
+        """The inverse of `split`."""
+        matrix = groups.reshape(self.counts[0] * self.group[0], self.counts[1] * self.group[1])
+        return matrix[: self.shape[0], : self.shape[1]]
+
+
+def _spread(per_group: torch.Tensor) -> torch.Tensor:
+    """An array `[row groups, column groups]` that broadcasts against what `_Grid.split` gives."""
+    return per_group[:, None, :, None]
+
+
+def _like(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    """A divisor: by a number of Python torch multiplies with the reciprocal on a GPU, which rounds twice."""
+    return tensor.new_full((), number)
+
+
+def _quantize_matrix(matrix: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(codes, scales, zero points) of fp32 `[rows, columns]`, not packed."""
+    grid = _Grid(matrix.shape, format)
+    groups = grid.split(matrix)
+    amax = groups.abs().amax(dim=(1, 3))
+    finite, zero_points = amax.isfinite(), None
+    if format.zero_points:
+        scales, zero_points = _group_zero_points(groups, finite, format)
+    else:
+        scales = _choose_scales(amax, finite, format)
+    divisor = _e8m0_to_float32(scales) if format.has_e8m0_scales else scales
+    quotients = torch.where(_spread(finite & (divisor > 0)), groups / _spread(divisor), 0.0)
+    codes = _encode(quotients, None if zero_points is None else _spread(zero_points), format)
+    return grid.join(codes), scales, zero_points
+
+
+def _up_to_power_of_two(values: torch.Tensor) -> torch.Tensor:
+    """fp32 bits of the smallest power of two at or above positive normal values, in the exponent field alone."""
+    return (values.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK
+
+
+def _choose_scales(amax: torch.Tensor, finite: torch.Tensor, format: Format) -> torch.Tensor:
+    """The scales of groups whose largest magnitude is fp32 amax; NaN where that is not finite."""
+    element = format.own_element
+    amax = torch.where(finite, amax, 1.0)
+    if not format.has_e8m0_scales:
+        scales = amax.clamp(min=_SMALLEST_AMAX) / _like(amax, element.largest)
+        if format.scale_rule == "power_of_two":
+            scales = _up_to_power_of_two(scales).view(torch.float32)
+        return torch.where(finite, scales, torch.nan)
+    if format.scale_rule == "floor":
+        assert element.top_exponent is not None
+        exponent = (amax.view(torch.int32) >> _MANTISSA_BITS) - element.top_exponent
+    else:
+        # Where amax / largest is a denormal the bits give 2^-126, the smallest exponent a normal fp32 number has.
+        exponent = _up_to_power_of_two(amax / _like(amax, element.largest)) >> _MANTISSA_BITS
+    exponent = torch.where(amax == 0, _E8M0_ONE, exponent.clamp(min=0))
+    return torch.where(finite, exponent, _E8M0_NAN).to(torch.uint8)
+
+
+def _group_zero_points(groups: torch.Tensor, finite: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales fp32, zero points uint8) per group: low <= 0 <= high map onto the codes 0 and max_code."""
+    max_code = format.own_element.max_code
+    assert max_code is not None
+    # In float64 high - low cannot overflow; one rounding to fp32.
+    high = torch.where(finite, groups.amax(dim=(1, 3)).clamp(min=0), 0.0).double()
+    low = torch.where(finite, groups.amin(dim=(1, 3)).clamp(max=0), 0.0).double()
+    # The bound is that of fp32.
+    least = torch.full((), _SMALLEST_AMAX, dtype=torch.float32).item()
+    scales = ((high - low).clamp(min=least) / _like(high, max_code)).float()
+    zero_points = (-low.float() / scales).round().clamp(0, max_code).to(torch.uint8)
+    return torch.where(finite, scales, torch.nan), zero_points
+
+
+def _encode(quotients: torch.Tensor, zero_points: torch.Tensor | None, format: Format) -> torch.Tensor:
+    """Codes of x / scale, which is finite or infinite. zero_points: codes that broadcast, None = the default."""
+    element = format.own_element
+    if element.name == "e4m3":
+        return quotients.clamp(-element.largest, element.largest).to(torch.float8_e4m3fn)
+    if element.name == "e2m1":
+        magnitude = quotients.abs().clamp(max=element.largest)
+        # Codes lie 1/2 apart up to 2 (code 4), 1 apart up to 4 (code 6), then 2; offsets follow the rounding.
+        upper = torch.where(magnitude < 4, magnitude.round() + 2, (magnitude * 0.5).round() + 4)
+        codes = torch.where(magnitude < 2, (magnitude * 2).round(), upper).to(torch.uint8)
+        return codes + quotients.signbit().to(torch.uint8) * 8
+    if element.max_code is None:
+        return quotients.round().clamp(-element.largest, element.largest).to(torch.int8)
+    zero: Any = element.zero_point if zero_points is None else zero_points.float()
+    return (quotients.round() + zero).clamp(0, element.max_code).to(torch.uint8)
+
+
+def _decode(codes: torch.Tensor, zero_points: torch.Tensor | None, format: Format) -> torch.Tensor:
+    """fp32 numbers of unpacked codes, before the scale."""
+    element = format.own_element
+    if element.name == "e2m1":
+        numbers = torch.tensor((*_E2M1, *[-number for number in _E2M1]), device=codes.device)
+        return numbers[codes.int()]
+    if element.max_code is None:
+        return codes.float()
+    zero: Any = element.zero_point if zero_points is None else zero_points.float()
+    return codes.float() - zero
+
+
+def _e8m0_to_float32(scales: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(b - 127) of uint8 b: 0 is 2^-127 (a denormal), 255 is NaN (OCP MX 1.0, section 5.4.1)."""
+    bits = scales.int() << _MANTISSA_BITS
+    values = torch.where(scales == 0, 1 << (_MANTISSA_BITS - 1), bits).view(torch.float32)
+    return torch.where(scales == _E8M0_NAN, torch.nan, values)
+
+
+def _packed(codes: torch.Tensor, axis: int) -> torch.Tensor:
+    """uint8 codes below 16, two per byte along an axis: the even index in the low nibble; an odd end leaves 0."""
+    if codes.shape[axis] % 2:
+        codes = pad(codes, (0, 0, 0, 1) if axis == 0 else (0, 1))
+    low, high = (codes.unflatten(axis, (-1, 2)).select(axis + 1, parity) for parity in (0, 1))
+    return low + high * 16
+
+
+def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
+    """The inverse of `_packed`, of an even length."""
+    return torch.stack((packed % 16, packed // 16), axis + 1).flatten(axis, axis + 1)

@@ -1,0 +1,305 @@
+"""Converted checkpoints: read back they are the quantised weights, the rest is untouched, the report is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from moe_core.checkpoint import ConversionProgress, MoELayer, convert_checkpoint, open_checkpoint, other_tensors
+from moe_core.checkpoint import convert as convert_module
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import FP8_BLOCK, FP8_GROUP, MXFP4, MXFP4_CEIL, MXFP8, format_named, format_names
+from moe_core.formats import int4_grouped as int4
+from moe_core.ops.quantize.reference import dequantize, quantization_error, quantize
+from moe_core.specs.operands import named_arrays
+from moe_core.tools.convert_cli import main
+from tests.support.checkpoint_files import MOE_LAYERS, E, config_of, write
+from tests.support.paths import ROOT
+
+D, F = 128, 64
+WEIGHT_FORMATS = [
+    name
+    for name in format_names()
+    if not name.startswith(("fp8_token", "fp8_group", "int8_token")) and "_g128" not in name
+]
+#: (family, storage): gpt_oss has only fused storage.
+SOURCES = [("qwen3_moe", "per_expert"), ("qwen3_moe", "fused"), ("deepseek_v3", "per_expert"), ("gpt_oss", "fused")]
+
+
+def source(directory: Path, family: str, storage: str, layers: int | None = None) -> Path:
+    """A bf16 checkpoint with attention, embeddings and a tokenizer beside its MoE layers, in one file per layer."""
+    widths = {"qwen3_moe": "moe_intermediate_size", "deepseek_v3": "moe_intermediate_size"}
+    config = config_of(family, hidden_size=D, **{widths.get(family, "intermediate_size"): F})
+    generator = np.random.default_rng(1)
+
+    def draw(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+    tensors = {}
+    for layer in MOE_LAYERS[family]:
+        block, own = f"model.layers.{layer}.mlp.", {}
+        router = block + ("router" if family == "gpt_oss" else "gate")
+        own |= {f"model.layers.{layer}.self_attn.q_proj.weight": draw(8, D), f"{router}.weight": draw(E, D)}
+        if family == "gpt_oss":
+            own |= {f"{router}.bias": draw(E), f"{block}experts.gate_up_proj": draw(E, D, 2 * F)}
+            own |= {f"{block}experts.down_proj": draw(E, F, D), f"{block}experts.down_proj_bias": draw(E, D)}
+            own |= {f"{block}experts.gate_up_proj_bias": draw(E, 2 * F)}
+        elif storage == "fused":
+            own |= {f"{block}experts.gate_up_proj": draw(E, 2 * F, D), f"{block}experts.down_proj": draw(E, D, F)}
+        else:
+            for expert in range(E):
+                for name, shape in (("gate_proj", (F, D)), ("up_proj", (F, D)), ("down_proj", (D, F))):
+                    own[f"{block}experts.{expert}.{name}.weight"] = draw(*shape)
+        if family == "deepseek_v3":
+            own[f"{router}.e_score_correction_bias"] = draw(E).astype(np.float32)
+            for name, shape in (("gate_proj", (2 * F, D)), ("up_proj", (2 * F, D)), ("down_proj", (D, 2 * F))):
+                own[f"{block}shared_experts.{name}.weight"] = draw(*shape)
+        tensors[layer] = own
+    tensors[MOE_LAYERS[family][0]]["model.norm.weight"] = draw(D)
+    path = write(directory, config, tensors, shards=True)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "README.md").write_text("not of the model")
+    return path
+
+
+def joined_shared(layer: MoELayer) -> dict[str, np.ndarray]:
+    """The shared experts' arrays, gate and up as one."""
+    if layer.shared is None:
+        return {}
+    arrays = dict(named_arrays(layer.shared))
+    up = arrays.pop("up", None)
+    return arrays | ({} if up is None else {"gate_up": np.concatenate([arrays["gate_up"], up])})
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("family", "storage"), SOURCES)
+def test_what_is_written_reads_back(tmp_path, family, storage, name):
+    format = format_named(name)
+    plain = open_checkpoint(source(tmp_path / "plain", family, storage))
+    report = convert_checkpoint(plain.path, tmp_path / "small", format)
+    converted = open_checkpoint(tmp_path / "small")
+    assert (report.format, [error.layer for error in report.layers]) == (format, list(plain.moe_layers))
+    before = after = 0
+    for number, error in zip(plain.moe_layers, report.layers, strict=True):
+        old, new = plain.layer(number), converted.layer(number)
+        # How scales were chosen cannot be told from a file.
+        assert new.scheme.weights.element == format.element
+        swap = family == "gpt_oss"
+        for field, found in (("gate_up", error.gate_up), ("down", error.down)):
+            weight = getattr(old.experts, field)
+            weight = weight.swapaxes(-1, -2) if swap else weight
+            parts = [weight]
+            if field == "gate_up" and not swap:
+                # The files hold gate and up by themselves: a scale per tensor, or a block cut short, is of one of them.
+                parts = np.split(weight, 2, axis=1)
+            wanted = [quantize(part, format) for part in parts]
+            own = getattr(new.experts, field)
+            stored = [own] if field == "down" or new.experts.up is None else [own, new.experts.up]
+            np.testing.assert_array_equal(
+                np.concatenate([dequantize(part) for part in stored], axis=1),
+                np.concatenate([dequantize(part) for part in wanted], axis=1),
+            )
+            joined = np.concatenate([dequantize(part) for part in wanted], axis=1).astype(float)
+            exact = np.linalg.norm(joined - weight.astype(float)) / np.linalg.norm(weight.astype(float))
+            assert found == pytest.approx(exact, rel=1e-9) and 0 < found < 0.2
+            before += weight.nbytes
+            after += sum(part.nbytes for part in wanted)
+        kept = [(dict(named_arrays(layer.router)), joined_shared(layer)) for layer in (old, new)]
+        for wanted_arrays, found_arrays in zip(*kept, strict=True):
+            assert {key: array.tobytes() for key, array in wanted_arrays.items()} == {
+                key: array.tobytes() for key, array in found_arrays.items()
+            }
+        if swap:
+            assert new.experts.down_bias.tobytes() == old.experts.down_bias.tobytes()
+    assert (report.bytes_before, report.bytes_after) == (before, after)
+    others = {name: array.tobytes() for name, array in other_tensors(plain)}
+    assert {name: array.tobytes() for name, array in other_tensors(converted)} == others
+
+
+#: What reads back under another name: how scales were chosen, and what they are for, is not in the files.
+STORED = {"fp8_token": "fp8_channel", "fp8_token_pow2": "fp8_channel", "int8_token": "int8_channel"}
+#: Formats the list above leaves out, and fp8 blocks whose gate and up are one array.
+WIDE_FORMATS = ["fp8_block", *(name for name in format_names() if "_g128" in name), *STORED]
+REFUSED_FORMATS = ["fp8_group", "fp8_group_pow2"]
+
+
+def test_every_format_is_written_or_refused(tmp_path):
+    assert {*WEIGHT_FORMATS, *WIDE_FORMATS, *REFUSED_FORMATS} == set(format_names())
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    for name in REFUSED_FORMATS:
+        with pytest.raises(Unsupported, match=f"format must be one that checkpoints store weights in, got {name}"):
+            convert_checkpoint(path, tmp_path / name, format_named(name))
+
+
+def test_whole_groups_of_128_and_formats_of_tokens(tmp_path):
+    config = config_of("qwen3_moe", hidden_size=256, moe_intermediate_size=128)
+    generator = np.random.default_rng(2)
+    tensors = {"model.layers.0.mlp.gate.weight": np.ones((E, 256), np.float32)}
+    for field, shape in (("gate_up_proj", (E, 256, 256)), ("down_proj", (E, 256, 128))):
+        tensors[f"model.layers.0.mlp.experts.{field}"] = generator.standard_normal(shape).astype(np.float32)
+    path = write(tmp_path / "plain", config | {"num_hidden_layers": 1}, {0: tensors})
+    for format in map(format_named, WIDE_FORMATS):
+        report = convert_checkpoint(path, tmp_path / format.name, format)
+        experts = open_checkpoint(tmp_path / format.name).layer(0).experts
+        assert experts.up is None and experts.gate_up.format.name == STORED.get(format.name, format.name)
+        for field, error in (("gate_up", report.layers[0].gate_up), ("down", report.layers[0].down)):
+            original, stored = tensors[f"model.layers.0.mlp.experts.{field}_proj"], getattr(experts, field)
+            wanted = quantize(original, format)
+            for array in ("values", "scales"):
+                assert getattr(stored, array).tobytes() == getattr(wanted, array).tobytes()
+            assert wanted.zero_points is None or (stored.zero_points == wanted.zero_points).all()
+            assert error == pytest.approx(quantization_error(original, wanted), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "storage", "format", "names"),
+    [
+        ("gpt_oss", "fused", MXFP4, {"experts.gate_up_proj_blocks": (E, 2 * F, D // 32, 16)}),
+        ("gpt_oss", "fused", MXFP4_CEIL, {"experts.down_proj_scales": (E, D, F // 32)}),
+        ("qwen3_moe", "per_expert", FP8_BLOCK, {"experts.0.gate_proj.weight_scale_inv": (1, 1)}),
+        ("qwen3_moe", "fused", FP8_BLOCK, {"experts.7.down_proj.weight": (D, F)}),
+        (
+            "qwen3_moe",
+            "fused",
+            int4(32, zero_points=True),
+            {
+                "experts.0.up_proj.weight_packed": (F, D // 8),
+                "experts.0.up_proj.weight_zero_point": (F // 8, D // 32),
+                "experts.0.up_proj.weight_shape": (2,),
+            },
+        ),
+        ("qwen3_moe", "fused", MXFP4, {"experts.0.up_proj.weight_packed": (F, D // 2)}),
+        ("qwen3_moe", "fused", MXFP8, {"experts.0.up_proj.weight_scale": (F, D // 32)}),
+        ("qwen3_moe", "fused", format_named("fp8_tensor"), {"experts.0.up_proj.weight_scale": (1,)}),
+    ],
+)
+def test_published_names_and_shapes(tmp_path, family, storage, format, names):
+    convert_checkpoint(source(tmp_path / "plain", family, storage), tmp_path / "small", format)
+    tensors = load_tensors(tmp_path / "small")
+    for name, shape in names.items():
+        assert tensors[f"model.layers.1.mlp.{name}"] == shape
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    kept = config["ignore" if config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"]
+    assert "model.layers.1.self_attn.q_proj" in kept and not any(".experts." in module for module in kept)
+
+
+def load_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors, from the files' headers."""
+    shapes = {}
+    for file in directory.glob("*.safetensors"):
+        data = file.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def test_transformers_reads_the_mxfp4_that_is_written(tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    path = source(tmp_path / "plain", "gpt_oss", "fused")
+    convert_checkpoint(path, tmp_path / "small", MXFP4)
+    tensors = load_file(tmp_path / "small" / "model.safetensors")
+    prefix = "model.layers.2.mlp.experts.down_proj"
+    blocks, scales = (torch.from_numpy(tensors[f"{prefix}_{part}"]) for part in ("blocks", "scales"))
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
+    original = open_checkpoint(path).layer(2).experts.down
+    ours = dequantize(quantize(np.ascontiguousarray(original.swapaxes(-1, -2)), MXFP4)).swapaxes(-1, -2)
+    np.testing.assert_array_equal(theirs, ours)
+
+
+def test_progress_shards_and_side_files(tmp_path):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    calls: list[ConversionProgress] = []
+    convert_checkpoint(path, tmp_path / "small", MXFP8, shard_bytes=50_000, progress=calls.append)
+    files = sorted(file.name for file in (tmp_path / "small").iterdir())
+    assert "tokenizer.json" in files and "README.md" not in files and "model.safetensors.index.json" in files
+    assert sum(name.endswith(".safetensors") for name in files) > 3
+    assert [call.tensors for call in calls] == list(range(1, calls[0].tensors_total + 1))
+    assert {call.tensor for call in calls} == set(open_checkpoint(path).index.files)
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(convert_module.shutil, "copyfile", fail)
+    with pytest.raises(OSError, match="disk full"):
+        convert_checkpoint(path, tmp_path / "small", MXFP8, shard_bytes=50_000)
+    assert not list((tmp_path / "small").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("format", "error", "message"),
+    [
+        (FP8_GROUP, Unsupported, "format must be one that checkpoints store weights in, got fp8_group"),
+        ("mxfp4", InvalidInput, "format must be a Format, got str"),
+        (
+            int4(96),
+            InvalidInput,
+            r"model.layers.0.mlp.experts.0.gate_proj.weight cannot be quantised: the input axis must be a multiple of "
+            r"96 for int4_g96 \(groups of 96\), got 128 in \(64, 128\)",
+        ),
+        (int4(128), InvalidInput, r"mlp.experts.0.down_proj.weight cannot be quantised: .* got 64 in \(128, 64\)"),
+    ],
+)
+def test_formats_that_cannot_be_written(tmp_path, format, error, message):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    with pytest.raises(error, match=message):
+        convert_checkpoint(path, tmp_path / "small", format)
+    assert not (tmp_path / "small").exists()
+
+
+def test_directories_that_are_refused(tmp_path):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    with pytest.raises(
+        InvalidInput, match=r"destination must be a new or empty directory, got .*plain, which has content"
+    ):
+        convert_checkpoint(path, path, MXFP8)
+    convert_checkpoint(path, tmp_path / "small", MXFP8)
+    with pytest.raises(
+        InvalidInput, match=r"source must be a plain checkpoint, got .*small in mxfp8; convert the orig"
+    ):
+        convert_checkpoint(tmp_path / "small", tmp_path / "smaller", MXFP4)
+
+
+def test_experts_that_are_not_numbers(tmp_path):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    file = path / "model-00002-of-00003.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.3.up_proj.weight"] = np.zeros((F, D), np.int8)
+    save_file(tensors, file)
+    with pytest.raises(Unsupported, match=r"experts.3.up_proj.weight must be bfloat16, float16 or float32, got I8"):
+        convert_checkpoint(path, tmp_path / "small", MXFP8)
+    assert not list((tmp_path / "small").iterdir())
+
+
+def test_the_command(tmp_path, capsys):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    report = tmp_path / "report.json"
+    assert main([str(path), str(tmp_path / "small"), "--format", "int4_g32", "--json", str(report)]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"^int4_g32: experts .* MiB \(3\.20 times smaller\)$", printed.out, re.MULTILINE)
+    document = json.loads(report.read_text())
+    assert [row["layer"] for row in document["layers"]] == [0, 1, 2] and document["format"] == "int4_g32"
+    for row in document["layers"]:
+        assert f"{row['gate_up']:.3e}" in printed.out and f"{row['down']:.3e}" in printed.out
+    assert "100%" in printed.err
+    assert main([str(path), str(tmp_path / "small"), "--format", "int4_g32"]) == 2
+    assert "could not convert: destination must be a new or empty directory" in capsys.readouterr().err
+    assert main([str(path), str(tmp_path / "other"), "--format", "int5"]) == 2
+    assert "format must be one of fp8_tensor" in capsys.readouterr().err
+
+
+def test_the_command_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"]["moebius-convert"] == f"{main.__module__}:main"

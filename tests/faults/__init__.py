@@ -1,0 +1,1 @@
+"""Tests of the tests: planted faults must be found."""

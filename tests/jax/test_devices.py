@@ -1,0 +1,227 @@
+"""Several devices: shard_map with collectives, no deadlock between callbacks, and clear refusals elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moe_jax
+from moe_core.layers import MoELayerSpec
+from moe_core.parity.tolerance import assert_close, stage_tolerances
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.routing import RouterSpec
+from moe_jax import layers
+from moe_jax.bridge import platforms
+from tests.support.jax import NUM_DEVICES, REAL_KERNELS, cpu_mesh, running_on, small_layer, to_jax
+from tests.support.paths import ROOT
+
+LIMITED = MoELayerSpec(d_model=8, d_ff=6, num_experts=5, top_k=2, capacity_factor=1.0)
+
+#: Four host devices run the reference engine at once, with BLAS and XLA's thread pools as they come, over and over.
+HAMMER = """
+import numpy as np, jax, jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+import moe_jax
+random = np.random.default_rng(0)
+draw = lambda *shape: jnp.asarray(random.standard_normal(shape).astype(np.float32) / shape[-1] ** 0.5)
+T, D, F, E = 256, 128, 96, 8
+x, routing = draw(T, D), moe_jax.RouterWeights(draw(D, E))
+experts = moe_jax.ExpertWeights(draw(E, D, 2 * F), draw(E, F, D))
+spec = moe_jax.MoESpec(moe_jax.Activation("silu"), moe_jax.RouterSpec(2))
+
+def step(x, experts, routing):
+    for _ in range(3):
+        x = x + moe_jax.moe(x, experts, routing, spec).output
+    return x, jax.lax.psum(jnp.sum(x), "data")
+
+mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+assert mesh.size == 4
+step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=(P("data"), P())))
+first = np.asarray(step(x, experts, routing)[0])
+for _ in range(15):
+    result, total = step(x, experts, routing)
+    more = step(result, experts, routing)
+    np.testing.assert_array_equal(np.asarray(result), first)
+    assert np.isfinite(np.asarray(more[1]))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_psum(check_vma: bool) -> None:
+    """Data parallel: every device routes its own tokens; the counts of all are summed."""
+    layer = small_layer(num_tokens=12)
+    with running_on("reference"):
+        whole = moe_jax.moe(*to_jax(layer[:3]), spec=layer.spec)
+
+        def part(x: jax.Array, experts: moe_jax.ExpertWeights, routing: moe_jax.RouterWeights):
+            result = moe_jax.moe(x, experts, routing, layer.spec)
+            return result.output, jax.lax.psum(result.tokens_per_expert, "data")
+
+        sharded = jax.shard_map(
+            part,
+            mesh=cpu_mesh(),
+            in_specs=(P("data"), P(), P()),
+            out_specs=(P("data"), P()),
+            check_vma=check_vma,
+        )
+        output, counts = jax.jit(sharded)(*to_jax(layer[:3]))
+    assert len(output.sharding.device_set) == NUM_DEVICES
+    tolerances = stage_tolerances(layer.spec, "float32", d_model=48, d_ff=32, top_k=2, num_experts=5)
+    assert_close(np.asarray(output), np.asarray(whole.output), tolerances["output"], "output of all parts")
+    np.testing.assert_array_equal(np.asarray(counts), np.asarray(whole.tokens_per_expert))
+
+
+def routed_product(parameters: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Stage ops, with a layout made of ids that depend on a parameter."""
+    ids, weights = moe_jax.route(moe_jax.router(x, parameters["gate"]["kernel"]), RouterSpec(2))
+    operands = moe_jax.MatmulOperands(x, parameters["wi_0"], row_weight=weights.flatten())
+    layout = moe_jax.make_layout(ids, parameters["wi_0"].shape[0])
+    return moe_jax.matmul_ogs(operands, layout, MatmulSpec("in_out", gather="token", scatter="slot"))
+
+
+def limited_layer(parameters: dict[str, Any], x: jax.Array) -> jax.Array:
+    """A layer that drops slots, of which each expert keeps as many per device."""
+    return layers.forward(parameters, x, LIMITED)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("forward", [routed_product, limited_layer])
+def test_gradients_through_layouts_inside_shard_map(forward: Callable[..., jax.Array], check_vma: bool) -> None:
+    """Data parallel: the sum over devices is that of the plain gradients of their tokens."""
+
+    def loss(parameters: dict[str, Any], x: jax.Array) -> jax.Array:
+        return jnp.square(forward(parameters, x)).sum()
+
+    def part(parameters: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        gradients = jax.grad(loss)(parameters, x)
+        # With the check on, JAX itself sums the gradients of what every device has.
+        return gradients if check_vma else jax.lax.psum(gradients, "data")
+
+    parameters = layers.initialize(LIMITED, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3 * NUM_DEVICES, LIMITED.d_model))
+    sharded = jax.shard_map(part, mesh=cpu_mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    with running_on("reference"):
+        summed = jax.jit(sharded)(parameters, x)
+        plain = [jax.grad(loss)(parameters, tokens) for tokens in jnp.split(x, NUM_DEVICES)]
+    wanted = jax.tree.map(lambda *gradients: sum(gradients), *plain)
+    assert np.asarray(wanted["gate"]["kernel"]).any()
+    jax.tree.map(lambda ours, other: np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-5), summed, wanted)
+
+
+@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="tests/jax/test_gpu.py does this with compiled kernels")
+def test_shard_map_runs_interpreted_kernels() -> None:
+    mesh = cpu_mesh()
+    x = jnp.arange(32, dtype=jnp.float32).reshape(8, 4)
+    weights = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
+    with moe_jax.cpu_engine("interpreter"):
+        scaled = jax.shard_map(moe_jax.scale_rows, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+        np.testing.assert_array_equal(np.asarray(jax.jit(scaled)(x, weights)), np.asarray(x * weights))
+
+
+def test_callbacks_on_four_devices_do_not_deadlock() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "TRITON_INTERPRET": "0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", HAMMER], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout + done.stderr
+
+
+def test_threads() -> None:
+    """Eager ops of several threads on several devices, planned and traced at the same time."""
+    failures: list[BaseException] = []
+    devices = jax.devices("cpu")[:NUM_DEVICES]
+
+    def work(number: int) -> None:
+        try:
+            layer = small_layer(num_tokens=3 + number % 2, seed=number)
+            with jax.default_device(devices[number % len(devices)]), moe_jax.cpu_engine("reference"):
+                arrays = to_jax(layer[:3])
+                results = [np.asarray(moe_jax.moe(*arrays, spec=layer.spec).output) for _ in range(5)]
+                for result in results:
+                    np.testing.assert_array_equal(result, results[0])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a thread hangs"
+    assert not failures, failures
+
+
+def test_a_sharded_array_outside_shard_map_is_refused() -> None:
+    mesh = cpu_mesh()
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+    weights = jax.device_put(jnp.ones((8, 1)), NamedSharding(mesh, P()))
+    with running_on("reference"):
+        with pytest.raises(moe_jax.Unsupported, match=r"x is split over several .*inside jax.shard_map"):
+            moe_jax.scale_rows(x, weights)
+        with pytest.raises(moe_jax.Unsupported, match=r"x is split over several .*inside jax.shard_map"):
+            jax.jit(lambda weights: moe_jax.scale_rows(x, weights))(weights)
+        # A copy on every device is whole on each of them.
+        replicated = jax.device_put(x, NamedSharding(mesh, P()))
+        result = moe_jax.scale_rows(replicated, weights)
+        assert result.sharding.is_fully_replicated and len(result.sharding.device_set) == NUM_DEVICES
+
+
+def test_explicit_mesh_axes_are_refused_inside_jit() -> None:
+    mesh = cpu_mesh(AxisType.Explicit)
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+    weights = jax.device_put(jnp.ones((8, 1)), NamedSharding(mesh, P("data")))
+    with running_on("reference"):
+        with pytest.raises(moe_jax.Unsupported, match=r"x is split over several .*inside jax.shard_map"):
+            jax.jit(moe_jax.scale_rows)(x, weights)
+        inside = jax.shard_map(moe_jax.scale_rows, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+        np.testing.assert_array_equal(np.asarray(jax.jit(inside)(x, weights)), np.ones((8, 4)))
+
+
+def test_arrays_of_different_devices_are_refused() -> None:
+    first, second, *_ = jax.devices("cpu")
+    x, weights = jax.device_put(jnp.ones((8, 4)), first), jax.device_put(jnp.ones((8, 1)), second)
+    with running_on("reference"):
+        with pytest.raises(moe_jax.InvalidInput, match=r"weights must be on the device of x, .*got .*jax.device_put"):
+            moe_jax.scale_rows(x, weights)
+        # An array that was not placed on purpose follows the others.
+        assert moe_jax.scale_rows(jax.device_put(jnp.ones((8, 4)), second), np.ones((8, 1), np.float32)).devices() == {
+            second
+        }
+
+
+def test_gpus_of_different_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {0: moe_jax.Target("cuda", 90, 132), 1: moe_jax.Target("cuda", 80, 108)}
+    monkeypatch.setattr(platforms, "cuda_devices", lambda: (0, 1))
+    monkeypatch.setattr(platforms, "target_of", lambda device: kinds[device[1]])
+    platforms._local_cuda_target.cache_clear()
+    try:
+        with pytest.raises(
+            moe_jax.Unsupported, match=r"devices of one kind.*cuda:1 is cuda sm_80.*CUDA_VISIBLE_DEVICES"
+        ):
+            moe_jax.scale_rows(jnp.ones((8, 4)), jnp.ones((8, 1)))
+    finally:
+        platforms._local_cuda_target.cache_clear()
+
+
+def test_other_default_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(moe_jax.Unsupported, match=r"must be cpu or cuda, got 'tpu'.*JAX_PLATFORMS=cpu"):
+        moe_jax.scale_rows(jnp.ones((8, 4)), jnp.ones((8, 1)))

@@ -1,0 +1,190 @@
+"""Complaints of the JAX front-end: its own, and that those of planners arrive, eagerly and while tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax import (
+    Activation,
+    ExpertWeights,
+    InvalidInput,
+    LayoutSpec,
+    MatmulOperands,
+    MatmulSpec,
+    MoESpec,
+    RaggedLayout,
+    RouterLogits,
+    RouterSpec,
+    TopK,
+    Unsupported,
+)
+from tests.support import bad_arguments
+from tests.support.bad_arguments.case import case_id
+from tests.support.jax import Case, D, E, F, K, T, check_error, floats, integers, running_on, untyped
+
+SILU = Activation("silu")
+LAYOUT = LayoutSpec(T, K, E)
+SPEC = MoESpec(SILU, RouterSpec(K))
+LAYER = (floats(T, D), floats(E, D, 2 * F), floats(E, F, D))
+#: Types of arguments that are not traced.
+STATIC = (int, str, Activation, MatmulSpec, MoESpec, RouterSpec, moe_jax.LogitsSpec, type(None))
+
+
+def layout_of(row_of_slot: Any, sizes: Any = None, spec: LayoutSpec = LAYOUT) -> RaggedLayout:
+    return RaggedLayout(
+        spec,
+        integers(E) if sizes is None else sizes,
+        integers(E + 1),
+        integers(LAYOUT.capacity),
+        row_of_slot,
+        integers(1),
+    )
+
+
+#: What no planner sees, or sees of arrays alone.
+CASES = (
+    Case(
+        "spec type",
+        lambda x: moe_jax.router(x, x, spec=untyped(RouterSpec(2))),
+        (floats(D, D),),
+        "spec must be LogitsSpec, got RouterSpec.*moe_jax.LogitsSpec",
+    ),
+    Case(
+        "operands type",
+        lambda x: moe_jax.matmul_ogs(untyped((x, x)), None, MatmulSpec("in_out")),
+        (floats(D, D),),
+        "operands must be MatmulOperands, got tuple; build it with moe_jax.MatmulOperands",
+    ),
+    Case(
+        "layout type",
+        lambda x: moe_jax.matmul_ogs(MatmulOperands(x, x), untyped(LAYOUT), MatmulSpec("in_out")),
+        (floats(D, D),),
+        "layout must be RaggedLayout, got LayoutSpec",
+    ),
+    Case(
+        "no weight",
+        lambda x: moe_jax.matmul_ogs(MatmulOperands(x, None), None, MatmulSpec("in_out")),
+        (floats(T, D),),
+        "operands.weight must be an array, got None; pass it",
+    ),
+    Case(
+        "layout sizes",
+        lambda x, sizes: moe_jax.matmul_ogs(
+            MatmulOperands(x, floats(E, D, F)), layout_of(integers(T * K), sizes), MatmulSpec("in_out", "token")
+        ),
+        (floats(T, D), integers(E + 1)),
+        r"layout.group_sizes must be \[4\], got \(5,\)",
+    ),
+    Case(
+        "activation type",
+        lambda x: moe_jax.activation(x, untyped("silu")),
+        (floats(T, F),),
+        "activation must be Activation, got 'silu'; build it",
+    ),
+    Case(
+        "reduce rows",
+        lambda y, rows: moe_jax.reduce(y, layout_of(rows), order="row"),
+        (floats(T, D), integers(T * K)),
+        r"y must be \[12, d_model\], got \(6, 16\)",
+    ),
+    Case(
+        "row_of_slot",
+        lambda y, rows: moe_jax.reduce(y, layout_of(rows)),
+        (floats(T * K, D), integers(T)),
+        r"layout.row_of_slot must be \[12\], got \(6,\)",
+    ),
+    Case(
+        "routing type",
+        lambda x, *arrays: moe_jax.moe(x, ExpertWeights(*arrays), untyped(ExpertWeights(*arrays)), SPEC),
+        LAYER,
+        "routing must be RouterWeights or RouterLogits or TopK, got ExpertWeights; build it with moe_jax.RouterWeights",
+    ),
+    Case(
+        "spec type of a layer",
+        lambda x, *arrays: moe_jax.moe(x, ExpertWeights(*arrays), RouterLogits(x), untyped(RouterSpec(2))),
+        LAYER,
+        "spec must be MoESpec, got RouterSpec",
+    ),
+)
+
+
+both_ways = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+
+
+@both_ways
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_wrong_arguments(case: Case, jitted: bool) -> None:
+    check_error(case, jitted)
+
+
+@both_ways
+@pytest.mark.parametrize("case", bad_arguments.sample(without=("strides", "missing")), ids=case_id)
+def test_complaints_of_planners_arrive(case: bad_arguments.Case, jitted: bool) -> None:
+    """Their type and their text. JAX arrays have no strides, and for a missing one it has words of its own."""
+    arguments = case.given(lambda spec: jnp.zeros(spec.shape, spec.dtype))
+    # What is no tree of arrays is static, as options are.
+    arrays = {name: value for name, value in arguments.items() if not isinstance(value, STATIC)}
+    options = {name: value for name, value in arguments.items() if name not in arrays}
+
+    def call(arrays: dict[str, Any]) -> Any:
+        return getattr(moe_jax, case.op)(**arrays, **options)
+
+    engine = "interpreter" if case.kind == "unsupported" else "reference"
+    with running_on(engine), pytest.raises(case.error, match=case.text) as caught:
+        (jax.jit(call) if jitted else call)(arrays)
+    assert type(caught.value) is case.error
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[1.0]], "x must be a jax.Array, got builtins.list; convert it with jax.numpy.asarray"),
+        (None, "x must be a jax.Array, got builtins.NoneType"),
+        (jnp.ones((6, 1), jnp.complex64), "x has dtype complex64, which no op takes: .*convert the array first"),
+        (jnp.ones((6, 1), jnp.int4), "x has dtype int4, which no op takes"),
+        (jax.random.key(0), "x has dtype key.*which no op takes"),
+        (np.ones((6, 1)), "x must have a dtype that JAX keeps, got float64, .*float32; convert"),
+        (jax.ShapeDtypeStruct((6, 1), jnp.float32), "x must be an array, got ShapeDtypeStruct.*only explain"),
+    ],
+    ids=["list", "None", "complex", "int4", "key", "float64", "shape"],
+)
+def test_what_is_no_array(value: Any, message: str) -> None:
+    with running_on("reference"), pytest.raises(InvalidInput, match=message):
+        moe_jax.scale_rows(value, floats(6, 1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ids: moe_jax.make_layout(ids, E, checked=True),
+        lambda ids: moe_jax.pack_bitmatrix(ids, E, checked=True),
+    ],
+    ids=["make_layout", "pack_bitmatrix"],
+)
+def test_checked_calls_are_refused_while_tracing(call: Callable[..., Any]) -> None:
+    message = "checked=True of .* looks at the result on the host.*return invalid_ids and check it outside"
+    with running_on("reference"), pytest.raises(Unsupported, match=message):
+        jax.jit(call)(integers(T, K))
+
+
+def test_an_unknown_engine() -> None:
+    message = "cpu_engine kind must be 'interpreter' or 'reference', got 'fast'; name one"
+    with pytest.raises(InvalidInput, match=message), moe_jax.cpu_engine("fast"):
+        raise AssertionError("not reached")
+
+
+def test_a_checked_layer_is_refused_while_tracing() -> None:
+    def checked(ids: jax.Array) -> moe_jax.MoEOutput:
+        experts = ExpertWeights(floats(E, D, 2 * F), floats(E, F, D))
+        return moe_jax.moe(floats(T, D), experts, TopK(ids, floats(T, K)), MoESpec(SILU), checked=True)
+
+    message = r"checked=True of moe looks at the result on the host.*return invalid_ids and check it outside"
+    with running_on("reference"), pytest.raises(Unsupported, match=message):
+        jax.jit(checked)(integers(T, K))

@@ -1,0 +1,140 @@
+"""Programs that leave their process: jax.export, with the plans beside it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import moe_jax
+from moe_core.base.arrays import ArraySpec
+from moe_core.ops.reduction.reduce import plan_scale_rows
+from moe_core.plan import registry as plans
+from moe_jax.bridge import ffi
+from tests.support.jax import running_on, small_layer, to_jax
+from tests.support.paths import ROOT
+
+H200 = moe_jax.Target("cuda", 90, 132)
+ALLOWED = [export.DisabledSafetyCheck.custom_call(ffi.TARGET_NAME)]
+
+RUN_EXPORTED = """
+import pathlib, sys
+import numpy as np, jax
+from jax import export
+import moe_jax
+folder, with_plans = pathlib.Path(sys.argv[1]), sys.argv[2] == "True"
+if with_plans:
+    assert moe_jax.load_plans(folder / "plans.json")
+program = export.deserialize((folder / "program").read_bytes())
+x = np.load(folder / "x.npy")
+np.save(folder / "result.npy", np.asarray(program.call(x)))
+"""
+
+
+def run_exported(folder: pathlib.Path, with_plans: bool) -> subprocess.CompletedProcess[str]:
+    """Run an exported program in a fresh process on the CPU."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", RUN_EXPORTED, str(folder), str(with_plans)]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_program_runs_in_another_process(tmp_path: pathlib.Path) -> None:
+    layer = small_layer()
+    with running_on("reference"):
+        x, experts, routing = to_jax(layer[:3])
+
+        def forward(x: jax.Array) -> jax.Array:
+            return moe_jax.moe(x, experts, routing, layer.spec).output
+
+        exported = export.export(jax.jit(forward), platforms=["cpu"], disabled_checks=ALLOWED)(x)
+        expected = np.asarray(forward(x))
+    (tmp_path / "program").write_bytes(exported.serialize())
+    np.save(tmp_path / "x.npy", layer.x)
+    keys = moe_jax.export_plans(tmp_path / "plans.json")
+    assert any(key in exported.mlir_module() for key in keys)
+
+    failed = run_exported(tmp_path, with_plans=False)
+    assert failed.returncode != 0
+    assert "plan key must be known in this process" in failed.stderr and "moe_jax.load_plans(path)" in failed.stderr
+
+    done = run_exported(tmp_path, with_plans=True)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "result.npy"), expected)
+
+
+@pytest.mark.parametrize("names", [["cuda"], ["cpu", "cuda"]])
+def test_export_for_a_gpu_without_one(names: list[str]) -> None:
+    layer = small_layer()
+    with running_on("reference"), moe_jax.export_target(H200):
+        x, experts, routing = to_jax(layer[:3])
+        forward = jax.jit(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output)
+        exported = export.export(forward, platforms=names, disabled_checks=ALLOWED)(x)
+    assert exported.platforms == tuple(names)
+    text = exported.mlir_module()
+    found = {plan.target.kind for key, plan in plans._registry.items() if f'plan = "{key}"' in text}
+    assert found == {"cuda", "reference"} if "cpu" in names else found == {"cuda"}
+
+
+def test_a_function_traced_before_the_target_was_named_is_traced_again() -> None:
+    forward = jax.jit(moe_jax.scale_rows)
+    x, weights = jnp.ones((4, 4)), jnp.ones((4, 1))
+    with running_on("reference"):
+        forward(x, weights)
+        with moe_jax.export_target(H200):
+            exported = export.export(forward, platforms=["cuda"], disabled_checks=ALLOWED)(x, weights)
+    assert exported.platforms == ("cuda",)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_export_for_an_unplanned_platform_is_refused(platform: str) -> None:
+    forward = jax.jit(lambda x, weights: jax.vmap(moe_jax.scale_rows)(x, weights))
+    with (
+        running_on("reference"),
+        pytest.raises(moe_jax.Unsupported, match=rf"for platform {platform}: .*export_target"),
+    ):
+        export.export(forward, platforms=[platform], disabled_checks=ALLOWED)(jnp.ones((2, 4, 4)), jnp.ones((2, 4, 1)))
+
+
+def test_symbolic_shapes_are_refused() -> None:
+    (tokens,) = export.symbolic_shape("tokens")
+    shapes = jax.ShapeDtypeStruct((tokens, 4), jnp.float32), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
+    message = r"x has the symbolic shape \(tokens, 4\), .*one program per shape"
+    with running_on("reference"), pytest.raises(moe_jax.Unsupported, match=message):
+        export.export(jax.jit(moe_jax.scale_rows), disabled_checks=ALLOWED)(*shapes)
+
+
+@pytest.mark.parametrize("wrong", [None, "cuda", moe_jax.Target("reference")])
+def test_export_target_takes_a_cuda_target(wrong: object) -> None:
+    with (
+        pytest.raises(moe_jax.InvalidInput, match=r"export_target must be a Target of kind cuda, got .*132"),
+        moe_jax.export_target(wrong),  # type: ignore[arg-type]
+    ):
+        raise AssertionError("not reached")
+
+
+def test_a_plan_for_a_gpu_is_refused_on_the_cpu() -> None:
+    """What would happen if a program were lowered for one platform and run on another."""
+    with running_on("reference"):
+        x, weights = jnp.ones((4, 4)), jnp.ones((4, 1))
+        plan = plan_scale_rows(ArraySpec(x.shape, "float32"), ArraySpec(weights.shape, "float32"), H200)
+        plans.register(plan)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"was made for cuda sm_90.*export the program for this"):
+            jax.block_until_ready(jax.jit(lambda **arrays: ffi.call(plan, arrays))(x=x, weights=weights))
+
+
+def test_an_unknown_key_names_the_fix() -> None:
+    with running_on("reference"), pytest.raises(jax.errors.JaxRuntimeError, match=r"got 'nowhere'.*moe_jax.load_plans"):
+        result = jax.ffi.ffi_call(ffi.TARGET_NAME, (jax.ShapeDtypeStruct((4,), jnp.float32),))(
+            jnp.ones(4), plan="nowhere"
+        )
+        jax.block_until_ready(result)

@@ -1,0 +1,212 @@
+"""JAX transformations of the ops: jit, scan, cond, checkpoint, vmap, donation; which derivatives are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from tests.support.jax import (
+    NUM_LAYERS,
+    on_engines,
+    program_text,
+    run_stack,
+    running_on,
+    small_layer,
+    stacked_weights,
+    to_jax,
+    weight_copies,
+)
+
+
+def run_sliced(
+    x: jax.Array, stacked: moe_jax.ExpertWeights, routing: moe_jax.RouterWeights, spec: moe_jax.MoESpec
+) -> jax.Array:
+    """The same with the weights as the scan's inputs, which copies each layer's."""
+
+    def layer(carry: jax.Array, experts: moe_jax.ExpertWeights) -> tuple[jax.Array, None]:
+        return carry + moe_jax.moe(carry, experts, routing, spec).output, None
+
+    return jax.lax.scan(layer, x, stacked)[0]
+
+
+@on_engines
+def test_scan_over_stacked_layers_equals_a_loop(engine: str) -> None:
+    with running_on(engine):
+        (x, _, routing), spec = to_jax(small_layer()[:3]), small_layer().spec
+        stacked = stacked_weights()
+        result = jax.jit(run_stack, static_argnums=3)(x, stacked, routing, spec)
+        expected = x
+        for number in range(NUM_LAYERS):
+            experts = jax.tree.map(lambda array: array[number], stacked)  # noqa: B023
+            expected = expected + moe_jax.moe(expected, experts, routing, spec).output
+        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+
+
+@on_engines
+def test_scan_over_stacked_layers_copies_no_weight(engine: str) -> None:
+    with running_on(engine):
+        x, _, routing = to_jax(small_layer()[:3])
+        stacked, spec = stacked_weights(), small_layer().spec
+        compiled = program_text(jax.jit(run_stack, static_argnums=3).lower(x, stacked, routing, spec))
+        assert 'custom_call_target="moebius"' in compiled
+        assert weight_copies(compiled, stacked) == []
+        # The search does find copies where there are some.
+        sliced = program_text(jax.jit(run_sliced, static_argnums=3).lower(x, stacked, routing, spec))
+        assert weight_copies(sliced, stacked)
+
+
+@on_engines
+def test_one_moe_is_one_custom_call(engine: str) -> None:
+    with running_on(engine):
+        layer = small_layer()
+        lowered = jax.jit(lambda *arrays: moe_jax.moe(*arrays, spec=layer.spec)).lower(*to_jax(layer[:3]))
+        calls = [line for line in program_text(lowered).splitlines() if " custom-call(" in line]
+        assert len(calls) == 1, calls
+        keys = re.findall(r'backend_config = \{plan = "([^"]+)"\}', lowered.as_text())
+        assert len(keys) == 1 and len(keys[0]) <= 7
+
+
+@on_engines
+def test_cond_and_checkpoint(engine: str) -> None:
+    with running_on(engine):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+
+        def forward(x: jax.Array) -> jax.Array:
+            return moe_jax.moe(x, experts, routing, layer.spec).output
+
+        expected = np.asarray(forward(x))
+        chosen = jax.jit(lambda flag, x: jax.lax.cond(flag, forward, lambda x: x, x))
+        np.testing.assert_array_equal(np.asarray(chosen(True, x)), expected)
+        np.testing.assert_array_equal(np.asarray(chosen(False, x)), np.asarray(x))
+        np.testing.assert_array_equal(np.asarray(jax.jit(jax.checkpoint(forward))(x)), expected)
+
+
+@on_engines
+def test_vmap_runs_every_element(engine: str) -> None:
+    with running_on(engine):
+        layer = small_layer(num_tokens=4)
+        x, experts, routing = to_jax(layer[:3])
+        batch = jnp.stack([x, -x, 2 * x])
+
+        def forward(x: jax.Array, routing: moe_jax.RouterWeights) -> moe_jax.MoEOutput:
+            return moe_jax.moe(x, experts, routing, layer.spec)
+
+        result = jax.vmap(forward, in_axes=(0, None))(batch, routing)
+        for number in range(3):
+            expected = forward(batch[number], routing)
+            for name, many, one in zip(expected._fields, result, expected, strict=True):
+                np.testing.assert_array_equal(np.asarray(many[number]), np.asarray(one), err_msg=name)
+
+
+@on_engines
+def test_donation(engine: str) -> None:
+    with running_on(engine):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+        expected = np.asarray(x + moe_jax.moe(x, experts, routing, layer.spec).output)
+        step = jax.jit(lambda x: x + moe_jax.moe(x, experts, routing, layer.spec).output, donate_argnums=0)
+        result = step(x)
+        np.testing.assert_array_equal(np.asarray(result), expected)
+        assert x.is_deleted()
+
+
+def derivatives() -> list[Any]:
+    """Ways to ask for a derivative of a function of x that is no scalar."""
+    return [
+        pytest.param(lambda f, x: jax.grad(lambda x: f(x).sum())(x), id="grad"),
+        pytest.param(lambda f, x: jax.jvp(f, (x,), (x,)), id="jvp"),
+        pytest.param(lambda f, x: jax.vjp(f, x), id="vjp"),
+        pytest.param(lambda f, x: jax.linearize(f, x), id="linearize"),
+        pytest.param(lambda f, x: jax.jit(jax.grad(lambda x: jax.checkpoint(f)(x).sum()))(x), id="checkpoint"),
+        pytest.param(lambda f, x: jax.vmap(jax.grad(lambda x: f(x).sum()))(x[None]), id="vmap of grad"),
+    ]
+
+
+@pytest.mark.parametrize("derive", derivatives())
+@pytest.mark.parametrize("jitted", [False, True])
+def test_derivatives_of_stages_are_refused(derive: Callable[..., Any], jitted: bool) -> None:
+    with running_on("reference"):
+        layer = small_layer()
+        x = to_jax(layer.x)
+
+        def forward(x: jax.Array) -> jax.Array:
+            return moe_jax.scale_rows(x, jnp.ones((len(x), 1)))
+
+        with pytest.raises(moe_jax.Unsupported, match=r"scale_rows has no derivative.*activation, reduce have one"):
+            derive(jax.jit(forward) if jitted else forward, x)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_second_derivatives_are_refused(jitted: bool) -> None:
+    with running_on("reference"):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+
+        def slope(x: jax.Array) -> jax.Array:
+            return jax.grad(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output.sum())(x).sum()
+
+        with pytest.raises(moe_jax.Unsupported, match=r"moe has no second derivative.*stop_gradient"):
+            jax.grad(jax.jit(slope) if jitted else slope)(x)
+
+
+def test_forward_mode_is_refused() -> None:
+    with running_on("reference"):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output, (x,), (x,))
+
+
+def test_derivatives_past_the_op_work() -> None:
+    with running_on("reference"):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+
+        def loss(x: jax.Array, scale: jax.Array) -> jax.Array:
+            frozen = jax.lax.stop_gradient((x, experts, routing))
+            return (moe_jax.moe(*frozen, layer.spec).output * scale * x).sum()
+
+        gradient = jax.jit(jax.grad(loss, argnums=1))(x, jnp.float32(2))
+        output = np.asarray(moe_jax.moe(x, experts, routing, layer.spec).output)
+        np.testing.assert_allclose(gradient, (output * layer.x).sum(), rtol=1e-4)
+
+
+def test_changing_the_engine_traces_again() -> None:
+    layer = small_layer()
+    traces = []
+
+    @jax.jit
+    def forward(x: jax.Array) -> jax.Array:
+        traces.append(moe_jax.explain_moe(x, *arrays, spec=layer.spec).split(",")[0])
+        return x
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        x, *arrays = to_jax(layer[:3])
+        with moe_jax.cpu_engine("reference"):
+            forward(x)
+            forward(x)
+        with moe_jax.cpu_engine("interpreter"):
+            forward(x)
+        with moe_jax.cpu_engine("reference"):
+            forward(x)
+    assert traces == ["moe on reference", "moe on interpreter"]
+
+
+def test_bundles_are_pytrees() -> None:
+    layer = to_jax(small_layer()[:3])
+    leaves, structure = jax.tree.flatten(layer)
+    assert len(leaves) == 4
+    rebuilt = jax.tree.unflatten(structure, leaves)
+    assert rebuilt[1].gate_up is layer[1].gate_up and rebuilt[2].bias is None
+    with running_on("reference"):
+        layout = jax.jit(moe_jax.make_layout, static_argnums=1)(jnp.array([[0, 1]], jnp.int32), 3)
+    assert isinstance(layout, moe_jax.RaggedLayout)
+    assert layout.spec == moe_jax.LayoutSpec(1, 2, 3) and layout.group_sizes.shape == (3,)

@@ -1,0 +1,347 @@
+"""The choice between Triton's experts and DeepGEMM's, and DeepGEMM's own package where somebody asks for it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular.deep_gemm import DEEP_GEMM, TRITON, DispatchCase, choose_experts, why_not_allowed
+from moe_torch import modular
+from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonOrDeepGemmExperts
+from moe_torch.modular import deep_gemm as products
+from moe_torch.modular import deep_gemm_package as package
+from tests.support.modular.deep_gemm import BLOCK, config_of, draw_experts, tensors
+from tests.support.modular.problems import E
+from tests.support.modular.quantized import CONFIGURATIONS, converted, draw, with_arrays
+from tests.support.torch import REAL_KERNELS, require_equal, running_on, to_numpy
+
+E4M3 = ("float8_e4m3fn", "float8_e4m3fn")
+VALID = DispatchCase(128, (3, 256, 640), E4M3)
+#: Sizes that are valid for DeepGEMM, as few as there are.
+VALID_SIZES = {"tokens": 128, "experts": 2, "hidden": 128, "width": 640}
+
+
+def allowed(**options: Any) -> TritonOrDeepGemmExperts:
+    return TritonOrDeepGemmExperts(True, block_shape=BLOCK, allow_deep_gemm=True, **options)
+
+
+def kernel_of(experts: Any, **options: Any) -> FusedMoEModularKernel:
+    return FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), experts, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "member", "reason"),
+    [
+        ({}, DEEP_GEMM, "valid for it"),
+        ({"M": 127}, TRITON, "fewer than 128 tokens"),
+        ({"w2": (3, 256, 512)}, TRITON, "N is at most 512"),
+        ({"w2": (3, 256, 700)}, TRITON, "no multiple of 128"),
+        ({"w2": (3, 200, 640)}, TRITON, "no multiple of 128"),
+        ({"dtypes": ("float8_e4m3fn", "bfloat16")}, TRITON, "not both float8_e4m3fn"),
+        ({"strided": ("w1",)}, TRITON, "w1 is not contiguous"),
+        ({"M": 1, "e8m0_used": True}, DEEP_GEMM, "power-of-two scales is in use"),
+    ],
+)
+def test_the_rule(change: dict[str, Any], member: str, reason: str) -> None:
+    case = DispatchCase(**({name: getattr(VALID, name) for name in VALID.__match_args__} | change))
+    choice = choose_experts(None, case)
+    assert choice.member == member and reason in choice.reason
+    assert choose_experts("allow_deep_gemm is False", case).member == TRITON
+
+
+def test_where_it_is_allowed() -> None:
+    assert why_not_allowed(True, True, (128, 128)) is None
+    for arguments in ((False, True, BLOCK), (True, False, BLOCK), (True, True, None), (True, True, [64, 128])):
+        assert why_not_allowed(*arguments) is not None
+    experts = TritonOrDeepGemmExperts(True, block_shape=BLOCK)
+    assert not experts.allow_deep_gemm and experts.deep_gemm_expert is None
+    assert allowed().allow_deep_gemm and isinstance(allowed().deep_gemm_expert, modular.DeepGemmExperts)
+    # Asked for but not possible, as the original has it: Triton, and no error.
+    assert TritonOrDeepGemmExperts(True, allow_deep_gemm=True).deep_gemm_expert is None
+
+
+def test_the_member_that_runs_is_the_one_explained() -> None:
+    """Either member's bits, on memory that serves both."""
+    case = draw_experts(**VALID_SIZES)
+    with running_on("reference") as device, torch.no_grad():
+        (x, w1, w2, weights, ids), scales = tensors(case, device)
+        experts = allowed(**scales)
+        assert experts.explain(x, w1, w2).startswith("deep_gemm_expert: it is allowed")
+        assert "(M = 128, N = 640, K = 128; w1 and w2 float8_e4m3fn" in experts.explain(x, w1, w2)
+        assert experts.explain(x[:127], w1, w2).startswith("triton_expert: there are fewer than 128 tokens")
+        strided = w2.mT.contiguous().mT
+        assert experts.explain(x, w1, strided).startswith("triton_expert: w2 is not contiguous")
+        other = TritonOrDeepGemmExperts(True, block_shape=BLOCK, **scales)
+        assert other.explain(x, w1, w2).startswith("triton_expert: allow_deep_gemm is False")
+
+        x, wanted = x.bfloat16(), {}
+        for name, member in (("deep", modular.DeepGemmExperts), ("triton", modular.TritonExperts)):
+            wanted[name] = kernel_of(member(config_of(scales)))(x, w1, w2, weights, ids)
+        assert not torch.equal(wanted["deep"], wanted["triton"])
+        require_equal(kernel_of(experts)(x, w1, w2, weights, ids), wanted["deep"], "DeepGEMM")
+        require_equal(kernel_of(allowed())(x, w1, w2, weights, ids, **scales), wanted["deep"], "scales of the call")
+        require_equal(kernel_of(other)(x, w1, w2, weights, ids), wanted["triton"], "not allowed")
+        few = kernel_of(modular.TritonExperts(config_of(scales)))(x[:9], w1, w2, weights[:9], ids[:9])
+        require_equal(kernel_of(experts)(x[:9], w1, w2, weights[:9], ids[:9]), few, "few tokens")
+        assert not torch.equal(few, wanted["deep"][:9]), "a chunk that chooses for itself would differ"
+
+
+def test_chunks_run_on_the_member_of_the_whole() -> None:
+    """Each chunk alone has too few tokens for DeepGEMM, and other bits on Triton's experts."""
+    case = draw_experts("bfloat16", **VALID_SIZES)
+    with running_on(REAL_KERNELS) as device, torch.no_grad():
+        arguments, scales = tensors(case, device)
+        expected = kernel_of(modular.DeepGemmExperts())(*arguments, **scales)
+        require_equal(kernel_of(allowed(), chunk_size=64)(*arguments, **scales), expected, "chunks")
+
+
+def test_workspaces_are_the_larger_ones() -> None:
+    triton, deep, both = modular.TritonExperts(config_of({})), modular.DeepGemmExperts(), allowed()
+    for sizes, member in (
+        ((128, 1280, 256, 2), deep),
+        # w1 is wide enough and w2 is not: DeepGEMM's memory, on which `apply` takes Triton.
+        ((128, 640, 256, 2), deep),
+        ((127, 1280, 256, 2), triton),
+        ((128, 512, 256, 2), triton),
+    ):
+        arguments = (*sizes, 8, 4, None, "silu")
+        assert both.workspace_shapes(*arguments) == member.workspace_shapes(*arguments), sizes
+        for ours, small in zip(
+            deep.workspace_shapes(*arguments)[:2], triton.workspace_shapes(*arguments), strict=False
+        ):
+            assert ours[0] > small[0] and ours[1] >= small[1]
+    assert deep.workspace_shapes(5, 1280, 256, 2, 8, 4, None, "silu") == ((640, 1280), (640, 640), (5, 256))
+    in_mode = allowed(e8m0=True)
+    assert in_mode.workspace_shapes(1, 256, 128, 2, 8, 4, None, "silu")[0] == (512, 256)
+
+
+def test_members_must_agree() -> None:
+    experts: Any = allowed()
+    standard = modular.FusedMoEActivationFormat.Standard
+    assert experts.supports_chunking() and experts.supports_expert_map()
+    assert experts.activation_formats == (standard, standard)
+    assert experts.finalize_weight_and_reduce_impl() == modular.TopKWeightAndReduceNoOP()
+    experts.deep_gemm_expert = modular.BatchedDeepGemmExperts(4)
+    assert not experts.supports_chunking() and not experts.supports_expert_map()
+    wrong = "must agree, got .* of TritonExperts and .* of BatchedDeepGemmExperts"
+    with pytest.raises(InvalidInput, match=f"activation_formats of triton_expert and deep_gemm_expert {wrong}"):
+        kernel_of(experts)
+    with pytest.raises(InvalidInput, match=f"finalize_weight_and_reduce_impl .* {wrong}"):
+        experts.finalize_weight_and_reduce_impl()
+
+
+def test_the_mode_of_scales_belongs_to_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not modular.is_blackwell_deep_gemm_e8m0_used("cpu")
+    case = draw_experts(tokens=9)
+    (x, w1, w2, *_), scales = tensors(case)
+    for arch, used in ((90, False), (100, True), (103, True), (120, False)):
+        monkeypatch.setattr(products, "target_of_device", lambda device, arch=arch: Target("cuda", arch, 132))
+        assert modular.is_blackwell_deep_gemm_e8m0_used("cuda:0") == used
+        monkeypatch.setattr(
+            "moe_torch.modular.deep_gemm_dispatch.is_blackwell_deep_gemm_e8m0_used", lambda device, used=used: used
+        )
+        assert allowed(e8m0=True, **scales).explain(x, w1, w2).startswith(DEEP_GEMM if used else TRITON)
+        assert allowed(**scales).explain(x, w1, w2).startswith(TRITON), "nobody asked for the mode"
+    for options in ({"e8m0": True}, {"use_deep_gemm_package": True}):
+        with pytest.raises(
+            InvalidInput, match=r"must be False where DeepGEMM is not allowed.*allow_deep_gemm is False"
+        ):
+            TritonOrDeepGemmExperts(True, block_shape=BLOCK, **options)
+    with pytest.raises(Unsupported, match="must not override activation alone"):
+        type("Mine", (TritonOrDeepGemmExperts,), {"activation": lambda self, activation, output, input: None})
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_scheme_in_torch_and_jax(name: str) -> None:
+    """What is not DeepGEMM's has the bits of Triton's experts, of the whole configuration, in both front-ends."""
+    case = draw(name, "out_in")
+    with running_on("reference") as device, torch.no_grad():
+        arguments, arrays = converted(case, torch.float32, device)
+        config = with_arrays(case, arrays)
+        flags = {f"use_{config.scheme}": True} if config.scheme != "mxfp4_w4a16" else {}
+        expected = kernel_of(modular.TritonExperts(config))(*arguments)
+        if flags:
+            options = {"per_act_token_quant": config.per_act_token_quant, "block_shape": config.block_shape}
+            experts = TritonOrDeepGemmExperts(**flags, **options, allow_deep_gemm=True, **arrays)
+            assert experts.allow_deep_gemm == (name == "fp8_block")
+            require_equal(kernel_of(experts)(*arguments), expected, name)
+    jax = pytest.importorskip("jax")
+    from moe_jax import modular as other
+    from tests.support import jax as jax_support
+
+    with jax_support.running_on("reference"):
+        given = {key: jax.numpy.asarray(array) for key, array in case.arrays.items() if array is not None}
+        ours, config = jax_support.to_jax(tuple(case.problem)), with_arrays(case, given)
+        found = other.triton_or_deep_gemm_experts(*ours, quant_config=config, allow_deep_gemm=True)
+    np.testing.assert_array_equal(np.asarray(found), to_numpy(expected), err_msg=name)
+    assert len(case.problem.w1) == E
+
+
+def test_jax_chooses_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    from moe_jax import modular as other
+    from moe_jax.modular import deep_gemm as composition
+    from tests.support import jax as jax_support
+
+    case = draw_experts(**VALID_SIZES)
+    with running_on("reference") as device, torch.no_grad():
+        arguments, scales = tensors(case, device)
+        experts = allowed(**scales)
+        expected, line = to_numpy(kernel_of(experts)(*arguments)), experts.explain(*arguments[:3])
+    with jax_support.running_on("reference"):
+        x, w1, w2, *routing = jax_support.to_jax(tuple(case.problem))
+        options = {"quant_config": config_of(jax_support.to_jax(case.scales)), "allow_deep_gemm": True}
+        found = other.triton_or_deep_gemm_experts(x, w1, w2, *routing, **options)
+        assert other.explain_triton_or_deep_gemm(x, w1, w2, **options) == line
+        shape = jax.ShapeDtypeStruct((64, 128), "float32")
+        assert other.explain_triton_or_deep_gemm(shape, w1, w2, **options).startswith("triton_expert: there are fewer")
+        assert not other.is_blackwell_deep_gemm_e8m0_used()
+        monkeypatch.setattr(composition, "is_blackwell_deep_gemm_e8m0_used", lambda: True)
+        assert other.explain_triton_or_deep_gemm(shape, w1, w2, e8m0=True, **options).startswith("deep_gemm_expert")
+        wrong = {
+            "must be False where DeepGEMM": lambda: other.explain_triton_or_deep_gemm(
+                x, w1, w2, quant_config=options["quant_config"], e8m0=True
+            ),
+            "got plain rows": lambda: other.deep_gemm_experts(
+                x, w1, w2, *routing, quant_config=other.FUSED_MOE_UNQUANTIZED_CONFIG
+            ),
+            "without a1q_scale": lambda: other.deep_gemm_experts(
+                w1[0, :128], w1, w2, *routing, quant_config=options["quant_config"]
+            ),
+            "a1q_scale must be float32": lambda: other.deep_gemm_experts(
+                w1[0, :128], w1, w2, *routing, quant_config=options["quant_config"], a1q_scale=routing[0]
+            ),
+            "call prepare_batched": lambda: other.batched_deep_gemm_experts(
+                x, w1, w2, routing[1], quant_config=options["quant_config"]
+            ),
+            "must be int32": lambda: other.m_grouped_fp8_gemm_nt_contiguous(
+                (w1[0], options["quant_config"].w1_scale[0].repeat(128, 0)),
+                (w1, options["quant_config"].w1_scale),
+                routing[0],
+            ),
+            r"\(values, scales\)": lambda: other.m_grouped_fp8_gemm_nt_contiguous(w1, (w1, w2), routing[0]),
+        }
+        for message, call in wrong.items():
+            with pytest.raises((InvalidInput, Unsupported), match=message):
+                call()
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+class Package(types.ModuleType):
+    """A `deep_gemm` that computes like ours and counts; factor: what it multiplies results with."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__("deep_gemm")
+        self.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
+        self.calls, self.factor = [], factor
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a: Any, b: Any, d: Any, m_indices: Any) -> None:
+        assert m_indices.shape[0] % 128 == 0
+        for block in m_indices.view(-1, 128):
+            assert block.unique().numel() <= 2, "a group in a block, or padding"
+        self.calls.append("contiguous")
+        modular.m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices)
+        d.mul_(self.factor)
+        # Upstream leaves anything where there is no group.
+        d[m_indices < 0] = float("nan")
+
+    def fp8_m_grouped_gemm_nt_masked(self, a: Any, b: Any, d: Any, masked_m: Any, expected_m: int) -> None:
+        self.calls.append("masked")
+        modular.m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m)
+        d.mul_(self.factor)
+        d[torch.arange(d.shape[1]) >= masked_m[:, None]] = float("nan")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Package:
+    """The package, on a chip that it has kernels for."""
+    found = Package()
+    monkeypatch.setitem(sys.modules, "deep_gemm", found)
+    monkeypatch.setattr(package, "target_of_device", lambda device: Target("cuda", 90, 132))
+    return found
+
+
+def test_the_package_computes_what_ours_does(installed: Package) -> None:
+    """The first product of each size is compared; then it is the package's alone. Weighting rounds once more."""
+    case = draw_experts("bfloat16", tokens=20)
+    with running_on("reference") as device, torch.no_grad():
+        arguments, scales = tensors(case, device)
+        batched = modular.BatchedDeepGemmExperts(20, use_deep_gemm_package=True)
+        for prepare, experts, ours in (
+            (
+                MoEPrepareAndFinalizeNoEP(),
+                modular.DeepGemmExperts(use_deep_gemm_package=True),
+                modular.DeepGemmExperts(),
+            ),
+            (modular.BatchedPrepareAndFinalize(20, 3), batched, modular.BatchedDeepGemmExperts(20)),
+        ):
+            expected = FusedMoEModularKernel(prepare, ours)(*arguments, **scales)
+            kernel = FusedMoEModularKernel(prepare, experts)
+            installed.calls.clear()
+            for _ in range(2):
+                found = kernel(*arguments, **scales)
+                # bf16 has 8 bits: a rounding of each slot, and what that flips in the sum.
+                assert (found.float() - expected.float()).norm() <= 2**-8 * expected.float().norm()
+            assert len(installed.calls) == 4
+            assert experts.package is not None and len(experts.package._compared) == 2
+        # Compared before, so that what is wrong from now on shows in the result.
+        installed.factor = 2.0
+        assert not torch.allclose(kernel(*arguments, **scales), expected, rtol=0.1, atol=0.1)
+        require_equal(
+            kernel_of(modular.DeepGemmExperts())(*arguments, **scales),
+            kernel_of(allowed().deep_gemm_expert)(*arguments, **scales),
+            "ours",
+        )
+
+
+def test_the_package_is_refused_with_a_reason(installed: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw_experts("bfloat16", tokens=20)
+    with running_on("reference") as device, torch.no_grad():
+        arguments, scales = tensors(case, device)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            return kernel_of(modular.DeepGemmExperts(use_deep_gemm_package=True, **options))(*arguments, **scales)
+
+        installed.factor = 1.05
+        with pytest.raises(Unsupported, match=r"contiguous product of deep_gemm differs from ours: worst element"):
+            call(*arguments)
+        installed.factor = 1.0
+        x, *others = arguments
+        with pytest.raises(Unsupported, match=r"writes bf16, got torch\.float32"):
+            call(x.float(), *others)
+        ours = modular.DeepGemmExperts(use_deep_gemm_package=True).package
+        assert ours is not None
+        with monkeypatch.context() as patch, pytest.raises(Unsupported, match=r"not traced by torch\.compile"):
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            ours.contiguous((x, x), (x, x), x, others[3])
+        for target, reason in (
+            (Target("reference"), "has kernels for sm_90 and sm_100, got reference"),
+            (Target("cuda", 100, 148), "takes power-of-two scales alone"),
+        ):
+            monkeypatch.setattr(package, "target_of_device", lambda device, target=target: target)
+            with pytest.raises(Unsupported, match=reason):
+                call(*arguments)
+        assert call(*arguments, e8m0=True).isfinite().all()
+        with pytest.raises(Unsupported, match="adds no bias"):
+            config = config_of(scales | {"w1_bias": x})
+            modular.DeepGemmExperts(config, use_deep_gemm_package=True)
+        monkeypatch.setattr(package, "_NAMES", {"contiguous": ("a_newer_name",)})
+        with pytest.raises(Unsupported, match="must have a_newer_name"):
+            call(*arguments, e8m0=True)
+        monkeypatch.setitem(sys.modules, "deep_gemm", None)
+        with pytest.raises(Unsupported, match="cannot be imported"):
+            package._product_named("contiguous")
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for experts in (modular.DeepGemmExperts, allowed):
+        with pytest.raises(Unsupported, match=r"deep_gemm is not installed; install it from .* or leave"):
+            experts(use_deep_gemm_package=True)

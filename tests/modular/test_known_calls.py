@@ -1,0 +1,92 @@
+"""Calls of a modular kernel that look like one before: what is remembered of them, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import moe_torch
+from moe_core.errors import InvalidInput
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_torch import modular, ops
+from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP
+from moe_torch.modular.rows import as_ids, as_weights
+from tests.support.torch import require_equal, running_on
+
+E, K = 5, 16
+
+
+def kernel_of(**options: Any) -> FusedMoEModularKernel:
+    return FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), modular.TritonExperts(**options))
+
+
+def draw(*shape: int, seed: int) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 4
+
+
+X, W1, W2 = draw(6, K, seed=0), draw(E, K, K, seed=1), draw(E, K, K // 2, seed=2)
+WEIGHTS, IDS = draw(6, 2, seed=3), (torch.arange(12, dtype=torch.int32) % E).view(6, 2)
+
+
+def composed(x: Any, w1: Any, w2: Any, name: str = "silu", layout: str = "out_in", **biases: Any) -> Any:
+    spec = MoESpec(Activation(name, gated=w1.shape != w2.shape), weight_layout=layout)
+    return moe_torch.moe(x, moe_torch.ExpertWeights(w1, w2, **biases), moe_torch.TopK(IDS, WEIGHTS), spec).output
+
+
+def test_they_read_their_own_tensors() -> None:
+    """Whatever was the same tensor before: output and hidden states, or two biases."""
+    one, two = draw(E, K, seed=4), draw(E, K, seed=5)
+    assert as_ids(IDS) is IDS and as_weights(WEIGHTS, IDS) is WEIGHTS
+    kernel = kernel_of()
+    with running_on("reference"), torch.no_grad():
+        for first, second in ((one, one), (one, two), (two, one), (two, two)):
+            kernel.fused_experts.quant_config = modular.FusedMoEQuantConfig(w1_bias=first, w2_bias=second)
+            expected = composed(X, W1, W2, gate_up_bias=first, down_bias=second)
+            for inplace in (True, False):
+                found = kernel(X.clone() if inplace else X, W1, W2, WEIGHTS, IDS, inplace=inplace)
+                require_equal(found, expected, f"inplace {inplace}")
+
+
+def test_nothing_is_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where tensors do not lie as they must, or something else is asked for."""
+    kernel = kernel_of()
+    with running_on("reference"), torch.no_grad():
+        kernel(X, W1, W2, WEIGHTS, IDS)
+        expected, requests, request = composed(-X, W1, W2), [], ops.moe_request
+        monkeypatch.setattr(ops, "moe_request", lambda *arguments: requests.append(arguments) or request(*arguments))
+        require_equal(kernel(-X, W1, W2, WEIGHTS, IDS), expected, "other tokens")
+        assert not requests
+        kernel.fused_experts.tuning = moe_torch.Tuning(batch_invariant=True)
+        kernel(X, W1, W2, WEIGHTS, IDS)
+        assert len(requests) == 1
+        misaligned = torch.zeros(6 * K + 1)[1:].view(6, K)
+        with pytest.raises(InvalidInput, match=r"x must start at a multiple of 16 bytes.*clone\(\) it"):
+            kernel(misaligned, W1, W2, WEIGHTS, IDS)
+        with pytest.raises(InvalidInput, match="global_num_experts must be 5"):
+            kernel(X, W1, W2, WEIGHTS, IDS, global_num_experts=4)
+
+
+class Doubled(modular.TritonExperts):
+    def weights(self, w1: Any, w2: Any) -> Any:
+        return super().weights(w1, 2 * w2)
+
+
+def test_a_class_of_ones_own_has_its_own_calls() -> None:
+    with running_on("reference"), torch.no_grad():
+        found = kernel_of()(X, W1, W2, WEIGHTS, IDS)
+        doubled = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), Doubled())
+        for _ in range(2):
+            require_equal(doubled(X, W1, W2, WEIGHTS, IDS), 2 * found, "doubled")
+
+
+def test_the_weights_of_either_layout() -> None:
+    """Square ones look alike in both."""
+    w2 = draw(E, K, K, seed=6)
+    with running_on("reference"), torch.no_grad():
+        for layout in ("out_in", "in_out"):
+            found = kernel_of(weight_layout=layout)(X, W1, w2, WEIGHTS, IDS, activation="silu_no_mul")
+            require_equal(found, composed(X, W1, w2, layout=layout), layout)

@@ -1,0 +1,131 @@
+"""Configurations of the fused-MoE family: which formats they mean, what becomes of their arrays, what is refused."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP, FP8_TENSOR, FP8_TOKEN, MXFP4, QuantizedTensor
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, SCHEMES, FusedMoEQuantConfig
+from moe_core.modular.types import FusedMoEParallelConfig, moe_problem_size, quant_key
+from moe_core.modular.weights import activation_quantization, expert_weights, weight_quantization
+
+make = FusedMoEQuantConfig.make
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "activations"),
+    [
+        (make(), None, None),
+        (make(use_fp8_w8a8=True), FP8_TENSOR, FP8_TENSOR),
+        (make(True, per_act_token_quant=True), FP8_CHANNEL, FP8_TOKEN),
+        (make(True, block_shape=[128, 128]), FP8_BLOCK, FP8_GROUP),
+        (make(use_mxfp4_w4a4=True), MXFP4, MXFP4),
+    ],
+    ids=str,
+)
+def test_formats_of_float_schemes(config: FusedMoEQuantConfig, weights: object, activations: object) -> None:
+    assert weight_quantization(config) == weights and activation_quantization(config) == activations
+
+
+def test_formats_of_integer_schemes() -> None:
+    names = {
+        "int8_channel": make(use_int8_w8a8=True, per_act_token_quant=True),
+        "int8_tensor": make(use_int8_w8a8=True),
+        "int8_block_64x64": make(use_int8_w8a8=True, block_shape=(64, 64)),
+        "int8_row": make(use_int8_w8a16=True),
+        "int4_g64": make(use_int4_w4a16=True, block_shape=[0, 64]),
+        "int4_g128_zp": make(use_int4_w4a16=True, block_shape=[0, 128], w1_zp=np.zeros(1), w2_zp=np.zeros(1)),
+        "fp8_block_64x32": make(use_fp8_w8a8=True, block_shape=[64, 32]),
+    }
+    assert {name: str(weight_quantization(config)) for name, config in names.items()} == {n: n for n in names}
+    assert str(activation_quantization(names["int8_channel"])) == "int8_token"
+    assert str(activation_quantization(names["int8_block_64x64"])) == "int8_group_1x64"
+    assert activation_quantization(names["int4_g64"]) is None
+    assert str(activation_quantization(names["fp8_block_64x32"])) == "fp8_group_1x32"
+
+
+def test_scales_and_biases_become_operands() -> None:
+    """Shapes that hold the same numbers fit; others name what is wanted."""
+    w1, w2 = np.zeros((3, 8, 16), E4M3), np.zeros((3, 16, 4), E4M3)
+    scales = np.arange(3, dtype=np.float32)
+    bias = np.zeros((3, 8), np.float32)
+    config = make(use_fp8_w8a8=True, w1_scale=scales, w2_scale=scales.reshape(3, 1), w1_bias=bias)
+    experts = expert_weights(w1, w2, config, "out_in")
+    assert isinstance(experts.gate_up, QuantizedTensor) and experts.gate_up.shape == (3, 8, 16)
+    assert experts.down.scales.shape == (3, 1, 1) and experts.gate_up_bias is bias and experts.down_bias is None
+    # mxfp4 `[3, 64, 8]` in `in_out`: bytes of two inputs, and two groups of 32.
+    scales = {"w1_scale": np.zeros((3, 2, 8), np.uint8), "w2_scale": np.zeros((3, 2, 4), np.uint8)}
+    halves = np.zeros((3, 32, 8), np.uint8), np.zeros((3, 32, 4), np.uint8)
+    packed = expert_weights(*halves, make(use_mxfp4_w4a4=True, **scales), "in_out")
+    assert packed.gate_up.shape == (3, 64, 8)
+    with pytest.raises(InvalidInput, match=r"w1_scale must be \(3, 1, 1\)"):
+        expert_weights(w1, w2, make(use_fp8_w8a8=True, w1_scale=bias, w2_scale=bias), "out_in")
+    with pytest.raises(InvalidInput, match="w1_scale must be an array for fp8_tensor"):
+        expert_weights(w1, w2, make(use_fp8_w8a8=True), "out_in")
+    with pytest.raises(Unsupported, match="w1_precision is a precision object"):
+        expert_weights(w1, w2, make(w1_precision=object()), "out_in")
+
+
+def test_a_static_scale_is_one_number() -> None:
+    scales = {"w1_scale": np.ones(2, np.float32), "w2_scale": np.ones(2, np.float32)}
+    weights = [np.zeros((2, 32, 32), ml_dtypes.float8_e4m3fn)] * 2
+    with pytest.raises(InvalidInput, match="a2_scale must have one element"):
+        expert_weights(*weights, make(True, **scales, a2_scale=np.ones(2, np.float32)), "out_in")
+
+
+def test_contradictions_are_refused() -> None:
+    wrong = {
+        "at most one of": lambda: make(use_fp8_w8a8=True, use_int8_w8a8=True),
+        "block_shape must not be given without a scheme": lambda: make(block_shape=[128, 128]),
+        "w2_zp must not be given without a scheme": lambda: make(w2_zp=np.zeros(1)),
+        "per_act_token_quant must be False for int4_w4a16": lambda: make(use_int4_w4a16=True, per_act_token_quant=True),
+        r"block_shape must be \(rows, columns\)": lambda: make(True, block_shape=[128]),
+        "make takes no w3_scale": lambda: make(w3_scale=np.zeros(1)),
+        "use_fp8_w8a8 must be True or False": lambda: make(1),  # type: ignore[arg-type]
+        r"block_shape must be \(0, group\)": lambda: weight_quantization(make(use_int4_w4a16=True, block_shape=[8, 8])),
+        "block_shape must be None for mxfp4": lambda: weight_quantization(
+            make(use_mxfp4_w4a4=True, block_shape=[1, 32])
+        ),
+        "must not be given twice": lambda: make(True, w1_scale=np.zeros(1)).with_arrays(w1_scale=np.zeros(1)),
+        "ep_rank must be below ep_size": lambda: FusedMoEParallelConfig(ep_size=2, ep_rank=2, use_ep=True),
+        "ep_size must be 1 without use_ep": lambda: FusedMoEParallelConfig(ep_size=2),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_sizes_come_from_axes_that_nothing_packs() -> None:
+    """mxfp4 halves the input axes of weights and tokens; the outputs say how wide everything is."""
+    assert moe_problem_size((7, 8), (5, 64, 8), (5, 16, 16), (7, 2), "out_in") == (5, 7, 64, 16, 2)
+    assert moe_problem_size((7, 8), (5, 8, 64), (5, 16, 16), (7, 2), "in_out") == (5, 7, 64, 16, 2)
+    assert moe_problem_size((5, 9, 16), (5, 64, 16), (5, 16, 32), (7, 2), "out_in") == (5, 9, 64, 16, 2)
+    with pytest.raises(InvalidInput, match="a block of rows for each of the 5 experts"):
+        moe_problem_size((4, 9, 16), (5, 64, 16), (5, 16, 32), (7, 2), "out_in")
+
+
+def test_capabilities_answer_and_say_why() -> None:
+    torch = pytest.importorskip("torch")
+    from moe_torch import modular
+
+    cpu, key = torch.device("cpu"), quant_key(FP8_BLOCK, static=True)
+    assert key == modular.QuantKey("e4m3", modular.ScaleDesc("float32", True, (128, 128)))
+    schemes = [make(**{f"use_{name}": True}) for name in SCHEMES if name != "mxfp4_w4a16"]
+    foreign = make(w1_precision=object())
+    for experts in (modular.TritonExperts, modular.OAITritonExperts, modular.BatchedTritonExperts):
+        for config in (FUSED_MOE_UNQUANTIZED_CONFIG, *schemes):
+            assert experts.supports(config, cpu) is None, config
+        assert "pass its scales as w1_scale" in experts.supports(foreign, cpu)
+        assert "meta" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, torch.device("meta"))
+        assert "no activation 'tanh'" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, activation="tanh")
+        parallel = FusedMoEParallelConfig(ep_size=4, ep_rank=3, use_ep=True)
+        assert experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, parallel_config=parallel) is None
+        assert experts._supports_current_device() and experts._supports_no_act_and_mul()
+        assert experts._supports_quant_scheme(None, None) and experts._supports_quant_scheme(key, None)
+        assert not experts._supports_quant_scheme(None, key)
+    with pytest.raises(Unsupported, match="w1_precision is a precision object"):
+        modular.TritonExperts(foreign)

@@ -1,0 +1,76 @@
+"""The activation op against its NumPy twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core import InvalidInput
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec
+from moe_core.ops.activation import reference
+from moe_core.ops.activation.forward import plan_activation
+from moe_core.parity.tolerance import activation_tolerance, assert_close
+from moe_core.specs.matmul import ACTIVATIONS, GATE_LAYOUTS, Activation
+from tests.support.harness import engine_target, run_plan
+
+GATED = [Activation(name, gate_layout=layout) for name in ACTIVATIONS for layout in GATE_LAYOUTS]
+UNGATED = [Activation(name, gated=False) for name in ACTIVATIONS if name != "swiglu_oai"]
+EVERY = [*GATED, *UNGATED, Activation("swiglu_oai", limit=None), Activation("swiglu_oai", alpha=1.0, limit=0.5)]
+
+
+def run_both(x: np.ndarray, up: np.ndarray | None, activation: Activation, out_dtype: str | None = None):
+    """(actual, expected)."""
+    up_spec = None if up is None else ArraySpec(up.shape, up.dtype.name)
+    plan = plan_activation(
+        ArraySpec(x.shape, x.dtype.name), activation, engine_target(), up=up_spec, out_dtype=out_dtype
+    )
+    actual = run_plan(plan, {"x": x} | ({} if up is None else {"up": up}))["y"]
+    return actual, reference.activation(x, up, activation=activation, out_dtype=out_dtype or x.dtype.name)
+
+
+@pytest.mark.parametrize("activation", EVERY, ids=str)
+def test_every_activation(activation: Activation) -> None:
+    random = np.random.default_rng(0)
+    x = 4 * random.standard_normal(
+        (7, 2 * 33 if activation.gate_layout in ("halves", "interleaved") else 33), np.float32
+    )
+    x[0, :8] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e4, -1e4, 1e-30]
+    up = random.standard_normal((7, 33), np.float32) if activation.gate_layout == "separate" else None
+    actual, expected = run_both(x, up, activation)
+    assert_close(actual, expected, activation_tolerance("float32"), label=str(activation))
+
+
+@given(
+    rows=st.sampled_from([0, 1, 5, 70]),
+    width=st.sampled_from([1, 16, 33]),
+    dtype=st.sampled_from(dtypes.MATMUL_DTYPES),
+    out_dtype=st.sampled_from([None, *dtypes.MATMUL_DTYPES]),
+    activation=st.sampled_from(EVERY),
+    seed=st.integers(0, 9),
+)
+def test_shapes_and_dtypes(rows, width, dtype, out_dtype, activation, seed) -> None:
+    random = np.random.default_rng(seed)
+    columns = 2 * width if activation.gate_layout in ("halves", "interleaved") else width
+    x = random.standard_normal((rows, columns), np.float32).astype(dtypes.numpy_dtype(dtype))
+    up = x[:, ::-1].copy() if activation.gate_layout == "separate" else None
+    actual, expected = run_both(x, up, activation, out_dtype)
+    assert actual.dtype == dtypes.numpy_dtype(out_dtype or dtype)
+    assert_close(actual, expected, activation_tolerance(out_dtype or dtype), label="y")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Activation("swish"), "activation must be one of silu, .*got 'swish'"),
+        (lambda: Activation("silu", gate_layout="up_first"), "gate_layout must be one of halves, .*got 'up_first'"),
+        (lambda: Activation("silu", alpha=1.0), "alpha and limit belong to swiglu_oai"),
+        (lambda: Activation("swiglu_oai", gated=False), "gated must be True for swiglu_oai"),
+        (lambda: Activation("swiglu_oai", limit=-1.0), "limit must be positive or None, got -1.0"),
+    ],
+)
+def test_bad_activation(make, message) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        make()

@@ -1,0 +1,310 @@
+"""Row blocks of 192 of the `sm90` family: how groups are cut, what is planned and refused, and that results are those
+of its blocks of 128, bit by bit, on an sm_90 GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from moe_core import InvalidInput
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.matmul.families import why_illegal
+from moe_core.ops.matmul.forward import plan_matmul_ogs
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
+from moe_core.ops.matmul.tile_choice import heuristic_tile
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.routing import reference
+from moe_core.ops.routing.layout import plan_schedule
+from moe_core.parity.tolerance import assert_close, matmul_tolerance
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
+from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tuning import Tuning
+from tests.support.faults.kernel_copies import NO_FAULT, kernel_files
+from tests.support.faults.sm90 import RESULT_DIFFERS, TALL_FAULTS, run_on_faulty_copies
+from tests.support.harness import engine_target, run_plan
+from tests.support.matmul.cases import Case, build, expected_matmul, random_array, run_matmul
+from tests.support.matmul.composed import filled_rows, run_composed
+from tests.support.matmul.problems import plain_problem
+from tests.support.matmul.sm90 import KEEPING, SM_90, cases, config_of, needs_sm_90, tall
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET", "0") != "1", reason="the GPU's results below depend on it"
+)
+FIRST, SECOND = (TileConfig(192, width, 64, 4, 3, 4, "sm90") for width in (128, 256))
+LOW_FIRST, LOW_SECOND = (TileConfig(128, width, 64, 4, 4, 4, "sm90") for width in (128, 256))
+#: Rows around every change of a group's blocks.
+HEIGHTS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 384, 385, 1500)
+
+
+@interpreted
+def test_groups_are_cut_evenly_between_chunks() -> None:
+    """All of a group's rows once, as few blocks as hold them, and no low one beside others; sizes may lie."""
+    from moe_core.runtime import interpreter
+    from tests.support.runtime.interpreter_kernels import cut_kernel
+
+    most = 8
+    around = [64 * chunks + more for chunks in range(1, 3 * most) for more in (-1, 0, 1)]
+    sizes = np.array([-(2**31) + 200, -1, 0, 1, *around, 2**31 - 400], np.int32)
+    blocks = np.maximum(-(-sizes.astype(np.int64) // 192), 1)
+    # Of more blocks than fit, the last ones.
+    before = np.maximum(blocks - most, 0).astype(np.int32)
+    found = {name: np.zeros((sizes.size, most), np.int32) for name in ("firsts", "rows")}
+    arrays = {"sizes": sizes, "before": before} | found
+    arguments = [(name, interpreter.HostPointer(array.ctypes.data, "int32")) for name, array in arrays.items()]
+    interpreter.launch(cut_kernel, (sizes.size,), [*arguments, ("MOST", most)])
+    for index, size in enumerate(sizes.tolist()):
+        count = min(blocks[index], most)
+        firsts, rows = (found[name][index, :count] for name in ("firsts", "rows"))
+        if size <= 0:
+            assert rows[0] <= 0, size
+            continue
+        assert before[index] or firsts[0] == 0
+        assert (firsts % 64 == 0).all() and (firsts[1:] == firsts[:-1] + rows[:-1]).all(), size
+        assert firsts[-1] + rows[-1] == size and (rows > 0).all() and (rows <= 192).all(), size
+        assert np.isin(rows[:-1], (128, 192)).all() and (count == 1 or rows[-1] > 64), size
+
+
+@interpreted
+def test_the_schedule_has_a_row_for_each_block() -> None:
+    sizes, layout = np.array([0, 1, 192, 193, 385, 12], np.int32), LayoutSpec(783, 1, 6)
+    found = run_plan(plan_schedule(layout, 192, engine_target()), {"group_sizes": sizes})["schedule"]
+    np.testing.assert_array_equal(found, reference.schedule(sizes, layout=layout, block_m=192), strict=True)
+    blocks = [[0, 1], [0, 2], [0, 3], [1, 3], [0, 4], [1, 4], [2, 4], [0, 5]]
+    assert found[: len(blocks)].tolist() == blocks and (found[len(blocks) :] == -1).all()
+
+
+def moe_arguments(gate_layout: str = "halves", heights: tuple[int, int] = (192, 192), tokens: int = 512) -> Any:
+    """x, experts, routing and spec of a layer whose products have row blocks of those heights."""
+    width, up = (192, ArraySpec((8, 256, 192), "bfloat16")) if gate_layout == "separate" else (384, None)
+    biases = {"gate_up_bias": ArraySpec((8, width), "float32"), "down_bias": ArraySpec((8, 256), "float32")}
+    down = ArraySpec((8, 192, 256), "bfloat16")
+    if up is not None:
+        biases["up_bias"] = ArraySpec((8, 192), "float32")
+    experts = ExpertWeights(ArraySpec((8, 256, width), "bfloat16"), down, up, **biases)
+    first, second = (
+        low if height == 128 else tall(low) for low, height in zip((LOW_FIRST, LOW_SECOND), heights, strict=True)
+    )
+    spec = MoESpec(Activation("silu", gate_layout=gate_layout), RouterSpec(2), tuning=Tuning(first, second))
+    return ArraySpec((tokens, 256), "bfloat16"), experts, RouterLogits(ArraySpec((tokens, 8), "float32")), spec
+
+
+def launches(plan: LaunchPlan) -> list[tuple[str, dict[str, Any]]]:
+    """Kernel and arguments of both products."""
+    steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    return [(step.kernel, dict(step.arguments)) for step in steps if step.kernel.name.endswith(":matmul_ogs")]
+
+
+@pytest.mark.parametrize("heights", [(128, 128), (128, 192), (192, 128), (192, 192)])
+def test_a_height_for_each_product(heights: tuple[int, int]) -> None:
+    plan = plan_moe(*moe_arguments(heights=heights), SM_90)
+    names = {128: SM90_MATMUL_OGS, 192: SM90_TALL_MATMUL_OGS}
+    assert [name for name, _ in launches(plan)] == [names[height] for height in heights]
+    schedules = [arguments["schedule"].buffer for _, arguments in launches(plan)]
+    assert schedules == [f"schedule_{height}" for height in heights]
+    for height, schedule in zip(heights, schedules, strict=True):
+        assert plan.spec(schedule).shape == (LayoutSpec(512, 2, 8).max_blocks(height), 2)
+    assert len(plan.steps) == len(plan_moe(*moe_arguments(heights=(128, 128)), SM_90).steps), "no launch more"
+
+
+@pytest.mark.parametrize("gate_layout", ["halves", "separate", "interleaved"])
+def test_boxes_are_panels_where_gate_and_up_lie_apart(gate_layout: str) -> None:
+    (_, first), (_, second) = launches(plan_moe(*moe_arguments(gate_layout), SM_90))
+    columns = 256 if gate_layout == "interleaved" else 64
+    assert first["weight_map"].box == (64, columns) and first["y_map"].box == (64, 64)
+    if gate_layout == "separate":
+        assert first["up_map"] == TensorMap("experts.up", (8 * 256, 192), 192, (64, 64))
+    assert second["weight_map"].box == (64, 256) and second["y_map"].box == (64, 128)
+    assert not {"pre", "pre_map", "gate_map"} & set(first)
+    assert first["STAGES"] == second["STAGES"] == Constant(3)
+
+
+def test_what_stores_the_pre_activation_refuses_it() -> None:
+    x, experts, routing, spec = moe_arguments()
+    with pytest.raises(InvalidInput, match="block_m 128 where the pre-activation is stored, as training does"):
+        plan_moe(x, experts, routing, spec, SM_90, save=True)
+    spec = moe_arguments(heights=(128, 192))[-1]
+    kept = launches(plan_moe(x, experts, routing, spec, SM_90, save=True))
+    assert [name for name, _ in kept] == [
+        SM90_MATMUL_OGS,
+        SM90_TALL_MATMUL_OGS,
+    ]
+
+
+def test_a_backward_that_recomputes_has_lower_blocks() -> None:
+    """To the forward's bits, which keeps no pre-activation and may have tall ones, chosen or given."""
+    x, experts, routing, given = moe_arguments(heights=(192, 128))
+    for spec in (dataclasses.replace(given, recompute=True), dataclasses.replace(given, recompute=True, tuning=None)):
+        first, _ = launches(plan_moe(x, experts, routing, spec, SM_90, save=True))
+        assert first[0] == SM90_TALL_MATMUL_OGS
+        operands = MoEOperands(x, experts, routing)
+        again = launches(plan_moe_backward(OutputGradients(x), operands, spec, SM_90, wanted=("d_x",)))[0]
+        assert again[0] == SM90_MATMUL_OGS and again[1]["pre"] == Pointer("pre_activation")
+
+
+@pytest.mark.parametrize(
+    ("change", "target", "reason"),
+    [
+        ({}, SM_90, None),
+        ({"num_stages": 2}, SM_90, None),
+        ({"num_stages": 4}, SM_90, "num_stages must be 2 to 3 "),
+        ({"block_m": 256}, SM_90, "or the same with block_m 192, got"),
+        ({"block_n": 128}, SM_90, "tiles are"),
+        ({"group_m": 0}, SM_90, "group_m"),
+        ({"family": "portable"}, SM_90, "block_m must be a power of two"),
+        ({}, Target("cuda", 100, 148), "needs sm_90"),
+    ],
+)
+def test_what_is_legal(change: dict[str, Any], target: Target, reason: str | None) -> None:
+    layout, spec = LayoutSpec(40, 1, 4), MatmulSpec("in_out")
+    operands = MatmulOperands(ArraySpec((40, 128), "bfloat16"), ArraySpec((4, 128, 256), "bfloat16"))
+    problem, config = MatmulProblem(operands, layout, spec, target), dataclasses.replace(SECOND, **change)
+    if reason is None:
+        assert why_illegal(config, problem) is None
+        return
+    assert reason in str(why_illegal(config, problem))
+    with pytest.raises(InvalidInput, match="config must be legal"):
+        plan_matmul_ogs(operands, layout, spec, target, config=config)
+
+
+def test_it_is_chosen_where_most_groups_have_more_than_128_rows_and_at_most_192() -> None:
+    heights = {}
+    for mean in (48, 100, 120, 128, 160, 180, 192, 256, 8000):
+        problem = plain_problem(mean * 128, 128, 4096, 768, target=SM_90)
+        heights[mean] = heuristic_tile(problem).config.block_m
+        assert why_illegal(heuristic_tile(problem).config, problem) is None
+    assert [mean for mean, height in heights.items() if height == 192] == [120, 128, 160, 180]
+    assert set(heights.values()) == {128, 192}
+
+
+def both(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """(blocks of 192, blocks of 128) of one product on the GPU."""
+    operands, layout, arrays = build(case)
+    low = dataclasses.replace(config_of(case), group_m=4)
+    found = [run_matmul(operands, layout, arrays, case.spec, config=config) for config in (tall(low), low)]
+    return found[0], found[1]
+
+
+@pytest.mark.gpu
+@given(cases())
+def test_matches_the_reference_and_blocks_of_128(case: Case) -> None:
+    needs_sm_90()
+    actual, low = both(case)
+    assert actual.tobytes() == low.tobytes()
+    operands, layout, arrays = build(case)
+    expected = expected_matmul(operands, layout, arrays, case.spec)
+    tolerance = matmul_tolerance(case.dtype, case.dtype, case.d, activation=case.spec.activation)
+    assert_close(actual, expected, tolerance, label="y")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", HEIGHTS)
+@pytest.mark.parametrize("gather", ["row", "token"])
+def test_every_height_of_a_group(rows: int, gather: str) -> None:
+    """The only group that has rows; and again, when other multiprocessors compute the blocks."""
+    needs_sm_90()
+    spec = MatmulSpec("out_in", gather, "row", Activation("silu") if gather == "token" else None)
+    case = Case(rows, 1, 4, 512, 640, "bfloat16", spec, "one_expert", bias="float32")
+    actual, low = both(case)
+    assert actual.tobytes() == low.tobytes()
+    assert both(case)[0].tobytes() == actual.tobytes()
+    operands, layout, arrays = build(case)
+    tolerance = matmul_tolerance("bfloat16", "bfloat16", 512, activation=spec.activation)
+    assert_close(actual, expected_matmul(operands, layout, arrays, case.spec), tolerance, label="y")
+
+
+#: On layouts of our own, where whole chunks are stored by TMA; the third one with row weights, as products 2 are.
+OWN = {name: dataclasses.replace(case, num_tokens=900) for name, case in KEEPING.items()} | {
+    "weighted": Case(
+        900,
+        2,
+        5,
+        256,
+        328,
+        "bfloat16",
+        MatmulSpec("in_out", "row", "row"),
+        "some_absent",
+        bias="float32",
+        row_weight=True,
+    )
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OWN)
+def test_layouts_of_our_own(name: str) -> None:
+    """The bits of blocks of 128, and no row that no expert has is written."""
+    needs_sm_90()
+    case = OWN[name]
+    operands, layout, arrays = build(case)
+    low, filled = config_of(case), filled_rows(layout, arrays)
+    found = [run_composed(operands, layout, arrays, case.spec, config, ("y",))["y"] for config in (tall(low), low)]
+    assert found[0].tobytes() == found[1].tobytes()
+    assert (found[0][~filled].view(np.uint16) == 0xFFFF).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_layout", ["halves", "separate", "interleaved"])
+def test_whole_forwards(gate_layout: str) -> None:
+    """Either height for either product: the same bits."""
+    needs_sm_90()
+    x, experts, routing, _ = moe_arguments(gate_layout, tokens=700)
+    target, random, found = engine_target(), np.random.default_rng(0), []
+    arrays: dict[str, np.ndarray] = {}
+    for heights in ((128, 128), (128, 192), (192, 128), (192, 192)):
+        plan = plan_moe(x, experts, routing, moe_arguments(gate_layout, heights)[-1], target)
+        for buffer in plan.inputs:
+            if buffer.name not in arrays:
+                arrays[buffer.name] = random_array(random, buffer.spec.shape, buffer.spec.dtype)
+        found.append(run_plan(plan, arrays)["output"])
+    assert np.isfinite(found[0].astype(np.float32)).all()
+    assert all(output.tobytes() == found[0].tobytes() for output in found)
+
+
+@pytest.mark.gpu
+def test_layouts_that_lie_stay_inside_their_buffers() -> None:
+    """Sizes, starts and slots outside the arrays: the harness's guard zones must stay untouched."""
+    needs_sm_90()
+    spec = MatmulSpec("in_out", "token", "slot")
+    operands, layout, arrays = build(Case(300, 2, 4, 128, 264, "bfloat16", spec, "uniform"))
+    for name, values in (("group_sizes", 10**6), ("group_start", -(10**6)), ("slot_of_row", 10**7)):
+        wrong = arrays | {name: np.full_like(arrays[name], values)}
+        run_matmul(operands, layout, wrong, spec, config=SECOND)
+
+
+@pytest.mark.gpu
+def test_a_layer_outside_the_stack_gives_nan() -> None:
+    needs_sm_90()
+    spec = MatmulSpec("in_out", "row", "row")
+    operands, layout, arrays = build(Case(400, 1, 2, 64, 128, "bfloat16", spec, "uniform", stacked=True))
+    operands = dataclasses.replace(operands, layer_index=np.array([7], np.int32))
+    assert np.isnan(run_matmul(operands, layout, arrays, spec, config=SECOND).astype(np.float32)).all()
+
+
+def test_faults_can_be_planted() -> None:
+    for files in TALL_FAULTS.values():
+        for name, faults in files.items():
+            source = kernel_files()[name].read_text()
+            assert all(fault.old in source for fault in faults), name
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_faults_are_found(tmp_path: Path) -> None:
+    """The unchanged copy is the control."""
+    needs_sm_90()
+    for folder, fault in run_on_faulty_copies("run", tmp_path, TALL_FAULTS).items():
+        wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
+        assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"

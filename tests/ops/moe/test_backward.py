@@ -1,0 +1,217 @@
+"""The composed backward against the NumPy reference: every activation, layout, routing rule and choice of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core import InvalidInput
+from moe_core.base.target import Target
+from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.reference.backward import Request
+from moe_core.ops.routing.reference import layout as make_layout
+from moe_core.parity.tolerance import assert_close
+from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import (
+    OutputGradients,
+    map_arrays,
+    named_arrays,
+)
+from moe_core.specs.routing import LayoutSpec, RouterSpec
+from tests.support import strategies
+from tests.support.harness import H200, engine_target, spec_of
+from tests.support.strategies import draw_array, hard_routing
+from tests.support.training.moe_backward import REFERENCE, Problem, draw, routed, specs
+from tests.support.training.tolerances import BF16, FP32
+
+
+@pytest.mark.parametrize("activation", strategies.all_activations(), ids=str)
+@pytest.mark.parametrize("weight_layout", ["in_out", "out_in"])
+def test_every_activation(activation: Activation, weight_layout: str) -> None:
+    spec = MoESpec(activation, weight_layout=weight_layout)
+    draw(hard_routing("missing_ids"), spec, with_shared=True).check()
+
+
+@pytest.mark.parametrize("name", strategies.HARD_ROUTINGS)
+def test_hard_routings(name: str) -> None:
+    case = hard_routing(name)
+    found = draw(case, MoESpec(Activation("swiglu_oai", gate_layout="interleaved", limit=1.0))).check()
+    sizes, _, _, row_of_slot, _ = make_layout(case.ids, case.expert_map, case.token_mask, layout=case.layout())
+    absent = row_of_slot.reshape(case.ids.shape) < 0
+    for key, gradient in found.items():
+        if key.startswith("d_experts."):
+            assert not gradient[sizes == 0].any(), f"{key} of an expert without tokens"
+    assert not found["d_x"][absent.all(axis=1)].any() and not found["d_routing.weights"][absent].any()
+
+
+ROUTERS = [
+    RouterSpec(3),
+    RouterSpec(3, renormalize=True, scale=2.5),
+    RouterSpec(3, order="topk_then_softmax"),
+    RouterSpec(3, "sigmoid", renormalize=True, slot_order="expert"),
+    RouterSpec(3, "sqrt_softplus"),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+@pytest.mark.parametrize("name", ["missing_ids", "expert_map", "token_mask"])
+def test_routers(router: RouterSpec, name: str) -> None:
+    layout = "in_out" if router.renormalize else "out_in"
+    spec = MoESpec(Activation("silu"), router_weight_layout=layout)
+    problem = draw(hard_routing(name), spec)
+    routed(problem, router).check()
+    routed(problem, router, from_logits=True).check()
+
+
+@given(st.data())
+def test_drawn_layers(data: st.DataObject) -> None:
+    case = data.draw(strategies.routings(max_tokens=16, max_experts=9))
+    spec, seed = data.draw(specs(case.top_k)), data.draw(strategies.seeds())
+    problem = draw(case, spec, seed=seed, with_shared=data.draw(st.booleans()), with_bias=data.draw(st.booleans()))
+    num_global = case.num_experts if case.expert_map is None else len(case.expert_map)
+    if data.draw(st.booleans()) and case.top_k <= num_global:
+        router = data.draw(strategies.router_specs(num_global, has_bias=True))
+        if spec.apply_router_weight_on_input:
+            router = RouterSpec(1, "sigmoid")
+        problem = routed(problem, router, seed=seed, from_logits=data.draw(st.booleans()))
+    (problem.recomputing() if data.draw(st.booleans()) else problem).check()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_16_bit(dtype: str, on_input: bool) -> None:
+    spec = MoESpec(Activation("gelu"), apply_router_weight_on_input=on_input)
+    problem = draw(hard_routing("top_1"), spec, dtype=dtype, with_shared=True)
+    problem.check(BF16)
+    routed(problem, RouterSpec(1, "sigmoid")).check(BF16)
+
+
+def test_output_gradients_of_another_dtype_are_rounded_once() -> None:
+    problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")), dtype="bfloat16")
+    wide = problem.gradients.output.astype(np.float32) * np.float32(1.001)
+    found = dataclasses.replace(problem, gradients=OutputGradients(wide)).backward()
+    narrow = OutputGradients(wide.astype(problem.operands.x.dtype))
+    wanted = dataclasses.replace(problem, gradients=narrow).backward()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], name)
+
+
+@pytest.mark.parametrize("engine", ["kernels", "reference"])
+@pytest.mark.parametrize("routing", ["ids", "logits", "x"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_each_gradient_alone_has_the_same_bits(engine: str, routing: str, top_k: int) -> None:
+    target = engine_target() if engine == "kernels" else REFERENCE
+    spec = MoESpec(Activation("silu", gate_layout="separate"), apply_router_weight_on_input=top_k == 1)
+    problem = draw(hard_routing("top_1" if top_k == 1 else "missing_ids"), spec, with_shared=True)
+    if routing != "ids":
+        problem = routed(problem, RouterSpec(top_k), from_logits=routing == "logits")
+    kept = problem.forward(target)[1]
+    together = problem.backward(target, kept=kept)
+    for name in problem.names():
+        alone = problem.backward(target, (name,), kept=kept)
+        np.testing.assert_array_equal(alone[name], together[name], name)
+
+
+def test_recomputing_has_the_same_bits() -> None:
+    for name, on_input in (("missing_ids", False), ("top_1", True)):
+        spec = MoESpec(Activation("gelu", gate_layout="interleaved"), apply_router_weight_on_input=on_input)
+        problem = draw(hard_routing(name), spec, dtype="bfloat16", with_shared=True)
+        kept, again = problem.backward(), problem.recomputing().backward()
+        plan, _ = problem.recomputing().forward(engine_target())
+        assert not [one for one in plan.outputs if one.name.endswith("pre_activation")]
+        for key in kept:
+            np.testing.assert_array_equal(kept[key], again[key], key)
+
+
+@pytest.mark.parametrize("activation", strategies.all_activations(), ids=str)
+def test_keeping_does_not_change_the_forward(activation: Activation) -> None:
+    problem = draw(hard_routing("missing_ids"), MoESpec(activation), dtype="bfloat16", with_shared=True)
+    for target in (engine_target(), REFERENCE):
+        (plan, kept), (_, plain) = problem.forward(target), problem.forward(target, save=False)
+        for name, array in plain.items():
+            np.testing.assert_array_equal(kept[name], array, name)
+        extra = [buffer.name for buffer in plan.outputs if buffer.name not in plain]
+        assert extra == [f"saved.{name}" for name in SAVED_ARRAYS]
+
+
+SAVED_ARRAYS = ("pre_activation", "group_start", "slot_of_row", "row_of_slot", "shared_pre_activation", "shared_gate")
+
+
+def test_gradients_added_to_what_is_there() -> None:
+    problem = routed(draw(hard_routing("missing_ids"), MoESpec(Activation("silu")), with_shared=True), RouterSpec(2))
+    names = ("d_experts.gate_up", "d_experts.down", "d_shared.gate_up", "d_shared.down", "d_routing.weight")
+    rng, arrays = np.random.default_rng(3), problem.arrays()
+    into = {name: draw_array(rng, arrays[name.removeprefix("d_")].shape) for name in names}
+    alone, expected = problem.backward(wanted=names), problem.expected(Request(frozenset(names), into))
+    for target in (engine_target(), REFERENCE):
+        found = problem.backward(target, names, into=into)
+        for name in names:
+            assert_close(found[name], expected[name], FP32, name)
+    for name in names:
+        np.testing.assert_array_equal(problem.backward(None, names, into=into)[name], into[name] + alone[name])
+
+
+def test_one_layer_of_a_stack() -> None:
+    single = draw(hard_routing("missing_ids"), MoESpec(Activation("silu", gate_layout="separate")), with_shared=True)
+
+    def stacked(bundle, **changes):
+        arrays = {name: np.stack([np.full_like(array, np.nan), array]) for name, array in named_arrays(bundle)}
+        return dataclasses.replace(bundle, **arrays | changes)
+
+    alone_shared = single.operands.shared
+    assert alone_shared is not None
+    shared = stacked(alone_shared, gate=alone_shared.gate)
+    experts = stacked(single.operands.experts, layer_index=np.array([1], np.int32))
+    problem = dataclasses.replace(single, operands=dataclasses.replace(single.operands, experts=experts, shared=shared))
+    found, alone = problem.backward(), single.backward()
+    for name, gradient in found.items():
+        if gradient.shape != alone[name].shape:
+            assert not gradient[0].any(), name
+            gradient = gradient[1]
+        np.testing.assert_array_equal(gradient, alone[name], name)
+
+
+def plan_for(problem: Problem, target: Target, wanted: tuple[str, ...], **options) -> LaunchPlan:
+    gradients = map_arrays(problem.gradients, spec_of)
+    return plan_moe_backward(gradients, problem.specs(), problem.spec, target, wanted=wanted, **options)
+
+
+def test_frozen_weights_cost_nothing() -> None:
+    problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")))
+    launches = [step.kernel for step in plan_for(problem, H200, ("d_x",)).steps if isinstance(step, KernelLaunch)]
+    assert WEIGHT_GRADIENT not in launches
+    down = plan_for(problem, H200, ("d_experts.down",))
+    products = [step for step in down.steps if isinstance(step, KernelLaunch) and "matmul" in step.kernel.function]
+    assert len(products) == 1, "z alone"
+
+
+def test_wrong_requests() -> None:
+    problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")))
+    for wanted in ((), ("d_x", "d_x"), ("d_experts.up",), ("x",)):
+        with pytest.raises(InvalidInput, match="wanted must name at least one of d_x"):
+            plan_for(problem, H200, wanted)
+    for accumulate in (("d_x",), ("d_experts.down",)):
+        with pytest.raises(InvalidInput, match="accumulate must name matrices"):
+            plan_for(problem, H200, ("d_x",), accumulate=accumulate)
+    given = dataclasses.replace(problem.gradients, z=np.zeros(1, np.float32))
+    with pytest.raises(InvalidInput, match=r"gradients\.z must be None where ids and weights are given"):
+        plan_for(dataclasses.replace(problem, gradients=given), H200, ("d_x",))
+    short = OutputGradients(problem.gradients.output[1:])
+    with pytest.raises(InvalidInput, match=r"gradients\.output must be"):
+        plan_for(dataclasses.replace(problem, gradients=short), H200, ("d_x",))
+
+
+def test_capacity_is_the_forwards() -> None:
+    """The kept rows are those of a layout without alignment."""
+    problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")))
+    ids = problem.operands.routing.ids
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], problem.operands.experts.down.shape[0])
+    plan = problem.forward(REFERENCE)[0]
+    assert plan.spec("saved.pre_activation").shape == (layout.capacity, 34) and layout.capacity == ids.size

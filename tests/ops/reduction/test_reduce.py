@@ -1,0 +1,88 @@
+"""The reduction to tokens, row scaling and their NumPy twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core import InvalidInput
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.reduction import reference
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.parity.tolerance import assert_close, reduce_tolerance, scale_rows_tolerance
+from moe_core.specs.routing import LayoutSpec
+from tests.support.harness import engine_target, run_plan
+from tests.support.strategies import ID_KINDS, draw_ids, layout_arrays
+
+
+@given(
+    num_tokens=st.sampled_from([0, 1, 5, 37]),
+    top_k=st.sampled_from([1, 2, 5, 20]),
+    width=st.sampled_from([1, 16, 40]),
+    kind=st.sampled_from(ID_KINDS),
+    order=st.sampled_from(["slot", "row"]),
+    dtype=st.sampled_from(dtypes.MATMUL_DTYPES),
+    out_dtype=st.sampled_from([None, "float32"]),
+    extras=st.sampled_from([None, "shared", "gated"]),
+    seed=st.integers(0, 9),
+)
+def test_matches_the_reference(num_tokens, top_k, width, kind, order, dtype, out_dtype, extras, seed) -> None:
+    random = np.random.default_rng(seed)
+    layout = LayoutSpec(num_tokens, top_k, 6, alignment=4 if order == "row" else 1)
+    row_of_slot = layout_arrays(draw_ids(kind, num_tokens, top_k, 6, seed), layout)["row_of_slot"]
+    rows = layout.num_slots if order == "slot" else layout.capacity
+    y = random.standard_normal((rows, width), np.float32).astype(dtypes.numpy_dtype(dtype))
+    unread = np.ones(rows, bool)
+    present = np.flatnonzero(row_of_slot >= 0)
+    unread[present if order == "slot" else row_of_slot[present]] = False
+    y[unread] = np.nan
+    arrays = {"y": y, "row_of_slot": row_of_slot}
+    if extras:
+        arrays["shared"] = random.standard_normal((num_tokens, width), np.float32)
+    if extras == "gated":
+        arrays["shared_gate"] = random.standard_normal((num_tokens, 1), np.float32)
+    specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()}
+    plan = plan_reduce(
+        specs.pop("y"), specs.pop("row_of_slot"), top_k, engine_target(), order=order, out_dtype=out_dtype, **specs
+    )
+    actual = run_plan(plan, arrays)["out"]
+    expected = reference.reduce(**arrays, top_k=top_k, order=order, out_dtype=out_dtype or dtype)
+    assert np.isfinite(actual.astype(np.float32)).all()
+    assert_close(actual, expected, reduce_tolerance(out_dtype or dtype, top_k), label="out")
+    if not extras:
+        absent = (row_of_slot.reshape(num_tokens, top_k) < 0).all(axis=1)
+        assert not actual[absent].astype(np.float32).any()
+
+
+def test_sums_in_slot_order() -> None:
+    """1e8 + 1 - 1e8 is 0 in fp32 in that order, 1 in any that cancels first."""
+    y = np.array([[1e8], [1.0], [-1e8]], np.float32)
+    plan = plan_reduce(ArraySpec((3, 1), "float32"), ArraySpec((3,), "int32"), 3, engine_target())
+    assert run_plan(plan, {"y": y, "row_of_slot": np.arange(3, dtype=np.int32)})["out"].tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("dtype", dtypes.MATMUL_DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_scale_rows(dtype: str, num_tokens: int) -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((num_tokens, 40), np.float32).astype(dtypes.numpy_dtype(dtype))
+    weights = random.standard_normal((num_tokens, 1), np.float32)
+    plan = plan_scale_rows(ArraySpec(x.shape, dtype), ArraySpec(weights.shape, "float32"), engine_target())
+    actual = run_plan(plan, {"x": x, "weights": weights})["y"]
+    assert_close(actual, reference.scale_rows(x, weights), scale_rows_tolerance(dtype), label="y")
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (ArraySpec((5,), "int32"), r"row_of_slot must hold num_tokens \* 2"),
+        (ArraySpec((6,), "int64"), "row_of_slot must be int32, got int64"),
+    ],
+)
+def test_slots_of_another_layout(slots: ArraySpec, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        plan_reduce(ArraySpec((6, 8), "float32"), slots, 2, Target("interpreter"))

@@ -1,0 +1,231 @@
+"""Imports point one way, and each package works where the others' dependencies do not exist.
+
+Fresh processes block packages at the import system; a static look at every file holds the direction of imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from tests.support.paths import ROOT
+from tests.support.runtime.isolation import run_blocked
+
+MOE_CALL = """
+import numpy as np
+random = np.random.default_rng(0)
+draw = lambda *shape: array(random.standard_normal(shape).astype(np.float32))
+spec = ops.MoESpec(ops.Activation("silu"), ops.RouterSpec(top_k=2))
+result = ops.moe(draw(5, 16), ops.ExpertWeights(draw(4, 16, 16), draw(4, 8, 16)), ops.RouterLogits(draw(5, 4)), spec)
+output = np.asarray(result.output)
+assert output.shape == (5, 16) and np.isfinite(output).all() and output.any(), output
+assert int(np.asarray(result.tokens_per_expert).sum()) == 10
+"""
+
+
+def test_blocker_blocks() -> None:
+    run_blocked(
+        ("json_that_is_not_there", "statistics"),
+        "try:\n    import statistics\nexcept ModuleNotFoundError as error:\n    assert error.name == 'statistics'\n"
+        "else:\n    raise SystemExit('statistics was imported')\nassert blocker.attempts == ['statistics']\n",
+    )
+
+
+def test_core_imports_with_numpy_alone() -> None:
+    names = [name for name, path in SOURCES.items() if name.startswith("moe_core") and not needs_triton(name, path)]
+    assert "moe_core.runtime.prepare" in names
+    run_blocked(
+        ("torch", "jax", "jaxlib", "triton", "flax", "safetensors", "transformers", "tvm_ffi", "jax_tvm_ffi"),
+        f"import importlib\nfor name in {names!r}: importlib.import_module(name)\n"
+        "assert not blocker.attempts, blocker.attempts\n",
+    )
+
+
+def test_core_runs_a_plan_with_numpy_alone() -> None:
+    run_blocked(
+        ("torch", "jax", "jaxlib", "triton", "flax", "safetensors"),
+        "import numpy as np\n"
+        "from moe_core.ops.routing import topk as routing\n"
+        "from moe_core.runtime import prepare as runtime\n"
+        "from moe_core.base.arrays import ArraySpec\n"
+        "from moe_core.specs.routing import RouterSpec\n"
+        "from moe_core.base.target import cpu_target\n"
+        "plan = routing.plan_routing(ArraySpec((3, 8), 'float32'), RouterSpec(top_k=2), cpu_target())\n"
+        "logits = np.arange(24, dtype=np.float32).reshape(3, 8)\n"
+        "ids, weights = np.empty((3, 2), np.int32), np.empty((3, 2), np.float32)\n"
+        "runtime.prepare(plan)([array.ctypes.data for array in (logits, ids, weights)])\n"
+        "assert ids.tolist() == [[7, 6]] * 3, ids\n",
+    )
+
+
+def test_torch_front_end_without_jax_and_triton() -> None:
+    run_blocked(
+        ("jax", "jaxlib", "flax", "tvm_ffi", "jax_tvm_ffi", "triton", "moe_jax"),
+        "import torch\nfrom moe_torch import ops\nassert 'torch._dynamo' not in sys.modules, 'it imports slowly'\n"
+        "array = torch.from_numpy\n" + MOE_CALL,
+    )
+
+
+def test_jax_front_end_without_torch_and_triton() -> None:
+    run_blocked(
+        ("torch", "flax", "triton", "moe_torch"),
+        "import jax\nimport moe_jax\nfrom moe_jax import ops\narray = jax.numpy.asarray\n" + MOE_CALL,
+    )
+
+
+#: The rooms of the core: a file imports from its own room and from those above it in this list.
+ROOMS = (
+    *("errors", "base", "formats", "specs", "plan", "runtime"),
+    *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize", "ops.matmul"),
+    *("ops.router", "ops.moe", "layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools"),
+)
+PACKAGES = ("moe_core", "moe_torch", "moe_jax")
+BANNED = {
+    "moe_core": {"torch", "jax", "flax", "moe_torch", "moe_jax", "tvm_ffi", "jax_tvm_ffi"},
+    "moe_torch": {"jax", "flax", "moe_jax", "tvm_ffi", "jax_tvm_ffi"},
+    "moe_jax": {"torch", "moe_torch", "tvm_ffi", "jax_tvm_ffi"},
+}
+#: The one file that speaks to the FFI's own package.
+FFI = "moe_jax.bridge.ffi"
+
+
+def own_name(path: pathlib.Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES = {
+    own_name(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def imported_modules(name: str, top_level_only: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import statement of a module; `from a import b` gives `a.b` where that is one."""
+    tree = ast.parse(SOURCES[name].read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{name}:{node.lineno}: imports must be absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield node.lineno, inner if inner in SOURCES else node.module
+
+
+def room_of(name: str) -> str | None:
+    """The room of a module; None for other packages, for `moe_core` and for the empty face of `moe_core.ops`."""
+    rooms = [room for room in ROOMS if f"{name}.".startswith(f"moe_core.{room}.")]
+    return rooms[0] if rooms else None
+
+
+def room_violations(name: str, imports: Iterator[tuple[int, str]]) -> list[str]:
+    """The imports of a module that point down the list of rooms."""
+    own = room_of(name)
+    if own is None:
+        return []
+    above = ROOMS[: ROOMS.index(own) + 1]
+    return [f"{name}:{line} imports {found}" for line, found in imports if (room_of(found) or own) not in above]
+
+
+def in_cycles(edges: dict[str, set[str]]) -> list[str]:
+    """The names that import each other in circles, or lie between two circles."""
+    left = set(edges)
+    while free := {name for name in left if not edges[name] & left or not any(name in edges[other] for other in left)}:
+        left -= free
+    return sorted(left)
+
+
+def test_every_module_of_the_core_has_a_room() -> None:
+    core = {name for name in SOURCES if name.startswith("moe_core.")}
+    homeless = {name for name in core if room_of(name) is None} - {"moe_core.ops"}
+    assert core and not homeless, f"{homeless} stand in no room"
+    root = {path.name for path in (ROOT / "moe_core").iterdir() if path.is_file()}
+    assert root == {"__init__.py", "errors.py", "trace.py", "py.typed"}
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for name in SOURCES:
+        banned = BANNED[name.split(".")[0]] - ({"tvm_ffi", "jax_tvm_ffi"} if name == FFI else set())
+        found = list(imported_modules(name))
+        wrong += [f"{name}:{line} imports {module}" for line, module in found if module.split(".")[0] in banned]
+        wrong += room_violations(name, iter(found))
+    assert not wrong, wrong
+
+
+def test_files_and_rooms_have_no_cycles() -> None:
+    edges = {
+        name: {module for _, module in imported_modules(name) if module in SOURCES and module != name}
+        for name in SOURCES
+        # A package's face imports its own files, and they other files, not their face.
+        if SOURCES[name].name != "__init__.py"
+    }
+    assert not in_cycles(edges), in_cycles(edges)
+    rooms: dict[str, set[str]] = {}
+    for name, found in edges.items():
+        own = room_of(name)
+        if own is not None:
+            rooms.setdefault(own, set()).update(room for room in map(room_of, found) if room and room != own)
+    assert not in_cycles(rooms), in_cycles(rooms)
+
+
+def test_a_planted_import_is_found() -> None:
+    down = iter([(3, "moe_core.ops.matmul.forward"), (4, "numpy"), (5, "moe_core.base.arrays")])
+    assert room_violations("moe_core.ops.routing.layout", down) == [
+        "moe_core.ops.routing.layout:3 imports moe_core.ops.matmul.forward"
+    ]
+    assert in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    assert not in_cycles({"a": {"b"}, "b": {"c"}, "c": set()})
+
+
+def is_kernel_file(path: pathlib.Path) -> bool:
+    return path.parent.name == "kernels" or path.stem.endswith("kernel")
+
+
+def needs_triton(name: str, path: pathlib.Path) -> bool:
+    """Kernels, and what the interpreter package loads when it is used."""
+    inner = name.startswith("moe_core.runtime.interpreter.")
+    return inner or (name.startswith("moe_core.ops.") and is_kernel_file(path))
+
+
+def test_files_and_folders_stay_small() -> None:
+    long = {str(path): count for path in SOURCES.values() if (count := path.read_text().count("\n")) > 400}
+    assert not long, f"files have at most 400 lines: {long}"
+    full = {
+        str(folder): count
+        for folder in {path.parent for path in SOURCES.values()}
+        if (count := sum(path.name != "__init__.py" for path in folder.glob("*.py"))) > 18
+    }
+    assert not full, f"folders have at most 18 files: {full}"
+
+
+def test_core_imports_triton_lazily_and_kernels_nothing_else() -> None:
+    kernels, twins = 0, 0
+    for name, path in SOURCES.items():
+        if not name.startswith("moe_core."):
+            continue
+        roots = {module.split(".")[0] for _, module in imported_modules(name, top_level_only=True)}
+        in_ops = name.startswith("moe_core.ops.")
+        if in_ops and is_kernel_file(path):
+            kernels += 1
+            foreign = {module for _, module in imported_modules(name) if module != "__future__"}
+            own = {module for module in foreign if module in SOURCES and is_kernel_file(SOURCES[module])}
+            wrong = {module for module in foreign - own if module.split(".")[0] != "triton"}
+            assert not wrong, f"{path} imports {wrong}; kernels know Triton and other kernels only"
+        elif not needs_triton(name, path):
+            assert "triton" not in roots, f"{path} imports triton when it is imported"
+        if in_ops and (path.stem.startswith("reference") or path.parent.name == "reference"):
+            twins += 1
+            allowed = {"__future__", "numpy", "ml_dtypes", "moe_core"} | set(sys.stdlib_module_names)
+            assert roots <= allowed, f"{path}: {roots}"
+            wrong = [
+                module for _, module in imported_modules(name) if module in SOURCES and is_kernel_file(SOURCES[module])
+            ]
+            assert not wrong, f"{path} imports {wrong}; the reference never imports a kernel"
+    assert kernels >= 36 and twins >= 12, "the patterns of kernels or of twins match too few files"
+
+
+def test_flax_is_imported_by_its_layers_alone() -> None:
+    users = {name for name in SOURCES for _, module in imported_modules(name) if module.split(".")[0] == "flax"}
+    assert users == {"moe_jax.nnx", "moe_jax.linen"}, f"{users} import flax"

@@ -1,0 +1,61 @@
+"""Kernels declare themselves: what a launch refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_core.base import codec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
+from moe_core.ops.reduction.reduce import REDUCE
+from moe_core.ops.reduction.rowwise import CAST_ROWS
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Constant, Kernel
+
+
+def launch(kernel: Any, grid: tuple[int, ...] = (1,), **arguments: Argument) -> None:
+    PlanBuilder("test", Target("cuda", 90, 132)).launch(kernel, grid, arguments)
+
+
+@pytest.mark.parametrize("grid", [(1,), (0,)])
+def test_undeclared_kernels_are_refused(grid: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidInput, match=r"must be a Kernel, got 'reduction.kernels.rowwise:cast_rows'; declare one"):
+        launch(CAST_ROWS.name, grid)
+    launch(CAST_ROWS, grid)
+
+
+@pytest.mark.parametrize(
+    "name", ["reduction.kernels.rowwise:cast_row", "reduction.kernels.row:cast_rows", "reduction:cast_rows"]
+)
+def test_kernels_that_do_not_exist_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"kernel must exist, got {name}, which moe_core.ops does not define"):
+        launch(Kernel(name))
+
+
+def test_launches_and_kernels_agree_on_pdl() -> None:
+    launch(REDUCE, PDL=Constant(None))
+    with pytest.raises(InvalidInput, match=r"rowwise:cast_rows must have PDL exactly if .* got pdl=None and .* PDL;"):
+        launch(CAST_ROWS, PDL=Constant(None))
+    with pytest.raises(InvalidInput, match=r"reduce:reduce must have PDL exactly if .* got pdl='layout' and .* TOP_K;"):
+        launch(REDUCE, TOP_K=Constant(2))
+
+
+def test_launches_have_the_prepacked_weight_of_their_kernel() -> None:
+    with pytest.raises(InvalidInput, match="must have its prepacked weight 'weight', got PDL; correct its Kernel"):
+        launch(MATMUL_FEW_ROWS, PDL=Constant(None))
+
+
+def test_declarations_are_checked() -> None:
+    with pytest.raises(InvalidInput, match=r"must be 'module:function' under moe_core\.ops, got 'reduce'; correct it"):
+        Kernel("reduce")
+    never: Any = "never"
+    with pytest.raises(InvalidInput, match="pdl of a:b must be None, 'start' or 'layout', got 'never'; choose one"):
+        Kernel("a:b", pdl=never)
+
+
+def test_exported_plans_keep_every_fact() -> None:
+    assert codec.loads(codec.dumps(MATMUL_FEW_ROWS)) == MATMUL_FEW_ROWS
+    assert MATMUL_FEW_ROWS.function == "matmul_few_rows"

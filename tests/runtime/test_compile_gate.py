@@ -1,0 +1,159 @@
+"""Every kernel of representative plans compiles for sm_80, sm_90 and sm_100 within the hardware's limits.
+
+No GPU is needed: Triton compiles for an architecture it is told. This is where a spill, an overfull shared memory or a
+matrix product that misses the tensor cores' fast path shows before any GPU runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
+from tests.support.compile_gate.cover import ONLY, TUNED, cover, everything, facts
+from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record, resource_usage
+from tests.support.faults.sm90 import FAULTS, run_on_faulty_copies
+from tests.support.paths import ROOT
+
+#: What is compiled: `cover` by `make gate`, `all` by `make gate-all`, else by the suite what SUITE names.
+EXTENT = os.environ.get("MOEBIUS_GATE", "suite")
+assert EXTENT in ("suite", "cover", "all"), f"MOEBIUS_GATE must be suite, cover or all, got {EXTENT!r}"
+SUITE = {"matmul_variants": ("90",), "gptoss120b": ("90",)}
+ARCHS = ("80", "90", "100")
+#: Minutes long: they begin first, so that no process waits for another's at the end.
+LONG = ("prepared_tall", "prepared_integers", "prepared", "sm90_tall")
+NVIDIA = [
+    (group, arch)
+    for group in sorted(GROUPS, key=lambda group: group not in LONG)
+    if group not in ("from_logits", "sm90")
+    for arch in ARCHS
+    if arch == ONLY.get(group, arch) and (EXTENT == "all" or arch in SUITE.get(group, ()))
+]
+#: How many processes compile an architecture's cover, one after another where there are fewer cores.
+PARTS = {"80": 3, "90": 12, "100": 3}
+not_in = {
+    extent: pytest.mark.skipif(extent == EXTENT, reason=f"not compiled for MOEBIUS_GATE={extent}")
+    for extent in ("suite", "cover", "all")
+}
+GOOD = Record(SM90_MATMUL_OGS.name, "label", "90", 4096, 8, 196608, 168, 0, True, True, True)
+
+
+def compiled(cache: pathlib.Path, script: str, *arguments: str) -> list[Record]:
+    """The records of a script of the gate, from a fresh process with an empty cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    inherited = environment.get("PYTHONPATH")
+    paths = [str(ROOT), *([inherited] if inherited else [])]
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", f"tests.support.compile_gate.{script}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [Record(**record) for record in json.loads(done.stdout.splitlines()[-1])]
+
+
+def assert_within_limits(records: list[Record]) -> None:
+    assert records, "no kernel was compiled"
+    broken = [f"{violation}: {record.label}" for record in records for violation in record.violations()]
+    assert not broken, "\n".join(broken)
+
+
+@not_in["cover"]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("group", "arch"), NVIDIA)
+def test_kernels_compile_within_limits(group: str, arch: str, tmp_path: pathlib.Path) -> None:
+    records = compiled(tmp_path, "gate", group, arch)
+    assert_within_limits(records)
+    if group in MODELS:
+        assert any(record.many_rows for record in records), "no many-row matmul among the plans"
+
+
+@not_in["suite"]
+@not_in["all"]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("arch", "part"), [(arch, part) for arch, parts in PARTS.items() for part in range(parts)])
+def test_the_cover_compiles_within_limits(arch: str, part: int, tmp_path: pathlib.Path) -> None:
+    assert_within_limits(compiled(tmp_path, "cover", arch, str(part), str(PARTS[arch])))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_cover_holds_every_kernel_type_and_constant(arch: int) -> None:
+    whole, part = everything(arch), cover(arch)
+    assert {launch.kernel for _, launch in part} == {launch.kernel for _, launch in whole}
+    for numbers in {False, arch == TUNED}:
+        seen = [set().union(*(facts(*found, numbers=numbers) for found in some)) for some in (whole, part)]
+        assert seen[0] == seen[1]
+    assert 100 < len(part) < len(whole) / 2
+
+
+@not_in["suite"]
+@not_in["cover"]
+@pytest.mark.timeout(600)
+def test_the_sm90_family_compiles_within_limits(tmp_path: pathlib.Path) -> None:
+    records = compiled(tmp_path, "gate", "sm90", "90")
+    assert_within_limits(records)
+    products = [record for record in records if record.kernel.endswith(":matmul_ogs")]
+    assert {record.kernel for record in products} == {SM90_MATMUL_OGS.name}, "a product took another family"
+    assert all(record.has_wgmma and record.has_tma for record in products)
+    for part in (
+        "IN_OUT=True",
+        "IN_OUT=False",
+        "TRUSTED=True",
+        "TRUSTED=False",
+        "STAGES=3",
+        "STAGES=4",
+        "NUM_LAYERS=3",
+    ):
+        assert any(part in record.label for record in products), part
+    for gate in ("halves", "interleaved", "separate", "None"):
+        assert any(f"GATE_LAYOUT={gate}" in record.label for record in products), gate
+        # An absent output is a constant.
+        keeping = [record for record in products if "pre=None" not in record.label]
+        assert any(f"GATE_LAYOUT={gate}" in record.label for record in keeping), gate
+    assert any(" y=None" in record.label for record in products), "no pre-activation alone"
+
+
+@not_in["suite"]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("product", FAULTS)
+def test_faulty_copies_compile_to_other_instructions(product: str, tmp_path: pathlib.Path) -> None:
+    """What `test_sm90.test_faults_are_found` finds on a GPU is there to be found."""
+    folders = run_on_faulty_copies("compile", tmp_path, {product: FAULTS[product]})
+    for folder in folders:
+        assert (folder / "status").read_text() == "0", (folder / "log").read_text()
+    found = {(folder / "instructions").read_text() for folder in folders}
+    assert len(found) == len(folders)
+
+
+@not_in["cover"]
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_amd(tmp_path: pathlib.Path) -> None:
+    assert_within_limits(compiled(tmp_path, "gate", "from_logits", GFX942))
+
+
+def test_resource_usage_is_read() -> None:
+    report = " Function f:\n  REG:168 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:636 TEXTURE:0 SURFACE:0 SAMPLER:0"
+    assert resource_usage(report) == (168, 24)
+
+
+@pytest.mark.parametrize(
+    ("change", "violation"),
+    [
+        ({"binary_bytes": 0}, "no binary"),
+        ({"shared_bytes": 227 * 1024 + 1}, "shared memory"),
+        ({"shared_bytes": 163 * 1024 + 1, "arch": "80"}, "shared memory"),
+        ({"registers": 255, "num_warps": 16}, "registers"),
+        ({"stack_bytes": 8}, "spilled"),
+        ({"has_wgmma": False}, "without wgmma"),
+        ({"has_tma": False}, "without TMA"),
+        ({"order": "st.global before the wait"}, "before the wait"),
+    ],
+)
+def test_violations_are_seen(change: dict[str, object], violation: str) -> None:
+    assert GOOD.violations() == []
+    (found,) = dataclasses.replace(GOOD, **change).violations()
+    assert violation in found

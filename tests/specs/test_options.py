@@ -1,0 +1,52 @@
+"""Options are checked when a spec is made, each with the name, the expectation, the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from moe_core import InvalidInput
+from moe_core.base.arrays import ArraySpec
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RouterSpec(2, renormalize="no"), "renormalize must be True or False, got 'no'"),
+        (lambda: RouterSpec(2, renormalize=1), "renormalize must be True or False, got 1"),
+        (lambda: RouterSpec(2, scale="abc"), "scale must be finite, got 'abc'; pass a finite number"),
+        (lambda: RouterSpec(2, scale=None), "scale must be finite, got None"),
+        (lambda: RouterSpec(2, scale=float("nan")), "scale must be finite, got nan"),
+        (lambda: RouterSpec(2, order=""), "order must be one of softmax_then_topk, .*got ''"),
+        (lambda: RouterSpec(2, "sigmoid", order="softmax_then_topk"), "order must be None for scoring='sigmoid'"),
+        (lambda: RouterSpec(0), "top_k must be an integer of at least 1, got 0"),
+        (lambda: RouterSpec(2, num_groups=2, topk_group=3), "topk_group must be at most num_groups = 2, got 3"),
+        (lambda: Activation("swiglu_oai", alpha=float("inf")), "alpha must be finite, got inf"),
+        (lambda: Activation("silu", gated=1), "gated must be True or False, got 1"),
+        (lambda: Activation("silu", False, "interleaved"), "gate_layout must be None where gated=False"),
+        (lambda: LogitsSpec(allow_tf32="yes"), "allow_tf32 must be True or False, got 'yes'"),
+        (lambda: MatmulSpec("in_out", allow_tf32="no"), "allow_tf32 must be True or False, got 'no'"),
+        (lambda: MatmulSpec("in_out", activation="silu"), "activation must be an Activation or None, got str"),
+        (lambda: MoESpec("silu"), "activation must be an Activation, got str"),
+        (lambda: MoESpec(Activation("silu"), router=4), "router must be a RouterSpec or None, got int"),
+        (lambda: LayoutSpec(2**30, 4, 8), r"must stay below 2\*\*31, got 1073741824 \* 4; split the batch"),
+        (lambda: ArraySpec((2, 3), "float32", (3,)), "strides must have one entry per axis"),
+        (lambda: ArraySpec((-2, 3), "float32"), "shape must have no negative size"),
+    ],
+)
+def test_bad_options(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        make()
+
+
+def test_equal_options_are_one_spec() -> None:
+    """Plans are cached by spec: what compares equal must also plan equal."""
+    assert str(RouterSpec(2, scale=-0.0).scale) == "0.0"
+    assert RouterSpec(2, scale=np.float32(2.5)) == RouterSpec(2, scale=2.5)
+    assert Activation("swigluoai", gate_layout="interleaved") == Activation("swiglu_oai", gate_layout="interleaved")
+    assert Activation("silu", gated=False).gate_layout is None

@@ -1,0 +1,69 @@
+"""The part of the compile gate that every change compiles: for each architecture every kernel, with every type of its
+arguments and every value of its constants at least once.
+
+Run as `python -m tests.support.compile_gate.cover ARCH PART PARTS` in a process without TRITON_INTERPRET; prints one
+JSON list of records, like the gate's own script, of every PARTS-th launch from PART on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+
+from moe_core.base.target import Target
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
+from moe_core.runtime.compiler import launch_signature
+from tests.support.compile_gate.gate import GROUPS, NUM_SMS, distinct_launches, measure
+
+#: Groups of kernels for one architecture alone.
+ONLY: dict[str, str] = dict.fromkeys(
+    ("sm90", "sm90_tall", "shipped_table", "prepared", "prepared_integers", "prepared_tall", "quantized_sm90"), "90"
+)
+#: The architecture that kernels are tuned for. On others numbers among the constants, sizes and tiles, do not count.
+TUNED = 90
+
+
+def facts(plan: LaunchPlan, launch: KernelLaunch, numbers: bool) -> set[tuple[str, str, str]]:
+    """(kernel, argument, type or value) of what makes a launch's kernel another one."""
+    found = {(launch.kernel.name, name, kind) for name, kind in launch_signature(plan, launch)}
+    if numbers:
+        found |= {
+            (launch.kernel.name, "warps", str(launch.num_warps)),
+            (launch.kernel.name, "stages", str(launch.num_stages)),
+        }
+    for name, value in launch.arguments:
+        constant = value.value if isinstance(value, Constant) else None
+        if isinstance(value, Constant) and (numbers or isinstance(constant, bool | str | None)):
+            found.add((launch.kernel.name, name, repr(constant)))
+    return found
+
+
+@functools.cache
+def everything(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
+    """The launches of all groups for an architecture; what two groups have stands there twice."""
+    target, found = Target("cuda", arch, NUM_SMS[arch]), []
+    for group, plans in GROUPS.items():
+        if ONLY.get(group, str(arch)) == str(arch):
+            found += distinct_launches(plans(target))
+    return found
+
+
+def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
+    """Of `everything` the launches with a fact that none before them has."""
+    seen: set[tuple[str, str, str]] = set()
+    chosen = []
+    for plan, launch in everything(arch):
+        own = facts(plan, launch, numbers=arch == TUNED)
+        if not own <= seen:
+            chosen.append((plan, launch))
+            seen |= own
+    return chosen
+
+
+if __name__ == "__main__":
+    architecture, part, parts = map(int, sys.argv[1:])
+    device = Target("cuda", architecture, NUM_SMS[architecture])
+    records = [measure(plan, launch, device) for plan, launch in cover(architecture)[part::parts]]
+    print(json.dumps([dataclasses.asdict(record) for record in records]))

@@ -1,0 +1,125 @@
+"""Plans whose launches overlap, and whether a compiled kernel waits for the launch ahead before it touches what that
+launch may write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.formats import QuantizedSpec, quantized_specs, scheme_named
+from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.reduction.reduce import REDUCE
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert, TopK
+from moe_core.specs.routing import RouterSpec
+from moe_core.specs.tuning import Tuning
+
+WAIT, ALLOW = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+#: Loads, stores, atomics and copies of global memory, and the two instructions of dependent launches, as PTX has them.
+_STEPS = re.compile(rf"{WAIT}|{ALLOW}|\b(?:ld|st|red|atom)\.global[\w.:]*|\bcp\.(?:async|reduce)\.[\w.:]*")
+#: Kernels that load their first weights before they wait, past no cache; other early loads of theirs are `.cg`.
+_WEIGHTS_FIRST = (MATMUL_FEW_ROWS,)
+#: Kernels that allow no further launch: the last of a plan.
+_LAST = (REDUCE,)
+
+
+def order_violation(launch: KernelLaunch, ptx: str) -> str:
+    """The rule of `moe_core.ops.moe.pdl` that a launch's PTX breaks; empty if none."""
+    arguments = dict(launch.arguments)
+    overlap = arguments.get("PDL", Constant(None))
+    assert isinstance(overlap, Constant)
+    steps = _STEPS.findall(ptx)
+    if overlap.value is None:
+        if launch.dependent:
+            return "a dependent launch of a kernel that never waits"
+        return "an ordinary launch of a kernel that waits" if {WAIT, ALLOW} & set(steps) else ""
+    if WAIT not in steps:
+        return "a kernel that never waits"
+    early = steps[: steps.index(WAIT)]
+    if ALLOW in early:
+        return "the next launch is allowed before this one has waited"
+    if (ALLOW in steps) != (launch.kernel not in _LAST):
+        return "the next launch is allowed behind the plan's last kernel, or behind another one never"
+    looks_first = overlap.value == "layout"
+    if looks_first and isinstance(arguments.get("schedule"), Pointer) and steps.count(WAIT) != 2:
+        return "a block without an expert that never waits"
+    # The layout is read past the L1 cache; the layer is an input of the plan.
+    stacked = isinstance(arguments.get("layer_index"), Pointer)
+    touched = early
+    if looks_first:
+        allowed = ("ld.global.cg", "ld.global.ca") if launch.kernel in _WEIGHTS_FIRST else ("ld.global.cg",)
+        touched = [step for step in touched if not step.startswith(allowed)]
+        touched = touched[1:] if stacked and touched and touched[0].startswith("ld.global") else touched
+    return f"{', '.join(touched)} before the wait" if touched else ""
+
+
+def layer_plan(
+    target: Target,
+    tokens: int,
+    top_k: int = 2,
+    num_experts: int = 8,
+    *,
+    routed: str = "logits",
+    shared: bool = False,
+    stacked: bool = False,
+    on_input: bool = False,
+    weight_layout: str = "in_out",
+    dtype: str = "bfloat16",
+    width: int = 128,
+    tuning: Tuning | None = None,
+) -> LaunchPlan:
+    """A forward of D = 192 and F = width. routed: from `logits` or by given `ids`."""
+    lead = (3, num_experts) if stacked else (num_experts,)
+
+    def matrix(inside: int, outside: int, *axes: int) -> ArraySpec:
+        return ArraySpec((*axes, *((inside, outside) if weight_layout == "in_out" else (outside, inside))), dtype)
+
+    layer = ArraySpec((1,), "int32") if stacked else None
+    experts = ExpertWeights(matrix(192, 2 * width, *lead), matrix(width, 192, *lead), layer_index=layer)
+    chosen = (tokens, top_k)
+    routing = RouterLogits(ArraySpec((tokens, num_experts), "float32"))
+    if routed == "ids":
+        routing = TopK(ArraySpec(chosen, "int32"), ArraySpec(chosen, "float32"))
+    router = RouterSpec(top_k) if routed == "logits" else None
+    spec = MoESpec(Activation("silu"), router, weight_layout, apply_router_weight_on_input=on_input, tuning=tuning)
+    beside = SharedExpert(matrix(192, 2 * width), matrix(width, 192)) if shared else None
+    return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside)
+
+
+def quantized_plan(
+    target: Target,
+    tokens: int,
+    scheme: str = "fp8_block",
+    num_experts: int = 8,
+    *,
+    stacked: bool = False,
+    static: bool = False,
+) -> LaunchPlan:
+    """A forward from logits of D = 256 and F = 128, its weights as published, two experts per token. static: the scales
+    of both products' rows are given."""
+    quantized = scheme_named(scheme)
+    weights, lead = QuantizedSpec(quantized.weights), (3, num_experts) if stacked else (num_experts,)
+    matrices = (quantized_specs(weights, (*lead, *sizes)) for sizes in ((256, 256), (256, 128)))
+    scale = ArraySpec((1,), "float32") if static else None
+    layer = ArraySpec((1,), "int32") if stacked else None
+    experts = ExpertWeights(*matrices, layer_index=layer, gate_up_input_scale=scale, down_input_scale=scale)
+    spec = MoESpec(Activation("silu"), RouterSpec(2), "out_in", activations=quantized.activations)
+    routing = RouterLogits(ArraySpec((tokens, num_experts), "float32"))
+    return plan_moe(ArraySpec((tokens, 256), "bfloat16"), experts, routing, spec, target)
+
+
+def plans(target: Target) -> Iterator[LaunchPlan]:
+    """What the models' layers do not have: given ids, stacked layers, many slots per token, weighted inputs; and what
+    quantises rows, or reads weights as they are published."""
+    yield layer_plan(target, 4, 20, 32, routed="ids", stacked=True, weight_layout="out_in")
+    yield layer_plan(target, 4, 1, on_input=True, shared=True)
+    for scheme in ("fp8_tensor", "int8_w8a8", "int4_w4a16_zp"):
+        yield quantized_plan(target, 4, scheme)
+    yield quantized_plan(target, 4, stacked=True)
+    # Many rows per expert: a kernel lies between that launches ordinarily.
+    yield quantized_plan(target, 64, "int4_w4a16_zp", 2)

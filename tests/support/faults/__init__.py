@@ -1,0 +1,1 @@
+"""Faults planted in copies of kernels, and the processes that run something on each copy."""

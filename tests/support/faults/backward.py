@@ -1,0 +1,142 @@
+"""Faults planted in copies of the backward's kernels, and the process that runs their op tests on each copy.
+
+Run as a script: `python -m tests.support.faults.backward TESTS CONTROL FOLDER...`. pytest collects the file of tests
+once; each folder of kernels has a fork that runs the tests on them up to the first failure and leaves pytest's exit
+status in `status` in its folder, its output in `log` and the name of the failed test in `failed`. CONTROL holds
+unchanged kernels: the last fork runs on them every test that failed in another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults.kernel_copies import INTERPRETER, OpFault, run_on_copy
+
+#: By kernel file; its tests are in TESTS. None reads or writes outside of its arrays.
+FAULTS: dict[str, tuple[OpFault, ...]] = {
+    "activation.kernels.backward": (
+        OpFault("share * (1.0 + bounded * (1.0 - share))", "share * (1.0 + bounded * share)"),
+        OpFault("0.5 * twice + bounded * density", "0.5 * twice - bounded * density"),
+        OpFault("1.0 + 0.134145 * square", "1.0 + 0.044715 * square"),
+        OpFault("tl.where(gate > LIMIT, 0.0, d_gate)", "d_gate"),
+        OpFault("tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)", "tl.where(up > LIMIT, 0.0, d_up)"),
+        OpFault("tl.join(d_gate, d_up)", "tl.join(d_up, d_gate)"),
+        OpFault("bounded = clamp(x, 128.0)", "bounded = x"),
+        OpFault("products += z * hidden", "products += upstream * hidden"),
+        OpFault("total += tl.load(bias_product", "total -= tl.load(bias_product"),
+        OpFault("present = written & (found >= 0)", "present = written & (found >= 1)"),
+        OpFault("weight[:, None] * hidden", "hidden"),
+    ),
+    "reduction.kernels.rowwise": (
+        OpFault("tl.load(group_start + 1 + group", "tl.load(group_start + group"),
+        OpFault("for first in range(0, NUM_EXPERTS, EXPERTS):", "for first in range(0, EXPERTS, EXPERTS):"),
+        OpFault("0), NUM_LAYERS - 1)", "0), 0)"),
+        OpFault("tokens = (slots // TOP_K)", "tokens = (slots * 0)"),
+        OpFault("sigmoid(value) * sigmoid(-value)", "sigmoid(value) * sigmoid(value)"),
+        OpFault("sigmoid(tl.load(gate", "(tl.load(gate"),
+        OpFault("a + tl.load(second", "a - tl.load(second"),
+        OpFault("value.to(y.dtype.element_ty)", "(1.001 * value).to(y.dtype.element_ty)"),
+        OpFault("total = weight[:, None] * gradient", "total = gradient"),
+        OpFault("total += tl.load(extra", "total -= tl.load(extra"),
+        OpFault("partial += gradient * tl.load(x", "partial = gradient * tl.load(x"),
+        OpFault("present = inside & (rows >= 0)", "present = inside & (rows >= 1)"),
+    ),
+    "matmul.portable.weight_gradient_kernel": (
+        OpFault("tl.load(layer_index) == tl.program_id(2)", "tl.load(layer_index) >= tl.program_id(2)"),
+        OpFault("(tl.load(row_mask + rows, mask=exists, other=0) != 0)", "True"),
+        OpFault("source_rows(rows, slots, LEFT_GATHER", "source_rows(rows, rows, LEFT_GATHER"),
+        OpFault("* RIGHT_STRIDE + RIGHT_START", "* RIGHT_STRIDE"),
+        OpFault("other=0.0) + accumulator", "other=0.0) - accumulator"),
+        OpFault("start = group * part_rows", "start = group * (part_rows - 1)"),
+        OpFault("tile *= tl.load(row_weight", "tile += 0.0 * tl.load(row_weight"),
+        OpFault("partial += tile", "partial = tile"),
+        OpFault("for part in range(0, count):", "for part in range(1, count):"),
+        OpFault("tl.load(layer_index) == tl.program_id(1)", "tl.load(layer_index) >= tl.program_id(1)"),
+    ),
+    "matmul.portable.kernel": (
+        OpFault("tl.load(group_sizes + group, cache_modifier=CACHE)", "tl.load(group_sizes + group) - 1"),
+        OpFault("(slots // TOP_K)", "(slots * 0)"),
+    ),
+    "common.kernels.dot": (OpFault("rest = values - high.to(tl.float32)", "rest = values * 0.0"),),
+    "routing.kernels.backward": (
+        OpFault("tl.where(total == 0.0, 0.0, tl.div_rn(values, total))", "tl.div_rn(values, total)"),
+        OpFault('return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")'),
+        OpFault("2.0 * softplus", "softplus"),
+        OpFault("mask=stored, other=0.0) * SCALE", "mask=stored, other=0.0)"),
+        OpFault("placed = centred(shares(values), gradient)", "placed = shares(values) * gradient"),
+        OpFault("probability * (result - tl.sum(values * gradient, axis=1)[:, None])", "probability * result"),
+        OpFault("count * TOP_K", "count"),
+        OpFault("(largest + tl.log(total))", "tl.log(total)"),
+        OpFault("tl.where(kept[:, None], result, 0.0)", "result + 1e-3"),
+        OpFault("count = tl.load(token_count)", "count = 1 + tl.load(token_count)"),
+    ),
+}
+#: By kernel file: the file of tests that must fail.
+TESTS = {
+    "activation.kernels.backward": "tests/ops/activation/test_backward.py",
+    "reduction.kernels.rowwise": "tests/ops/reduction/test_rowwise.py",
+    "matmul.portable.weight_gradient_kernel": "tests/ops/matmul/test_weight_gradient.py",
+    "matmul.portable.kernel": "tests/ops/matmul/test_weight_gradient.py",
+    "common.kernels.dot": "tests/ops/matmul/test_weight_gradient.py",
+    "routing.kernels.backward": "tests/ops/routing/test_backward.py",
+}
+
+
+class _OnCopies:
+    """Runs the collected tests once per folder, each time in a fork."""
+
+    def __init__(self, control: Path, folders: list[Path]) -> None:
+        self._control, self._folders = control, folders
+
+    @staticmethod
+    def pytest_collection() -> None:
+        """That a drawn example fails is enough; making it smaller takes a hundred times as long. Chosen after
+        conftest.py chose its profile and before the tests, which take the one of that moment."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("faults", settings.get_profile("moebius"), phases=[Phase.generate])
+        settings.load_profile("faults")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """In the place of pytest's own loop. What every fork imports and is no kernel is imported before."""
+        for name in INTERPRETER:
+            importlib.import_module(name)
+        assert session.items, "no test was collected"
+        # The costliest, hundreds of experts, come last: few faults need them.
+        items = sorted(session.items, key=lambda item: "many_experts" in item.name)
+        failed: set[str] = set()
+        for folder in self._folders:
+            # What has failed before finds the next fault soon, too.
+            items.sort(key=lambda item: item.nodeid not in failed)
+            run_on_copy(folder, lambda folder=folder: _run_until_one_fails(session, items, folder))
+            if (folder / "failed").exists():
+                failed.add((folder / "failed").read_text())
+        found = [item for item in items if item.nodeid in failed]
+        run_on_copy(self._control, lambda: _run_until_one_fails(session, found, self._control))
+        return True
+
+    @staticmethod
+    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        """Forks end before pytest would show what failed."""
+        if report.failed:
+            print(f"\n{report.nodeid}\n{report.longreprtext}")
+
+
+def _run_until_one_fails(session: pytest.Session, items: list[pytest.Item], folder: Path) -> int:
+    for item in items:
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        if session.testsfailed:
+            (folder / "failed").write_text(item.nodeid)
+            return int(pytest.ExitCode.TESTS_FAILED)
+    return int(pytest.ExitCode.OK)
+
+
+if __name__ == "__main__":
+    control, *folders = map(Path, sys.argv[2:])
+    plugin = _OnCopies(control, folders)
+    # Without capturing, what the forks print lies in their logs.
+    sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", sys.argv[1]], plugins=[plugin]))

@@ -1,0 +1,83 @@
+"""Faults planted in copies of kernels whose launches overlap, and the process that compiles each copy and judges it.
+
+Run as a script: `python -m tests.support.faults.pdl FOLDER...`, in a process without TRITON_INTERPRET. Every folder
+holds kernels and lies in one that is named after a step of a plan, in one that is named after the plan; a fork that
+takes its kernels from there leaves its exit status in `status` in the folder: 0 where the order holds, ORDER_BROKEN
+where it does not. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_core.base.target import Target
+from moe_core.ops.moe import forward as moe
+from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from moe_core.runtime.compiler import compile_launch
+from tests.support.compile_gate.pdl_order import layer_plan, order_violation, quantized_plan
+from tests.support.faults.kernel_copies import COMPILER, OpFault, run_on_copy
+
+_WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
+PLANS: dict[str, Callable[[Target, int], LaunchPlan]] = {
+    "plain": layer_plan,
+    "quantized": quantized_plan,
+    "one_scale": functools.partial(quantized_plan, scheme="fp8_tensor"),
+    "decoded": functools.partial(quantized_plan, scheme="int4_w4a16_zp"),
+}
+#: By plan, by its step (of plans that quantise nothing: 0 routing, 1 and 2 the products, 3 the reduction; of
+#: `quantized`: 1 and 3 quantise rows, 2 and 4 multiply; of `one_scale`: 1 finds the largest magnitude, 2 quantises) and
+#: by kernel file.
+FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
+    ("plain", 0): {"routing.kernels.route_and_layout": (OpFault("if PDL is not None:", "if PDL is None:"),)},
+    ("plain", 1): {
+        "common.kernels.pdl": (
+            OpFault(_WAIT, ""),
+            OpFault(_ALLOW, ""),
+            OpFault(_WAIT + _ALLOW, _ALLOW + _WAIT),
+        ),
+        "matmul.portable.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),),
+    },
+    ("plain", 2): {
+        "matmul.portable.kernel": (
+            OpFault("    if JOIN:\n        join()\n\n", ""),
+            OpFault('            if PDL == "layout":\n                join()\n', ""),
+            OpFault('".cg" if PDL == "layout" else ""', '""'),
+            OpFault('".cg" if JOIN else ""', '""'),
+        ),
+    },
+    ("plain", 3): {"reduction.kernels.reduce": (OpFault('BLOCK_N, PDL == "layout",', 'BLOCK_N, PDL == "never",'),)},
+    ("quantized", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
+    ("one_scale", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
+    ("one_scale", 2): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
+    ("decoded", 1): {"matmul.quantized.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),)},
+    ("quantized", 2): {
+        "matmul.quantized.kernel": (
+            OpFault('    if PDL == "layout":\n        join()\n    x_rows', "    x_rows"),
+            OpFault('            if PDL == "layout":\n                join()\n', ""),
+            OpFault('".cg" if PDL == "layout" else ""', '""'),
+        ),
+    },
+}
+ORDER_BROKEN = 10
+
+
+def judge(folder: Path) -> int:
+    target = Target("cuda", 90, 132)
+    plan = PLANS[folder.parent.parent.name](target, 4)
+    launch = plan.steps[int(folder.parent.name)]
+    assert isinstance(launch, KernelLaunch)
+    violation = order_violation(launch, compile_launch(plan, launch, target).asm["ptx"])
+    print(violation)
+    return ORDER_BROKEN if violation else 0
+
+
+if __name__ == "__main__":
+    moe.why_not_fused = lambda *_, **__: "every stage is judged alone"
+    for name in COMPILER:
+        importlib.import_module(name)
+    for place in sys.argv[1:]:
+        run_on_copy(Path(place), lambda folder=Path(place): judge(folder))

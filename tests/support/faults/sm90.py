@@ -1,0 +1,400 @@
+"""Faults planted in copies of the Hopper kernels, and the process that compiles or runs each copy.
+
+Run as a script: `python -m tests.support.faults.sm90 ACTION FOLDER...`, in a process without TRITON_INTERPRET: Gluon
+has no interpreter. Every folder holds kernels and lies in one that is named after one of PRODUCTS; a fork that takes
+its kernels from there leaves its exit status in `status` in the folder and its output in `log`. ACTION:
+
+- `compile`: for sm_90, needs no GPU; instructions go to `instructions`. Exits with 0 where it compiles.
+- `run`: on the first GPU, against the reference. Exits with 0 where they agree, RESULT_DIFFERS where they do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from moe_core.base.target import Target
+from moe_core.formats import MXFP4, Format, format_named
+from moe_core.ops.matmul.forward import plan_matmul_ogs
+from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
+from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_WEIGHT_GRADIENT
+from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS, few_rows_config
+from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
+from moe_core.ops.matmul.sm90_packed.tiles import mixed_input_config
+from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
+from moe_core.parity.tolerance import EXACT, Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
+from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
+from moe_core.runtime.compiler import compile_launch
+from moe_core.specs.matmul import Activation, MatmulSpec, WeightGradientSpec
+from moe_core.specs.operands import map_arrays, named_arrays
+from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
+from moe_core.specs.tuning import MatmulTuning
+from tests.support.faults.kernel_copies import NO_FAULT, OpFault, plant, run_on_copy
+from tests.support.harness import engine_target, run_plan, spec_of
+from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
+from tests.support.matmul.composed import expected_composed, filled_rows, plan_composed, run_composed
+from tests.support.matmul.sm90_fp8_cases import CASES, CODES, plan_codes
+from tests.support.matmul.sm90_packed import draw_product, prepacked, run_product
+from tests.support.matmul.weight_gradient import Ragged, expected_of, many_rows, run_op
+from tests.support.paths import ROOT
+from tests.support.strategies import draw_ids, layout_arrays
+
+#: Faults by product and kernel file.
+Planted = dict[str, dict[str, tuple[OpFault, ...]]]
+
+#: None of them changes what is waited for, how often, or an address beyond what is clamped
+#: or masked afterwards: a copy neither hangs nor leaves its arrays.
+FAULTS: Planted = {
+    "result": {
+        "matmul.sm90.kernels.matmul": (
+            OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
+            OpFault("gl.maximum(slots, 0)", "gl.maximum(slots // 2, 0)"),
+            OpFault("a_tiles.index(CHUNKS * stage + WHICH)", "a_tiles.index(CHUNKS * stage)"),
+            OpFault("exists = target < rows - FIRST - above", "exists = target < rows - FIRST - above - 1"),
+        ),
+        "matmul.sm90.kernels.feed": (
+            OpFault("group = layer_number * NUM_EXPERTS + expert", "group = layer_number * NUM_EXPERTS + expert // 2"),
+        ),
+        "matmul.sm90.kernels.producer": (
+            OpFault("gl.arange(0, ROWS, layout), rows - 1)", "gl.arange(0, ROWS, layout), rows - 2)"),
+            OpFault("within = tile * PIECE + columns % PIECE", "within = tile * PIECE + (columns + 1) % PIECE"),
+            OpFault('second = column + (N if GATE_LAYOUT == "halves" else 0)', "second = column"),
+        ),
+        "matmul.sm90.kernels.pipeline": (
+            OpFault("write_fact(ring, place, 3, tile)", "write_fact(ring, place, 3, tile // 2)"),
+            OpFault("left = within & (expert >= 0)", "left = within & (expert == 0)"),
+        ),
+    },
+    "halves and their result": {
+        "matmul.sm90.kernels.matmul": (
+            OpFault("column = tile * PIECE + PART * N", "column = tile * PIECE + PART * PIECE"),
+            OpFault("start.to(gl.int64) + FIRST + above", "start.to(gl.int64) + FIRST + above // 2"),
+        ),
+    },
+    "pairs and their result": {
+        "matmul.sm90.kernels.matmul": (
+            OpFault("store_pre(last, buffer", "store_pre(first, buffer"),
+            OpFault("store_pre(last, buffer", "store_pre(result, buffer"),
+            OpFault(
+                "gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))",
+                "gl.split(gl.permute(gl.reshape(half, [ROWS, 2, PIECE // 2]), [0, 2, 1]))",
+            ),
+        ),
+    },
+    "gradient": {
+        "matmul.sm90.kernels.weight_gradient": (
+            OpFault("a_tiles.index(2 * stage + WHICH)", "a_tiles.index(2 * stage)"),
+            OpFault("exists = first + within < size", "exists = first + within < size - 1"),
+            OpFault("piece = first if part == 0 else last", "piece = first"),
+            OpFault("[start + first, RIGHT_START + n]", "[start, RIGHT_START + n]"),
+            OpFault("group * M + m, m, n", "group * M + m, m, n // 2"),
+        ),
+    },
+    "fp8": {
+        "matmul.sm90.kernels.fp8": (
+            OpFault("x_scale * first_scale, x_scale * last_scale", "x_scale * last_scale, x_scale * first_scale"),
+            OpFault("gl.minimum(block + 1, BLOCKS - 1)", "gl.minimum(block, BLOCKS - 1)"),
+        ),
+    },
+    "codes": {
+        "matmul.sm90.kernels.quantize_epilogue": (
+            OpFault("((N + WIDTH - 1) // WIDTH) + tile", "((N + WIDTH - 1) // WIDTH) + tile // 2"),
+        ),
+    },
+    "prepacked": {
+        "matmul.sm90_packed.kernels.epilogue": (
+            OpFault("row = column + side * N", "row = column"),
+            OpFault(
+                "gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))",
+                "up, gate = gl.split(gl.permute(values, [0, 2, 3, 1]))",
+            ),
+        ),
+        "matmul.sm90_packed.kernels.matmul": (OpFault("block = tile * PAIRS + FIRST", "block = tile * PAIRS"),),
+        "matmul.sm90_packed.kernels.consumer": (OpFault("columns = pair * WIDTH", "columns = pair // 2 * WIDTH"),),
+        "matmul.sm90_packed.kernels.producer": (
+            OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
+            OpFault("((block + pair) * STEPS + step) * LINES", "(block * STEPS + step) * LINES"),
+        ),
+        "matmul.sm90.kernels.pipeline": (OpFault("left = within & (expert >= 0)", "left = within & (expert == 0)"),),
+        "matmul.sm90_packed.kernels.decode_e2m1": (
+            OpFault("0x3f003f00", "0x3e803e80"),
+            OpFault("[1, 0, 2, 3, 8, 7, 6, 4, 5]", "[1, 0, 2, 3, 7, 8, 6, 4, 5]"),
+        ),
+    },
+    "streamed": {
+        "matmul.sm90_packed.kernels.few_rows": (
+            OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
+            OpFault("right_operand(rows, 2 * part + 1, right)", "right_operand(rows, 2 * part, right)"),
+            OpFault("step + CHUNK + part, STEPS", "step + CHUNK, STEPS"),
+        ),
+        "matmul.sm90_packed.kernels.epilogue": (
+            OpFault("mask=within < size, other=-1", "mask=within < size - 1, other=-1"),
+        ),
+        "matmul.sm90_packed.kernels.decode_e2m1": (
+            OpFault("1 + (1 << 5) + (1 << 11)", "1 + (1 << 4) + (1 << 11)"),
+            OpFault("[1, 0, 2, 3, 5, 8, 7, 4, 6]", "[1, 0, 2, 3, 5, 7, 8, 4, 6]"),
+        ),
+    },
+    "prepacked integers": {
+        "matmul.sm90_packed.kernels.producer": (OpFault("step // REPEAT * WORDS", "step // (2 * REPEAT) * WORDS"),),
+    },
+    "streamed integers": {
+        "matmul.sm90_packed.kernels.decode_integers": (
+            OpFault("fma.rn.bf16x2 {out}, t, s, l;", "mul.rn.bf16x2 {out}, t, s;"),
+            OpFault("(2 * line + row) * GROUPS + group", "(2 * line + row) * GROUPS"),
+        ),
+    },
+}
+#: Those of row blocks of 192, which a GPU alone looks for.
+TALL_FAULTS: Planted = {
+    "tall": {
+        "matmul.sm90.kernels.tall": (
+            OpFault("a_tiles.index(CHUNKS * stage + 2)", "a_tiles.index(CHUNKS * stage + WHICH)"),
+            OpFault("half = weights.slice(WHICH * PIECE, PIECE, dim=1)", "half = weights.slice(0, PIECE, dim=1)"),
+            OpFault("column = tile * PIECE + WHICH * PANEL", "column = tile * PIECE"),
+            OpFault("add_bias(up, bias_row, PIECE + WHICH * PANEL)", "add_bias(up, bias_row, WHICH * PANEL)"),
+            OpFault("third_within = 2 * ROWS +", "third_within = ROWS +"),
+        ),
+        "matmul.sm90.kernels.tall_producer": (
+            OpFault("gl.where(within < rows, numbers, -1)", "gl.where(within < rows - 1, numbers, -1)"),
+            OpFault("place % 4 * 16", "place % 4 * 8"),
+        ),
+        "matmul.sm90.kernels.producer": (OpFault("slice((2 * part + 1) * PANEL", "slice(2 * part * PANEL"),),
+        "routing.kernels.schedule": (OpFault("CHUNKS * block - tl.minimum(block, low)", "CHUNKS * block - 0 * low"),),
+    },
+}
+#: The same of tiles of 256 rows for prepacked weights.
+MIXED_INPUT_TALL_FAULTS: Planted = {
+    "prepacked, tall": {
+        "matmul.sm90_packed.kernels.wide": (
+            OpFault("x_tile.slice(TOKENS, REST, dim=0)", "x_tile.slice(0, REST, dim=0)"),
+            OpFault("held, (part + 1) % HALVES,", "held, 0,"),
+            OpFault("slots, start, block, TOKENS, N", "slots, start, block, 0, N"),
+        ),
+        "matmul.sm90_packed.kernels.consumer": (
+            OpFault("half_of(values, WHICH // 2 % 2)", "half_of(values, WHICH % 2)"),
+        ),
+        "matmul.sm90_packed.kernels.producer": (
+            OpFault("row_slots.slice(chunk * CHUNK, CHUNK)", "row_slots.slice(0, CHUNK)"),
+        ),
+    },
+}
+RESULT_DIFFERS = 10
+
+
+_CONFIG, _TALL = (TileConfig(height, 128, 64, 4, stages, 8, "sm90") for height, stages in ((128, 4), (192, 3)))
+
+
+@dataclass(frozen=True)
+class Product:
+    """What runs on a copy; outputs other than y alone are those of a composed plan."""
+
+    case: Case
+    outputs: tuple[str, ...] = ("y",)
+    config: TileConfig = _CONFIG
+    kernel: Kernel = SM90_MATMUL_OGS
+
+    @property
+    def tolerance(self) -> Tolerance:
+        case = self.case
+        return matmul_tolerance(case.dtype, case.dtype, case.d, activation=case.spec.activation)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        operands, layout, _ = build(self.case)
+        if self.outputs == ("y",):
+            return plan_matmul_ogs(spec_of(operands), layout, self.case.spec, target, config=self.config)
+        return plan_composed(spec_of(operands), layout, self.case.spec, self.config, self.outputs, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """(found, expected) by output, the rows of experts alone where others are left unwritten."""
+        (operands, layout, arrays), spec = build(self.case), self.case.spec
+        if self.outputs == ("y",):
+            found = run_matmul(operands, layout, arrays, spec, config=self.config)
+            return {"y": found}, {"y": expected_matmul(operands, layout, arrays, spec)}
+        found = run_composed(operands, layout, arrays, spec, self.config, self.outputs)
+        expected, filled = expected_composed(operands, layout, arrays, spec, self.outputs), filled_rows(layout, arrays)
+        return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
+
+
+class Gradient:
+    """A weight gradient whose experts have whole stages and rows beside them, whose last tiles are not full."""
+
+    outputs = ("d_weight",)
+    kernel = SM90_WEIGHT_GRADIENT
+
+    def __init__(self) -> None:
+        self.drawn = Ragged.draw(many_rows(4, 400), ("token", "row"), (192, 264), "bfloat16")
+        self.operands = replace(self.drawn.operands, row_weight=None)
+        self.spec = WeightGradientSpec("bfloat16", ("token", "row"), family="sm90")
+        self.tolerance = matmul_tolerance("bfloat16", "bfloat16", self.drawn.layout.num_slots)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        return plan_weight_gradient(map_arrays(self.operands, spec_of), self.drawn.layout, self.spec, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        request = (self.operands, self.drawn.layout, self.spec, self.drawn.groups)
+        return run_op(*request), expected_of(*request)
+
+
+class Fp8:
+    """A product of fp8 with fp8, or with codes for its result one against that of two launches."""
+
+    kernel = MATMUL_FP8
+
+    def __init__(self, codes: bool) -> None:
+        self.case, self.codes = CODES if codes else CASES["halves"], codes
+        self.outputs = ("values", "scales") if codes else ("y",)
+        self.operands, self.layout = self.case.operands(300), self.case.layout(300)
+        self.arrays = layout_arrays(draw_ids("uniform", 300, 2, 4, 0), self.layout)
+        scheme = self.case.scheme
+        tolerance = quantized_matmul_tolerance(
+            "bfloat16", self.case.d, scheme.weights, self.case.spec, rows=scheme.activations
+        )
+        self.tolerance = EXACT if codes else tolerance
+
+    def plan(self, target: Target) -> LaunchPlan:
+        if self.codes:
+            return plan_codes(self.operands, self.case, 300, target, static=False, fused=True)
+        return plan_matmul_ogs(map_arrays(self.operands, spec_of), self.layout, self.case.tuned, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        given = dict(named_arrays(self.operands)) | self.arrays
+
+        def run(plan: LaunchPlan) -> dict[str, np.ndarray]:
+            found = run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})
+            return {name: array.astype(np.float32) for name, array in found.items()}
+
+        found, filled = run(self.plan(engine_target())), filled_rows(self.layout, self.arrays)
+        if not self.codes:
+            operands = map_arrays(self.operands, spec_of)
+            return found, run(plan_matmul_ogs(operands, self.layout, self.case.spec, Target("reference")))
+        apart = plan_codes(self.operands, self.case, 300, engine_target(), static=False, fused=False)
+        expected = run(apart)
+        return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
+
+
+class Prepared:
+    """A product with prepacked weights, gated, by token and with biases; experts with several tiles of rows, or with
+    one that is tall."""
+
+    outputs = ("y",)
+
+    def __init__(
+        self, streamed: bool, format: Format = MXFP4, d: int = 416, scale_dtype: str = "float32", tall: bool = False
+    ) -> None:
+        tokens = 300 if tall else 70
+        self.layout = LayoutSpec(tokens, 2, 4)
+        self.kernel = MATMUL_FEW_ROWS if streamed else MATMUL_MIXED_INPUT
+        epilogue = (Activation("silu", gate_layout="halves"), "token", "slot", True, True, False)
+        self.operands, spec = draw_product(epilogue, self.layout, d, 96, 0, format, scale_dtype)
+        weight = map_arrays(prepacked(self.operands, spec).weight, spec_of)
+        # Two of four steps under way: what is loaded ahead is used too.
+        config = replace(few_rows_config(weight, spec), block_k=256)
+        if not streamed:
+            config = mixed_input_config(1, weight, spec, Target("cuda", 90, 132))
+        if tall:
+            config = replace(config, block_m=256, block_k=128, num_stages=3)
+        self.spec = replace(spec, tuning=MatmulTuning(config))
+        self.arrays = layout_arrays(draw_ids("uniform", tokens, 2, 4, 0), self.layout)
+        self.tolerance = quantized_matmul_tolerance("bfloat16", d, format, spec)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        operands = map_arrays(prepacked(self.operands, self.spec), spec_of)
+        return plan_matmul_ogs(operands, self.layout, self.spec, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        ours, spec = prepacked(self.operands, self.spec), replace(self.spec, tuning=None)
+        expected = run_product(self.operands, self.layout, self.arrays, spec, Target("reference"))
+        return {"y": run_product(ours, self.layout, self.arrays, self.spec, engine_target())}, {"y": expected}
+
+
+def _case(scatter: str, activation: Activation, **options: object) -> Case:
+    """Groups of two row blocks and more, three column tiles, the last one narrow."""
+    spec = MatmulSpec("in_out", "token", scatter, activation)
+    given = {"num_tokens": 300, "top_k": 2, "num_experts": 4, "d": 128, "n": 264, "ids": "uniform", "bias": "float32"}
+    return Case(dtype="bfloat16", spec=spec, **(given | options))  # pyright: ignore
+
+
+PRODUCTS = {
+    "result": Product(_case("slot", Activation("silu"), row_weight=True)),
+    "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
+    "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
+    "gradient": Gradient(),
+    "fp8": Fp8(codes=False),
+    "codes": Fp8(codes=True),
+    "prepacked": Prepared(streamed=False),
+    "prepacked, tall": Prepared(streamed=False, tall=True),
+    "streamed": Prepared(streamed=True),
+    "prepacked integers": Prepared(False, format_named("int8_g128_zp"), 384, "bfloat16"),
+    "streamed integers": Prepared(True, format_named("int4_g32_zp"), 416, "float16"),
+    # Groups of 2 + 3 chunks.
+    "tall": Product(
+        _case("slot", Activation("silu"), row_weight=True, num_tokens=600),
+        config=_TALL,
+        kernel=SM90_TALL_MATMUL_OGS,
+    ),
+}
+
+
+def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
+    target = Target("cuda", 90, 132)
+    plan = product.plan(target)
+    (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
+    ptx = compile_launch(plan, launch, target).asm["ptx"]
+    # Directives and comments hold lines and columns of the source, which every fault changes.
+    lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
+    (folder / "instructions").write_text("\n".join(line for line in lines if line and not line.startswith(".")))
+    return 0
+
+
+def _run(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
+    # Outside of the comparison: a write out of bounds is an error of its own.
+    found, expected = product.results()
+    try:
+        for name in product.outputs:
+            assert_close(found[name], expected[name], product.tolerance, label=f"{folder.name}: {name}")
+    except AssertionError as error:
+        print(error)
+        return RESULT_DIFFERS
+    return 0
+
+
+ACTIONS = {"compile": _compile, "run": _run}
+
+
+def _act(action: str, folder: Path) -> int:
+    status = ACTIONS[action](PRODUCTS[folder.parent.name], folder)
+    assert importlib.import_module("moe_core.ops.matmul.sm90.kernels.matmul").__file__ == str(
+        folder / "matmul" / "sm90" / "kernels" / "matmul.py"
+    )
+    return status
+
+
+def run_on_faulty_copies(action: str, folder: Path, planted: Planted) -> dict[Path, OpFault]:
+    """Copies of the kernels, the first one for each product unchanged, after `tests.support.faults.sm90` has run on
+    them."""
+    folders = {}
+    for product, files in planted.items():
+        (folder / product).mkdir()
+        faults = [("", NO_FAULT), *((name, fault) for name, found in files.items() for fault in found)]
+        for number, (kernel_file, fault) in enumerate(faults):
+            copy = folder / product / f"{kernel_file or 'unchanged'}-{number}"
+            plant(kernel_file, fault, copy)
+            folders[copy] = fault
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.faults.sm90", action, *map(str, folders)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    return folders
+
+
+if __name__ == "__main__":
+    for place in sys.argv[2:]:
+        run_on_copy(Path(place), lambda folder=Path(place): _act(sys.argv[1], folder))

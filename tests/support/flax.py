@@ -1,0 +1,148 @@
+"""What the tests of the Flax layers share: presets at tiny sizes, drawn weights, the layer in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx as flax_nnx
+
+from moe_core.base.dtypes import numpy_dtype
+from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.layers import HUGGING_FACE, MAXTEXT, LayerWeights, MoEAux, MoELayerSpec, Storage, convert_weights
+from moe_core.ops.moe.reference.forward import moe_stages
+from moe_core.ops.router.reference import router
+from moe_core.ops.routing.reference import route
+from moe_core.ops.routing.reference_losses import router_losses
+from moe_core.parity.tolerance import Tolerance, stage_tolerances
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK
+from moe_core.specs.routing import LogitsSpec
+from moe_jax import linen, nnx
+from tests.support.jax import to_jax
+
+_SIZES = {"num_hidden_layers": 2, "hidden_size": 48, "hidden_act": "silu", "num_experts_per_tok": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_SIZES, "intermediate_size": 40, "num_local_experts": 4},
+    "qwen3_moe": {**_SIZES, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True},
+    "gpt_oss": {**_SIZES, "intermediate_size": 48, "num_local_experts": 6},
+    "deepseek_v3": {
+        **_SIZES,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 0,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "qwen2_moe": {
+        **_SIZES,
+        "moe_intermediate_size": 24,
+        "num_experts": 5,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 40,
+    },
+}
+
+
+def preset(name: str) -> MoELayerSpec:
+    """The layer of a family, tiny."""
+    return layer_spec_from_config({"model_type": name, **CONFIGS[name]})
+
+
+def draw_weights(
+    spec: MoELayerSpec, dtype: str = "float32", *, seed: int = 0, storage: Storage = HUGGING_FACE
+) -> LayerWeights:
+    """Normal weights that keep an rms of about 1, as a checkpoint would store them."""
+    random = np.random.default_rng(seed)
+
+    def draw(role: str, fan_in: int, shape: tuple[int, ...]) -> np.ndarray:
+        scale = fan_in**-0.5 if role == "weight" else 0.2
+        kind = np.float32 if role == "buffer" else numpy_dtype(dtype)
+        return (random.standard_normal(shape) * scale).astype(np.float32).astype(kind)
+
+    arrays = {one.name: draw(one.role, one.fan_in, one.shape) for one in spec.parameters(storage)}
+    return LayerWeights.from_named(arrays, spec, storage)
+
+
+def draw_tokens(spec: MoELayerSpec, dtype: str = "float32", *shape: int, seed: int = 1) -> np.ndarray:
+    """x `[*shape, D]`."""
+    random = np.random.default_rng(seed)
+    return random.standard_normal((*shape, spec.d_model)).astype(np.float32).astype(numpy_dtype(dtype))
+
+
+def nnx_layer(weights: Any, spec: MoELayerSpec, **options: Any) -> nnx.MoE:
+    """An NNX layer that holds the weights (in float32 unless param_dtype says otherwise); nothing is drawn for it."""
+    layer = flax_nnx.eval_shape(lambda: nnx.MoE.from_spec(spec, **options, rngs=flax_nnx.Rngs(0)))
+    layer.load_weights(weights)
+    return layer
+
+
+def linen_layer(weights: Any, spec: MoELayerSpec, **options: Any) -> tuple[linen.MoE, dict[str, Any]]:
+    """A Linen layer, and variables that hold the weights (in float32 unless param_dtype says otherwise)."""
+    layer = linen.MoE.from_spec(spec, **options)
+    return layer, layer.load_weights(weights)
+
+
+class Bundles(NamedTuple):
+    """A layer's weights as the ops take them."""
+
+    experts: ExpertWeights
+    router: RouterWeights
+    shared: SharedExpert | None
+
+
+def stored_for_flax(weights: LayerWeights, spec: MoELayerSpec) -> Bundles:
+    """The weights on the default device in the storage of a Flax layer of spec."""
+    stored = convert_weights(weights, spec.storage(MAXTEXT))
+    return to_jax(Bundles(stored.experts, stored.router, stored.shared))
+
+
+def in_numpy(
+    x: np.ndarray, weights: LayerWeights, spec: MoELayerSpec, token_mask: np.ndarray | None = None
+) -> tuple[np.ndarray, MoEAux]:
+    """(y, aux) of the layer by the NumPy twins, from weights in any storage."""
+    tokens, mask = x.reshape(-1, spec.d_model), None if token_mask is None else token_mask.reshape(-1)
+    chosen, own = weights.router, weights.spec
+    logits_spec = LogitsSpec(own.router_weight_layout, spec.logits_dtype)
+    logits = router(tokens, chosen.weight, chosen.bias, spec=logits_spec)
+    ids, slot_weights = route(logits, chosen.correction_bias, mask, spec=spec.router)
+    counts = np.bincount(ids[ids >= 0], minlength=spec.num_experts).astype(np.int32)
+    kept = _limited(ids, spec.capacity(len(tokens)), spec.num_experts)
+    own = dataclasses.replace(own, router=None, logits_dtype="float32")
+    stages = moe_stages(tokens, weights.experts, TopK(kept, slot_weights), own, shared=weights.shared)
+    losses = router_losses(logits, counts, mask, spec=spec.router)
+    aux = MoEAux(*losses, counts, kept, slot_weights, np.zeros(1, np.int32))
+    return stages["output"].reshape(x.shape), aux
+
+
+def _limited(ids: np.ndarray, capacity: int, num_experts: int) -> np.ndarray:
+    """ids with every expert's slots past its first `capacity` set to -1."""
+    kept, used = ids.copy().reshape(-1), [0] * num_experts
+    for slot, expert in enumerate(kept):
+        if expert >= 0:
+            used[expert] += 1
+            if used[expert] > capacity:
+                kept[slot] = -1
+    return kept.reshape(ids.shape)
+
+
+def output_tolerances(spec: MoELayerSpec, dtype: str) -> dict[str, Tolerance]:
+    """Of a layer's output and of its routing weights, for d_ff the widest of routed and shared experts."""
+    widest = max(spec.d_ff, spec.shared_experts.d_ff if spec.shared_experts else 0)
+    moe_spec: MoESpec = spec.moe_spec(MAXTEXT)
+    return stage_tolerances(
+        moe_spec, dtype, d_model=spec.d_model, d_ff=widest, top_k=spec.top_k, num_experts=spec.num_experts
+    )
+
+
+def as_numpy(aux: MoEAux) -> MoEAux:
+    return MoEAux(*(np.asarray(value) for value in aux))
+
+
+def jax_array(array: np.ndarray | None) -> Any:
+    return None if array is None else jnp.asarray(array)

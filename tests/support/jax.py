@@ -1,0 +1,171 @@
+"""What the tests of the JAX front-end share: engines, small layers, arrays there and back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import moe_jax
+from moe_core.base.dtypes import numpy_dtype
+from moe_core.errors import InvalidInput
+from moe_core.runtime.cuda import cuda_available
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, named_arrays
+from moe_core.specs.routing import RouterSpec
+
+REAL_KERNELS = "cuda" if cuda_available() and os.environ.get("TRITON_INTERPRET", "0") != "1" else "interpreter"
+ENGINES = (REAL_KERNELS, "reference")
+on_engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+@contextlib.contextmanager
+def running_on(engine: str) -> Iterator[None]:
+    """New arrays, and ops on them, use this engine."""
+    if engine == "cuda":
+        with jax.default_device(jax.devices("cuda")[0]):
+            yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]), moe_jax.cpu_engine(engine):
+            yield
+
+
+def to_jax(tree: Any) -> Any:
+    """NumPy arrays in any bundle as JAX arrays on the default device."""
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def to_numpy(tree: Any) -> Any:
+    """JAX arrays in any bundle as NumPy arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
+class Layer(NamedTuple):
+    """The arguments of a whole MoE forward, in NumPy."""
+
+    x: np.ndarray
+    experts: ExpertWeights
+    routing: Any
+    spec: MoESpec
+
+
+def draw(random: np.random.Generator, *shape: int, dtype: str = "float32") -> np.ndarray:
+    """Normal numbers whose products over the second to last axis keep an rms of about 1."""
+    scale = 1.0 if len(shape) < 2 else shape[-2] ** -0.5
+    return (random.standard_normal(shape) * scale).astype(np.float32).astype(numpy_dtype(dtype))
+
+
+def small_layer(
+    dtype: str = "float32", *, num_tokens: int = 9, num_experts: int = 5, top_k: int = 2, seed: int = 0
+) -> Layer:
+    """A gated layer with d_model 48 and d_ff 32, routed from x."""
+    random = np.random.default_rng(seed)
+    d_model, d_ff = 48, 32
+    x = random.standard_normal((num_tokens, d_model)).astype(np.float32).astype(numpy_dtype(dtype))
+    experts = ExpertWeights(
+        draw(random, num_experts, d_model, 2 * d_ff, dtype=dtype), draw(random, num_experts, d_ff, d_model, dtype=dtype)
+    )
+    routing = RouterWeights(draw(random, d_model, num_experts))
+    return Layer(x, experts, routing, MoESpec(Activation("silu"), RouterSpec(top_k)))
+
+
+#: Sizes of the wrong calls: tokens, choices, experts, d_model, d_ff.
+T, K, E, D, F = 6, 2, 4, 16, 8
+
+
+def floats(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def integers(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+class Case(NamedTuple):
+    """A wrong call: `call(*arrays)` must raise `error` with a message that matches `message`."""
+
+    name: str
+    call: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    message: str
+    error: type[Exception] = InvalidInput
+
+
+def untyped(value: Any) -> Any:
+    """A value of a wrong type on purpose, which a type checker shall let pass."""
+    return value
+
+
+def check_error(case: Case, jitted: bool) -> None:
+    """A wrong call raises its error, eagerly or while it is traced."""
+    call = jax.jit(case.call) if jitted else case.call
+    with running_on("reference"), pytest.raises(case.error, match=case.message):
+        call(*case.arrays)
+
+
+NUM_DEVICES = 4
+
+
+def cpu_mesh(axis_type: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((NUM_DEVICES,), ("data",), axis_types=(axis_type,), devices=jax.devices("cpu")[:NUM_DEVICES])
+
+
+NUM_LAYERS = 3
+
+
+#: What a compiled program may do with a weight: take it, hand it on, run the custom call on it.
+HANDING_ON = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "custom-call", "call", "opt-barrier"}
+
+
+def stacked_weights() -> moe_jax.ExpertWeights:
+    """The experts of several layers, stacked."""
+    layers = [small_layer(seed=seed).experts for seed in range(NUM_LAYERS)]
+    return jax.tree.map(lambda *arrays: jnp.stack([jnp.asarray(array) for array in arrays]), *layers)
+
+
+def run_stack(
+    x: jax.Array, stacked: moe_jax.ExpertWeights, routing: moe_jax.RouterWeights, spec: moe_jax.MoESpec
+) -> jax.Array:
+    """Residual layers in a scan; the weights stay where they are, and each layer says which part it reads."""
+
+    def layer(carry: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+        experts = dataclasses.replace(stacked, layer_index=index.reshape(1))
+        return carry + moe_jax.moe(carry, experts, routing, spec).output, None
+
+    return jax.lax.scan(layer, x, jnp.arange(NUM_LAYERS, dtype=jnp.int32))[0]
+
+
+def program_text(lowered: Any) -> str:
+    """The optimised program of a lowered function, as users get it: without a GPU conftest.py saves XLA fusing."""
+    options = {} if cuda_available() else {"xla_cpu_use_fusion_emitters": True}
+    text = lowered.compile(options).as_text()
+    assert text is not None
+    return text
+
+
+#: What programs call the dtypes of weights.
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+
+
+def weight_copies(compiled: str, stacked: moe_jax.ExpertWeights) -> list[str]:
+    """The instructions of a compiled program that make an array as large as a weight, stacked or of one layer."""
+    shapes = set()
+    for _, array in named_arrays(stacked):
+        for shape in (array.shape, array.shape[1:], (1, *array.shape[1:])):
+            shapes.add(f"{HLO_DTYPES[array.dtype.name]}[{','.join(map(str, shape))}]")
+    found = []
+    for line in compiled.splitlines():
+        match = re.search(r"= (\S+\[[\d,]*\])\S* ([\w-]+)\(", line)
+        if match and match[1] in shapes and match[2] not in HANDING_ON:
+            found.append(line.strip())
+    return found

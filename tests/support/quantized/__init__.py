@@ -1,0 +1,1 @@
+"""Quantised operands, files and formulas."""

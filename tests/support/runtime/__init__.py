@@ -1,0 +1,1 @@
+"""Devices, processes and kernels for tests of the runtime."""

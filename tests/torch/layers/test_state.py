@@ -1,0 +1,299 @@
+"""The torch layer as a module: state_dict, construction, dtypes, weights in and out, sharding, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import start_processes
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers import (
+    HUGGING_FACE,
+    MAXTEXT,
+    ExpertsSpec,
+    LayerWeights,
+    SharedExpertsSpec,
+    Storage,
+    convert_weights,
+)
+from moe_core.parity.tolerance import assert_close
+from moe_core.specs.matmul import Activation
+from moe_core.specs.routing import RouterSpec
+from moe_torch import MoE
+from tests.support.layers import EVERYTHING, D, E, F, K, draw_weights, draw_x, tolerances
+from tests.support.torch import on_engines, require_equal, running_on, to_numpy, to_torch
+from tests.support.torch_layers import make, stages
+
+
+def test_state_dict_names_and_round_trip() -> None:
+    weights = draw_weights(EVERYTHING)
+    layer = make(weights)
+    state = layer.state_dict()
+    assert list(state) == list(weights.named())
+    assert [name for name, _ in layer.named_parameters()] == [name for name in state if "correction" not in name]
+    fresh = MoE.from_spec(EVERYTHING)
+    assert fresh.load_state_dict(state) == torch.nn.modules.module._IncompatibleKeys([], [])
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = MoE.from_spec(EVERYTHING, device="meta")
+    loaded.load_state_dict(torch.load(file), assign=True)
+    x = to_torch(draw_x((5,)))
+    with running_on("reference"), torch.no_grad():
+        for other in (fresh, loaded, copy.deepcopy(layer)):
+            require_equal(other(x), layer(x), "round trip")
+
+
+def test_meta_construction() -> None:
+    layer = MoE.from_spec(EVERYTHING, device="meta", dtype=torch.bfloat16)
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    assert {tensor.dtype for tensor in layer.parameters()} == {torch.bfloat16}
+    weights = draw_weights(EVERYTHING, dtype="bfloat16")
+    with pytest.raises(InvalidInput, match=r"router.weight must have memory, got a meta tensor; call to_empty"):
+        layer.load_weights(weights)
+    with pytest.raises(InvalidInput, match="must have memory"):
+        layer.export_weights()
+    layer.to_empty(device="cpu").load_weights(weights)
+    assert layer.get_buffer("router.correction_bias").dtype == torch.float32
+    for name, tensor in layer.state_dict().items():
+        require_equal(tensor, to_torch(weights.named()[name]), name)
+    with torch.device("meta"):
+        assert MoE(D, F, E, K).experts.down.is_meta
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(0)
+    layer = MoE.from_spec(dataclasses.replace(EVERYTHING, d_model=64, d_ff=128))
+    for name, tensor in layer.state_dict().items():
+        if name.endswith("bias"):
+            assert not tensor.any(), name
+        else:
+            fan_in = {"experts.down": 128, "shared_experts.down": 16}.get(name, 64)
+            assert abs(tensor.std() * fan_in**0.5 - 1) < 0.2, name
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    with running_on("reference"), torch.no_grad():
+        assert layer(torch.randn(3, 64)).isfinite().all()
+
+
+def test_casting_the_layer_keeps_the_correction_bias() -> None:
+    weights = draw_weights(EVERYTHING)
+    for cast in (lambda layer: layer.to(torch.bfloat16), lambda layer: layer.bfloat16(), lambda layer: layer.half()):
+        layer = cast(make(weights))
+        assert layer.experts.down.dtype != torch.float32
+        require_equal(layer.router.correction_bias, to_torch(weights.router.correction_bias), "fp32 bits")
+    with running_on("reference"):
+        x = to_torch(draw_x((3,))).to(torch.float16)
+        assert layer(x).dtype == torch.float16
+
+
+@pytest.mark.parametrize("storage", [HUGGING_FACE, MAXTEXT, Storage("in_out", "interleaved", "in_out")], ids=str)
+def test_weights_in_and_out(storage: Storage) -> None:
+    weights = draw_weights(EVERYTHING, dtype="bfloat16", storage=storage)
+    layer = MoE.from_spec(EVERYTHING, dtype=torch.bfloat16)
+    layer.load_weights(weights)
+    back = convert_weights(layer.export_weights(), storage)
+    assert back.spec == weights.spec
+    for name, array in weights.named().items():
+        assert array.tobytes() == back.named()[name].tobytes(), name
+        array.flags.writeable = False
+    layer.load_weights(weights)
+    as_stored = MoE.from_weights(weights)
+    assert as_stored.spec.experts.gate_layout == storage.gate_layout
+    x = to_torch(draw_x((4,), dtype="bfloat16"))
+    with running_on("reference"), torch.no_grad():
+        one, other = to_numpy(as_stored(x)), to_numpy(layer(x))
+    assert_close(one, other, tolerances(EVERYTHING, "bfloat16")["output"], "stored otherwise")
+
+
+def test_loading_refuses_other_layers_and_rounding() -> None:
+    layer = MoE.from_spec(EVERYTHING)
+    cases = {
+        "d_ff is 32, got 16": dataclasses.replace(EVERYTHING, d_ff=16),
+        "router is RouterSpec": dataclasses.replace(EVERYTHING, router=RouterSpec(renormalize=True)),
+        "shared_experts is SharedExpertsSpec": dataclasses.replace(EVERYTHING, shared_experts=None),
+        "experts is ExpertsSpec": dataclasses.replace(EVERYTHING, experts=ExpertsSpec(Activation("silu"), bias=True)),
+        "correction_bias is True, got False": dataclasses.replace(EVERYTHING, correction_bias=False),
+    }
+    for message, other in cases.items():
+        with pytest.raises(InvalidInput, match=f"weights must be of this layer, whose {message}"):
+            layer.load_weights(draw_weights(other))
+    # A layer that limits capacity or rounds logits has the same weights.
+    changed = dataclasses.replace(EVERYTHING, capacity_factor=1.0, logits_dtype="bfloat16", allow_tf32=True)
+    MoE.from_spec(changed).load_weights(draw_weights(EVERYTHING))
+    layer.load_weights(draw_weights(EVERYTHING, dtype="bfloat16"))
+    require_equal(
+        layer.experts.down.detach(),
+        to_torch(draw_weights(EVERYTHING, dtype="bfloat16").experts.down).float(),
+        "widened",
+    )
+    with pytest.raises(InvalidInput, match=r"router.weight must be bfloat16, got float32, which would be rounded"):
+        MoE.from_spec(EVERYTHING, dtype=torch.bfloat16).load_weights(draw_weights(EVERYTHING))
+    with pytest.raises(InvalidInput, match="weights must be a LayerWeights, got dict"):
+        layer.load_weights({})  # type: ignore[arg-type]
+
+
+def test_dtypes_may_differ_where_the_ops_allow_it() -> None:
+    """A float32 router and float32 biases beside bfloat16 experts, as checkpoints hold them."""
+    weights = draw_weights(EVERYTHING, dtype="bfloat16")
+    widen = {
+        name: array.astype(np.float32) for name, array in weights.named().items() if "bias" in name or "router" in name
+    }
+    mixed = LayerWeights.from_named(weights.named() | widen, EVERYTHING, HUGGING_FACE)
+    layer = make(mixed)
+    assert (layer.router.weight.dtype, layer.experts.down.dtype) == (torch.float32, torch.bfloat16)
+    x = draw_x((6,), dtype="bfloat16")
+    with running_on("reference"):
+        np.testing.assert_array_equal(to_numpy(layer(to_torch(x))), stages(mixed, x)["output"])
+
+
+def test_reparametrised_weights_are_used() -> None:
+    """A parametrisation (as LoRA libraries use) takes a parameter from where modules keep it."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: Any) -> Any:
+            return 2 * weight
+
+    weights, x = draw_weights(EVERYTHING), to_torch(draw_x((4,)))
+    layer, plain = make(weights), make(weights)
+    torch.nn.utils.parametrize.register_parametrization(layer.experts, "down", Doubled())
+    plain.experts.down.mul_(2)
+    with running_on("reference"):
+        require_equal(layer(x), plain(x), "doubled")
+
+
+WRONG_CALLS: dict[str, tuple[Any, str]] = {
+    "width": (lambda layer, x: layer(x[..., :-1]), r"x must be \[..., d_model\] with d_model = 48, got \(2, 3, 47\)"),
+    "scalar": (lambda layer, x: layer(torch.tensor(1.0)), r"x must be \[..., d_model\] .* got \(\)"),
+    "array": (lambda layer, x: layer(x.numpy()), "x must be a torch.Tensor, got ndarray"),
+    "dtype": (
+        lambda layer, x: layer(x.half()),
+        "x must be torch.float32 like the layer's parameters, got torch.float16",
+    ),
+    "mask shape": (
+        lambda layer, x: layer(x, torch.ones(6, dtype=torch.bool)),
+        r"token_mask must be bool \(2, 3\), one for each token of x, got torch.bool \(6,\)",
+    ),
+    "mask dtype": (lambda layer, x: layer(x, torch.ones(2, 3)), r"token_mask must be bool \(2, 3\).*got torch.float32"),
+    "mask array": (lambda layer, x: layer(x, [True]), "token_mask must be a Tensor, got list"),
+    "device": (lambda layer, x: layer(x.to("meta")), "must be on meta like x, got cpu"),
+    "explain": (
+        lambda layer, x: layer.explain((2, 3)),
+        r"tokens must be a number of tokens or a shape .* got \(2, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_say_what_is_wrong(name: str) -> None:
+    call, message = WRONG_CALLS[name]
+    with running_on("reference"), pytest.raises(InvalidInput, match=message):
+        call(make(draw_weights(EVERYTHING)), to_torch(draw_x((2, 3))))
+
+
+def test_wrong_constructions_say_what_is_wrong() -> None:
+    with pytest.raises(InvalidInput, match="top_k must be at most num_experts = 8, got 9"):
+        MoE(D, F, E, 9)
+    with pytest.raises(InvalidInput, match="spec must be a MoELayerSpec, got dict"):
+        MoE.from_spec({})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="weights must be a LayerWeights, got MoE"):
+        MoE.from_weights(MoE(D, F, E, K))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_dtypes_no_operator_takes_are_refused(device: str) -> None:
+    accepted = "dtype must be torch.bfloat16, torch.float16, torch.float32, got torch.float64"
+    for build in (lambda **options: MoE(D, F, E, K, **options), lambda **options: MoE.from_spec(EVERYTHING, **options)):
+        with pytest.raises(InvalidInput, match=f"{accepted}; pass dtype=torch.float32"):
+            build(device=device, dtype=torch.float64)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pytest.raises(InvalidInput, match=f"{accepted}, the default dtype of torch; pass"):
+                build(device=device)
+            assert build(device=device, dtype=torch.float16).experts.down.dtype == torch.float16
+            assert make(draw_weights(EVERYTHING)).experts.down.dtype == torch.float32, "weights state their own"
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+WORLD_SIZE, ODD_EXPERTS = 2, 5
+
+
+def run_one_rank(rank: int, store_path: str) -> None:
+    """One of the processes of `test_fully_sharded`; an assertion that fails here fails the test."""
+    store = distributed.FileStore(store_path, WORLD_SIZE)  # pyright: ignore[reportPrivateImportUsage]
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=datetime.timedelta(seconds=60)
+    )
+    spec = dataclasses.replace(EVERYTHING, num_experts=ODD_EXPERTS)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    layer = MoE.from_spec(spec, device="meta")
+    model = torch.nn.Sequential(torch.nn.Identity(), layer)
+    fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    layer.reset_parameters()
+    gate_up: Any = layer.experts.gate_up
+    assert gate_up.placements[0].is_shard(0) and gate_up.shape[0] == ODD_EXPERTS
+    assert gate_up.to_local().shape[0] == (3, 2)[rank], "an expert is on one rank, whole"
+    assert all(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+    with pytest.raises(Unsupported, match=r"router.weight is a sharded DTensor.*load the weights before sharding"):
+        layer.load_weights(draw_weights(spec))
+    plain = MoE.from_weights(layer.export_weights())
+    assert plain.experts.gate_up.std(dim=(1, 2)).min() > 0, "every rank's experts came"
+    x = to_torch(draw_x((2, 3), seed=rank))
+    with running_on("reference"), torch.no_grad():
+        require_equal(model(x), plain(x), f"rank {rank}")
+    distributed.destroy_process_group()
+
+
+def test_fully_sharded(tmp_path: Path) -> None:
+    """The order of a large model: meta, shard, memory, then values. Two processes share an odd number of experts."""
+    arguments = (str(tmp_path / "store"),)
+    processes: Any = start_processes(
+        run_one_rank, arguments, nprocs=WORLD_SIZE, join=False, daemon=True, start_method="spawn"
+    )
+    deadline = time.monotonic() + 180
+    try:
+        # True when all have ended well; what one of them raised is raised here.
+        while not processes.join(timeout=1):
+            assert time.monotonic() < deadline, "the processes do not end"
+    finally:
+        for process in processes.processes:
+            process.kill()
+
+
+@on_engines
+def test_explain(engine: str) -> None:
+    with running_on(engine) as device:
+        layer = make(draw_weights(EVERYTHING), device)
+        text = layer.explain((2, 5, D))
+        assert text == layer.explain(10) and text.startswith("moe on ") and "sums" in text
+        assert layer.explain(torch.Size((10, D))) == text
+        limited = make(draw_weights(EVERYTHING), device, capacity_factor=1.0).explain(10)
+    assert "capacity limit: slots behind the first 4 of an expert get id -1" in limited
+    assert [limited.index(f"{name} on ") for name in ("router", "routing", "layout", "moe")] == sorted(
+        limited.index(f"{name} on ") for name in ("router", "routing", "layout", "moe")
+    )
+
+
+def test_repr() -> None:
+    layer = MoE(D, F, E, K, experts=ExpertsSpec(gate_layout="separate"), shared_experts=SharedExpertsSpec(16))
+    assert "d_model=48, d_ff=32, num_experts=8, top_k=3" in repr(layer)
+    assert "storage=out_in/separate, shared_d_ff=16" in repr(layer)
+    assert layer.get_parameter("experts.up").shape == (E, F, D) and layer.router.bias is None

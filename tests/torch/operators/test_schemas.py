@@ -1,0 +1,130 @@
+"""The schemas of the operators, which exported programs know by name, order and kind of every argument."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import moe_torch
+
+# What many operators have in common, as it stands in their schemas.
+PARTS = {
+    "EXPERTS": (
+        "Tensor experts_gate_up, Tensor experts_down, Tensor? experts_up, Tensor? experts_gate_up_bias, Tensor? "
+        "experts_up_bias, Tensor? experts_down_bias, Tensor? experts_layer_index"
+    ),
+    "QUANTIZED_EXPERTS": (
+        "Tensor experts_gate_up, Tensor? experts_gate_up_scales, Tensor? experts_gate_up_zero_points, Tensor "
+        "experts_down, Tensor? experts_down_scales, Tensor? experts_down_zero_points, Tensor? experts_up, Tensor? "
+        "experts_up_scales, Tensor? experts_up_zero_points, Tensor? experts_gate_up_bias, Tensor? experts_up_bias, "
+        "Tensor? experts_down_bias, Tensor? experts_layer_index"
+    ),
+    "REST": (
+        "Tensor? token_mask, Tensor? expert_map, Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_up, "
+        "Tensor? shared_gate"
+    ),
+    "SAVED": (
+        "Tensor? saved_pre_activation, Tensor saved_group_start, Tensor saved_slot_of_row, Tensor "
+        "saved_row_of_slot, Tensor? saved_shared_pre_activation, Tensor? saved_shared_gate"
+    ),
+    "INTO": (
+        "Tensor(a!)? into_experts_gate_up, Tensor(b!)? into_experts_down, Tensor(c!)? into_experts_up, Tensor(d!)? "
+        "into_shared_gate_up, Tensor(e!)? into_shared_down, Tensor(f!)? into_shared_up"
+    ),
+    "INPUT_SCALES": ("Tensor? experts_gate_up_input_scale, Tensor? experts_down_input_scale"),
+    "LAYOUT": ("Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot"),
+}
+SCHEMAS = """
+activation(Tensor x, Tensor? up, str options) -> Tensor
+activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]
+make_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor, Tensor,
+    Tensor)
+matmul_ogs(Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, Tensor? row_weight, Tensor?
+    layer_index, {LAYOUT}, str options) -> Tensor
+matmul_ogs_backward(Tensor d_y, Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, Tensor?
+    row_weight, Tensor? layer_index, {LAYOUT}, str options) -> Tensor[]
+matmul_ogs_quantized(Tensor x, Tensor? x_scales, Tensor? x_zero_points, Tensor weight, Tensor? weight_scales,
+    Tensor? weight_zero_points, Tensor? up, Tensor? up_scales, Tensor? up_zero_points, Tensor? bias, Tensor?
+    up_bias, Tensor? row_weight, Tensor? layer_index, {LAYOUT}, str options) -> Tensor
+matmul_ogs_quantized_backward(Tensor d_y, Tensor x, Tensor? x_scales, Tensor? x_zero_points, Tensor weight,
+    Tensor? weight_scales, Tensor? weight_zero_points, Tensor? up, Tensor? up_scales, Tensor? up_zero_points,
+    Tensor? bias, Tensor? up_bias, Tensor? row_weight, Tensor? layer_index, {LAYOUT}, str options) -> Tensor[]
+moe.router_logits(Tensor x, {EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST}, str
+    options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+moe.router_weights(Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+moe.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) -> (Tensor,
+    Tensor, Tensor)
+moe_backward.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x, {EXPERTS}, Tensor
+    routing_logits, Tensor? routing_correction_bias, {REST}, Tensor tokens_per_expert, Tensor ids, Tensor
+    weights, {SAVED}, str options) -> Tensor[]
+moe_backward.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor? gradients_logits, Tensor
+    x, {EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor? routing_correction_bias, {REST}, Tensor
+    tokens_per_expert, Tensor ids, Tensor weights, Tensor logits, {SAVED}, str options) -> Tensor[]
+moe_backward.top_k(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights,
+    {REST}, Tensor tokens_per_expert, {SAVED}, str options) -> Tensor[]
+moe_backward_into.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x, {EXPERTS}, Tensor
+    routing_logits, Tensor? routing_correction_bias, {REST}, Tensor tokens_per_expert, Tensor ids, Tensor
+    weights, {SAVED}, {INTO}, str options) -> Tensor[]
+moe_backward_into.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor? gradients_logits,
+    Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor? routing_correction_bias, {REST},
+    Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits, {SAVED}, {INTO}, str options) ->
+    Tensor[]
+moe_backward_into.top_k(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_ids, Tensor
+    routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, {INTO}, str options) -> Tensor[]
+moe_quantized.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor?
+    routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+moe_quantized.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor)
+moe_quantized.top_k(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor)
+moe_quantized_backward.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x,
+    {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST}, Tensor
+    tokens_per_expert, Tensor ids, Tensor weights, {SAVED}, str options) -> Tensor[]
+moe_quantized_backward.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor?
+    gradients_logits, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits,
+    {SAVED}, str options) -> Tensor[]
+moe_quantized_backward.top_k(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor
+    routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, str options) -> Tensor[]
+moe_quantized_backward_into.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x,
+    {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST}, Tensor
+    tokens_per_expert, Tensor ids, Tensor weights, {SAVED}, {INTO}, str options) -> Tensor[]
+moe_quantized_backward_into.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor?
+    gradients_logits, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits,
+    {SAVED}, {INTO}, str options) -> Tensor[]
+moe_quantized_backward_into.top_k(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids,
+    Tensor routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, {INTO}, str options) -> Tensor[]
+moe_quantized_training.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor?
+    routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> Tensor[]
+moe_quantized_training.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor?
+    routing_bias, Tensor? routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> Tensor[]
+moe_quantized_training.top_k(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, str options) -> Tensor[]
+moe_training.router_logits(Tensor x, {EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST},
+    str options) -> Tensor[]
+moe_training.router_weights(Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, str options) -> Tensor[]
+moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) ->
+    Tensor[]
+pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
+quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
+reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
+route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, str options) -> (Tensor, Tensor)
+route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
+router(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor
+router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor[]
+scale_rows(Tensor x, Tensor weights, str options) -> Tensor
+unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
+"""
+
+
+def test_schemas_are_those_that_programs_were_exported_with() -> None:
+    """A change here breaks programs that users have stored: it belongs into CHANGELOG.md."""
+    assert moe_torch is not None
+    namespace = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("moebius::")]
+    known = SCHEMAS.strip().replace("\n    ", " ").format(**PARTS).splitlines()
+    assert sorted(str(schema).removeprefix("moebius::") for schema in namespace) == sorted(known)

@@ -1,0 +1,351 @@
+"""Models of transformers with their experts on Moebius, against the same models with eager experts."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_torch.transformers
+from moe_core.errors import InvalidInput, Unsupported
+from moe_torch import trace
+from tests.support.runtime.isolation import run_blocked
+from tests.support.torch import on_engines, require_equal, running_on
+
+T, D, F, E, K = 6, 32, 24, 8, 3
+_COMMON = {
+    "vocab_size": 32,
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": K,
+    "pad_token_id": 0,
+}
+_HEADS = {"head_dim": 16}
+#: The published limits are never met by small numbers: these are.
+_CLAMPED = {"swiglu_limit": 0.75, "swiglu_alpha": 1.5}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": F, "num_local_experts": E},
+    "qwen3_moe": {"moe_intermediate_size": F, "num_experts": E, "norm_topk_prob": True, **_HEADS},
+    "gpt_oss": {"intermediate_size": F, "num_local_experts": E, **_HEADS, **_CLAMPED},
+    "deepseek_v3": {
+        "intermediate_size": 40,
+        "moe_intermediate_size": F,
+        "n_routed_experts": E,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "qk_nope_head_dim": 8,
+    },
+}
+on_models = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    """Registered, and transformers quiet."""
+    moe_torch.transformers.register()
+    moe_torch.transformers.register()
+    log = transformers.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    yield
+    log.set_verbosity(verbosity)
+    log.enable_progress_bar()
+
+
+def scatter(module: Any) -> None:
+    """Random parameters of a size that makes every part count."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(std=0.5 if name.endswith("bias") else 1.5 * parameter.shape[-1] ** -0.5)
+
+
+def build(name: str, device: Any = "cpu", dtype: Any = torch.float32) -> Any:
+    """A small random model with its experts on Moebius."""
+    config = transformers.AutoConfig.for_model(name, **_COMMON, **MODELS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="moebius").eval()
+    assert model.config._experts_implementation == "moebius"
+    scatter(model)
+    return model.requires_grad_(False).to(device, dtype)
+
+
+def tokens(device: Any) -> Any:
+    return (torch.arange(2 * T, device=device).reshape(2, T) * 5 + 1) % 32
+
+
+def eager(model: Any, function: Any) -> Any:
+    """The function's result with the model's own experts."""
+    model.set_experts_implementation("eager")
+    result = function()
+    model.set_experts_implementation("moebius")
+    return result
+
+
+def require_close(actual: Any, wanted: Any) -> None:
+    """Float32 logits of rms about 1 whose sums differ in order only."""
+    torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=2e-5)
+
+
+@on_engines
+@on_models
+def test_logits_and_generated_tokens_match_eager_experts(engine: str, name: str) -> None:
+    with running_on(engine) as device:
+        model, ids = build(name, device), tokens(device)
+        require_close(model(ids).logits, eager(model, lambda: model(ids).logits))
+        greedy = {"max_new_tokens": 3, "do_sample": False}
+        written = model.generate(ids[:1], **greedy)
+        assert written.shape == (1, T + 3)
+        torch.testing.assert_close(written, eager(model, lambda: model.generate(ids[:1], **greedy)), rtol=0, atol=0)
+
+
+@on_models
+def test_compiled_forward(name: str) -> None:
+    """No graph break, the operator in the graph, eager's logits, and no second compilation of an unchanged call."""
+    with running_on("reference") as device:
+        model, ids = build(name, device), tokens(device)
+        wanted = eager(model, lambda: model(ids).logits)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend=counter, fullgraph=True)
+        require_close(compiled(ids), wanted)
+        require_close(compiled(ids), wanted)
+        assert counter.frame_count == 1
+        called = [node.target for node in counter.graphs[0].graph.nodes if node.op == "call_function"]
+        assert called.count(torch.ops.moebius.moe.top_k) == (1 if name == "deepseek_v3" else 2)
+
+
+@on_engines
+def test_bfloat16_within_its_dtype(engine: str) -> None:
+    """Both round in places of their own: neither is far from the same weights in float32."""
+    with running_on(engine) as device:
+        experts, inputs = build("gpt_oss", device, torch.bfloat16).model.layers[0].mlp.experts, routed(device)
+        x, ids, weights = inputs
+        actual = experts(x.bfloat16(), ids, weights.bfloat16())
+        assert actual.dtype == torch.bfloat16
+        exact = experts.float()(x.bfloat16().float(), ids, weights.bfloat16().float())
+        assert float((actual.float() - exact).norm() / exact.norm()) < 2**-7
+
+
+def routed(device: Any) -> tuple[Any, Any, Any]:
+    """hidden_states, top_k_index and top_k_weights for an experts module."""
+    torch.manual_seed(1)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    return tuple(tensor.to(device) for tensor in (torch.randn(T, D), ids, torch.rand(T, K)))  # type: ignore[return-value]
+
+
+#: (model, class of experts, settings): every layout, flag and gate that is supported.
+EXPERTS = {
+    "concatenated": ("mixtral", "MixtralExperts", {"hidden_act": "gelu"}),
+    "concatenated_tanh": ("gemma4", "Gemma4TextExperts", {"hidden_activation": "gelu_pytorch_tanh"}),
+    "function": ("lfm2_moe", "Lfm2MoeExperts", {}),
+    "transposed": ("aria", "AriaExperts", {}),
+    "transposed_interleaved_bias": ("gpt_oss", "GptOssExperts", _CLAMPED),
+    "transposed_halves_bias": ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", _CLAMPED),
+    "concatenated_clamped": ("minimax_m3_vl", "MiniMaxM3VLExperts", _CLAMPED),
+    "ungated": ("nemotron_h", "NemotronHExperts", {"mlp_hidden_act": "relu2"}),
+    "clamped_silu": ("deepseek_v4", "DeepseekV4Experts", _CLAMPED),
+    "own_activation": ("mixtral", "MixtralExperts", {"hidden_act": "quick_gelu"}),
+    "norm": ("muse_spark", "MuseSparkExperts", {"post_norm_eps": 1e-6, "moe_hidden_size": D}),
+}
+REFUSED = {
+    "clamped_silu": "DeepseekV4Experts, which gates halves of its weights by .*DeepseekV4Experts._apply_gate",
+    "own_activation": "MixtralExperts, which activates by QuickGELUActivation",
+    "norm": "MuseSparkExperts, which normalises what each expert returns",
+}
+
+
+def build_experts(kind: str, device: Any = "cpu") -> Any:
+    """An experts module alone; skipped where this transformers has no such model yet."""
+    model, name, settings = EXPERTS[kind]
+    try:
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    except ModuleNotFoundError as error:
+        pytest.skip(f"transformers {transformers.__version__} has no {error.name}")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    widths = ("intermediate_size", "moe_intermediate_size")
+    sizes = dict.fromkeys(names, E) | dict.fromkeys(widths, F) | {"hidden_size": D, "hidden_act": "silu"}
+    others = {"moe_latent_size": None, "mlp_bias": False, "top_k_experts": K, "num_experts_per_tok": K}
+    config = SimpleNamespace(**sizes | others | settings, _experts_implementation="moebius")
+    experts = getattr(module, name)(config)
+    if not hasattr(experts, "is_transposed"):
+        pytest.skip(f"transformers {transformers.__version__} computes {name} outside of its experts interface")
+    scatter(experts)
+    for attribute, value in (("limit", 0.75), ("alpha", 1.5)):
+        if settings is _CLAMPED and hasattr(experts, attribute):
+            setattr(experts, attribute, value)  # which transformers before 5.23 takes from no config
+    return experts.requires_grad_(False).to(device)
+
+
+@on_engines
+@pytest.mark.parametrize("kind", [kind for kind in EXPERTS if kind not in REFUSED])
+def test_every_layout_gate_and_bias(engine: str, kind: str) -> None:
+    with running_on(engine) as device:
+        experts, inputs = build_experts(kind, device), routed(device)
+        actual = experts(*inputs)
+        experts.config._experts_implementation = "eager"
+        torch.testing.assert_close(actual, experts(*inputs), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_experts_that_moebius_cannot_compute_are_refused(kind: str) -> None:
+    with running_on("reference"), pytest.raises(Unsupported, match=REFUSED[kind]):
+        build_experts(kind)(*routed("cpu"))
+
+
+def test_contradicting_flags_are_refused() -> None:
+    experts = build_experts("concatenated")
+    experts.is_concatenated = False
+    with pytest.raises(Unsupported, match=r"gates interleaved of its weights by .*_default_apply_gate"):
+        experts(*routed("cpu"))
+
+
+def test_quantised_experts_are_refused() -> None:
+    experts = build_experts("concatenated")
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(Unsupported, match=r"weights of torch.float8_e4m3fn, .* \(quantised\)"):
+        experts(*routed("cpu"))
+    interface = importlib.import_module("transformers.integrations.finegrained_fp8").ALL_FP8_EXPERTS_FUNCTIONS
+    with pytest.raises(Unsupported, match="fp8 \\(quantised\\)"):
+        interface["moebius"](experts, *routed("cpu"))
+
+
+def test_a_missing_transformers_is_explained() -> None:
+    run_blocked(
+        ("transformers",),
+        "from moe_core.errors import Unsupported\n"
+        "try:\n    import moe_torch.transformers\n"
+        "except Unsupported as error:\n    assert 'transformers 5.17 or later' in str(error), error\n"
+        "else:\n    raise SystemExit('imported without transformers')\n",
+    )
+
+
+@pytest.mark.parametrize("kind", ["concatenated", "transposed_interleaved_bias", "ungated"])
+def test_gradients_are_those_of_eager_experts(kind: str) -> None:
+    """Into hidden states, the model's own router weights and every parameter."""
+    experts = build_experts(kind).requires_grad_(True)
+    hidden, ids, weights = routed("cpu")
+    leaves = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
+    with running_on("reference"):
+        found = torch.autograd.grad(experts(hidden, ids, weights).square().sum(), leaves)
+    experts.config._experts_implementation = "eager"
+    wanted = torch.autograd.grad(experts(hidden, ids, weights).square().sum(), leaves)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=f"leaf {number} of {kind}")
+
+
+def test_a_compiled_function_follows_what_the_experts_are() -> None:
+    """One compiled function over modules of one class that compute differently."""
+    with running_on("reference") as device:
+        silu, gelu = build_experts("function", device), build_experts("concatenated", device)
+        clamped, wider = (build_experts("transposed_interleaved_bias", device) for _ in range(2))
+        wider.limit = 3.0
+        compiled = torch.compile(lambda experts, *inputs: experts(*inputs), backend="aot_eager", fullgraph=True)
+        inputs = routed(device)
+        for experts in (silu, gelu, clamped, wider, clamped):
+            require_equal(compiled(experts, *inputs), experts(*inputs), type(experts).__name__)
+        gelu.act_fn = torch.nn.SiLU()
+        require_equal(compiled(gelu, *inputs), gelu(*inputs), "another activation")
+        assert not torch.equal(clamped(*inputs), wider(*inputs))
+
+
+def test_experts_of_other_processes_are_left_out() -> None:
+    """Under expert parallelism transformers gives such slots the id E and the weight 0."""
+    with running_on("reference"):
+        experts, (x, ids, weights) = build_experts("concatenated"), routed("cpu")
+        elsewhere = ids >= E // 2
+        marked = experts(x, ids.masked_fill(elsewhere, E), weights.masked_fill(elsewhere, 0))
+        torch.testing.assert_close(marked, experts(x, ids, weights.masked_fill(elsewhere, 0)), rtol=1e-5, atol=1e-5)
+
+
+def test_strided_arguments() -> None:
+    with running_on("reference"):
+        experts, inputs = build_experts("concatenated"), routed("cpu")
+        strided = [tensor.t().contiguous().t() for tensor in inputs]
+        assert not any(tensor.is_contiguous() for tensor in strided)
+        require_equal(experts(*strided), experts(*inputs), "strided")
+
+
+def test_autocast_does_not_touch_the_weights() -> None:
+    with running_on("reference"), torch.autocast("cpu", torch.bfloat16):
+        experts, (x, ids, weights) = build_experts("concatenated"), routed("cpu")
+        actual = experts(x.bfloat16(), ids, weights)
+        assert actual.dtype == torch.bfloat16
+        require_equal(actual, experts(x.bfloat16().float(), ids, weights).bfloat16(), "autocast")
+
+
+class _LargestResult(TorchDispatchMode):
+    """Remembers the largest tensor that any operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        own = [one for one in torch.utils._pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
+        given = {
+            tensor.data_ptr() for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)
+        }
+        self.elements = max([self.elements, *[one.numel() for one in own if one.data_ptr() not in given]])
+        return results
+
+
+@pytest.mark.parametrize("kind", ["concatenated", "transposed_interleaved_bias"])
+def test_weights_are_not_copied(kind: str) -> None:
+    with running_on("reference"):
+        experts, inputs = build_experts(kind), routed("cpu")
+        with _LargestResult() as largest:
+            experts(*inputs)
+    assert 0 < largest.elements <= T * D < experts.down_proj.numel()
+
+
+def test_weights_in_a_mapped_file(tmp_path: pathlib.Path) -> None:
+    """transformers maps stacked weights on a CPU, where files align them to 8 bytes only."""
+    with running_on("reference"):
+        model = build("gpt_oss")
+        wanted = model(tokens("cpu")).logits
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moebius").eval()
+        experts = loaded.model.layers[0].mlp.experts
+        storage = torch.empty(experts.gate_up_proj.numel() + 2)
+        shifted = storage[2:].view(experts.gate_up_proj.shape).copy_(experts.gate_up_proj.detach())
+        experts.gate_up_proj.data = shifted  # wherever the file's tensors happened to lie
+        with torch.no_grad():
+            with pytest.raises(InvalidInput, match="align_weights"):
+                loaded(tokens("cpu"))
+            assert moe_torch.transformers.align_weights(loaded) >= 1
+            assert moe_torch.transformers.align_weights(loaded) == 0
+            require_close(loaded(tokens("cpu")).logits, wanted)
+
+
+def test_routing_of_a_model_is_captured_and_replayed() -> None:
+    with running_on("reference"):
+        model, ids = build("qwen3_moe"), tokens("cpu")
+        with trace.capture() as recording:
+            wanted = model(ids).logits
+        assert [layer.ids.shape for layer in recording.layers] == [(2 * T, K)] * 2
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.gate.weight.neg_()
+        assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
+        with trace.replay(recording.trace()):
+            require_equal(model(ids).logits, wanted, "replayed")

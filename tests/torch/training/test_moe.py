@@ -1,0 +1,253 @@
+"""The gradient of the composed torch operator: its values, what it computes and keeps, and where it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import moe_torch
+from moe_core.parity.tolerance import assert_close
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, OutputGradients, RouterWeights
+from moe_core.specs.routing import RouterSpec
+from moe_torch.bridge.options import decode
+from tests.support.strategies import HARD_ROUTINGS, hard_routing
+from tests.support.torch import REAL_KERNELS, full_layer, on_engines, require_equal, running_on, to_numpy
+from tests.support.training.loop import ROUTERS, Loop, Problem, draw_problem
+from tests.support.training.tolerances import BF16_LOOP, FP32
+from tests.support.training.torch import SILU, Seen, Step, routed_problem
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def check(problem: Problem, engine: str = "reference", tolerance: Any = FP32) -> dict[str, Any]:
+    """Compare every gradient with autograd of a plain loop over tokens."""
+    with running_on(engine) as device:
+        step = Step(problem, device)
+        found, ids = step.gradients(), to_numpy(step.forward().ids)
+    wanted = Loop(problem, ids).autograd(torch.float64)
+    assert found.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        leaf = step.leaves[name]
+        assert (found[name].dtype, found[name].shape) == (leaf.dtype, leaf.shape), name
+        rms = np.sqrt(np.square(expected).sum() / max(expected.size, 1))
+        assert_close(to_numpy(found[name]), expected, tolerance, f"d_{name}", scale=rms)
+    return found
+
+
+@pytest.mark.parametrize("name", HARD_ROUTINGS)
+def test_given_ids(name: str) -> None:
+    found = check(draw_problem(hard_routing(name), MoESpec(Activation("swiglu_oai", limit=1.0))))
+    for key, gradient in found.items():
+        assert torch.isfinite(gradient).all(), key
+
+
+@pytest.mark.parametrize("from_logits", [False, True])
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+def test_routers(router: RouterSpec, from_logits: bool) -> None:
+    check(routed_problem(router, from_logits=from_logits))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_kernels(dtype: str) -> None:
+    check(routed_problem(dtype=dtype), REAL_KERNELS, FP32 if dtype == "float32" else BF16_LOOP)
+
+
+def test_two_buffers_and_every_optional_array() -> None:
+    layer, options = full_layer()
+    output = np.random.default_rng(0).standard_normal(layer.x.shape).astype(np.float32)
+    check(Problem(*layer, OutputGradients(output), **options))
+
+
+@pytest.mark.parametrize("changes", [{"apply_router_weight_on_input": True}, {"out_dtype": "float16"}], ids=str)
+def test_options(changes: dict[str, Any]) -> None:
+    spec = MoESpec(SILU, **changes)
+    problem = draw_problem(hard_routing("top_1"), spec, d_model=8, d_ff=8)
+    rounded = problem.gradients.output.astype(np.float16).astype(np.float32)
+    check(problem.replace(gradients=OutputGradients(rounded)))
+
+
+def test_no_tokens() -> None:
+    step = Step(draw_problem(hard_routing("no_tokens"), MoESpec(SILU)))
+    with running_on("reference"):
+        assert all(not gradient.any() for gradient in step.gradients().values())
+
+
+@pytest.mark.parametrize("live", ["x", "experts.down", "experts.gate_up_bias", "routing.bias", "shared.gate"])
+def test_only_what_is_asked_for_is_computed(live: str) -> None:
+    """The plan of the backward writes the gradient of the one live tensor, with the bits it has among all."""
+    problem = routed_problem()
+    with running_on("reference"):
+        everything = Step(problem).gradients()
+        names = tuple(name for name in everything if name != live)
+        step = Step(problem, frozen=names)
+        with Seen() as seen:
+            found = step.gradients()
+        arguments, results = seen.backward()
+    assert decode(arguments["options"])[1] == (f"d_{live}",) and len(results) == 1
+    require_equal(found[live], everything[live], live)
+
+
+def test_constants_ask_for_nothing() -> None:
+    """A correction bias that requires a gradient gets none, and is no reason to keep anything."""
+    step = Step(routed_problem())
+    for leaf in step.leaves.values():
+        leaf.requires_grad_(False)
+    bias = step.tensors["routing.correction_bias"].requires_grad_()
+    with running_on("reference"):
+        with Seen() as seen:
+            assert not step.forward().output.requires_grad
+        assert [name for name, _, _ in seen.calls] == ["moe"]
+        step.tensors["x"].requires_grad_()
+        step.value().backward()
+    assert bias.grad is None
+
+
+def test_no_grad_runs_what_it_ran() -> None:
+    """Without gradients the forward keeps nothing and gives the bits that training gives."""
+    step = Step(routed_problem())
+    with running_on("reference"):
+        trained = step.forward()
+        assert trained.output.requires_grad and trained.weights.requires_grad and trained.logits.requires_grad
+        assert not (trained.ids.requires_grad or trained.tokens_per_expert.requires_grad)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context, Seen() as seen:
+                plain = step.forward()
+            assert [name for name, _, _ in seen.calls] == ["moe"]
+            require_equal(tuple(item.detach() for item in trained), tuple(plain), str(context))
+
+
+def test_what_is_kept() -> None:
+    """Bytes per token as docs/user/training.md states them; parameters are saved where they lie."""
+    spec = MoESpec(SILU, RouterSpec(4))
+    T, D, F, E, K = 64, 32, 16, 8, 4
+    x, logits = (torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True), torch.randn(D, E, requires_grad=True))
+    experts = ExpertWeights(torch.randn(E, D, 2 * F).bfloat16(), torch.randn(E, F, D).bfloat16())
+    kept: dict[int, int] = {}
+    own = {tensor.data_ptr() for tensor in (logits, experts.gate_up, experts.down)}
+
+    def pack(tensor: Any) -> Any:
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with running_on("reference"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        moe_torch.moe(x, experts, RouterWeights(logits), spec)
+    by_expert = (4 * E) + 4 * (E + 1) + 4
+    assert sum(kept.values()) == T * (2 * D + 4 * K * F + 4 * E + 16 * K) + by_expert
+
+
+def test_given_weights_may_change_after_the_forward() -> None:
+    """The backward reads what the forward read: a copy of the ids and weights that were given."""
+    step = Step(draw_problem(hard_routing("missing_ids"), MoESpec(SILU), poison=False), frozen=("routing.weights",))
+    with running_on("reference"):
+        wanted = step.gradients()
+        value = step.value()
+        step.tensors["routing.weights"].zero_()
+        step.tensors["routing.ids"].fill_(-1)
+        found = torch.autograd.grad(value, list(step.leaves.values()))
+    require_equal(found, tuple(wanted.values()), "after a change in place")
+
+
+@on_engines
+def test_two_runs_are_bitwise_equal(engine: str) -> None:
+    with running_on(engine) as device:
+        step = Step(routed_problem(dtype="bfloat16"), device)
+        require_equal(tuple(step.gradients().values()), tuple(step.gradients().values()), "second run")
+        value = step.value()
+        first, second = (torch.autograd.grad(value, list(step.leaves.values()), retain_graph=True) for _ in range(2))
+        require_equal(first, second, "second backward of one forward")
+
+
+def test_gradients_accumulate() -> None:
+    step = Step(routed_problem())
+    with running_on("reference"):
+        once = step.gradients()
+        for _ in range(3):
+            step.value().backward()
+    for name, leaf in step.leaves.items():
+        require_equal(leaf.grad, once[name] + once[name] + once[name], name)
+
+
+@pytest.mark.parametrize("form", ["expanded", "transposed", "misaligned", "apart"])
+def test_gradients_of_any_strides(form: str) -> None:
+    """What flows back may be a view of anything."""
+    step = Step(routed_problem())
+    with running_on("reference"):
+        output = step.forward().output
+        wanted = step.given["output"]
+        if form == "expanded":
+            wanted = wanted[:1, :1].expand(output.shape)
+            view = wanted
+        elif form == "transposed":
+            view = wanted.T.contiguous().T
+        elif form == "misaligned":
+            view = torch.cat([wanted.new_zeros(1), wanted.flatten()])[1:].view(output.shape)
+        else:
+            view = torch.stack([wanted, wanted], dim=2)[..., 0]
+        leaves = [leaf for name, leaf in step.leaves.items() if name != "routing.bias"]
+        first = torch.autograd.grad(output, leaves, wanted.contiguous().clone(), retain_graph=True)
+        require_equal(torch.autograd.grad(output, leaves, view), first, form)
+
+
+@pytest.mark.parametrize("only", ["weights", "logits"])
+def test_losses_of_the_routing_alone(only: str) -> None:
+    """Without a use of the output nothing reaches the experts."""
+    step = Step(routed_problem())
+    with running_on("reference"):
+        getattr(step.forward(), only).square().sum().backward()
+    for name, leaf in step.leaves.items():
+        assert bool(leaf.grad.any()) == (name in ("x", "routing.weight", "routing.bias")), name
+
+
+def test_functional_transforms() -> None:
+    step = Step(routed_problem())
+    with running_on("reference"):
+        wanted = step.gradients()
+        leaves = {name: leaf.detach() for name, leaf in step.leaves.items()}
+        found = torch.func.grad(step.value)(leaves)
+        value, pull = torch.func.vjp(lambda leaves: step.forward(leaves).output, leaves)
+        output = step.forward().output
+        only_output = torch.autograd.grad(output, list(step.leaves.values()), step.given["output"], allow_unused=True)
+        pulled = pull(step.given["output"])[0]
+    require_equal(value, output.detach(), "value of torch.func.vjp")
+    for name, alone in zip(step.leaves, only_output, strict=True):
+        require_equal(found[name], wanted[name], f"torch.func.grad of {name}")
+        require_equal(pulled[name], alone, f"torch.func.vjp of {name}")
+
+
+def test_second_derivatives_are_refused() -> None:
+    step = Step(routed_problem())
+    with running_on("reference"):
+        first = torch.autograd.grad(step.forward().output.sum(), step.leaves["x"], create_graph=True)[0]
+        with pytest.raises(moe_torch.Unsupported, match="no gradient of that one"):
+            first.sum().backward()
+
+
+def test_transforms_over_gradients_are_refused() -> None:
+    step = Step(routed_problem())
+    x = step.leaves["x"].detach()
+    with running_on("reference"), pytest.raises(moe_torch.Unsupported, match=r"inside of torch\.func\.vmap"):
+        torch.func.vmap(torch.func.grad(lambda x: step.forward({"x": x}).output.sum()))(torch.stack([x, x]))
+
+
+def test_a_bound_launcher_has_the_gradient_of_moe() -> None:
+    step = Step(routed_problem())
+    problem, tensors = step.problem, step.tensors
+    experts = ExpertWeights(**{n.removeprefix("experts."): t for n, t in tensors.items() if n.startswith("experts.")})
+    routing = RouterWeights(**{n.removeprefix("routing."): t for n, t in tensors.items() if n.startswith("routing.")})
+    with running_on("reference"):
+        launcher = moe_torch.prepare_moe(experts, routing, problem.spec, expert_map=step.map)
+        found = torch.autograd.grad(launcher(tensors["x"]).sum(), [tensors["x"], experts.down])
+        whole = moe_torch.moe(tensors["x"], experts, routing, problem.spec, expert_map=step.map).output
+        require_equal(found, torch.autograd.grad(whole.sum(), [tensors["x"], experts.down]), "launcher")
