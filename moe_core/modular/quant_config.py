@@ -12,6 +12,9 @@ from moe_core.errors import InvalidInput
 
 #: What `FusedMoEQuantConfig.scheme` can be, beside None.
 SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4", "mxfp4_w4a16")
+_MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
+#: Schemes of unsigned codes in groups along the input axis.
+_GROUPED = ("int8_w8a16", "int4_w4a16")
 #: Schemes whose activations are quantised.
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
 #: Arrays that only quantised weights have.
@@ -53,8 +56,24 @@ class FusedMoEQuantConfig:
             if len(rows_columns) != 2:
                 raise InvalidInput(f"block_shape must be (rows, columns), got {self.block_shape}; pass two numbers")
             # 0 rows is how checkpoints of grouped integers say "no grouping of output channels".
-            require_at_least("block_shape rows", rows_columns[0], 0)
+            grouped = self.scheme in _GROUPED
+            require_at_least("block_shape rows", rows_columns[0], 0 if grouped else 1)
             require_at_least("block_shape columns", rows_columns[1], 1)
+            if grouped and rows_columns[0] > 1:
+                raise InvalidInput(
+                    f"block_shape must be (0, group) or (1, group) for {self.scheme}, whose groups lie along the input "
+                    f"axis, got {rows_columns}; pass (0, {rows_columns[1]})"
+                )
+            if self.scheme in _MXFP4:
+                raise InvalidInput(
+                    f"block_shape must be None for {self.scheme}, whose groups are 32 columns, got {rows_columns}; "
+                    "leave it out"
+                )
+            if self.per_act_token_quant:
+                raise InvalidInput(
+                    "per_act_token_quant must be False with block_shape, whose activations have a scale per token and "
+                    f"{rows_columns[1]} columns, got True and {rows_columns}; choose one"
+                )
             object.__setattr__(self, "block_shape", rows_columns)
         if self.per_act_token_quant and self.scheme not in (*_QUANTIZED_ACTIVATIONS, None):
             raise InvalidInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from typing import Any
 
@@ -42,6 +43,7 @@ _NAMES = {
     "silu": Activation("silu"),
     "gelu": Activation("gelu"),
     "gelu_tanh": Activation("gelu_tanh"),
+    "gelu_pytorch_tanh": Activation("gelu_tanh"),
     "relu2": Activation("relu2"),
     "swiglu_oai": Activation("swiglu_oai", gate_layout="interleaved"),
     "swigluoai": Activation("swiglu_oai", gate_layout="interleaved"),
@@ -49,8 +51,9 @@ _NAMES = {
 _NAMES |= {name + UNGATED_SUFFIX: Activation(name, gated=False) for name in ("silu", "gelu", "gelu_tanh", "relu2")}
 
 
-def activation_of(activation: str | Activation) -> Activation:
-    """The activation of a name of the family; an `Activation` is returned as it is.
+def activation_of(activation: str | enum.Enum | Activation) -> Activation:
+    """The activation of a name of the family, or of a member of an enumeration whose value is one; an `Activation` is
+    returned as it is.
 
     Gated names read a buffer of twice their width: `silu`, `gelu`, `gelu_tanh`, `relu2` with the gate columns first,
     `swiglu_oai` (or `swigluoai`; alpha 1.702, limit 7) with gate and up interleaved. `silu_no_mul`, `gelu_no_mul`,
@@ -64,7 +67,9 @@ def activation_of(activation: str | Activation) -> Activation:
                 "choose halves or interleaved"
             )
         return activation
-    found = _NAMES.get(activation)
+    # Ported code may have the names as members of an enumeration.
+    name = activation.value if isinstance(activation, enum.Enum) else activation
+    found = _NAMES.get(name) if isinstance(name, str) else None
     if found is None:
         raise InvalidInput(
             f"activation must be one of {', '.join(_NAMES)} or an Activation, got {activation!r}; name one of these"
@@ -104,17 +109,10 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
             return Format(f"int8_block_{block[0]}x{block[1]}", "int8", *block)
         return INT8_CHANNEL if config.per_act_token_quant else _INT8_TENSOR
     if scheme in ("int8_w8a16", "int4_w4a16"):
-        if block is not None and block[0] not in (0, 1):
-            raise InvalidInput(
-                f"block_shape must be (0, group) or (1, group) for {scheme}, whose groups lie along the input axis, "
-                f"got {block}; pass (0, {block[1]})"
-            )
         columns, zero_points = None if block is None else block[1], config.w1_zp is not None
         grouped = int8_grouped if scheme == "int8_w8a16" else int4_grouped
         return grouped(columns, zero_points)
     if scheme in ("mxfp4_w4a4", "mxfp4_w4a16"):
-        if block is not None:
-            raise InvalidInput(f"block_shape must be None for {scheme}, whose groups are 32 columns, got {block}")
         return MXFP4
     return None
 
@@ -158,8 +156,8 @@ def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
 def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
     """w1 and w2, with biases, scales and zero points of the configuration, as what the ops take.
 
-    Scales may have any shape with the elements that `QuantizedTensor` wants: `[E]` for `[E, 1, 1]`, for example. Scales
-    of activations become the input scales, fp32 `[1]`.
+    Scales and zero points have the shapes of `QuantizedTensor`; axes of size 1 may be left out or added: `[E]` for
+    `[E, 1, 1]`, for example. Scales of activations become the input scales, fp32 `[1]`.
     Raises InvalidInput for scales and zero points that are missing or do not fit, Unsupported for precision objects.
     """
     reason = why_unsupported(config)
@@ -202,14 +200,28 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
     shape = list(values.shape)
     shape[-1 if spec.layout == "out_in" else -2] *= per_byte
     wanted = quantized_shapes(spec, shape)
-    if tuple(scales.shape) != wanted.scales:
-        if math.prod(scales.shape) != math.prod(wanted.scales):
-            raise InvalidInput(
-                f"{name}_scale must be {wanted.scales} for {spec.format} weights {tuple(shape)}, got "
-                f"{tuple(scales.shape)}; check block_shape and the layout"
-            )
-        scales = scales.reshape(wanted.scales)
+    what = f"{spec.format} weights {tuple(shape)} in layout {spec.layout}"
+    scales = _without_unit_axes(f"{name}_scale", scales, wanted.scales, what)
+    if zero_points is not None and wanted.zero_points is not None:
+        zero_points = _without_unit_axes(f"{name}_zp", zero_points, wanted.zero_points, what)
     return QuantizedTensor(spec, values, scales, zero_points)
+
+
+def _without_unit_axes(name: str, array: Any, wanted: tuple[int, ...], what: str) -> Any:
+    """The array in the wanted shape. Axes of size 1 may be inserted or dropped, which moves no element; any other
+    shape raises InvalidInput, by name where it is the transposed one."""
+    got = tuple(array.shape)
+    if got == wanted:
+        return array
+    if [size for size in got if size != 1] == [size for size in wanted if size != 1]:
+        return array.reshape(wanted)
+    fix = "check block_shape and the layout"
+    if got == (*wanted[:-2], wanted[-1], wanted[-2]):
+        fix = (
+            f"this is the transposed order, [E, groups, N] of AWQ and GPTQ checkpoints for example; pass {name}.mT "
+            "(the scales lie as the weights do)"
+        )
+    raise InvalidInput(f"{name} must be {wanted} for {what}, got {got}; {fix}")
 
 
 def tuning_of_whole(

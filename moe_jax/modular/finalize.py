@@ -71,9 +71,9 @@ def finalize_batched(
             f"topk_weights must be {tokens}, those of the tokens that were prepared, got {topk_weights.shape}; pass "
             "those"
         )
-    rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
-    if not apply_router_weight_on_input and topk_weights.size:
-        slots = layout.slot_of_row
-        by_row = jnp.where(slots >= 0, topk_weights.astype(jnp.float32).reshape(-1)[jnp.maximum(slots, 0)], 0.0)
-        rows = weighted_rows(rows, by_row[:, None])
-    return ops.reduce(rows, layout, order="row")
+    rows, places = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]), layout.row_of_slot
+    if apply_router_weight_on_input or not topk_weights.size:
+        return ops.reduce(rows, layout, order="row")
+    by_slot = weighted_rows(rows[jnp.maximum(places, 0)], topk_weights.astype(jnp.float32).reshape(-1, 1))
+    slots = jnp.where(places >= 0, jnp.arange(places.shape[0], dtype=jnp.int32), -1)
+    return ops.reduce(by_slot, rows_by_slot(slots, layout.spec.top_k))

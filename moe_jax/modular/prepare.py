@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,8 @@ def prepare_batched(
     """Tokens for experts of the batched format: blocks `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
     The local experts are num_local_experts ids from rank * num_local_experts on, or what expert_map int32 `[E_global]`
-    says. M is at most max_num_tokens, and a token names an expert at most once. Raises InvalidInput.
+    says. M is at most max_num_tokens; a token that names an expert more than once has one row there, so that no row is
+    ever dropped. Raises InvalidInput.
     """
     require_at_least("rank", rank, 0)
     require_at_least("max_num_tokens", max_num_tokens, 1)
@@ -106,7 +108,20 @@ def prepare_batched(
     if expert_map is None:
         own = ids - rank * num_local_experts
         ids = jnp.where((own >= 0) & (own < num_local_experts), own, -1)
-    layout = ops.make_layout(ids, num_local_experts, expert_map=expert_map, max_rows=max_num_tokens)
+    else:
+        if expert_map.dtype.name != "int32" or expert_map.ndim != 1 or not expert_map.shape[0]:
+            raise InvalidInput(
+                f"expert_map must be int32 [num_global_experts], at least one, got {expert_map.dtype} "
+                f"{expert_map.shape}; cast it, or pass None for no map"
+            )
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        ids = jnp.where(known, expert_map[jnp.clip(ids, 0, expert_map.shape[0] - 1)], -1).astype(jnp.int32)
+    # A token that names an expert more than once has one row there, to which each of these slots points.
+    first = (ids[:, :, None] == ids[:, None, :]).argmax(-1)
+    own = first == jnp.arange(ids.shape[1])
+    layout = ops.make_layout(jnp.where(own, ids, -1), num_local_experts, max_rows=max_num_tokens)
+    rows = jnp.take_along_axis(layout.row_of_slot.reshape(ids.shape), first, axis=1)
+    layout = dataclasses.replace(layout, row_of_slot=rows.reshape(-1))
     slots = layout.slot_of_row
     # Padding looks at a row of zeros behind the last token.
     tokens = jnp.where(slots >= 0, slots // topk_ids.shape[1], a1.shape[0])

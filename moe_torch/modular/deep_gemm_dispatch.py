@@ -43,8 +43,8 @@ class TritonOrDeepGemmExperts(StandardExperts):
     """
 
     default_weight_layout = "out_in"
-    # The members do, or call their own.
-    fuses_activation = True
+    # The members have their own.
+    calls = ()
 
     def __init__(
         self,

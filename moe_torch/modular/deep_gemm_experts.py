@@ -48,6 +48,7 @@ class DeepGemmContractExperts(GroupedExperts):
     """
 
     default_weight_layout = "out_in"
+    calls = ("activation", "weights")
 
     def __init__(
         self,

@@ -41,8 +41,15 @@ from moe_torch.operators.table import ACTIVATION
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
 #: What activations can be quantised to.
 _ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
+#: Methods that ported classes override to put something of their own in.
+_OVERRIDES = ("activation", "moe_sum", "weights")
 #: (workspace13, workspace2, output)
 WorkspaceShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _is_ours(method: Any) -> bool:
+    """Whether a method is one of this library's, or none at all."""
+    return method is None or getattr(method, "__module__", "").startswith(__name__.rpartition(".")[0])
 
 
 class FusedMoEPermuteExpertsUnpermute(abc.ABC):
@@ -58,15 +65,30 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     #: The family's; `out_in` or `in_out`.
     default_weight_layout: str
-    #: Whether `apply` computes the activation inside the first product, without calling `activation`.
-    fuses_activation = False
+    #: Which of the methods that a subclass may override (`_OVERRIDES`) the `apply` of this library calls.
+    calls: tuple[str, ...] = ("weights",)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.fuses_activation and "activation" in cls.__dict__ and "apply" not in cls.__dict__:
+        for name in _OVERRIDES:
+            if not _is_ours(getattr(cls, name, None)):
+                cls._require_called(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OVERRIDES and not _is_ours(value):
+            self._require_called(name)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _require_called(cls, name: str) -> None:
+        """Raise Unsupported where the inherited `apply` would never call an overridden method."""
+        running = (cls.apply, getattr(cls, "run", None))
+        if any(getattr(method, "__isabstractmethod__", False) for method in running):
+            return
+        if name not in cls.calls and all(map(_is_ours, running)):
             raise Unsupported(
-                f"{cls.__name__} must not override activation alone: the apply it inherits fuses it into the "
-                "first product and would never call it; derive from UnfusedOAITritonExperts, or override apply too"
+                f"{cls.__name__} must not override {name} alone: the apply it inherits never calls it, as it does that "
+                "step inside another; derive from UnfusedOAITritonExperts, or override apply too"
             )
 
     def __init__(
@@ -152,9 +174,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
         """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast; N = 2F where it is gated.
 
-        Classes that fuse the activation into the first product (`fuses_activation`), all but UnfusedOAITritonExperts,
-        do not call it, and refuse a subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does
-        not exist.
+        Classes that fuse the activation into the first product, whose `calls` has no `activation`, refuse a subclass
+        that overrides it. Raises InvalidInput, a ValueError, for a name that does not exist.
         """
         chosen = activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
@@ -199,7 +220,11 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def _supports_current_device() -> bool:
         """Whether there are kernels for the device that torch would use, or an engine for the CPU."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return _why_not_device(device) is None
+        try:
+            target_of_device(device)
+        except (InvalidInput, Unsupported):
+            return False
+        return True
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -244,10 +269,15 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
         activation, parallel_config: asked too where they are given.
         """
-        reason = _why_not_device(torch.device(device)) or why_unsupported(config)
+        try:
+            require_kind("config", config, FusedMoEQuantConfig)
+            target_of_device(torch.device(device))
+            reason = why_unsupported(config)
+            weights, activations = weight_quantization(config), activation_quantization(config)
+        except (InvalidInput, Unsupported, RuntimeError) as error:  # torch has a RuntimeError for unknown devices
+            return str(error)
         if reason is not None:
             return reason
-        weights, activations = weight_quantization(config), activation_quantization(config)
         keys = (
             None if weights is None else quant_key(weights, static=True),
             None if activations is None else quant_key(activations, static=config.a1_scale is not None),
@@ -340,11 +370,3 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:
         """`apply`."""
-
-
-def _why_not_device(device: torch.device) -> str | None:
-    try:
-        target_of_device(device)
-    except (Unsupported, InvalidInput) as error:
-        return str(error)
-    return None

@@ -59,8 +59,6 @@ class BaseOAITritonExperts(GroupedExperts):
 class OAITritonExperts(BaseOAITritonExperts):
     """The activation fused into the first product; one composed plan unless `_make_routing_data` is overridden."""
 
-    fuses_activation = True
-
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         return (0, 0), (size.M * size.topk, F), (size.M, size.K)
 
@@ -95,6 +93,8 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
     between the stages is rounded to the dtype of the hidden states: once more than in OAITritonExperts. Rows of slots
     without an expert are exact zeros after either product. While they run, `context` says what the rows belong to.
     """
+
+    calls = ("activation", "moe_sum", "weights")
 
     @property
     def context(self) -> SlotContext:

@@ -112,7 +112,9 @@ class GroupedExperts(StandardExperts):
         tensors += config.arrays
         choices = (call.activation, call.global_num_experts, on_input, self.weight_layout, self.tuning)
         key = None
-        if not torch.compiler.is_compiling():
+        # An overridden `weights` may return other tensors at any time.
+        own_weights = "weights" in self.__dict__ or type(self).weights is not GroupedExperts.weights
+        if not own_weights and not torch.compiler.is_compiling():
             key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))
         known = None if key is None else _known.get(key)
         if known is not None and known.run(tensors, places):

@@ -12,8 +12,7 @@ import torch
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.modular.types import FusedMoEActivationFormat
-from moe_torch import ops
-from moe_torch.modular.rows import as_ids, as_weights, weighted_rows
+from moe_torch.modular.rows import as_ids, as_weights, batches_of, weighted_rows
 from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
@@ -163,7 +162,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
     rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an
     expert_map. An expert's rows are its tokens in order. A call has at most max_num_tokens tokens (more: InvalidInput),
-    and a token must name an expert at most once: the block of an expert then holds all its tokens.
+    and a token that names an expert more than once has one row there: the block of an expert holds all its tokens.
     """
 
     def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int = 1, rank: int = 0) -> None:
@@ -216,7 +215,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         a1 = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         if expert_map is None:
             ids = ids_of_rank(ids, self.rank, self.num_local_experts)
-        layout = ops.make_layout(ids, self.num_local_experts, expert_map=expert_map, max_rows=self.max_num_tokens)
+        layout = batches_of(ids, self.num_local_experts, self.max_num_tokens, expert_map)
         slots = layout.slot_of_row
         source = a1 if a1.shape[0] else a1.new_zeros(1, a1.shape[1])
         rows = source[(slots.clamp(min=0) // topk_ids.shape[1]).long()]

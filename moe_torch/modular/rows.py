@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from moe_core.errors import InvalidInput
@@ -73,9 +75,31 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
     """Global ids as local ones: -1 for those of other ranks, for -1, and for ids that the map does not have."""
     if expert_map is None:
         return topk_ids
+    if expert_map.dtype != torch.int32 or expert_map.dim() != 1 or not expert_map.shape[0]:
+        raise InvalidInput(
+            f"expert_map must be int32 [num_global_experts], at least one, got {expert_map.dtype} "
+            f"{list(expert_map.shape)}; cast it, or pass None for no map"
+        )
     known = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
     mapped = expert_map[topk_ids.clamp(0, expert_map.shape[0] - 1).long()]
     return torch.where(known, mapped, -1).to(torch.int32)
+
+
+def batches_of(
+    topk_ids: torch.Tensor, num_experts: int, max_rows: int, expert_map: torch.Tensor | None = None
+) -> ops.RaggedLayout:
+    """The layout of blocks `[E, max_rows, D]`, an expert's tokens in order; at most max_rows tokens fit any routing.
+
+    A token that names an expert more than once has one row there, to which each of these slots points.
+    """
+    ids = local_ids(topk_ids, expert_map)
+    if ids.shape[1] == 1 or not ids.shape[0]:
+        return ops.make_layout(ids, num_experts, max_rows=max_rows)
+    first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(-1)
+    own = first == torch.arange(ids.shape[1], device=ids.device)
+    layout = ops.make_layout(torch.where(own, ids, -1), num_experts, max_rows=max_rows)
+    rows = layout.row_of_slot.view(ids.shape).gather(1, first)
+    return dataclasses.replace(layout, row_of_slot=rows.reshape(-1))
 
 
 def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -> ops.RaggedLayout:

@@ -21,7 +21,6 @@ class TritonExperts(GroupedExperts):
     """
 
     default_weight_layout = "out_in"
-    fuses_activation = True
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         slots = size.M * size.topk
@@ -82,7 +81,6 @@ class BatchedTritonExperts(BatchedExperts):
     """`BatchedExperts` on the kernels of this library, the activation fused into the first product."""
 
     default_weight_layout = "out_in"
-    fuses_activation = True
 
     def run(self, call: ExpertsCall) -> None:
         self.require_input(call)

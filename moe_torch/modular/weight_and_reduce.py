@@ -10,7 +10,7 @@ import torch
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import ops
-from moe_torch.modular.rows import as_ids, as_weights, slots_with_expert, sum_by_token, weight_of_row, weighted_rows
+from moe_torch.modular.rows import as_ids, as_weights, batches_of, slots_with_expert, sum_by_token, weighted_rows
 
 
 class TopKWeightAndReduce(abc.ABC):
@@ -131,7 +131,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     ) -> torch.Tensor:
         num_experts, max_rows, _ = fused_expert_output.shape
         ids = as_ids(topk_ids)
-        layout = ops.make_layout(ids_of_rank(ids, self.rank, num_experts), num_experts, max_rows=max_rows)
+        layout = batches_of(ids_of_rank(ids, self.rank, num_experts), num_experts, max_rows)
         output = _output_for(output, fused_expert_output, ids)
         weights = None if apply_router_weight_on_input else as_weights(topk_weights, ids)
         reduce_batched(output, fused_expert_output, layout, weights)
@@ -151,7 +151,10 @@ def reduce_batched(
     them by token into output."""
     if not output.shape[0]:
         return
-    rows = rows.reshape(-1, rows.shape[-1])
-    if weights is not None:
-        rows = weighted_rows(rows, weight_of_row(weights, layout.slot_of_row)[:, None])
-    sum_by_token(output, rows, layout.row_of_slot, layout.spec.top_k, "row")
+    rows, places = rows.reshape(-1, rows.shape[-1]), layout.row_of_slot
+    if weights is None:
+        sum_by_token(output, rows, places, layout.spec.top_k, "row")
+        return
+    by_slot = weighted_rows(rows[places.clamp(min=0).long()], weights.reshape(-1, 1))
+    slots = torch.arange(places.shape[0], dtype=torch.int32, device=places.device)
+    sum_by_token(output, by_slot, torch.where(places >= 0, slots, -1), layout.spec.top_k, "slot")

@@ -179,3 +179,75 @@ def test_the_weight_follows_the_activation_or_is_on_the_input() -> None:
         plain = modular.make_routing_data(ids, torch.ones_like(weights), E)
         weighted = modular.triton_kernel_fused_experts(None, x * weights, w1, w2, *plain, 1, activation="silu")
     require_equal(result, weighted, "weighted input")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("weighted_after", [True, False])
+def test_a_token_may_name_an_expert_twice(mapped: bool, weighted_after: bool) -> None:
+    """In the batched format all of its slots count, where the original drops rows beyond an expert's block."""
+    problem = draw_problem(tokens=7, topk=3)
+    ids = np.random.default_rng(1).integers(-1, 2, problem.topk_ids.shape).astype(np.int32)
+    expert_map = np.array([1, 1, 0, -1, 3], np.int32) if mapped else None
+    local = ids if expert_map is None else np.where(ids >= 0, expert_map[ids], -1)
+    problem = problem._replace(topk_ids=ids)
+    if not weighted_after:
+        problem = problem._replace(topk_weights=np.ones_like(problem.topk_weights))
+    expected = expected_stages(problem._replace(topk_ids=local))["output"]
+    experts, parts = modular.BatchedTritonExperts(7), modular.BatchedPrepareAndFinalize(7, E)
+    kernel = FusedMoEModularKernel(parts, experts)
+    with running_on("reference"), torch.no_grad():
+        result = kernel(*to_torch(tuple(problem)), expert_map=to_torch(expert_map))
+        np.testing.assert_allclose(to_numpy(result), expected, rtol=1e-5, atol=1e-5)
+        prepared = parts.prepare(
+            *to_torch((problem.hidden_states, None, None, problem.topk_weights, local)), E, None, False
+        )
+        rows = torch.randn(E, 7, K)
+        given = parts.finalize, modular.TopKWeightAndReduceNaiveBatched()
+        outputs = [torch.empty(7, K), torch.empty(7, K)]
+        arguments = (rows, *to_torch((problem.topk_weights, local)), not weighted_after)
+        given[0](outputs[0], *arguments, prepared=prepared)
+        given[1].apply(outputs[1], *arguments)
+        require_equal(outputs[1], outputs[0], "both ways to find rows")
+
+
+class _Injects:
+    def activation(self, *arguments: Any) -> None:
+        raise AssertionError("never called")
+
+
+def test_overrides_that_nobody_would_call_are_refused() -> None:
+    """Wherever they come from: a mixin, the class, the object."""
+    nothing = {"moe_sum": lambda *arguments: None}
+    refused = {
+        "B must not override activation": lambda: type("B", (_Injects, modular.TritonExperts), {}),
+        "C must not override moe_sum": lambda: type("C", (modular.OAITritonExperts,), nothing),
+        "D must not override weights": lambda: type("D", (modular.TritonOrDeepGemmExperts,), {"weights": print}),
+        "TritonExperts must not override activation": lambda: setattr(modular.TritonExperts(), "activation", print),
+    }
+    for message, make in refused.items():
+        with pytest.raises(Unsupported, match=message):
+            make()
+    allowed = type("Own", (_Injects, modular.TritonExperts), {"apply": lambda self, *arguments: None})
+    assert isinstance(allowed(), modular.TritonExperts)
+    problem, seen = draw_problem(tokens=4), []
+    experts = modular.UnfusedOAITritonExperts()
+    own = experts.activation
+    experts.activation = lambda *arguments: seen.append(own(*arguments))
+    np.testing.assert_allclose(
+        to_numpy(run(experts, problem)), expected_stages(problem)["output"], rtol=1e-5, atol=1e-5
+    )
+    assert len(seen) == 1
+
+
+def test_weights_of_a_subclass_may_change() -> None:
+    """A known call runs with the tensors that an overridden `weights` returns, not with those of the first call."""
+    problem, factor = draw_problem(tokens=4), [1.0]
+
+    class Scaled(modular.TritonExperts):
+        def weights(self, w1: Any, w2: Any) -> Any:
+            return super().weights(w1, w2 * factor[0])
+
+    experts, expected = Scaled(), expected_stages(problem)["output"]
+    for factor[0] in (1.0, 2.0, 0.5):
+        result = to_numpy(run(experts, problem))
+        np.testing.assert_allclose(result, factor[0] * expected, rtol=1e-5, atol=1e-5)

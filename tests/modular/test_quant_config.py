@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -70,6 +72,33 @@ def test_scales_and_biases_become_operands() -> None:
         expert_weights(w1, w2, make(w1_precision=object()), "out_in")
 
 
+#: Published orders of scales that are not those of the weights: scheme, block_shape, shapes of w1 and of its scales.
+TRANSPOSED = {
+    "int4 of AWQ and GPTQ": ("use_int4_w4a16", (0, 32), (2, 12, 48), (2, 3, 12)),
+    "mxfp4 beside transposed weights": ("use_mxfp4_w4a4", None, (2, 12, 48), (2, 3, 12)),
+    "fp8 blocks": ("use_fp8_w8a8", (4, 8), (2, 12, 48), (2, 6, 3)),
+}
+
+
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_scales_in_another_order_are_refused(case: str) -> None:
+    """They have as many elements, so that reshaping them would be silently wrong."""
+    scheme, block, values, scales = TRANSPOSED[case]
+    dtype = {"use_fp8_w8a8": E4M3}.get(scheme, np.uint8)
+    kind = np.uint8 if "mxfp4" in scheme else np.float32
+    w1, given = np.zeros(values, dtype), np.zeros(scales, kind)
+
+    def weights(w1_scale: np.ndarray) -> Any:
+        config = make(**{scheme: True}, block_shape=block, w1_scale=w1_scale, w2_scale=np.swapaxes(given, 1, 2))
+        return expert_weights(w1, w1, config, "out_in")
+
+    with pytest.raises(InvalidInput, match=r"transposed order.*pass w1_scale\.mT"):
+        weights(given)
+    with pytest.raises(InvalidInput, match=r"w1_scale must be \(2, .* check block_shape"):
+        weights(given.reshape(-1))
+    assert weights(np.swapaxes(given, 1, 2)[:, None]).gate_up.scales.shape == (2, scales[2], scales[1])
+
+
 def test_a_static_scale_is_one_number() -> None:
     scales = {"w1_scale": np.ones(2, np.float32), "w2_scale": np.ones(2, np.float32)}
     weights = [np.zeros((2, 32, 32), ml_dtypes.float8_e4m3fn)] * 2
@@ -86,10 +115,12 @@ def test_contradictions_are_refused() -> None:
         r"block_shape must be \(rows, columns\)": lambda: make(True, block_shape=[128]),
         "make takes no w3_scale": lambda: make(w3_scale=np.zeros(1)),
         "use_fp8_w8a8 must be True or False": lambda: make(1),  # type: ignore[arg-type]
-        r"block_shape must be \(0, group\)": lambda: weight_quantization(make(use_int4_w4a16=True, block_shape=[8, 8])),
-        "block_shape must be None for mxfp4": lambda: weight_quantization(
-            make(use_mxfp4_w4a4=True, block_shape=[1, 32])
+        r"block_shape must be \(0, group\)": lambda: make(use_int4_w4a16=True, block_shape=[8, 8]),
+        "block_shape must be None for mxfp4": lambda: make(use_mxfp4_w4a4=True, block_shape=[1, 32]),
+        "per_act_token_quant must be False with block_shape": lambda: make(
+            True, per_act_token_quant=True, block_shape=[128, 128]
         ),
+        "block_shape rows must be an integer of at least 1": lambda: make(True, block_shape=[0, 128]),
         "must not be given twice": lambda: make(True, w1_scale=np.zeros(1)).with_arrays(w1_scale=np.zeros(1)),
         "ep_rank must be below ep_size": lambda: FusedMoEParallelConfig(ep_size=2, ep_rank=2, use_ep=True),
         "ep_size must be 1 without use_ep": lambda: FusedMoEParallelConfig(ep_size=2),
@@ -121,6 +152,11 @@ def test_capabilities_answer_and_say_why() -> None:
             assert experts.supports(config, cpu) is None, config
         assert "pass its scales as w1_scale" in experts.supports(foreign, cpu)
         assert "meta" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, torch.device("meta"))
+        assert "meta" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, "nowhere")
+        assert "config must be a FusedMoEQuantConfig" in experts.supports(None, cpu)
+        odd = make(use_int4_w4a16=True, block_shape=[0, 7])
+        assert "7" in experts.supports(odd, cpu)
+        assert "no activation ['silu']" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, activation=["silu"])
         assert "no activation 'tanh'" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, activation="tanh")
         parallel = FusedMoEParallelConfig(ep_size=4, ep_rank=3, use_ep=True)
         assert experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, parallel_config=parallel) is None
