@@ -205,21 +205,26 @@ def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
 @dataclass(frozen=True)
 class DispatchCase:
     """What the choice depends on. M tokens; w2: its shape `[E, K, N]`; dtypes: of w1 and w2, by their canonical names;
-    strided: names of arrays that are not contiguous; e8m0_used: whether the chip's mode of scales is in use."""
+    strided: names of arrays that are not contiguous; e8m0_used: whether the chip's mode of scales is in use;
+    quantized: whether `prepare` has quantised the hidden states, which only DeepGEMM's member takes."""
 
     M: Any
     w2: Sequence[int]
     dtypes: tuple[str, str]
     strided: tuple[str, ...] = ()
     e8m0_used: bool = False
+    quantized: bool = False
 
 
 def choose_experts(not_allowed: str | None, case: DispatchCase) -> ExpertsChoice:
-    """DeepGEMM where it is allowed, and the case is valid for it or the chip's mode of scales is in use."""
+    """DeepGEMM where it is allowed, and the case is valid for it, the hidden states are quantised already, or the
+    chip's mode of scales is in use."""
     if not_allowed is not None:
         return ExpertsChoice(TRITON, not_allowed)
     if case.e8m0_used:
         return ExpertsChoice(DEEP_GEMM, "the chip's mode of power-of-two scales is in use")
+    if case.quantized:
+        return ExpertsChoice(DEEP_GEMM, "the hidden states are quantised already")
     _, k, n = case.w2
     reason = why_not_valid_shape(case.M, n, k)
     if reason is None and case.dtypes != (_E4M3, _E4M3):

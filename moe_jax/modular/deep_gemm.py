@@ -14,6 +14,7 @@ from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedTensor
 from moe_core.modular.deep_gemm import (
     ALIGNMENT,
     DEEP_GEMM,
+    TRITON,
     DispatchCase,
     Pair,
     activation_format,
@@ -193,6 +194,7 @@ def triton_or_deep_gemm_experts(
     *,
     quant_config: FusedMoEQuantConfig,
     allow_deep_gemm: bool = False,
+    a1q_scale: jax.Array | None = None,
     e8m0: bool = False,
     tuning: Tuning | None = None,
 ) -> jax.Array:
@@ -204,7 +206,12 @@ def triton_or_deep_gemm_experts(
     arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
     choice = choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
     if choice.member == DEEP_GEMM:
-        return deep_gemm_experts(*arguments, quant_config=quant_config, e8m0=e8m0, tuning=tuning)
+        return deep_gemm_experts(*arguments, quant_config=quant_config, a1q_scale=a1q_scale, e8m0=e8m0, tuning=tuning)
+    if a1q_scale is not None:
+        raise InvalidInput(
+            f"a1q_scale must be None where {TRITON} runs ({choice.reason}), got an array; pass hidden states in bf16, "
+            "fp16 or fp32"
+        )
     return fused_experts(*arguments, quant_config=quant_config, tuning=tuning)
 
 
@@ -232,7 +239,8 @@ def _case(
         )
     used = e8m0 and is_blackwell_deep_gemm_e8m0_used()
     dtypes = (w1.dtype.name, w2.dtype.name)
-    return not_allowed, DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
+    quantized = hidden_states.dtype.name == "float8_e4m3fn"
+    return not_allowed, DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used, quantized=quantized)
 
 
 def _experts(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig) -> ExpertWeights:

@@ -35,7 +35,8 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]; `deep_gemm_expert` is None otherwise. Valid, with
     w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 both e4m3, everything contiguous;
-    or e8m0 on a chip for which `is_blackwell_deep_gemm_e8m0_used`. `explain` says which and why.
+    or any number of tokens that `prepare` has quantised, with a1q_scale; or e8m0 on a chip for which
+    `is_blackwell_deep_gemm_e8m0_used`. `explain` says which and why.
 
     The first seven parameters are those of `FusedMoEQuantConfig.make`, arrays (scales, zero points, biases) its others.
     e8m0 and use_deep_gemm_package: of `deep_gemm_expert`, see `DeepGemmContractExperts`. Chunks of a batch all run on
@@ -118,7 +119,15 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     def run(self, call: ExpertsCall) -> None:
         """`apply` of the member that `explain` names."""
-        self.chosen(call.hidden_states, call.w1, call.w2).apply(*call)
+        member = self.chosen(call.hidden_states, call.w1, call.w2)
+        E, M, N, K, topk = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
+        if member is not self.triton_expert and why_not_valid_shape(M, N, K) is not None and not member.e8m0:
+            # Hidden states that are quantised already: `shapes` does not know them, and named Triton's memory.
+            sizes = (M, N, K, topk, call.global_num_experts, E, call.expert_tokens_meta, call.activation)
+            place = {"dtype": call.workspace2.dtype, "device": call.workspace2.device}
+            shape13, shape2, _ = member.workspace_shapes(*sizes)
+            call = call._replace(workspace13=torch.empty(shape13, **place), workspace2=torch.empty(shape2, **place))
+        member.apply(*call)
 
     def chosen(
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
@@ -174,4 +183,5 @@ class TritonOrDeepGemmExperts(StandardExperts):
             (str(w1.dtype).removeprefix("torch."), str(w2.dtype).removeprefix("torch.")),
             tuple(name for name, array in arrays.items() if not array.is_contiguous()),
             own is not None and own.e8m0 and is_blackwell_deep_gemm_e8m0_used(hidden_states.device),
+            hidden_states.dtype == torch.float8_e4m3fn,
         )

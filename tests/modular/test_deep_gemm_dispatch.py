@@ -7,6 +7,7 @@ import sys
 import types
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ torch = pytest.importorskip("torch")
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.deep_gemm import DEEP_GEMM, TRITON, DispatchCase, choose_experts, why_not_allowed
-from moe_torch import modular
+from moe_torch import format_named, modular, quantize_rows
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonOrDeepGemmExperts
 from moe_torch.modular import deep_gemm as products
 from moe_torch.modular import deep_gemm_package as package
@@ -49,6 +50,7 @@ def kernel_of(experts: Any, **options: Any) -> FusedMoEModularKernel:
         ({"dtypes": ("float8_e4m3fn", "bfloat16")}, TRITON, "not both float8_e4m3fn"),
         ({"strided": ("w1",)}, TRITON, "w1 is not contiguous"),
         ({"M": 1, "e8m0_used": True}, DEEP_GEMM, "power-of-two scales is in use"),
+        ({"M": 1, "quantized": True}, DEEP_GEMM, "quantised already"),
     ],
 )
 def test_the_rule(change: dict[str, Any], member: str, reason: str) -> None:
@@ -102,6 +104,44 @@ def test_chunks_run_on_the_member_of_the_whole() -> None:
         arguments, scales = tensors(case, device)
         expected = kernel_of(modular.DeepGemmExperts())(*arguments, **scales)
         require_equal(kernel_of(allowed(), chunk_size=64)(*arguments, **scales), expected, "chunks")
+
+
+class Quantising(MoEPrepareAndFinalizeNoEP):
+    """Quantises while it dispatches, as classes that send tokens to other ranks do."""
+
+    def prepare(self, a1: Any, *arguments: Any) -> Any:
+        rows = quantize_rows(a1, format_named("fp8_group"))
+        return modular.PreparedTokens(rows.values, rows.scales)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 128])
+def test_a_prepare_that_quantises_runs_at_every_number_of_tokens(tokens: int) -> None:
+    """Prefill and decode alike: quantised hidden states stay with DeepGEMM's member, which quantises the same way."""
+    case = draw_experts("bfloat16", **(VALID_SIZES | {"tokens": tokens}))
+    with running_on("reference") as device, torch.no_grad():
+        arguments, scales = tensors(case, device)
+        expected = kernel_of(modular.DeepGemmExperts())(*arguments, **scales)
+        found = FusedMoEModularKernel(Quantising(), allowed(**scales))(*arguments)
+        require_equal(found, expected, f"{tokens} tokens")
+        rows = quantize_rows(arguments[0], format_named("fp8_group"))
+        assert "quantised already" in allowed(**scales).explain(rows.values, *arguments[1:3])
+        other = TritonOrDeepGemmExperts(True, block_shape=BLOCK, **scales)
+        with pytest.raises(InvalidInput, match="a1q_scale must be None"):
+            FusedMoEModularKernel(Quantising(), other)(*arguments)
+    pytest.importorskip("jax")
+    from moe_jax import modular as flax
+    from tests.support import jax as jax_support
+
+    with jax_support.running_on("reference"):
+        _, w1, w2, *routing = jax_support.to_jax(tuple(case.problem))
+        options = {"quant_config": config_of(jax_support.to_jax(case.scales))}
+        values = to_numpy(rows.values.view(torch.uint8)).view(ml_dtypes.float8_e4m3fn)
+        values, scale = jax_support.to_jax((values, to_numpy(rows.scales)))
+        run = flax.triton_or_deep_gemm_experts
+        again = run(values, w1, w2, *routing, allow_deep_gemm=True, a1q_scale=scale, **options)
+        np.testing.assert_array_equal(np.asarray(again), to_numpy(expected))
+        with pytest.raises(InvalidInput, match="a1q_scale must be None where triton_expert runs"):
+            run(values, w1, w2, *routing, a1q_scale=scale, **options)
 
 
 def test_workspaces_are_the_larger_ones() -> None:
