@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -284,7 +285,8 @@ class ExpertsCall(NamedTuple):
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
 
-    Tokens are in the Standard format, and are weighted and reduced inside, unless a class says otherwise.
+    Tokens are in the Standard format, weighted and reduced inside, unless a class says otherwise. They need no
+    expert_tokens_meta: rows are counted from the ids.
     """
 
     @property
@@ -298,15 +300,7 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: str | Activation,
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ) -> WorkspaceShapes:
         return self.shapes(ProblemSize(local_num_experts, M, N, K, topk), self.adjust_N_for_activation(N, activation))
 
@@ -314,28 +308,10 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """`workspace_shapes` of a problem with F columns after the activation."""
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Tokens in the Standard format need no expert_tokens_meta: rows are counted from the ids."""
-        tokens = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map)
-        memory = (workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input)
-        self.run(ExpertsCall(*tokens, a1q_scale, a2_scale, *memory))
+    # Not what else is said of the interface's: it is abstract.
+    @functools.wraps(FusedMoEPermuteExpertsUnpermute.apply, updated=())
+    def apply(self, *arguments: Any, **named: Any) -> None:
+        self.run(ExpertsCall(*arguments, **named))
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:

@@ -92,5 +92,5 @@ def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -
 
 def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: float = 0.0) -> torch.Tensor:
     """fp32 `[rows]` of weights fp32 `[M, topk]` or by slot: that of each row's slot, `absent` of a row without one."""
-    slots = slot_of_row.clamp(min=0).long()
-    return torch.where(slot_of_row >= 0, weights.reshape(-1)[slots], absent)
+    # -1 is an index too: of the last weight, which is not taken.
+    return torch.where(slot_of_row >= 0, weights.reshape(-1)[slot_of_row], absent)

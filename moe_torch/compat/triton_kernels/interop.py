@@ -61,8 +61,8 @@ def from_upstream(value: Any) -> Any:
     found = _elements(value, from_upstream)
     if found is not None:
         return found
-    name = (type(value).__module__.rpartition(".")[2], type(value).__name__)
-    ours = _CLASSES.get(name)
+    kind = type(value)
+    ours = kind if kind in _NAMES else _CLASSES.get((kind.__module__.rpartition(".")[2], kind.__name__))
     if ours is None:
         raise InvalidInput(
             f"value must be an object of {', '.join(sorted({kind for _, kind in _CLASSES}))}, or of these, got "

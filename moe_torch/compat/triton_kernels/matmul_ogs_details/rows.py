@@ -8,7 +8,7 @@ import torch
 
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import layout_spec, require_instance
-from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx, starts
+from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, group_starts, layout_of
 from moe_torch.ops import RaggedLayout
 
 
@@ -72,28 +72,17 @@ def ragged_rows(
     routing_data: RoutingData, gather: GatherIndx | None, scatter: ScatterIndx | None, num_rows: int
 ) -> Rows:
     """The rows of a routing; num_rows: those of x, which count where nothing else says it."""
-    sizes, data = routing_data.expt_hist, routing_data.expt_data
-    assert sizes is not None
-    given = None if data is None else data.token_offs_raw
-    group_start = starts(sizes) if given is None else given
     top_k = 1
     if gather is not None:
         slot_of_row, row_of_slot, top_k = gather.src_indx, gather.dst_indx, routing_data.n_expts_act
     elif scatter is not None:
         slot_of_row, row_of_slot = scatter.dst_indx, scatter.src_indx
     else:
-        rows = torch.arange(num_rows, dtype=torch.int32, device=sizes.device)
+        group_start = group_starts(routing_data)
+        rows = torch.arange(num_rows, dtype=torch.int32, device=group_start.device)
         slot_of_row = row_of_slot = torch.where(rows < group_start[-1], rows, -1)
-    count = slot_of_row.shape[0]
-    if row_of_slot.shape[0] != count or count % routing_data.n_expts_act:
-        raise InvalidInput(
-            f"src_indx and dst_indx must have as many elements as each other, a multiple of n_expts_act = "
-            f"{routing_data.n_expts_act}, got {count} and {row_of_slot.shape[0]}; pass those of routing"
-        )
-    spec = layout_spec(count // top_k, top_k, routing_data.n_expts_tot, 1, None)
-    absent = torch.zeros(1, dtype=torch.int32, device=sizes.device)
-    layout = RaggedLayout(spec, sizes, group_start, slot_of_row, row_of_slot, absent)
-    return Rows(layout, "row" if gather is None else "token", count)
+    layout = layout_of(routing_data, slot_of_row, row_of_slot, top_k)
+    return Rows(layout, "row" if gather is None else "token", slot_of_row.shape[0])
 
 
 def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
