@@ -242,10 +242,7 @@ def tuning_of_whole(
     operands_2 = MatmulOperands(rows(hidden), experts.down, bias=experts.down_bias)
     if activations is not None:
         first, second = (dataclasses.replace(product, out_dtype=x.dtype) for product in products)
-    problems = (
-        MatmulProblem(operands_1, layout, first, target),
-        MatmulProblem(operands_2, layout, second, target),
-    )
+    problems = MatmulProblem(operands_1, layout, first, target), MatmulProblem(operands_2, layout, second, target)
     chosen = [choose_tile(problem, f"tuning.matmul_{number}") for number, problem in enumerate(problems, 1)]
     configs = [choice.config for choice in chosen if choice is not None]
     assert len(configs) == 2, "a compiled target has tiles"

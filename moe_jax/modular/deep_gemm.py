@@ -15,13 +15,15 @@ from moe_core.modular.deep_gemm import (
     ALIGNMENT,
     DEEP_GEMM,
     DispatchCase,
-    Pair,
     activation_format,
+    check_experts,
     check_products,
     choose_experts,
     explain_choice,
     has_e8m0_mode,
+    has_scales,
     matmul_side,
+    pair_of,
     plan_masked,
     why_not_allowed,
     why_not_deep_gemm,
@@ -93,14 +95,6 @@ def is_blackwell_deep_gemm_e8m0_used() -> bool:
     return target is not None and has_e8m0_mode(target)
 
 
-def pair_of(name: str, pair: Quantized) -> Pair:
-    """Shapes and dtypes of values and scales; InvalidInput for what is no pair."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both arrays")
-    values, scales = pair
-    return Pair(values.shape, values.dtype.name, scales.shape, scales.dtype.name)
-
-
 def _out_dtype(out_dtype: Any) -> str:
     name = dtypes.canonical(out_dtype)
     require_choice("out_dtype", name, dtypes.MATMUL_DTYPES)
@@ -110,9 +104,6 @@ def _out_dtype(out_dtype: Any) -> str:
 def _require_indices(name: str, indices: Any, count: int) -> None:
     if indices.dtype.name != "int32" or indices.shape != (count,):
         raise InvalidInput(f"{name} must be int32 [{count}], got {indices.dtype} {indices.shape}; cast or cut it")
-
-
-_HIDDEN = ("bfloat16", "float16", "float32")
 
 
 def deep_gemm_experts(
@@ -240,33 +231,17 @@ def _experts(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig) ->
     reason = why_not_deep_gemm(quant_config)
     if reason is not None:
         raise Unsupported(reason)
-    experts = weights_of(w1, w2, quant_config, "out_in")
-    for weight in (experts.gate_up, experts.down):
-        k = weight.values.shape[2]
-        rows = Pair((0, k), "float8_e4m3fn", (0, k // ALIGNMENT), "float32")
-        check_products(rows, pair_of("b", (weight.values, weight.scales)))
-    return experts
+    return check_experts(weights_of(w1, w2, quant_config, "out_in"))
 
 
 def _rows(hidden_states: jax.Array, a1q_scale: jax.Array | None, format: Format) -> tuple[QuantizedTensor, str]:
     """Hidden states `[.., K]` quantised, as rows, those that are already with their scales, and the dtype of the
     stages."""
-    *lead, columns = hidden_states.shape
-    dtype, rows = hidden_states.dtype.name, hidden_states.reshape(-1, columns)
-    if dtype == "float8_e4m3fn" and a1q_scale is not None:
-        wanted = (*lead, columns // ALIGNMENT)
-        if a1q_scale.dtype.name != "float32" or a1q_scale.shape != wanted:
-            raise InvalidInput(
-                f"a1q_scale must be float32 {wanted}, a scale for each 1 x {ALIGNMENT} values, got {a1q_scale.dtype} "
-                f"{a1q_scale.shape}; pass those of hidden_states"
-            )
-        return matmul_side(format, rows, a1q_scale.reshape(-1, wanted[-1])), "bfloat16"
-    if a1q_scale is not None or dtype not in _HIDDEN:
-        raise InvalidInput(
-            f"hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got {dtype} and "
-            f"{'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
-        )
-    return ops.quantize_rows(rows, format), dtype
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if not has_scales(hidden_states, a1q_scale):
+        return ops.quantize_rows(rows, format), hidden_states.dtype.name
+    assert a1q_scale is not None
+    return matmul_side(format, rows, a1q_scale.reshape(-1, a1q_scale.shape[-1])), "bfloat16"
 
 
 def _hidden(

@@ -10,7 +10,7 @@ import torch
 from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP
-from moe_core.modular.deep_gemm import RECIPE, Pair, check_products, has_e8m0_mode, matmul_side, tile_for_rows
+from moe_core.modular.deep_gemm import RECIPE, check_products, has_e8m0_mode, matmul_side, pair_of, tile_for_rows
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
@@ -110,19 +110,9 @@ def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, ind
     return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
 
 
-def pair_of(pair: Quantized) -> Pair:
-    """Shapes and dtypes of values and scales."""
-    values, scales = pair
-    return Pair(values.shape, _name(values), scales.shape, _name(scales))
-
-
 def _operands(a: Quantized, b: Quantized) -> MatmulOperands:
-    sides = (matmul_side(format, values, scales.contiguous()) for format, (values, scales) in _formats(a, b))
-    return MatmulOperands(*sides)
-
-
-def _formats(a: Quantized, b: Quantized) -> tuple[tuple[Any, Quantized], tuple[Any, Quantized]]:
-    return (FP8_GROUP, a), (FP8_BLOCK, b)
+    rows = matmul_side(FP8_GROUP, a[0], a[1].contiguous())
+    return MatmulOperands(rows, matmul_side(FP8_BLOCK, b[0], b[1].contiguous()))
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -135,12 +125,11 @@ def _write(d: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def _require_products(a: Quantized, b: Quantized, d: torch.Tensor, masked: bool) -> tuple[Any, ...]:
-    for name, pair in (("a", a), ("b", b)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both tensors")
-        if not pair[0].is_contiguous():
-            raise InvalidInput(f"{name}[0] must be dense, got strides {pair[0].stride()}; call contiguous() on it")
-    shape = check_products(pair_of(a), pair_of(b), masked=masked)
+    pairs = pair_of("a", a), pair_of("b", b)
+    for name, (values, _) in (("a", a), ("b", b)):
+        if not values.is_contiguous():
+            raise InvalidInput(f"{name}[0] must be dense, got strides {values.stride()}; call contiguous() on it")
+    shape = check_products(*pairs, masked=masked)
     if d.dtype not in _OUTPUTS or tuple(d.shape) != shape or not d.is_contiguous():
         raise InvalidInput(
             f"d must be bf16, fp16 or fp32 {list(shape)}, dense, got {d.dtype} {list(d.shape)} with strides "

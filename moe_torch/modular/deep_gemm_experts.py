@@ -11,10 +11,10 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.modular.deep_gemm import (
     ALIGNMENT,
-    Pair,
     activation_format,
-    check_products,
+    check_experts,
     deep_gemm_block_shape,
+    has_scales,
     matmul_side,
     why_not_deep_gemm,
 )
@@ -24,7 +24,7 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
-from moe_torch.modular.deep_gemm import Quantized, pair_of
+from moe_torch.modular.deep_gemm import Quantized
 from moe_torch.modular.deep_gemm_package import DeepGemmPackage
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
 from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
@@ -34,7 +34,6 @@ from moe_torch.modular.triton_experts import BatchedExperts
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")
 _CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=deep_gemm_block_shape())
-_HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DeepGemmContractExperts(GroupedExperts):
@@ -111,33 +110,11 @@ class DeepGemmContractExperts(GroupedExperts):
 
     def rows_of(self, hidden_states: torch.Tensor, a1q_scale: torch.Tensor | None) -> QuantizedTensor:
         """Hidden states `[.., K]` quantised, as rows; those that are already, with their scales `[.., K / 128]`."""
-        *lead, columns = hidden_states.shape
-        if hidden_states.dtype == torch.float8_e4m3fn:
-            if a1q_scale is None:
-                raise InvalidInput("a1q_scale must be given for e4m3 hidden_states, got None; pass their scales")
-            wanted = (*lead, columns // ALIGNMENT)
-            if a1q_scale.dtype != torch.float32 or tuple(a1q_scale.shape) != wanted:
-                raise InvalidInput(
-                    f"a1q_scale must be float32 {list(wanted)}, a scale for each 1 x {ALIGNMENT} values, got "
-                    f"{a1q_scale.dtype} {list(a1q_scale.shape)}; pass those of hidden_states"
-                )
-            scales = a1q_scale.contiguous().view(-1, wanted[-1])
-            return matmul_side(self.activations, hidden_states.reshape(-1, columns), scales)
-        if a1q_scale is not None or hidden_states.dtype not in _HIDDEN:
-            raise InvalidInput(
-                "hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got "
-                f"{hidden_states.dtype} and {'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
-            )
-        return ops.quantize_rows(hidden_states.reshape(-1, columns), self.activations)
-
-    def sides(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
-        """The weights; InvalidInput where a product with them is not the contract's."""
-        weights = self.weights(w1, w2)
-        for weight in (weights.gate_up, weights.down):
-            k = weight.values.shape[2]
-            rows = Pair((0, k), "float8_e4m3fn", (0, k // ALIGNMENT), "float32")
-            check_products(rows, pair_of((weight.values, weight.scales)))
-        return weights
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if not has_scales(hidden_states, a1q_scale):
+            return ops.quantize_rows(rows, self.activations)
+        assert a1q_scale is not None
+        return matmul_side(self.activations, rows, a1q_scale.contiguous().view(-1, a1q_scale.shape[-1]))
 
     def own_product(
         self,
@@ -177,7 +154,7 @@ class DeepGemmExperts(DeepGemmContractExperts):
         _require_no_scale(call.a2_scale)
         self.require_experts(call)
         E, M, N, K, topk = self.size_of(call)
-        weights, rows = self.sides(call.w1, call.w2), self.rows_of(call.hidden_states, call.a1q_scale)
+        weights, rows = check_experts(self.weights(call.w1, call.w2)), self.rows_of(call.hidden_states, call.a1q_scale)
         left = weights_left(call)
         layout = ops.make_layout(call.topk_ids, E, expert_map=call.expert_map, alignment=ALIGNMENT)
         F, count = self.adjust_N_for_activation(N, call.activation), layout.slot_of_row.shape[0]
@@ -237,7 +214,7 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
     def run(self, call: ExpertsCall) -> None:
         _require_no_scale(call.a2_scale)
         (E, R, N, K, topk), meta = self.require_blocks(call)
-        weights, rows = self.sides(call.w1, call.w2), self.rows_of(call.hidden_states, call.a1q_scale)
+        weights, rows = check_experts(self.weights(call.w1, call.w2)), self.rows_of(call.hidden_states, call.a1q_scale)
         layout = batched_layout(E, R, meta.expert_num_tokens.clamp(0, R))
         before, after = view_as(call.workspace13, E * R, N), call.output.view(E * R, K)
         hidden = view_as(call.workspace2, E * R, self.adjust_N_for_activation(N, call.activation))

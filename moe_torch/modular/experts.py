@@ -289,9 +289,7 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     expert_tokens_meta: rows are counted from the ids.
     """
 
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        return FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.Standard
+    activation_formats = property(lambda self: (FusedMoEActivationFormat.Standard,) * 2)
 
     def supports_expert_map(self) -> bool:
         return True

@@ -15,13 +15,13 @@ from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
 from moe_torch.modular.rows import as_ids, as_weights, weighted_rows
 from moe_torch.modular.weight_and_reduce import (
+    PlacedRows,
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNaiveBatched,
     TopKWeightAndReduceNoOP,
     ids_of_rank,
-    reduce_batched,
 )
 
 _DELEGATE = TopKWeightAndReduceDelegate()
@@ -116,25 +116,8 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_we
     return weighted_rows(a1, as_weights(topk_weights, topk_weights))
 
 
-class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
-    """One device, format Standard: tokens stay where they are."""
-
-    @property
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
-
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        a1_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-    ) -> PreparedTokens:
-        return PreparedTokens(weighted_input(a1, topk_weights, apply_router_weight_on_input))
+class _OneDevice(FusedMoEPrepareAndFinalize):
+    """What both formats of one device share: `finalize`."""
 
     def finalize(
         self,
@@ -148,23 +131,41 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
     ) -> None:
         chosen = weight_and_reduce_impl
         if isinstance(chosen, TopKWeightAndReduceDelegate):
-            chosen = TopKWeightAndReduceContiguous()
+            chosen = self.reduction(prepared)
         chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+
+    @abc.abstractmethod
+    def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
+        """How outputs of experts that delegate are combined."""
+
+
+class MoEPrepareAndFinalizeNoEP(_OneDevice):
+    """One device, format Standard: tokens stay where they are."""
+
+    activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
+
+    def prepare(
+        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
+    ) -> PreparedTokens:
+        return PreparedTokens(weighted_input(a1, topk_weights, apply_router_weight_on_input))
+
+    def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceContiguous()
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
         return isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
 
 
-_DELEGATE = TopKWeightAndReduceDelegate()
-
-
-class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
+class BatchedPrepareAndFinalize(_OneDevice):
     """One device, format BatchedExperts: a1q `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
     rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an
     expert_map. An expert's rows are its tokens in order. A call has at most max_num_tokens tokens (more: InvalidInput),
     and a token must name an expert at most once: the block of an expert then holds all its tokens.
     """
+
+    activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
+    maps_experts = property(lambda self: True)
 
     def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int = 1, rank: int = 0) -> None:
         require_at_least("max_num_tokens", max_num_tokens, 1)
@@ -177,24 +178,8 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             )
         self.max_num_tokens, self.num_local_experts, self.rank = max_num_tokens, num_local_experts, rank
 
-    @property
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.BatchedExperts
-
-    @property
-    def maps_experts(self) -> bool:
-        return True
-
     def prepare(
-        self,
-        a1: torch.Tensor,
-        a1_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
+        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
     ) -> PreparedTokens:
         if a1.shape[0] > self.max_num_tokens:
             raise InvalidInput(
@@ -224,22 +209,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         blocks = rows.view(self.num_local_experts, self.max_num_tokens, a1.shape[1])
         return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> None:
-        """prepared: without it rows are found by rank, and an expert_map is not known."""
-        if weight_and_reduce_impl == _DELEGATE and prepared is not None and prepared.handle is not None:
-            weights = None if apply_router_weight_on_input else as_weights(topk_weights, topk_ids)
-            reduce_batched(output, fused_expert_output, prepared.handle, weights)
-            return
-        chosen = weight_and_reduce_impl
-        if chosen == _DELEGATE:
-            chosen = TopKWeightAndReduceNaiveBatched(self.rank)
-        chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+    def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
+        """Without prepared tokens, rows are found by rank, and an expert_map is not known."""
+        layout = None if prepared is None else prepared.handle
+        return TopKWeightAndReduceNaiveBatched(self.rank) if layout is None else PlacedRows(layout)

@@ -46,23 +46,9 @@ from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, Sca
 from moe_torch.compat.triton_kernels.tensor import FP4, Tensor, wrap_torch_tensor
 
 __all__ = [
-    "FP4",
-    "Epilogue",
-    "EpilogueSpecs",
-    "FlexCtx",
-    "FnName",
-    "FnSpecs",
-    "FusedActivation",
-    "GatherIndx",
-    "InFlexData",
-    "OutFlexData",
-    "PrecisionConfig",
-    "RoutingData",
-    "ScatterIndx",
-    "Tensor",
-    "matmul_ogs",
-    "wrap_torch_tensor",
-]
+    "FP4", "Epilogue", "EpilogueSpecs", "FlexCtx", "FnName", "FnSpecs", "FusedActivation", "GatherIndx", "InFlexData",
+    "OutFlexData", "PrecisionConfig", "RoutingData", "ScatterIndx", "Tensor", "matmul_ogs", "wrap_torch_tensor",
+]  # fmt: skip
 
 
 def matmul_ogs(
