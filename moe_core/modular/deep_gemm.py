@@ -14,18 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moe_core import formats
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_BLOCK,
-    FP8_GROUP,
-    FP8_GROUP_POW2,
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    quantized_specs,
-)
+from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.weights import activation_quantization, weight_quantization
 from moe_core.ops.matmul.forward import plan_matmul_ogs
@@ -57,7 +50,7 @@ def has_e8m0_mode(target: Target) -> bool:
 
 def activation_format(e8m0: bool) -> Format:
     """What activations are quantised to: 1 x 128, with e8m0 the scales rounded up to powers of two."""
-    return FP8_GROUP_POW2 if e8m0 else FP8_GROUP
+    return formats.FP8_GROUP_POW2 if e8m0 else FP8_GROUP
 
 
 def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:

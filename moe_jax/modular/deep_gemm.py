@@ -11,23 +11,7 @@ from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedTensor
-from moe_core.modular.deep_gemm import (
-    ALIGNMENT,
-    DEEP_GEMM,
-    DispatchCase,
-    activation_format,
-    check_experts,
-    check_products,
-    choose_experts,
-    explain_choice,
-    has_e8m0_mode,
-    has_scales,
-    matmul_side,
-    pair_of,
-    plan_masked,
-    why_not_allowed,
-    why_not_deep_gemm,
-)
+from moe_core.modular import deep_gemm as contract
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import moe_problem_size
 from moe_core.modular.weights import activation_of
@@ -56,10 +40,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     padded to 128 are as good as others. out_dtype: bf16, fp16 or fp32. No gradient. Raises InvalidInput, Unsupported.
     """
     name = _out_dtype(out_dtype)
-    rows, _ = check_products(pair_of("a", a), pair_of("b", b))
+    rows, _ = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b))
     _require_indices("m_indices", m_indices, rows)
     layout = ops.make_layout(m_indices.reshape(-1, 1), b[0].shape[0])
-    operands = MatmulOperands(matmul_side(FP8_GROUP, *a), matmul_side(FP8_BLOCK, *b))
+    operands = MatmulOperands(contract.matmul_side(FP8_GROUP, *a), contract.matmul_side(FP8_BLOCK, *b))
     return ops.matmul_ogs(operands, layout, MatmulSpec("out_in", "token", "slot", out_dtype=name))
 
 
@@ -74,17 +58,17 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     name = _out_dtype(out_dtype)
     require_at_least("expected_m", expected_m, 1)
-    groups, rows, n = check_products(pair_of("a", a), pair_of("b", b), masked=True)
+    groups, rows, n = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b), masked=True)
     _require_indices("masked_m", masked_m, groups)
     layout = blocks_layout(groups, rows, jnp.clip(masked_m, 0, rows))
     flat = (a[0].reshape(groups * rows, -1), a[1].reshape(groups * rows, -1))
-    operands = MatmulOperands(matmul_side(FP8_GROUP, *flat), matmul_side(FP8_BLOCK, *b))
+    operands = MatmulOperands(contract.matmul_side(FP8_GROUP, *flat), contract.matmul_side(FP8_BLOCK, *b))
     call = OpCall("m_grouped_fp8_gemm_nt_masked")
     shapes = call.bundle("operands", operands)
     for field in ("group_sizes", "group_start", "slot_of_row"):
         call.array(field, getattr(layout, field))
     spec = MatmulSpec("out_in", out_dtype=name)
-    (d,) = call.run(plan_masked, shapes, layout.spec, spec, min(expected_m, max(rows, 1)))
+    (d,) = call.run(contract.plan_masked, shapes, layout.spec, spec, min(expected_m, max(rows, 1)))
     return d.reshape(groups, rows, n)
 
 
@@ -92,7 +76,7 @@ def is_blackwell_deep_gemm_e8m0_used() -> bool:
     """Whether the chip that programs are traced for is one on which DeepGEMM takes power-of-two scales alone:
     Blackwell, sm_100 to sm_109."""
     target = platforms.cuda_target()
-    return target is not None and has_e8m0_mode(target)
+    return target is not None and contract.has_e8m0_mode(target)
 
 
 def _out_dtype(out_dtype: Any) -> str:
@@ -130,11 +114,11 @@ def deep_gemm_experts(
     e8m0: activations get power-of-two scales. Raises InvalidInput, Unsupported.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
-    experts, format = _experts(w1, w2, quant_config), activation_format(e8m0)
+    experts, format = _experts(w1, w2, quant_config), contract.activation_format(e8m0)
     rows, dtype = _rows(hidden_states, a1q_scale, format)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
     require_experts(size.E, global_num_experts, expert_map)
-    layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=ALIGNMENT)
+    layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=contract.ALIGNMENT)
     first, second = _specs(("token", "row"), ("row", "slot"), dtype, tuning)
     hidden = _hidden(rows, experts, layout, first, activation, format)
     operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias, row_weight=weights.reshape(-1))
@@ -161,7 +145,7 @@ def batched_deep_gemm_experts(
         raise InvalidInput(
             f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
         )
-    experts, format = _experts(w1, w2, quant_config), activation_format(e8m0)
+    experts, format = _experts(w1, w2, quant_config), contract.activation_format(e8m0)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), "out_in")
     rows, dtype = _rows(hidden_states, a1q_scale, format)
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
@@ -193,8 +177,8 @@ def triton_or_deep_gemm_experts(
     """
     tokens = (hidden_states, w1, w2, topk_weights, topk_ids)
     arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
-    choice = choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
-    if choice.member == DEEP_GEMM:
+    choice = contract.choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
+    if choice.member == contract.DEEP_GEMM:
         return deep_gemm_experts(*arguments, quant_config=quant_config, e8m0=e8m0, tuning=tuning)
     return fused_experts(*arguments, quant_config=quant_config, tuning=tuning)
 
@@ -209,39 +193,39 @@ def explain_triton_or_deep_gemm(
     e8m0: bool = False,
 ) -> str:
     """Which experts `triton_or_deep_gemm_experts` runs for such arrays or shapes, and why: one line. Runs nothing."""
-    return explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
+    return contract.explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
 
 
 def _case(
     hidden_states: Any, w1: Any, w2: Any, quant_config: FusedMoEQuantConfig, allow_deep_gemm: bool, e8m0: bool
-) -> tuple[str | None, DispatchCase]:
+) -> tuple[str | None, contract.DispatchCase]:
     """What the choice depends on: why DeepGEMM is not allowed at all, and the sizes."""
-    not_allowed = why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
+    not_allowed = contract.why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
     if e8m0 and not_allowed is not None:
         raise InvalidInput(
             f"e8m0 must be False where DeepGEMM is not allowed, got True, and {not_allowed}; leave it out, or allow it"
         )
     used = e8m0 and is_blackwell_deep_gemm_e8m0_used()
     dtypes = (w1.dtype.name, w2.dtype.name)
-    return not_allowed, DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
+    return not_allowed, contract.DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
 
 
 def _experts(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig) -> ExpertWeights:
     """The weights; InvalidInput where a product with them is not the contract's."""
-    reason = why_not_deep_gemm(quant_config)
+    reason = contract.why_not_deep_gemm(quant_config)
     if reason is not None:
         raise Unsupported(reason)
-    return check_experts(weights_of(w1, w2, quant_config, "out_in"))
+    return contract.check_experts(weights_of(w1, w2, quant_config, "out_in"))
 
 
 def _rows(hidden_states: jax.Array, a1q_scale: jax.Array | None, format: Format) -> tuple[QuantizedTensor, str]:
     """Hidden states `[.., K]` quantised, as rows, those that are already with their scales, and the dtype of the
     stages."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if not has_scales(hidden_states, a1q_scale):
+    if not contract.has_scales(hidden_states, a1q_scale):
         return ops.quantize_rows(rows, format), hidden_states.dtype.name
     assert a1q_scale is not None
-    return matmul_side(format, rows, a1q_scale.reshape(-1, a1q_scale.shape[-1])), "bfloat16"
+    return contract.matmul_side(format, rows, a1q_scale.reshape(-1, a1q_scale.shape[-1])), "bfloat16"
 
 
 def _hidden(

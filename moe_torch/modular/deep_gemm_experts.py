@@ -9,15 +9,8 @@ import torch
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.modular.deep_gemm import (
-    ALIGNMENT,
-    activation_format,
-    check_experts,
-    deep_gemm_block_shape,
-    has_scales,
-    matmul_side,
-    why_not_deep_gemm,
-)
+from moe_core.modular import deep_gemm as contract
+from moe_core.modular.deep_gemm import ALIGNMENT
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import ProblemSize, QuantKey, quant_key
 from moe_core.specs.matmul import Activation, MatmulSpec
@@ -33,7 +26,7 @@ from moe_torch.modular.stages import product
 from moe_torch.modular.triton_experts import BatchedExperts
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")
-_CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=deep_gemm_block_shape())
+_CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=contract.deep_gemm_block_shape())
 
 
 class DeepGemmContractExperts(GroupedExperts):
@@ -69,7 +62,7 @@ class DeepGemmContractExperts(GroupedExperts):
         self._require_config(quant_config)
 
     def _require_config(self, quant_config: FusedMoEQuantConfig) -> None:
-        reason = why_not_deep_gemm(quant_config)
+        reason = contract.why_not_deep_gemm(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         if self.package is not None and (quant_config.w1_bias is not None or quant_config.w2_bias is not None):
@@ -88,7 +81,7 @@ class DeepGemmContractExperts(GroupedExperts):
 
     @property
     def activations(self) -> Format:
-        return activation_format(self.e8m0)
+        return contract.activation_format(self.e8m0)
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
         """That of the activations; bf16 where these are quantised already."""
@@ -108,13 +101,19 @@ class DeepGemmContractExperts(GroupedExperts):
             )
         return super().chunked_as_whole(x, w1, w2, size, activation)
 
-    def rows_of(self, hidden_states: torch.Tensor, a1q_scale: torch.Tensor | None) -> QuantizedTensor:
-        """Hidden states `[.., K]` quantised, as rows; those that are already, with their scales `[.., K / 128]`."""
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if not has_scales(hidden_states, a1q_scale):
-            return ops.quantize_rows(rows, self.activations)
-        assert a1q_scale is not None
-        return matmul_side(self.activations, rows, a1q_scale.contiguous().view(-1, a1q_scale.shape[-1]))
+    def operands_of(self, call: ExpertsCall) -> tuple[ExpertWeights, QuantizedTensor]:
+        """The weights, and the hidden states `[.., K]` as rows, quantised. Raises InvalidInput where products with them
+        are not the contract's."""
+        if call.a2_scale is not None:
+            raise InvalidInput(
+                "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
+            )
+        weights, scale = contract.check_experts(self.weights(call.w1, call.w2)), call.a1q_scale
+        rows = call.hidden_states.reshape(-1, call.hidden_states.shape[-1])
+        if not contract.has_scales(call.hidden_states, scale):
+            return weights, ops.quantize_rows(rows, self.activations)
+        assert scale is not None
+        return weights, contract.matmul_side(self.activations, rows, scale.contiguous().view(-1, scale.shape[-1]))
 
     def own_product(
         self,
@@ -151,10 +150,9 @@ class DeepGemmExperts(DeepGemmContractExperts):
         return (rows, max(size.N, size.K)), (rows, F), (size.M, size.K)
 
     def run(self, call: ExpertsCall) -> None:
-        _require_no_scale(call.a2_scale)
         self.require_experts(call)
         E, M, N, K, topk = self.size_of(call)
-        weights, rows = check_experts(self.weights(call.w1, call.w2)), self.rows_of(call.hidden_states, call.a1q_scale)
+        weights, rows = self.operands_of(call)
         left = weights_left(call)
         layout = ops.make_layout(call.topk_ids, E, expert_map=call.expert_map, alignment=ALIGNMENT)
         F, count = self.adjust_N_for_activation(N, call.activation), layout.slot_of_row.shape[0]
@@ -212,9 +210,8 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
         return (size.E, rows, size.N), *super().shapes(size, F)[1:]
 
     def run(self, call: ExpertsCall) -> None:
-        _require_no_scale(call.a2_scale)
         (E, R, N, K, topk), meta = self.require_blocks(call)
-        weights, rows = check_experts(self.weights(call.w1, call.w2)), self.rows_of(call.hidden_states, call.a1q_scale)
+        weights, rows = self.operands_of(call)
         layout = batched_layout(E, R, meta.expert_num_tokens.clamp(0, R))
         before, after = view_as(call.workspace13, E * R, N), call.output.view(E * R, K)
         hidden = view_as(call.workspace2, E * R, self.adjust_N_for_activation(N, call.activation))
@@ -236,10 +233,3 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
 
 def _arrays(tensor: QuantizedTensor) -> Quantized:
     return tensor.values, tensor.scales
-
-
-def _require_no_scale(a2_scale: torch.Tensor | None) -> None:
-    if a2_scale is not None:
-        raise InvalidInput(
-            "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
-        )

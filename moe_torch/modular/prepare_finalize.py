@@ -13,16 +13,9 @@ from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
+from moe_torch.modular import weight_and_reduce as reductions
 from moe_torch.modular.rows import as_ids, as_weights, weighted_rows
-from moe_torch.modular.weight_and_reduce import (
-    PlacedRows,
-    TopKWeightAndReduce,
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNaiveBatched,
-    TopKWeightAndReduceNoOP,
-    ids_of_rank,
-)
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DELEGATE = TopKWeightAndReduceDelegate()
 
@@ -150,10 +143,10 @@ class MoEPrepareAndFinalizeNoEP(_OneDevice):
         return PreparedTokens(weighted_input(a1, topk_weights, apply_router_weight_on_input))
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceContiguous()
+        return reductions.TopKWeightAndReduceContiguous()
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
-        return isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
+        return isinstance(weight_and_reduce_impl, reductions.TopKWeightAndReduceNoOP)
 
 
 class BatchedPrepareAndFinalize(_OneDevice):
@@ -200,7 +193,7 @@ class BatchedPrepareAndFinalize(_OneDevice):
             )
         a1 = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         if expert_map is None:
-            ids = ids_of_rank(ids, self.rank, self.num_local_experts)
+            ids = reductions.ids_of_rank(ids, self.rank, self.num_local_experts)
         layout = ops.make_layout(ids, self.num_local_experts, expert_map=expert_map, max_rows=self.max_num_tokens)
         slots = layout.slot_of_row
         source = a1 if a1.shape[0] else a1.new_zeros(1, a1.shape[1])
@@ -211,5 +204,6 @@ class BatchedPrepareAndFinalize(_OneDevice):
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
         """Without prepared tokens, rows are found by rank, and an expert_map is not known."""
-        layout = None if prepared is None else prepared.handle
-        return TopKWeightAndReduceNaiveBatched(self.rank) if layout is None else PlacedRows(layout)
+        if prepared is None or prepared.handle is None:
+            return reductions.TopKWeightAndReduceNaiveBatched(self.rank)
+        return reductions.PlacedRows(prepared.handle)
