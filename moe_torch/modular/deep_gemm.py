@@ -18,8 +18,7 @@ from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
 from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import constant_result
-from moe_torch.modular.rows import batched_layout
-from moe_torch.modular.stages import product
+from moe_torch.modular.stages import batched_layout, product
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[torch.Tensor, torch.Tensor]

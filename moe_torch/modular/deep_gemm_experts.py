@@ -13,16 +13,15 @@ from moe_core.modular import deep_gemm as contract
 from moe_core.modular.deep_gemm import ALIGNMENT
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import ProblemSize, QuantKey, quant_key
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.modular.deep_gemm import Quantized
 from moe_torch.modular.deep_gemm_package import DeepGemmPackage
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
 from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
-from moe_torch.modular.rows import batched_layout, sum_by_token, weight_of_row, weighted_rows
-from moe_torch.modular.stages import product
+from moe_torch.modular.stages import batched_layout, sum_by_token, weight_of_row, weighted_rows
 from moe_torch.modular.triton_experts import BatchedExperts
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")
@@ -87,10 +86,6 @@ class DeepGemmContractExperts(GroupedExperts):
         """That of the activations; bf16 where these are quantised already."""
         return torch.bfloat16 if activation_dtype == torch.float8_e4m3fn else activation_dtype
 
-    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        first = MatmulSpec("out_in", "token", "row", tuning=self.matmul_tuning(1))
-        return first, MatmulSpec("out_in", "row", "slot", tuning=self.matmul_tuning(2))
-
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
@@ -114,25 +109,6 @@ class DeepGemmContractExperts(GroupedExperts):
             return weights, ops.quantize_rows(rows, self.activations)
         assert scale is not None
         return weights, contract.matmul_side(self.activations, rows, scale.contiguous().view(-1, scale.shape[-1]))
-
-    def own_product(
-        self,
-        number: int,
-        y: torch.Tensor,
-        rows: QuantizedTensor,
-        weights: ExpertWeights,
-        layout: ops.RaggedLayout,
-        places: tuple[str, str],
-        row_weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Product 1 or 2 on this library's kernels, in y where the call is plain. places: gather and scatter."""
-        weight, bias = weights.gate_up, weights.gate_up_bias
-        if number == 2:
-            weight, bias = weights.down, weights.down_bias
-        dtype = str(y.dtype).removeprefix("torch.")
-        spec = MatmulSpec("out_in", *places, out_dtype=dtype, tuning=self.matmul_tuning(number))
-        operands = MatmulOperands(rows, weight, bias=bias, row_weight=row_weight)
-        return product({"y": y}, operands, layout, spec)
 
 
 class DeepGemmExperts(DeepGemmContractExperts):
@@ -162,13 +138,14 @@ class DeepGemmExperts(DeepGemmContractExperts):
             memory = view_as(workspace13, count, N), view_as(workspace2, count, F), view_as(workspace13, count, K)
             self._run_package(self.package, call, rows, weights, layout, left, memory)
             return
-        before = self.own_product(1, view_as(workspace13, count, N), rows, weights, layout, ("token", "row"))
+        stages = self.stages(weights)
+        before = stages.product(1, {"y": view_as(workspace13, count, N)}, rows, layout, self.places[0])
         hidden = view_as(workspace2, count, F)
         self.activation(call.activation, hidden, before)
         rows = ops.quantize_rows(hidden, self.activations)
         # The memory of what the activation has read.
-        place = view_as(workspace13, M * topk, K)
-        slots = self.own_product(2, place, rows, weights, layout, ("row", "slot"), left.reshape(-1))
+        memory = {"y": view_as(workspace13, M * topk, K)}
+        slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=left.reshape(-1))
         sum_by_token(call.output, slots, layout.row_of_slot, topk, "slot")
 
     def _run_package(
@@ -223,7 +200,7 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
                 self.package.masked(blocks, _arrays(weight), place.view(E, R, -1), layout.group_sizes, expected_m)
                 found = torch.where((layout.slot_of_row >= 0)[:, None], place, 0)
             else:
-                found = self.own_product(number, place, rows, weights, layout, ("row", "row"))
+                found = self.stages(weights).product(number, {"y": place}, rows, layout, ("row", "row"))
             if number == 1:
                 self.activation(call.activation, hidden, found)
                 rows = ops.quantize_rows(hidden, self.activations)

@@ -62,6 +62,9 @@ def moe_spec(
 class GroupedExperts(StandardExperts):
     """Experts whose products are the core's grouped matmuls."""
 
+    #: Gather and scatter of both products.
+    places = (("token", "row"), ("row", "slot"))
+
     def supports_chunking(self) -> bool:
         return rows_are_alone(self.quant_config)
 
@@ -142,14 +145,14 @@ class GroupedExperts(StandardExperts):
         return activation_quantization(self.quant_config)
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        """The specs of both products: those of the composed plan."""
-        first = MatmulSpec(self.weight_layout, "token", "row", activation_of(activation), tuning=self.matmul_tuning(1))
-        return first, MatmulSpec(self.weight_layout, "row", "slot", tuning=self.matmul_tuning(2))
+        """The specs of both products, as `run` asks for them."""
+        fused = activation_of(activation) if self.fuses_activation else None
+        first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=self.matmul_tuning(1))
+        return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=self.matmul_tuning(2))
 
     def stages(self, weights: ops.ExpertWeights) -> Stages:
         """Both products one by one."""
-        tunings = self.matmul_tuning(1), self.matmul_tuning(2)
-        return Stages(weights, self.weight_layout, tunings, self.activations)
+        return Stages(weights, self.weight_layout, (self.matmul_tuning(1), self.matmul_tuning(2)), self.activations)
 
     def matmul_tuning(self, number: int) -> MatmulTuning | None:
         return None if self.tuning is None else self.tuning.of_product(number)

@@ -16,7 +16,7 @@ from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens
-from moe_torch.modular.rows import as_ids, as_weights
+from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.workspaces import Scratch, Workspaces
 
 

@@ -14,7 +14,7 @@ from moe_core.errors import InvalidInput
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
 from moe_torch.modular import weight_and_reduce as reductions
-from moe_torch.modular.rows import as_ids, as_weights, weighted_rows
+from moe_torch.modular.stages import as_ids, as_weights, weighted_rows
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DELEGATE = TopKWeightAndReduceDelegate()

@@ -16,7 +16,7 @@ from moe_core.errors import InvalidInput
 from moe_torch import ops
 from moe_torch.bridge.options import encode, layout_spec
 from moe_torch.modular.into import write_into
-from moe_torch.modular.rows import as_ids, as_weights, weight_of_row
+from moe_torch.modular.stages import as_ids, as_weights, weight_of_row
 from moe_torch.operators.table import PACK_BITMATRIX
 
 _WORD_BITS = 32

@@ -10,7 +10,7 @@ from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationForma
 from moe_core.modular.weights import activation_of
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
 from moe_torch.modular.grouped_experts import GroupedExperts, view_as
-from moe_torch.modular.rows import batched_layout
+from moe_torch.modular.stages import batched_layout
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 
@@ -88,8 +88,8 @@ class BatchedTritonExperts(BatchedExperts):
         weights, layout = self.weights(call.w1, call.w2), batched_layout(E, rows, meta.expert_num_tokens)
         stages, x = self.stages(weights), call.hidden_states.reshape(E * rows, K)
         memory = {"y": view_as(call.workspace2, E * rows, self.adjust_N_for_activation(N, call.activation))}
-        hidden = stages.first(memory, x, layout, activation_of(call.activation), "row", "row")
+        hidden = stages.product(1, memory, x, layout, ("row", "row"), activation_of(call.activation))
         places = {"y": call.output.view(E * rows, K)}
-        found = stages.second(places, hidden, layout, None, "row", "row")
+        found = stages.product(2, places, hidden, layout, ("row", "row"))
         if found is not places["y"]:
             call.output.copy_(found.view_as(call.output))

@@ -10,7 +10,7 @@ import torch
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import ops
-from moe_torch.modular.rows import as_ids, as_weights, slots_with_expert, sum_by_token, weight_of_row, weighted_rows
+from moe_torch.modular.stages import as_ids, as_weights, slots_with_expert, sum_by_token, weight_of_row, weighted_rows
 
 
 class TopKWeightAndReduce(abc.ABC):
