@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedTensor
+from moe_core.formats import FP8_BLOCK, FP8_GROUP
 from moe_core.modular import deep_gemm as contract
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import moe_problem_size
 from moe_core.modular.weights import activation_of
 from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout
+from moe_core.specs.operands import MatmulOperands, RaggedLayout
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall
-from moe_jax.modular.experts import fused_experts, require_experts, weights_of
+from moe_jax.modular.experts import blocks_size, fused_experts, require_experts, weights_of
 from moe_jax.modular.finalize import blocks_layout
 from moe_jax.modular.prepare import left_routing
 
@@ -114,15 +114,12 @@ def deep_gemm_experts(
     e8m0: activations get power-of-two scales. Raises InvalidInput, Unsupported.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
-    experts, format = _experts(w1, w2, quant_config), contract.activation_format(e8m0)
-    rows, dtype = _rows(hidden_states, a1q_scale, format)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
     require_experts(size.E, global_num_experts, expert_map)
     layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=contract.ALIGNMENT)
-    first, second = _specs(("token", "row"), ("row", "slot"), dtype, tuning)
-    hidden = _hidden(rows, experts, layout, first, activation, format)
-    operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias, row_weight=weights.reshape(-1))
-    return ops.reduce(ops.matmul_ogs(operands, layout, second), layout)
+    options = {"a1q_scale": a1q_scale, "e8m0": e8m0, "tuning": tuning, "row_weight": weights.reshape(-1)}
+    places, experts = (("token", "row"), ("row", "slot")), (w1, w2, quant_config)
+    return ops.reduce(_slots(hidden_states, experts, layout, places, activation, **options), layout)
 
 
 def batched_deep_gemm_experts(
@@ -141,17 +138,11 @@ def batched_deep_gemm_experts(
 
     Rows past expert_num_tokens int32 `[E]` come out as zeros. Everything else as in `deep_gemm_experts`.
     """
-    if hidden_states.ndim != 3:
-        raise InvalidInput(
-            f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
-        )
-    experts, format = _experts(w1, w2, quant_config), contract.activation_format(e8m0)
-    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), "out_in")
-    rows, dtype = _rows(hidden_states, a1q_scale, format)
+    size = blocks_size(hidden_states, w1, w2, "out_in")
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
-    first, second = _specs(("row", "row"), ("row", "row"), dtype, tuning)
-    hidden = _hidden(rows, experts, layout, first, activation, format)
-    blocks = ops.matmul_ogs(MatmulOperands(hidden, experts.down, bias=experts.down_bias), layout, second)
+    options = {"a1q_scale": a1q_scale, "e8m0": e8m0, "tuning": tuning}
+    places, experts = (("row", "row"), ("row", "row")), (w1, w2, quant_config)
+    blocks = _slots(hidden_states, experts, layout, places, activation, **options)
     return blocks.reshape(size.E, size.M, size.K)
 
 
@@ -210,43 +201,34 @@ def _case(
     return not_allowed, contract.DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
 
 
-def _experts(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig) -> ExpertWeights:
-    """The weights; InvalidInput where a product with them is not the contract's."""
-    reason = contract.why_not_deep_gemm(quant_config)
+def _slots(
+    hidden_states: jax.Array,
+    experts: tuple[jax.Array, jax.Array, FusedMoEQuantConfig],
+    layout: RaggedLayout,
+    places: tuple[tuple[str, str], tuple[str, str]],
+    activation: str | Activation,
+    *,
+    a1q_scale: jax.Array | None,
+    e8m0: bool,
+    tuning: Tuning | None,
+    row_weight: jax.Array | None = None,
+) -> jax.Array:
+    """Both products of experts (w1, w2, quant_config), from hidden states `[.., K]` that are quantised here unless they
+    are already. places: gather and scatter of each. InvalidInput where a product is not the contract's."""
+    reason = contract.why_not_deep_gemm(experts[2])
     if reason is not None:
         raise Unsupported(reason)
-    return contract.check_experts(weights_of(w1, w2, quant_config, "out_in"))
-
-
-def _rows(hidden_states: jax.Array, a1q_scale: jax.Array | None, format: Format) -> tuple[QuantizedTensor, str]:
-    """Hidden states `[.., K]` quantised, as rows, those that are already with their scales, and the dtype of the
-    stages."""
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if not contract.has_scales(hidden_states, a1q_scale):
-        return ops.quantize_rows(rows, format), hidden_states.dtype.name
-    assert a1q_scale is not None
-    return contract.matmul_side(format, rows, a1q_scale.reshape(-1, a1q_scale.shape[-1])), "bfloat16"
-
-
-def _hidden(
-    rows: QuantizedTensor,
-    experts: ExpertWeights,
-    layout: RaggedLayout,
-    spec: MatmulSpec,
-    activation: str | Activation,
-    format: Format,
-) -> QuantizedTensor:
-    """What the second product reads: the first one, its activation, quantised."""
-    before = ops.matmul_ogs(MatmulOperands(rows, experts.gate_up, bias=experts.gate_up_bias), layout, spec)
-    return ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
-
-
-def _specs(
-    first: tuple[str, str], second: tuple[str, str], dtype: str, tuning: Tuning | None
-) -> tuple[MatmulSpec, MatmulSpec]:
-    """The specs of both products; (gather, scatter) of each."""
+    weights = contract.check_experts(weights_of(*experts, "out_in"))
+    format, rows = contract.activation_format(e8m0), hidden_states.reshape(-1, hidden_states.shape[-1])
+    if contract.has_scales(hidden_states, a1q_scale):
+        assert a1q_scale is not None
+        x, dtype = contract.matmul_side(format, rows, a1q_scale.reshape(-1, a1q_scale.shape[-1])), "bfloat16"
+    else:
+        x, dtype = ops.quantize_rows(rows, format), rows.dtype.name
     tunings = tunings_of(tuning)
-    return (
-        MatmulSpec("out_in", *first, out_dtype=dtype, tuning=tunings[0]),
-        MatmulSpec("out_in", *second, out_dtype=dtype, tuning=tunings[1]),
-    )
+    first = MatmulSpec("out_in", *places[0], out_dtype=dtype, tuning=tunings[0])
+    second = MatmulSpec("out_in", *places[1], out_dtype=dtype, tuning=tunings[1])
+    before = ops.matmul_ogs(MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias), layout, first)
+    hidden = ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
+    operands = MatmulOperands(hidden, weights.down, bias=weights.down_bias, row_weight=row_weight)
+    return ops.matmul_ogs(operands, layout, second)

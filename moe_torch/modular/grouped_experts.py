@@ -15,7 +15,7 @@ from moe_core.modular.weights import activation_of, activation_quantization, row
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import TopK, map_arrays
-from moe_core.specs.tuning import MatmulTuning, Tuning
+from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import array_spec, target_of_device
@@ -44,19 +44,8 @@ def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
     return workspace.view(-1)[: rows * columns].view(rows, columns)
 
 
-def _moe_spec(activation: Activation, weight_layout: str, tuning: Tuning | None, activations: Format | None) -> MoESpec:
-    return MoESpec(activation, weight_layout=weight_layout, tuning=tuning, activations=activations)
-
-
-_known_moe_spec = functools.lru_cache(maxsize=1024)(_moe_spec)
-
-
-def moe_spec(
-    activation: str | Activation, weight_layout: str, tuning: Tuning | None, activations: Format | None
-) -> MoESpec:
-    """The spec of the composed forward; one object for equal values, as its text is remembered by object."""
-    make = _moe_spec if torch.compiler.is_compiling() else _known_moe_spec
-    return make(activation_of(activation), weight_layout, tuning, activations)
+#: One object for equal values, as its text is remembered by object.
+_known_moe_spec = functools.lru_cache(maxsize=1024)(MoESpec)
 
 
 class GroupedExperts(StandardExperts):
@@ -127,7 +116,8 @@ class GroupedExperts(StandardExperts):
         if slots is not None:
             memory["slots"] = view_as(slots, M * topk, K)
         routing, weights = TopK(call.topk_ids, weights_left(call)), self.weights(call.w1, call.w2)
-        spec = moe_spec(call.activation, self.weight_layout, self.tuning, self.activations)
+        make, activation = MoESpec if torch.compiler.is_compiling() else _known_moe_spec, activation_of(call.activation)
+        spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
         asked = ops.moe_request(call.hidden_states, weights, routing, spec, None, call.expert_map, None)
         operator, arrays, text = asked
         write_into(operator, memory, *arrays, text)
