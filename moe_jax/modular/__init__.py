@@ -29,8 +29,7 @@ from moe_jax.modular.deep_gemm import (
     triton_or_deep_gemm_experts,
 )
 from moe_jax.modular.experts import activate, batched_experts, fused_experts, moe_sum, unfused_experts
-from moe_jax.modular.finalize import finalize, finalize_batched
-from moe_jax.modular.prepare import PreparedTokens, prepare, prepare_batched
+from moe_jax.modular.prepare_finalize import PreparedTokens, finalize, finalize_batched, prepare, prepare_batched
 
 __all__ = [
     "FUSED_MOE_UNQUANTIZED_CONFIG", "ExpertTokensMetadata", "FusedMoEActivationFormat", "FusedMoEParallelConfig",

@@ -22,8 +22,7 @@ from moe_jax import ops
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall
 from moe_jax.modular.experts import blocks_size, fused_experts, require_experts, weights_of
-from moe_jax.modular.finalize import blocks_layout
-from moe_jax.modular.prepare import left_routing
+from moe_jax.modular.prepare_finalize import blocks_layout, left_routing
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[Any, Any]

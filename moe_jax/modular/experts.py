@@ -20,8 +20,7 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout,
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
 from moe_jax.bridge.calls import require_type
-from moe_jax.modular.finalize import blocks_layout, rows_by_slot
-from moe_jax.modular.prepare import left_routing
+from moe_jax.modular.prepare_finalize import blocks_layout, left_routing, rows_by_slot
 
 jax.tree_util.register_dataclass(
     SlotContext, data_fields=["hidden_states", "layout", "row_weight", "activated"], meta_fields=[]

@@ -20,9 +20,8 @@ from moe_torch import ops
 from moe_torch.modular.deep_gemm import Quantized
 from moe_torch.modular.deep_gemm_package import DeepGemmPackage
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
-from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
 from moe_torch.modular.stages import batched_layout, sum_by_token, weight_of_row, weighted_rows
-from moe_torch.modular.triton_experts import BatchedExperts
+from moe_torch.modular.triton_experts import BatchedExperts, GroupedExperts, view_as, weights_left
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")
 _CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=contract.deep_gemm_block_shape())
