@@ -18,7 +18,9 @@ from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
 from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import constant_result
-from moe_torch.modular.stages import batched_layout, product
+from moe_torch.modular.into import write_into
+from moe_torch.modular.stages import batched_layout
+from moe_torch.operators.requests import matmul_request
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -49,8 +51,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     rows, groups = a[0].shape[0], b[0].shape[0]
     _require_indices("m_indices", m_indices, rows)
     layout = ops.make_layout(m_indices.reshape(-1, 1), groups)
-    spec = MatmulSpec("out_in", "token", "slot", out_dtype=_name(d))
-    _write(d, product({"y": d}, _operands(a, b), layout, spec))
+    _write(d, a, b, layout, MatmulSpec("out_in", "token", "slot", out_dtype=_name(d)))
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -81,7 +82,7 @@ def m_grouped_fp8_gemm_nt_masked(
     spec = MatmulSpec("out_in", out_dtype=_name(d), tuning=tuning)
     layout = batched_layout(groups, rows, masked_m.clamp(0, rows))
     a = a[0].reshape(groups * rows, k), a[1].reshape(groups * rows, a[1].shape[2])
-    _write(flat, product({"y": flat}, _operands(a, b), layout, spec))
+    _write(flat, a, b, layout, spec)
 
 
 def is_blackwell_deep_gemm_e8m0_used(device: torch.device | str | None = None) -> bool:
@@ -109,18 +110,14 @@ def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, ind
     return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
 
 
-def _operands(a: Quantized, b: Quantized) -> MatmulOperands:
-    rows = matmul_side(FP8_GROUP, a[0], a[1].contiguous())
-    return MatmulOperands(rows, matmul_side(FP8_BLOCK, b[0], b[1].contiguous()))
-
-
 def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _write(d: torch.Tensor, found: torch.Tensor) -> None:
-    if found is not d:
-        d.copy_(found)
+def _write(d: torch.Tensor, a: Quantized, b: Quantized, layout: ops.RaggedLayout, spec: MatmulSpec) -> None:
+    sides = (matmul_side(format, side[0], side[1].contiguous()) for format, side in ((FP8_GROUP, a), (FP8_BLOCK, b)))
+    operator, arrays, text = matmul_request(MatmulOperands(*sides), layout, spec)
+    write_into(operator, {"y": d}, *arrays, text)
 
 
 def _require_products(a: Quantized, b: Quantized, d: torch.Tensor, masked: bool) -> tuple[Any, ...]:

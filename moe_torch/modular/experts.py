@@ -12,6 +12,7 @@ import torch
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import weights as core
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_core.modular.types import (
     ExpertTokensMetadata,
@@ -21,14 +22,6 @@ from moe_core.modular.types import (
     QuantKey,
     moe_problem_size,
     quant_key,
-)
-from moe_core.modular.weights import (
-    activation_of,
-    activation_quantization,
-    expert_weights,
-    weight_quantization,
-    why_unsupported,
-    width_after,
 )
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
@@ -78,7 +71,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         tuning: Tuning | None = None,
     ) -> None:
         require_kind("quant_config", quant_config, FusedMoEQuantConfig)
-        reason = why_unsupported(quant_config)
+        reason = core.why_unsupported(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         self.weight_layout = self.default_weight_layout if weight_layout is None else weight_layout
@@ -157,7 +150,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         do not call it, and refuse a subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does
         not exist.
         """
-        chosen = activation_of(activation)
+        chosen = core.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
         write_into(ACTIVATION, {"y": output}, input, None, encode(chosen, dtype))
 
@@ -170,17 +163,17 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
         """F: N // 2 where the activation is gated."""
-        return width_after(N, activation)
+        return core.width_after(N, activation)
 
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
         """w1 and w2 with what the configuration has beside them."""
-        return expert_weights(w1, w2, self.quant_config, self.weight_layout)
+        return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
         """The same experts with another configuration, a shallow copy."""
         if quant_config is self.quant_config:
             return self
-        reason = why_unsupported(quant_config)
+        reason = core.why_unsupported(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         changed = copy.copy(self)
@@ -221,7 +214,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def _supports_activation(activation: str | Activation) -> bool:
         """Whether the activation exists."""
         try:
-            activation_of(activation)
+            core.activation_of(activation)
         except InvalidInput:
             return False
         return True
@@ -245,10 +238,10 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
         activation, parallel_config: asked too where they are given.
         """
-        reason = _why_not_device(torch.device(device)) or why_unsupported(config)
+        reason = _why_not_device(torch.device(device)) or core.why_unsupported(config)
         if reason is not None:
             return reason
-        weights, activations = weight_quantization(config), activation_quantization(config)
+        weights, activations = core.weight_quantization(config), core.activation_quantization(config)
         keys = (
             None if weights is None else quant_key(weights, static=True),
             None if activations is None else quant_key(activations, static=config.a1_scale is not None),

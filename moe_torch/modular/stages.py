@@ -108,14 +108,6 @@ def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: floa
     return torch.where(slot_of_row >= 0, weights.reshape(-1)[slot_of_row], absent)
 
 
-def product(
-    memory: Mapping[str, torch.Tensor], operands: MatmulOperands, layout: ops.RaggedLayout, spec: MatmulSpec
-) -> torch.Tensor:
-    """`matmul_ogs`, in memory's `y` where the call is plain and memory has one."""
-    operator, arrays, text = matmul_request(operands, layout, spec)
-    return result_in(operator, memory, *arrays, text)
-
-
 @dataclass(frozen=True)
 class Stages:
     """What both products of some experts have in common. tunings: of the first and of the second. activations: what
@@ -136,8 +128,8 @@ class Stages:
         activation: Activation | None = None,
         row_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Product 1 or 2, in memory's `y` as `product`. places: gather and scatter. x: rows, or quantised rows, whose
-        product has the dtype of `y`. row_weight fp32 `[M * topk]` by slot: multiplies, None = not weighted."""
+        """Product 1 or 2, in memory's `y` where the call is plain and memory has one. places: gather and scatter. x:
+        rows, or quantised rows, whose product has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot, or None."""
         weight, bias, scale = self.weights.gate_up, self.weights.gate_up_bias, self.weights.gate_up_input_scale
         if number == 2:
             weight, bias, scale = self.weights.down, self.weights.down_bias, self.weights.down_input_scale
@@ -153,7 +145,9 @@ class Stages:
         spec = MatmulSpec(self.weight_layout, *places, activation, tuning=self.tunings[number - 1])
         if dtype is not None:
             spec = dataclasses.replace(spec, out_dtype=str(dtype).removeprefix("torch."))
-        return product(memory, MatmulOperands(x, weight, bias=bias, row_weight=row_weight), layout, spec)
+        operands = MatmulOperands(x, weight, bias=bias, row_weight=row_weight)
+        operator, arrays, text = matmul_request(operands, layout, spec)
+        return result_in(operator, memory, *arrays, text)
 
     def run(
         self,

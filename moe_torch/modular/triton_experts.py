@@ -16,7 +16,7 @@ from moe_core.modular.weights import activation_of, activation_quantization, row
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import TopK, map_arrays
-from moe_core.specs.tuning import MatmulTuning
+from moe_core.specs.tuning import tunings_of
 from moe_torch import ops
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import array_spec, target_of_device
@@ -138,16 +138,13 @@ class GroupedExperts(StandardExperts):
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
         """The specs of both products, as `run` asks for them."""
-        fused = activation_of(activation) if self.fuses_activation else None
-        first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=self.matmul_tuning(1))
-        return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=self.matmul_tuning(2))
+        fused, tunings = activation_of(activation) if self.fuses_activation else None, tunings_of(self.tuning)
+        first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=tunings[0])
+        return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=tunings[1])
 
     def stages(self, weights: ops.ExpertWeights) -> Stages:
         """Both products one by one."""
-        return Stages(weights, self.weight_layout, (self.matmul_tuning(1), self.matmul_tuning(2)), self.activations)
-
-    def matmul_tuning(self, number: int) -> MatmulTuning | None:
-        return None if self.tuning is None else self.tuning.of_product(number)
+        return Stages(weights, self.weight_layout, tunings_of(self.tuning), self.activations)
 
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation

@@ -18,19 +18,11 @@ from moe_core.base.checks import finite_float
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import (
-    Rows,
-    Weight,
-    batched_rows,
-    memory_of,
-    ragged_rows,
-    require_indices,
-    rows_of,
-    scattered,
-    weight_of,
-)
+from moe_torch.compat.triton_kernels.matmul_ogs_details import operands as inputs
+from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Rows, Weight, memory_of
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     Epilogue,
     EpilogueSpecs,
@@ -42,7 +34,6 @@ from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     activation_of,
     checked_precision,
     require_no_epilogue,
-    tuning_of,
 )
 from moe_torch.compat.triton_kernels.numerics import InFlexData, OutFlexData
 from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx
@@ -82,24 +73,22 @@ def matmul_ogs(
     """
     precision, activation = checked_precision(precision_config), activation_of(fused_activation)
     require_no_epilogue(epilogue)
-    routing = require_indices(routing_data, gather_indx, scatter_indx)
-    weight, shape = weight_of(w, precision), memory_of("x", x).shape
+    routing = inputs.require_indices(routing_data, gather_indx, scatter_indx)
+    weight, shape = inputs.weight_of(w, precision), memory_of("x", x).shape
     alpha = None if out_alpha is None else finite_float("out_alpha", out_alpha)
     batch = shape[0] if len(shape) == 3 else None
     values, rows = _rows(x, weight, precision, routing, (gather_indx, scatter_indx), routing_data is not None)
     if rows.layout is None:
         weight = weight._replace(array=_only(weight.array, len(weight.shape)), shape=weight.shape[-2:])
     out_dtype = str(values.dtype if precision.out_dtype is None else precision.out_dtype).removeprefix("torch.")
-    spec = MatmulSpec(
-        *(weight.weight_layout, rows.gather, "row", activation, out_dtype),
-        allow_tf32=precision.allow_tf32,
-        tuning=tuning_of(precision),
-    )
+    tuning = MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
+    choices = (rows.gather, "row", activation, out_dtype, precision.allow_tf32, tuning)
+    spec = MatmulSpec(weight.weight_layout, *choices)
     operands = ops.MatmulOperands(values, weight.array, bias=_bias(bias, weight, values, rows))
     factors = (_factors("betas", betas, rows.count, batch), _factors("gammas", gammas, rows.count, batch), alpha)
     result, order = _product(operands, rows, spec, factors, scatter_indx)
     if scatter_indx is not None:
-        result = ops.reduce(result, scattered(scatter_indx, routing.n_expts_act), order=order)
+        result = ops.reduce(result, inputs.scattered(scatter_indx, routing.n_expts_act), order=order)
     result = result[None] if batch is None else result.reshape(batch, shape[1], result.shape[-1])
     if y is not None:
         if y.shape != result.shape or y.dtype != result.dtype:
@@ -129,11 +118,11 @@ def _rows(
             )
         if weight.shape[:-2] != shape[:1]:
             raise InvalidInput(f"w must be [{shape[0]}, K, N] like x, got {list(weight.shape)}; pass a matrix for each")
-        values = rows_of(memory_of("x", x).reshape(-1, shape[-1]), precision)
-        return values, batched_rows(shape[0], shape[1], memory_of("x", x).device)
+        values = inputs.rows_of(memory_of("x", x).reshape(-1, shape[-1]), precision)
+        return values, inputs.batched_rows(shape[0], shape[1], memory_of("x", x).device)
     if len(shape) != 2:
         raise InvalidInput(f"x must be [M, K] or [B, M, K], got {list(shape)}; reshape it")
-    values = rows_of(x, precision)
+    values = inputs.rows_of(x, precision)
     if routing.expt_hist is None:
         if len(weight.shape) == 3 and weight.shape[0] != 1:
             raise InvalidInput(
@@ -147,7 +136,7 @@ def _rows(
         raise InvalidInput(
             f"w must be [{routing.n_expts_tot}, K, N] for this routing, got {list(weight.shape)}; pass every expert's"
         )
-    rows = ragged_rows(routing, gather, scatter, shape[0])
+    rows = inputs.ragged_rows(routing, gather, scatter, shape[0])
     assert rows.layout is not None
     wanted = rows.layout.spec.num_tokens
     if shape[0] < wanted:

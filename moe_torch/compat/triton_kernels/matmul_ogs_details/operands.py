@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import FP8_TENSOR, MXFP4, MXFP8, Format, QuantizedSpec, QuantizedTensor
+from moe_core.formats import FP8_TENSOR, MXFP4, MXFP8, QuantizedSpec, QuantizedTensor
 from moe_torch.bridge.options import layout_spec, require_instance
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import PrecisionConfig
 from moe_torch.compat.triton_kernels.numerics import InFlexData
@@ -88,7 +88,8 @@ def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
         if flex.scale is not None:
             raise InvalidInput("flex_ctx.rhs_data.scale must be None beside weight_scale, got both; keep one of them")
         quantized = _microscaled("w", data, held, precision.weight_scale, layout)
-        return Weight(quantized, layout, _outputs_last(quantized))
+        *stack, rows, columns = quantized.shape
+        return Weight(quantized, layout, (*stack, columns, rows) if layout == "out_in" else (*stack, rows, columns))
     if data.dtype == _FP8:
         scales = _per_tensor("flex_ctx.rhs_data.scale", flex, data, (*data.shape[:-2], 1, 1))
         _require_dense("w", held)
@@ -121,7 +122,11 @@ def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTenso
 
 def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, layout: str) -> QuantizedTensor:
     """held, with a scale for every 32 elements along the reduction; data: the same, K before the last axis."""
-    format = _microscaled_format(name, data)
+    format = {torch.uint8: MXFP4, _FP8: MXFP8}.get(data.dtype)
+    if format is None:
+        raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
+    if format is MXFP4 and name == "x":
+        raise Unsupported("x must be fp8 e4m3 with act_scale, got bytes: activations in mxfp4 come from quantize_rows")
     if format is MXFP4 and layout != "out_in":
         raise Unsupported(
             f"{name} must have two mxfp4 codes of neighbours along K in a byte and K contiguous (stride(-2) == 1), got "
@@ -133,23 +138,6 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
     _require_dense(name, held)
     _require_dense(option, scales)
     return QuantizedTensor(QuantizedSpec(format, layout), held, scales)
-
-
-def _microscaled_format(name: str, data: torch.Tensor) -> Format:
-    if data.dtype == torch.uint8:
-        if name == "x":
-            raise Unsupported(
-                "x must be fp8 e4m3 with act_scale, got bytes: activations in mxfp4 come from quantize_rows"
-            )
-        return MXFP4
-    if data.dtype == _FP8:
-        return MXFP8
-    raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
-
-
-def _outputs_last(tensor: QuantizedTensor) -> tuple[int, ...]:
-    *stack, first, second = tensor.shape
-    return (*stack, second, first) if tensor.layout == "out_in" else (*stack, first, second)
 
 
 def _per_tensor(name: str, flex: InFlexData, data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.matmul import Activation
-from moe_core.specs.tuning import MatmulTuning
 from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels import numerics
 from moe_torch.compat.triton_kernels.swiglu import swiglu_activation, swiglu_fn
@@ -129,10 +128,6 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
     if reason is not None:
         raise Unsupported(reason)
     return precision
-
-
-def tuning_of(precision: PrecisionConfig) -> MatmulTuning | None:
-    return MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
 
 
 def activation_of(fused: FusedActivation | None) -> Activation | None:
