@@ -7,26 +7,11 @@ import enum
 import math
 from typing import Any
 
+from moe_core import formats
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    FP8_GROUP,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    INT8_CHANNEL,
-    INT8_TOKEN,
-    MXFP4,
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    int4_grouped,
-    int8_grouped,
-    quantized_shapes,
-    quantized_specs,
-)
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import ProblemSize
 from moe_core.ops.matmul.problem import MatmulProblem
@@ -102,18 +87,18 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
     block, scheme = config.block_shape, config.scheme
     if scheme == "fp8_w8a8":
         if block is not None:
-            return _grouped("e4m3", "fp8_block", *block, known=FP8_BLOCK)
-        return FP8_CHANNEL if config.per_act_token_quant else FP8_TENSOR
+            return _grouped("e4m3", "fp8_block", *block, known=formats.FP8_BLOCK)
+        return formats.FP8_CHANNEL if config.per_act_token_quant else formats.FP8_TENSOR
     if scheme == "int8_w8a8":
         if block is not None:
             return Format(f"int8_block_{block[0]}x{block[1]}", "int8", *block)
-        return INT8_CHANNEL if config.per_act_token_quant else _INT8_TENSOR
+        return formats.INT8_CHANNEL if config.per_act_token_quant else _INT8_TENSOR
     if scheme in ("int8_w8a16", "int4_w4a16"):
         columns, zero_points = None if block is None else block[1], config.w1_zp is not None
-        grouped = int8_grouped if scheme == "int8_w8a16" else int4_grouped
+        grouped = formats.int8_grouped if scheme == "int8_w8a16" else formats.int4_grouped
         return grouped(columns, zero_points)
     if scheme in ("mxfp4_w4a4", "mxfp4_w4a16"):
-        return MXFP4
+        return formats.MXFP4
     return None
 
 
@@ -122,14 +107,14 @@ def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
     if not config.quantizes_activations:
         return None
     if config.scheme == "mxfp4_w4a4":
-        return MXFP4
-    element, tensor, token = ("e4m3", FP8_TENSOR, FP8_TOKEN)
+        return formats.MXFP4
+    element, tensor, token = ("e4m3", formats.FP8_TENSOR, formats.FP8_TOKEN)
     if config.scheme == "int8_w8a8":
-        element, tensor, token = ("int8", _INT8_TENSOR, INT8_TOKEN)
+        element, tensor, token = ("int8", _INT8_TENSOR, formats.INT8_TOKEN)
     if config.block_shape is not None:
         columns = config.block_shape[1]
         if element == "e4m3":
-            return _grouped(element, "fp8_group", 1, columns, FP8_GROUP)
+            return _grouped(element, "fp8_group", 1, columns, formats.FP8_GROUP)
         return Format(f"int8_group_1x{columns}", element, 1, columns)
     return token if config.per_act_token_quant else tensor
 
@@ -199,7 +184,7 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
     per_byte = spec.format.own_element.per_byte
     shape = list(values.shape)
     shape[-1 if spec.layout == "out_in" else -2] *= per_byte
-    wanted = quantized_shapes(spec, shape)
+    wanted = formats.quantized_shapes(spec, shape)
     what = f"{spec.format} weights {tuple(shape)} in layout {spec.layout}"
     scales = _without_unit_axes(f"{name}_scale", scales, wanted.scales, what)
     if zero_points is not None and wanted.zero_points is not None:
@@ -254,10 +239,7 @@ def tuning_of_whole(
     operands_2 = MatmulOperands(rows(hidden), experts.down, bias=experts.down_bias)
     if activations is not None:
         first, second = (dataclasses.replace(product, out_dtype=x.dtype) for product in products)
-    problems = (
-        MatmulProblem(operands_1, layout, first, target),
-        MatmulProblem(operands_2, layout, second, target),
-    )
+    problems = MatmulProblem(operands_1, layout, first, target), MatmulProblem(operands_2, layout, second, target)
     chosen = [choose_tile(problem, f"tuning.matmul_{number}") for number, problem in enumerate(problems, 1)]
     configs = [choice.config for choice in chosen if choice is not None]
     assert len(configs) == 2, "a compiled target has tiles"

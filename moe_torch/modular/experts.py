@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import weights as core
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_core.modular.types import (
     ExpertTokensMetadata,
@@ -20,14 +22,6 @@ from moe_core.modular.types import (
     QuantKey,
     moe_problem_size,
     quant_key,
-)
-from moe_core.modular.weights import (
-    activation_of,
-    activation_quantization,
-    expert_weights,
-    weight_quantization,
-    why_unsupported,
-    width_after,
 )
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
@@ -99,7 +93,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         tuning: Tuning | None = None,
     ) -> None:
         require_kind("quant_config", quant_config, FusedMoEQuantConfig)
-        reason = why_unsupported(quant_config)
+        reason = core.why_unsupported(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         self.weight_layout = self.default_weight_layout if weight_layout is None else weight_layout
@@ -177,7 +171,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         Classes that fuse the activation into the first product, whose `calls` has no `activation`, refuse a subclass
         that overrides it. Raises InvalidInput, a ValueError, for a name that does not exist.
         """
-        chosen = activation_of(activation)
+        chosen = core.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
         write_into(ACTIVATION, {"y": output}, input, None, encode(chosen, dtype))
 
@@ -190,17 +184,17 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
         """F: N // 2 where the activation is gated."""
-        return width_after(N, activation)
+        return core.width_after(N, activation)
 
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
         """w1 and w2 with what the configuration has beside them."""
-        return expert_weights(w1, w2, self.quant_config, self.weight_layout)
+        return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
         """The same experts with another configuration, a shallow copy."""
         if quant_config is self.quant_config:
             return self
-        reason = why_unsupported(quant_config)
+        reason = core.why_unsupported(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         changed = copy.copy(self)
@@ -245,7 +239,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def _supports_activation(activation: str | Activation) -> bool:
         """Whether the activation exists."""
         try:
-            activation_of(activation)
+            core.activation_of(activation)
         except InvalidInput:
             return False
         return True
@@ -272,8 +266,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         try:
             require_kind("config", config, FusedMoEQuantConfig)
             target_of_device(torch.device(device))
-            reason = why_unsupported(config)
-            weights, activations = weight_quantization(config), activation_quantization(config)
+            reason = core.why_unsupported(config)
+            weights, activations = core.weight_quantization(config), core.activation_quantization(config)
         except (InvalidInput, Unsupported, RuntimeError) as error:  # torch has a RuntimeError for unknown devices
             return str(error)
         if reason is not None:
@@ -314,12 +308,11 @@ class ExpertsCall(NamedTuple):
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
 
-    Tokens are in the Standard format, and are weighted and reduced inside, unless a class says otherwise.
+    Tokens are in the Standard format, weighted and reduced inside, unless a class says otherwise. They need no
+    expert_tokens_meta: rows are counted from the ids.
     """
 
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        return FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.Standard
+    activation_formats = property(lambda self: (FusedMoEActivationFormat.Standard,) * 2)
 
     def supports_expert_map(self) -> bool:
         return True
@@ -328,15 +321,7 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: str | Activation,
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ) -> WorkspaceShapes:
         return self.shapes(ProblemSize(local_num_experts, M, N, K, topk), self.adjust_N_for_activation(N, activation))
 
@@ -344,28 +329,10 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """`workspace_shapes` of a problem with F columns after the activation."""
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Tokens in the Standard format need no expert_tokens_meta: rows are counted from the ids."""
-        tokens = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map)
-        memory = (workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input)
-        self.run(ExpertsCall(*tokens, a1q_scale, a2_scale, *memory))
+    # Not what else is said of the interface's: it is abstract.
+    @functools.wraps(FusedMoEPermuteExpertsUnpermute.apply, updated=())
+    def apply(self, *arguments: Any, **named: Any) -> None:
+        self.run(ExpertsCall(*arguments, **named))
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:

@@ -51,11 +51,10 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
     key = eager.plain_key((*memory.values(), *arguments))
     if key is None:
         return None
-    whole = (operator.name, *memory, key)
-    return _ready.get(whole) or _make(whole, operator, memory, arguments)
-
-
-def _make(key: Any, operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready:
+    key = (operator.name, *memory, key)
+    known = _ready.get(key)
+    if known is not None:
+        return known
     ready = operator.ready_placing(arguments, tuple(memory))
     for (name, place), (shape, strides, dtype) in zip(memory.items(), ready.outputs, strict=True):
         if (tuple(place.shape), place.stride(), place.dtype, place.device) != (shape, strides, dtype, ready.device):
