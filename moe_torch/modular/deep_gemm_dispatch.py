@@ -115,9 +115,10 @@ class TritonOrDeepGemmExperts(StandardExperts):
         member = self.chosen(call.hidden_states, call.w1, call.w2)
         size = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
         F = self.adjust_N_for_activation(size.N, call.activation)
-        if isinstance(member, DeepGemmExperts) and member.shapes(size, F) != self.shapes(size, F):
+        own = self.deep_gemm_expert
+        if own is member and own is not None and own.shapes(size, F) != self.shapes(size, F):
             # For hidden states that are quantised already: `shapes`, which does not know them, named Triton's memory.
-            workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in member.shapes(size, F))
+            workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in own.shapes(size, F))
             call = call._replace(workspace13=workspace13, workspace2=workspace2)
         member.apply(*call)
 
