@@ -122,10 +122,8 @@ def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
 
 
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
-    """The reason experts of this configuration cannot run anywhere, None if they can.
-
-    Sizes or devices for which no kernel exists are found when a call is planned, which raises Unsupported.
-    """
+    """The reason experts of this configuration cannot run anywhere, whatever the sizes and the device; None if they
+    can."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
         if precision is not None:
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
@@ -143,9 +141,9 @@ def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
 def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
     """w1 and w2, with biases, scales and zero points of the configuration, as what the ops take.
 
-    Scales may have any shape with the elements that `QuantizedTensor` wants: `[E]` for `[E, 1, 1]`, for example. Scales
-    of activations become the input scales, fp32 `[1]`.
-    Raises InvalidInput for scales and zero points that are missing or do not fit, Unsupported for precision objects.
+    Scales may have any shape with the elements that `QuantizedTensor` wants; those of activations become the input
+    scales, fp32 `[1]`. Raises InvalidInput for arrays that are missing or do not fit, Unsupported for precision
+    objects.
     """
     reason = why_unsupported(config)
     if reason is not None:
@@ -205,12 +203,12 @@ def tuning_of_whole(
     target: Target,
     activations: Format | None = None,
 ) -> Tuning | None:
-    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough.
+    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough,
+    or an engine without tiles.
 
     x `[M, K]` and experts: ArraySpecs; products: the specs of both for the whole batch, their tuning included;
-    activations: the format that rows are quantised to. A tile configuration decides the order of a sum, and is chosen
-    by the number of rows unless it is given or batch invariant: here it is chosen once, for size.M tokens. The
-    reference engine has no tiles, and its order depends on the rows: None.
+    activations: the format of rows. A tile configuration decides the order of a sum: here it is chosen once, for size.M
+    tokens.
     """
     if not target.compiled:
         return None

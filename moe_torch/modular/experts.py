@@ -45,9 +45,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
     `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`); None = the class's default, which is its family's.
     tuning: how tiles are chosen, `batch_invariant` among it. Letters: M tokens, E local experts, K hidden, N columns of
-    the first product (2F if gated), F after the activation.
-
-    Raises Unsupported for a quantisation that `supports` has a reason against.
+    the first product (2F if gated), F after the activation. Raises Unsupported where `why_unsupported` has a reason.
     """
 
     #: The family's; `out_in` or `in_out`.
@@ -146,9 +144,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
         """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast; N = 2F where it is gated.
 
-        Classes that fuse the activation into the first product (`fuses_activation`), all but UnfusedOAITritonExperts,
-        do not call it, and refuse a subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does
-        not exist.
+        Classes that fuse the activation into the first product (`fuses_activation`) do not call it, and refuse a
+        subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does not exist.
         """
         chosen = core.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
@@ -157,8 +154,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> ProblemSize:
-        """(E, M, N, K, topk), read off axes that no format packs; of batched a1 `[E, max_num_tokens, K]` M is
-        max_num_tokens."""
+        """(E, M, N, K, topk), read off axes that no format packs; M of batched a1 `[E, max_num_tokens, K]` is its
+        second axis."""
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
@@ -183,10 +180,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
-        """The same experts, whose sums in every chunk of x `[M, K]` have the order they have for all of it.
-
-        The modular kernel calls it before it splits a batch; classes that support chunking make it true.
-        """
+        """The same experts, whose sums in every chunk of x `[M, K]` have the order of the whole: true of classes that
+        support chunking. The modular kernel calls it before it splits a batch."""
         return self
 
     @staticmethod
@@ -202,10 +197,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Whether weights and activations of these keys run, of some sizes at least; None = not quantised.
-
-        Activations are quantised only beside weights, to floats or int8.
-        """
+        """Whether weights and activations of these keys (None = not quantised) run, of some sizes at least: activations
+        only beside weights, as floats or int8."""
         if activation_key is None:
             return True
         return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
@@ -221,8 +214,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_parallel_config(parallel_config: FusedMoEParallelConfig) -> bool:
-        """Whether the experts run on each rank of it: tensor parallelism gives them narrower weights, expert
-        parallelism fewer; neither is seen here."""
+        """Whether the experts run on each rank of it; narrower or fewer weights are all that is seen of it here."""
         return True
 
     @classmethod
@@ -234,10 +226,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         activation: str | Activation | None = None,
         parallel_config: FusedMoEParallelConfig | None = None,
     ) -> str | None:
-        """The reason this class cannot run a configuration on a device, None if it can.
-
-        activation, parallel_config: asked too where they are given.
-        """
+        """The reason this class cannot run a configuration on a device, with an activation and a parallel_config if
+        given; None if it can."""
         reason = _why_not_device(torch.device(device)) or core.why_unsupported(config)
         if reason is not None:
             return reason
