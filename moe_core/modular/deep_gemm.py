@@ -96,8 +96,7 @@ def check_experts(experts: ExpertWeights) -> ExpertWeights:
 
 
 def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
-    """Whether hidden states `[.., K]` are e4m3 with scales `[.., K / 128]`; InvalidInput for others than these and
-    bf16, fp16 or fp32 without scales."""
+    """Whether hidden states `[.., K]` are e4m3 with scales `[.., K / 128]`, not bf16, fp16 or fp32 without."""
     dtype, (*lead, columns) = _name(hidden_states), hidden_states.shape
     if dtype == _E4M3 and a1q_scale is None:
         raise InvalidInput("a1q_scale must be given for e4m3 hidden_states, got None; pass their scales")
@@ -117,11 +116,8 @@ def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
 
 
 def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
-    """The shape of D = `a @ b.T`: `[M, N]` of the contiguous layout, `[G, M, N]` of the masked one.
-
-    Raises InvalidInput for shapes and dtypes that are not the contract's, and for K and N that are no multiples of 128;
-    Unsupported for scales that are packed into integers.
-    """
+    """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput for what is not the contract's; Unsupported
+    for scales that are packed into integers."""
     for name, pair in (("a", a), ("b", b)):
         if pair.values_dtype != _E4M3:
             raise InvalidInput(f"{name}[0] must be {_E4M3}, got {pair.values_dtype}; quantise it with quantize_rows")
@@ -167,10 +163,8 @@ def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]
 
 @functools.lru_cache(maxsize=1024)
 def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target: Target) -> TileConfig | None:
-    """The tiles of products with so many rows in each group; sizes: (G, N, K). None where there are no tiles.
-
-    What `expected_m` of the masked layout is for: its arrays say how many rows there may be, not how many are used.
-    """
+    """The tiles of products with so many rows in each group, as `expected_m` says; sizes: (G, N, K). None where there
+    are no tiles."""
     groups, n, k = sizes
     layout = LayoutSpec(groups * rows, 1, groups)
     x = quantized_specs(QuantizedSpec(FP8_GROUP), (groups * rows, k))
@@ -224,10 +218,8 @@ def why_not_allowed(allow_deep_gemm: bool, use_fp8_w8a8: bool, block_shape: Sequ
 
 
 def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
-    """The reason DeepGEMM is not for these sizes, None if it is. N: columns, of w1 for memory, of w2's input to choose.
-
-    Without numbers: under `torch.compile` M may be symbolic.
-    """
+    """The reason DeepGEMM is not for these sizes, of which M may be symbolic, None if it is. N: columns, of w1 for
+    memory, of w2's input to choose."""
     if M < ALIGNMENT:
         return f"there are fewer than {ALIGNMENT} tokens"
     if N % ALIGNMENT or K % ALIGNMENT:

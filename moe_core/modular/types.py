@@ -33,10 +33,7 @@ class ExpertTokensMetadata:
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
-    """Sizes and ranks of tensor, data and expert parallelism; use_ep: whole experts are split over ranks.
-
-    Raises InvalidInput where a rank is not below its size.
-    """
+    """Sizes and ranks of parallelism; use_ep: whole experts are split over ranks. InvalidInput for contradictions."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -128,10 +125,9 @@ def quant_key(format: Format, static: bool) -> QuantKey:
 class SlotContext:
     """What the rows at an injection point belong to: one row for each slot, slot `s = m * topk + k`.
 
-    hidden_states `[M, K]`: what the first product reads. layout: the slots by expert; a grouped matmul on it finds each
-    slot's expert. row_weight fp32 `[M * topk]`: what the second product multiplies each slot by (ones where the
-    router's weight is on the hidden states). activated `[M * topk, F]`: what the second product reads, None before the
-    activation.
+    hidden_states `[M, K]`: what the first product reads. layout: the slots by expert, for further grouped matmuls.
+    row_weight fp32 `[M * topk]`: what the second product multiplies each slot by (ones where the router's weight is on
+    the hidden states). activated `[M * topk, F]`: what the second product reads, None before the activation.
     """
 
     hidden_states: Any

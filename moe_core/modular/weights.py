@@ -120,10 +120,8 @@ def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
 
 
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
-    """The reason experts of this configuration cannot run anywhere, None if they can.
-
-    Sizes or devices for which no kernel exists are found when a call is planned, which raises Unsupported.
-    """
+    """The reason experts of this configuration cannot run anywhere, whatever the sizes and the device; None if they
+    can."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
         if precision is not None:
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
@@ -217,12 +215,12 @@ def tuning_of_whole(
     target: Target,
     activations: Format | None = None,
 ) -> Tuning | None:
-    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough.
+    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough,
+    or an engine without tiles.
 
     x `[M, K]` and experts: ArraySpecs; products: the specs of both for the whole batch, their tuning included;
-    activations: the format that rows are quantised to. A tile configuration decides the order of a sum, and is chosen
-    by the number of rows unless it is given or batch invariant: here it is chosen once, for size.M tokens. The
-    reference engine has no tiles, and its order depends on the rows: None.
+    activations: the format of rows. A tile configuration decides the order of a sum: here it is chosen once, for size.M
+    tokens.
     """
     if not target.compiled:
         return None

@@ -107,8 +107,7 @@ def activate(activation: str | Activation, input: jax.Array, context: SlotContex
 
 
 def moe_sum(input: jax.Array, context: SlotContext) -> jax.Array:
-    """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast; slots without an expert are
-    zeros."""
+    """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast."""
     tokens, top_k, columns = input.shape
     every = jnp.arange(tokens * top_k, dtype=jnp.int32)
     return ops.reduce(input.reshape(-1, columns), rows_by_slot(every, top_k))

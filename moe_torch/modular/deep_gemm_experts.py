@@ -97,8 +97,8 @@ class DeepGemmContractExperts(GroupedExperts):
         return super().chunked_as_whole(x, w1, w2, size, activation)
 
     def operands_of(self, call: ExpertsCall) -> tuple[ExpertWeights, QuantizedTensor]:
-        """The weights, and the hidden states `[.., K]` as rows, quantised. Raises InvalidInput where products with them
-        are not the contract's."""
+        """The weights, and the hidden states `[.., K]` as quantised rows; InvalidInput for others than the
+        contract's."""
         if call.a2_scale is not None:
             raise InvalidInput(
                 "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
@@ -178,9 +178,7 @@ class DeepGemmExperts(DeepGemmContractExperts):
 
 class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
     """Tokens in the batched format, products in the masked layout; rows past an expert's count come out as zeros.
-
-    Further options: those of `DeepGemmContractExperts`.
-    """
+    Further options: those of `DeepGemmContractExperts`."""
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         rows = self.max_num_tokens * self.num_dispatchers

@@ -52,9 +52,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
     `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`); None = the class's default, which is its family's.
     tuning: how tiles are chosen, `batch_invariant` among it. Letters: M tokens, E local experts, K hidden, N columns of
-    the first product (2F if gated), F after the activation.
-
-    Raises Unsupported for a quantisation that `supports` has a reason against.
+    the first product (2F if gated), F after the activation. Raises Unsupported where `why_unsupported` has a reason.
     """
 
     #: The family's; `out_in` or `in_out`.
@@ -178,8 +176,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> ProblemSize:
-        """(E, M, N, K, topk), read off axes that no format packs; of batched a1 `[E, max_num_tokens, K]` M is
-        max_num_tokens."""
+        """(E, M, N, K, topk), read off axes that no format packs; M of batched a1 `[E, max_num_tokens, K]` is its
+        second axis."""
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
@@ -204,10 +202,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
-        """The same experts, whose sums in every chunk of x `[M, K]` have the order they have for all of it.
-
-        The modular kernel calls it before it splits a batch; classes that support chunking make it true.
-        """
+        """The same experts, whose sums in every chunk of x `[M, K]` have the order of the whole: true of classes that
+        support chunking. The modular kernel calls it before it splits a batch."""
         return self
 
     @staticmethod
@@ -227,10 +223,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Whether weights and activations of these keys run, of some sizes at least; None = not quantised.
-
-        Activations are quantised only beside weights, to floats or int8.
-        """
+        """Whether weights and activations of these keys (None = not quantised) run, of some sizes at least: activations
+        only beside weights, as floats or int8."""
         if activation_key is None:
             return True
         return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
@@ -246,8 +240,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_parallel_config(parallel_config: FusedMoEParallelConfig) -> bool:
-        """Whether the experts run on each rank of it: tensor parallelism gives them narrower weights, expert
-        parallelism fewer; neither is seen here."""
+        """Whether the experts run on each rank of it; narrower or fewer weights are all that is seen of it here."""
         return True
 
     @classmethod

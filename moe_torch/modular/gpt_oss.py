@@ -27,10 +27,8 @@ from moe_torch.ops import RaggedLayout, make_layout
 
 
 class BaseOAITritonExperts(GroupedExperts):
-    """w1 `[E, K, N]`, w2 `[E, F, K]` (weight_layout `in_out`); weights and reduction inside.
-
-    `_make_routing_data` may be overridden: the stages then run on what it returns.
-    """
+    """w1 `[E, K, N]`, w2 `[E, F, K]` (weight_layout `in_out`); weights and reduction inside. `_make_routing_data` may
+    be overridden: the stages then run on what it returns."""
 
     default_weight_layout = "in_out"
 
@@ -98,10 +96,8 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
     @property
     def context(self) -> SlotContext:
-        """The tokens, layout and weights of the rows that `activation` or `moe_sum` was called with.
-
-        Raises InvalidInput where neither is called by `apply` on this thread.
-        """
+        """The tokens, layout and weights of the rows at hand; InvalidInput outside of `activation` and `moe_sum` that
+        `apply` calls on this thread."""
         if _running.context is None:
             raise InvalidInput(
                 "context must be read inside of activation or moe_sum, called by apply, got a call from elsewhere; "
@@ -114,10 +110,8 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         return (slots, F), (slots, max(size.N, size.K)), (size.M, size.K)
 
     def moe_sum(self, input: torch.Tensor, output: torch.Tensor) -> None:
-        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast.
-
-        Every row of input is read: those of slots without an expert are zeros.
-        """
+        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast. Rows of
+        slots without an expert are read too: they are zeros."""
         M, topk, K = input.shape
         every = torch.arange(M * topk, dtype=torch.int32, device=input.device)
         sum_by_token(output, input.reshape(-1, K), every, topk, "slot")

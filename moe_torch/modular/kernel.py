@@ -21,8 +21,7 @@ from moe_torch.modular.workspaces import Scratch, Workspaces
 
 
 class _Call(NamedTuple):
-    """What every chunk of a forward has in common. weights: w1 and w2. options: what `apply` takes between topk_ids and
-    workspace13."""
+    """What every chunk of a forward has in common. options: arguments of `apply` between topk_ids and workspace13."""
 
     experts: FusedMoEPermuteExpertsUnpermute
     scratch: Scratch

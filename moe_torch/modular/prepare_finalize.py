@@ -81,11 +81,8 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
         prepared: PreparedTokens | None = None,
     ) -> None:
-        """Combine into output `[M, K]`, weighted unless the weight was on the input.
-
-        weight_and_reduce_impl: what is left to do, as the experts say; by default this class chooses.
-        prepared: what `prepare` gave for the same tokens.
-        """
+        """Combine into output `[M, K]`, weighted unless the weight was on the input. weight_and_reduce_impl: what is
+        left to do; by default this class chooses. prepared: what `prepare` gave for the same tokens."""
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
         """Whether experts of that kind may write the caller's output themselves, so that nothing is left to combine."""

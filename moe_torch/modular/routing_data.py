@@ -124,8 +124,8 @@ def expert_data(hist: torch.Tensor, group_start: torch.Tensor, n_gates: int) -> 
 def sorted_by_expert(
     ids: torch.Tensor, weights: torch.Tensor, num_experts: int, absent: float | None
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-    """Rows of ids int32 and weights fp32 `[M, topk]`; absent: the weight of rows without an expert, None = there are
-    none."""
+    """Rows of ids int32 and weights fp32 `[M, topk]`; absent: the weight of rows without an expert, None if all have
+    one."""
     layout = ops.make_layout(ids, num_experts)
     slots = layout.slot_of_row
     gate_scal = weights.reshape(-1)[slots] if absent is None else weight_of_row(weights, slots, absent)
@@ -172,10 +172,7 @@ def layout_of(
 def layout_and_weights(
     routing_data: RoutingData, gather_indx: GatherIndx, scatter_indx: ScatterIndx
 ) -> tuple[ops.RaggedLayout, torch.Tensor]:
-    """The layout and the weights by slot, fp32 `[M * topk]`, 0 of slots without a row, that the three describe.
-
-    Raises InvalidInput where one is missing.
-    """
+    """The layout, and the weights by slot fp32 `[M * topk]` (0 without a row); InvalidInput where one is missing."""
     if routing_data.gate_scal is None:
         raise InvalidInput("gate_scal of routing_data must be a tensor, got None; pass the weight of each row")
     slots, rows = gather_indx.src_indx, scatter_indx.src_indx

@@ -54,11 +54,8 @@ def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tens
 
 
 def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows; a new tensor.
-
-    The op `scale_rows`, or where a gradient is asked for torch's own product: one IEEE product and one rounding, the
-    same bits.
-    """
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows; a new tensor. Where a gradient is
+    asked for it is torch's own product, of the same bits."""
     if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
         return (rows.float() * weights).to(rows.dtype)
     return ops.scale_rows(rows, weights)
@@ -113,8 +110,8 @@ def batches_of(
 
 
 def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -> ops.RaggedLayout:
-    """The layout of `[E, max_rows, D]` whose first group_sizes int32 `[E]` rows of each expert are used; every row is
-    its own slot."""
+    """The layout of `[E, max_rows, D]` of which group_sizes int32 `[E]` rows each are used; every row is its own
+    slot."""
     spec = LayoutSpec(num_experts * max_rows, 1, num_experts, max_rows=max_rows)
     rows = torch.arange(num_experts * max_rows, dtype=torch.int32, device=group_sizes.device)
     starts = torch.arange(num_experts + 1, dtype=torch.int32, device=group_sizes.device) * max_rows
@@ -180,10 +177,8 @@ class Stages:
         activation: Activation,
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Both products, the activation fused into the first, and the sum by token, written to output `[M, K]`.
-
-        hidden: memory `[M * topk, F]` for the rows between.
-        """
+        """Both products, the activation fused into the first, and the sum by token, written to output `[M, K]`. hidden:
+        memory `[M * topk, F]` for the rows between."""
         rows = self.product(1, {} if hidden is None else {"y": hidden}, x, layout, ("token", "row"), activation)
         slots = self.product(2, {}, rows, layout, ("row", "slot"), row_weight=row_weight)
         sum_by_token(output, slots, layout.row_of_slot, layout.spec.top_k, "slot")

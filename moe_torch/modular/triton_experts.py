@@ -60,8 +60,7 @@ class GroupedExperts(StandardExperts):
         return rows_are_alone(self.quant_config)
 
     def require_input(self, call: ExpertsCall) -> None:
-        """Raise InvalidInput for hidden states that are quantised already, and for scales that are not those of the
-        configuration."""
+        """Raise InvalidInput for hidden states or scales that are not what the configuration says."""
         hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
         if call.a1q_scale is not None:
             raise InvalidInput(
@@ -94,12 +93,8 @@ class GroupedExperts(StandardExperts):
             )
 
     def run_composed(self, call: ExpertsCall, slots: torch.Tensor | None = None) -> None:
-        """One composed plan from ids to output `[M, K]`. workspace2 holds its `[M * topk, F]` after the activation;
-        slots, or else memory of its own, `[M * topk, K]` before the sum.
-
-        What is checked and planned depends on the class, the configuration, and what tensors look like, and is found
-        once for each such call.
-        """
+        """One composed plan from ids to output `[M, K]`, found once for calls that look alike. workspace2 holds its `[M
+        * topk, F]` after the activation; slots, or else memory of its own, `[M * topk, K]` before the sum."""
         config, hidden, on_input = self.quant_config, call.workspace2, call.apply_router_weight_on_input
         places = (call.output, hidden) if slots is None else (call.output, hidden, slots)
         tensors = (call.hidden_states, call.w1, call.w2, call.topk_weights, call.topk_ids, call.expert_map)
@@ -168,9 +163,7 @@ def weights_left(call: ExpertsCall) -> torch.Tensor:
 
 class TritonExperts(GroupedExperts):
     """w1 `[E, N, K]`, w2 `[E, K, F]` (weight_layout `out_in`): one composed plan from ids to weighted, reduced tokens.
-
-    The activation is fused into the first product, so that what it reads is never rounded or stored.
-    """
+    The activation is fused into the first product: what it reads is never rounded or stored."""
 
     default_weight_layout = "out_in"
 

@@ -89,11 +89,8 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """fused_expert_output is `[E, max_num_tokens, K]`, not weighted; rank's experts are E ids from rank * E on.
-
-    An expert's rows are those of its tokens in order, as `BatchedPrepareAndFinalize` puts them. Rounding as in
-    TopKWeightAndReduceContiguous.
-    """
+    """fused_expert_output is `[E, max_num_tokens, K]` as `BatchedPrepareAndFinalize` places rows, not weighted; rank's
+    experts are E ids from rank * E on. Rounding as in TopKWeightAndReduceContiguous."""
 
     rank: int = 0
 

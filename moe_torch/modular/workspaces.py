@@ -69,11 +69,8 @@ class Workspaces:
 
 
 class Scratch:
-    """Where one forward takes its memory from; made by `Workspaces.here`.
-
-    owned: by name the bytes, and as what they were taken last; None = nothing is kept. plain: nothing on this thread
-    watches allocations.
-    """
+    """Where one forward takes its memory from. owned: by name the bytes, and as what they were taken last; None =
+    nothing is kept. plain: nothing on this thread watches allocations."""
 
     def __init__(
         self,

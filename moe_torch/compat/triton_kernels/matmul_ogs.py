@@ -204,10 +204,8 @@ def _product(
     factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
     scatter: ScatterIndx | None,
 ) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order): one op, unless something that ours does not fuse comes before the activation.
-
-    factors: betas, gammas and alpha.
-    """
+    """(`[rows, N]`, their order) for betas, gammas and alpha: one op, unless one of them comes before the
+    activation."""
     (betas, gammas, alpha), bias = factors, operands.bias
     if (betas is None or bias is None) and alpha in (None, 1.0):
         operands = replace(operands, row_weight=None if gammas is None else rows.by_slot(gammas))

@@ -85,8 +85,7 @@ def routing_from_bitmatrix(
 
 
 def filled(routing_data: RoutingData) -> RoutingData:
-    """The same with its ExptData, made of the histogram where it is missing. Raises InvalidInput where nothing says how
-    many rows there are."""
+    """The same with its ExptData, made of the histogram where it is missing; InvalidInput where that is impossible."""
     if routing_data.expt_data is not None or routing_data.expt_hist is None:
         return routing_data
     if routing_data.gate_scal is None:

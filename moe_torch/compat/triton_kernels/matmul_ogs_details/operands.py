@@ -73,10 +73,8 @@ def _is_pairs(array: Tensor) -> bool:
 
 
 def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
-    """w `[(E,) K, N]` with its scales. Column-major memory (stride(-2) == 1) is our `out_in`: nothing is copied.
-
-    Raises InvalidInput, and Unsupported for formats and layouts without kernels.
-    """
+    """w `[(E,) K, N]` with its scales; column-major memory is our `out_in`. Raises InvalidInput, and Unsupported for
+    formats and layouts without kernels."""
     flex = precision.flex_ctx.rhs_data
     data = flex.reinterpret(memory_of("w", w))
     if data.ndim not in (2, 3):
@@ -180,10 +178,8 @@ class Rows:
         return self.layout is not None and scatter.src_indx is self.layout.row_of_slot
 
     def by_slot(self, factors: torch.Tensor) -> torch.Tensor:
-        """fp32 factors of rows `[count]` in the order of slots.
-
-        A slot without a row gets any other's: nothing is multiplied by it.
-        """
+        """fp32 factors of rows `[count]` in the order of slots; a slot without a row, never multiplied, gets any
+        other's."""
         if self.layout is None or self.layout.slot_of_row is self.layout.row_of_slot:
             return factors
         return factors[self.layout.row_of_slot]

@@ -131,8 +131,7 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
 
 
 def activation_of(fused: FusedActivation | None) -> Activation | None:
-    """What a fused activation is for our kernels, None for none. Raises InvalidInput; Unsupported for a function that
-    is not `swiglu_fn`."""
+    """A fused activation for our kernels, None for none. Raises InvalidInput; Unsupported for other functions."""
     if fused is None:
         return None
     require_instance("fused_activation", fused, FusedActivation)
