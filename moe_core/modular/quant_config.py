@@ -17,6 +17,7 @@ _MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
 _GROUPED = ("int8_w8a16", "int4_w4a16")
 #: Schemes whose activations are quantised.
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
+_ACTIVATION_ELEMENTS = {"fp8_w8a8": "float8_e4m3fn", "int8_w8a8": "int8", "mxfp4_w4a4": "mxfp4"}
 #: Arrays that only quantised weights have.
 QUANTIZATION_ARRAYS = ("w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale")
 
@@ -33,8 +34,8 @@ class FusedMoEQuantConfig:
     else one per tensor. block_shape: (rows, columns) of weights that share a scale, None = as the scheme has it.
     w1_bias fp32 `[E, N]`, w2_bias fp32 `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. a1_scale, a2_scale:
     static scales of the activations before the first and the second product, None = chosen as they come.
-    w1_precision, w2_precision: upstream's precision objects; `expert_weights` says what becomes of them.
-    Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions.
+    w1_precision, w2_precision: upstream's precision objects, whose weight_scale is the scale; w1_scale and w2_scale
+    take them too. Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions.
     """
 
     scheme: str | None = None
@@ -50,6 +51,8 @@ class FusedMoEQuantConfig:
     w2_zp: Any = None
     a1_scale: Any = None
     a2_scale: Any = None
+    #: Whether scales are inside of precision objects or wrappers, which `moe_torch.modular` takes apart.
+    is_wrapped: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         require_flag("per_act_token_quant", self.per_act_token_quant)
@@ -79,6 +82,15 @@ class FusedMoEQuantConfig:
                     f"{rows_columns[1]} columns, got True and {rows_columns}; choose one"
                 )
             object.__setattr__(self, "block_shape", rows_columns)
+        for number in (1, 2):
+            scale = getattr(self, f"w{number}_scale")
+            if hasattr(scale, "weight_scale"):
+                # Ported code passes upstream's precision objects as scales.
+                object.__setattr__(self, f"w{number}_precision", scale)
+                object.__setattr__(self, f"w{number}_scale", None)
+        scales = (self.w1_scale, self.w2_scale)
+        wrapped = any(hasattr(scale, "storage") and not callable(scale.storage) for scale in scales)
+        object.__setattr__(self, "is_wrapped", wrapped or not self.w1_precision is self.w2_precision is None)
         if self.per_act_token_quant and self.scheme not in (*_QUANTIZED_ACTIVATIONS, None):
             raise InvalidInput(
                 f"per_act_token_quant must be False for {self.scheme}, whose activations are not quantised, got True; "
@@ -131,6 +143,29 @@ class FusedMoEQuantConfig:
             if own is not None and own is not array:
                 raise InvalidInput(f"{name} must not be given twice, got it in the configuration and with the call")
         return dataclasses.replace(self, **given) if given else self
+
+    # What ported classes ask a configuration.
+
+    @property
+    def quant_dtype(self) -> str | None:
+        """The element that activations are quantised to, None where they are not."""
+        return _ACTIVATION_ELEMENTS.get(self.scheme or "")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quant_dtype is not None
+
+    @property
+    def is_per_act_token(self) -> bool:
+        return self.per_act_token_quant
+
+    @property
+    def use_mxfp4_w4a16(self) -> bool:
+        return self.scheme == "mxfp4_w4a16"
+
+    use_nvfp4_w4a4 = is_scale_swizzled = is_scale_transposed = False
+    mx_alignment = 0
+    a1_gscale = a2_gscale = gemm1_alpha = gemm1_beta = gemm1_clamp_limit = None
 
     @property
     def choices(self) -> tuple[Any, ...]:

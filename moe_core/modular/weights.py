@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_core import formats
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.dtypes import canonical
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
@@ -123,7 +124,7 @@ def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
     """The reason experts of this configuration cannot run anywhere, whatever the sizes and the device; None if they
     can."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
-        if precision is not None:
+        if precision is not None and not hasattr(precision, "weight_scale"):
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
     return None
 
@@ -141,12 +142,20 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
 
     Scales and zero points have the shapes of `QuantizedTensor`; axes of size 1 may be left out or added: `[E]` for
     `[E, 1, 1]`, for example. Scales of activations become the input scales, fp32 `[1]`.
-    Raises InvalidInput for scales and zero points that are missing or do not fit, Unsupported for precision objects.
+    Signed int8 weights of int8_w8a16 have a scale per output channel. Raises InvalidInput for scales and zero points
+    that are missing or do not fit, Unsupported for precision objects.
     """
-    reason = why_unsupported(config)
-    if reason is not None:
-        raise Unsupported(reason)
+    for name in ("w1_precision", "w2_precision"):
+        if getattr(config, name) is not None:
+            raise Unsupported(f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale")
     format = weight_quantization(config)
+    if config.scheme == "int8_w8a16" and canonical(w1.dtype) == "int8":
+        if config.block_shape is not None or config.w1_zp is not None:
+            raise InvalidInput(
+                "w1 must be unsigned codes where int8_w8a16 has groups or zero points, got int8; shift them: "
+                "(w1.to(int16) + 128).to(uint8)"
+            )
+        format = formats.INT8_CHANNEL
     if format is None:
         # Without a scheme a configuration has biases alone.
         return ExpertWeights(w1, w2, gate_up_bias=config.w1_bias, down_bias=config.w2_bias)

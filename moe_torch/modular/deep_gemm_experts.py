@@ -78,6 +78,10 @@ class DeepGemmContractExperts(GroupedExperts):
         assert known.activations is not None
         return (weight_key, activation_key) == (quant_key(known.weights, True), quant_key(known.activations, False))
 
+    def as_stored(self, w1, w2):
+        # The contract has one layout.
+        return self, w1, w2
+
     @property
     def activations(self) -> Format:
         return contract.activation_format(self.e8m0)

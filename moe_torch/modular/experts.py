@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import functools
+import types
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular import weights as core
-from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, QUANTIZATION_ARRAYS, FusedMoEQuantConfig
 from moe_core.modular.types import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -29,6 +30,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import encode
 from moe_torch.modular.into import write_into
+from moe_torch.modular.stored import as_stored
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_torch.operators.table import ACTIVATION
 
@@ -37,6 +39,7 @@ Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
 _ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
 #: Methods that ported classes override to put something of their own in.
 _OVERRIDES = ("activation", "moe_sum", "weights")
+_NO_MOE_CONFIG = types.SimpleNamespace(moe_parallel_config=None)
 #: (workspace13, workspace2, output)
 WorkspaceShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -56,7 +59,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     """
 
     #: The family's; `out_in` or `in_out`.
-    default_weight_layout: str
+    default_weight_layout = "out_in"
     #: Which of the methods that a subclass may override (`_OVERRIDES`) the `apply` of this library calls.
     calls: tuple[str, ...] = ("weights",)
 
@@ -85,36 +88,71 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     def __init__(
         self,
-        quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
-        *,
+        *configs: Any,
+        quant_config: FusedMoEQuantConfig | None = None,
+        moe_config: Any = None,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
         weight_layout: str | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        require_kind("quant_config", quant_config, FusedMoEQuantConfig)
-        reason = core.why_unsupported(quant_config)
+        """configs: quant_config, or as in the newest generation moe_config, quant_config, max_num_tokens and
+        num_dispatchers, which are kept for subclasses."""
+        if len(configs) == 1:
+            configs = (moe_config, *configs)
+        named = (moe_config, quant_config, max_num_tokens, num_dispatchers)
+        given: tuple[Any, ...] = (*configs, *named[len(configs) :])
+        config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if given[1] is None else given[1]
+        require_kind("quant_config", config, FusedMoEQuantConfig)
+        reason = core.why_unsupported(config)
         if reason is not None:
             raise Unsupported(reason)
         self.weight_layout = self.default_weight_layout if weight_layout is None else weight_layout
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_kind("tuning", tuning, Tuning, optional=True)
-        self.quant_config, self.tuning = quant_config, tuning
+        self.quant_config, self.tuning = config, tuning
+        self.moe_config = _NO_MOE_CONFIG if given[0] is None else given[0]
+        self.max_num_tokens, self.num_dispatchers = given[2:]
 
     @property
-    @abc.abstractmethod
     def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        """Of the input and of the output of `apply`."""
+        """Of the input and of the output of `apply`; a subclass defines it, or `activation_format`."""
+        base = FusedMoEPermuteExpertsUnpermute
+        if type(self).activation_format is base.activation_format:
+            raise InvalidInput(
+                f"{type(self).__name__} must say what tokens it takes, got neither activation_format nor "
+                "activation_formats; define one, FusedMoEActivationFormat.Standard for example"
+            )
+        found = self.activation_format()
+        return found, found
 
     def activation_format(self) -> FusedMoEActivationFormat:
-        """Of the input."""
+        """Of the input. In the newest generation a static method, which subclasses may define so."""
         return self.activation_formats[0]
 
-    @abc.abstractmethod
     def supports_chunking(self) -> bool:
         """Whether `apply` to some of the tokens gives their rows of the whole."""
+        return False
 
-    @abc.abstractmethod
     def supports_expert_map(self) -> bool:
         """Whether `apply` takes an expert_map."""
+        return True
+
+    # What other systems' kernels ask experts.
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        """Whether routing is inside: it never is."""
+        return False
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Whether `prepare` must leave quantising to the experts."""
+        return self.quant_config.quantizes_activations
+
+    def output_hidden_dim(self, hidden_dim: int) -> int:
+        """Columns of the output."""
+        return hidden_dim
 
     @abc.abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
@@ -199,6 +237,10 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         changed.quant_config = quant_config
         return changed
 
+    def as_stored(self, w1: Any, w2: Any) -> tuple[FusedMoEPermuteExpertsUnpermute, Any, Any]:
+        """The experts and the weights to go on with; ported classes read what they are given."""
+        return self, w1, w2
+
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
@@ -278,6 +320,14 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return None
 
 
+def _of_quant_config(name: str) -> property:
+    return property(lambda self: getattr(self.quant_config, name), doc=f"{name} of quant_config.")
+
+
+for _name in ("quant_dtype", "block_shape", "per_act_token_quant", "w1_bias", "w2_bias", *QUANTIZATION_ARRAYS):
+    setattr(FusedMoEPermuteExpertsUnpermute, _name, _of_quant_config(_name))
+
+
 class ExpertsCall(NamedTuple):
     """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
 
@@ -305,10 +355,9 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     expert_tokens_meta: rows are counted from the ids.
     """
 
-    activation_formats = property(lambda self: (FusedMoEActivationFormat.Standard,) * 2)
-
-    def supports_expert_map(self) -> bool:
-        return True
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
@@ -325,7 +374,19 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     # Not what else is said of the interface's: it is abstract.
     @functools.wraps(FusedMoEPermuteExpertsUnpermute.apply, updated=())
     def apply(self, *arguments: Any, **named: Any) -> None:
-        self.run(ExpertsCall(*arguments, **named))
+        call = ExpertsCall(*arguments, **named)
+        experts, w1, w2 = self.as_stored(call.w1, call.w2)
+        experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
+
+    def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
+        """Others where `stored.as_stored` finds something to unwrap, or to read in the other layout."""
+        found = as_stored(w1, w2, self.quant_config, self.weight_layout)
+        if found.w1 is w1 and found.config is self.quant_config:
+            return self, w1, w2
+        experts = self.with_quant_config(found.config)
+        experts = copy.copy(self) if experts is self else experts
+        experts.weight_layout = found.weight_layout
+        return experts, found.w1, found.w2
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.workspaces import Scratch, Workspaces
 
 
-class _Call(NamedTuple):
+class _Chunks(NamedTuple):
     """What every chunk of a forward has in common. options: arguments of `apply` between topk_ids and workspace13."""
 
     experts: FusedMoEPermuteExpertsUnpermute
@@ -29,6 +31,62 @@ class _Call(NamedTuple):
     weights: tuple[torch.Tensor, torch.Tensor]
     options: tuple[Any, ...]
     on_input: bool
+
+
+_PREPARE = (
+    *("a1", "a1_scale", "a2_scale", "topk_weights", "topk_ids", "num_experts", "expert_map"),
+    *("apply_router_weight_on_input", "quant_config", "defer_input_quant"),
+)
+#: As many of them does our own `prepare` take.
+_OURS = 8
+_FINALIZE = (
+    *("output", "fused_expert_output", "topk_weights", "topk_ids", "apply_router_weight_on_input"),
+    *("weight_and_reduce_impl", "prepared"),
+)
+
+
+def _taken(method: Callable[..., Any], known: tuple[str, ...], count: int) -> tuple[tuple[str, int], ...] | None:
+    """The known arguments that a method takes, with their places; None: the first `count`, by place.
+
+    The lists of the published generations differ: a method gets what its parameters name. Raises InvalidInput for a
+    parameter that nobody knows.
+    """
+    parameters = inspect.signature(method).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if tuple(parameters) == known[:count] or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    for name, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if name not in known and parameter.default is parameter.empty and named:
+            raise InvalidInput(
+                f"{method.__qualname__} must take some of {', '.join(known)}, got a parameter {name!r}; rename it"
+            )
+    every = inspect.Parameter.VAR_KEYWORD in kinds
+    return tuple((name, place) for place, name in enumerate(known) if every or name in parameters)
+
+
+def _call(
+    method: Callable[..., Any], taken: tuple[tuple[str, int], ...] | None, values: tuple[Any, ...], count: int
+) -> Any:
+    """The method with the values that it takes."""
+    if taken is None:
+        return method(*values[:count])
+    return method(**{name: values[place] for name, place in taken})
+
+
+def _methods(prepare_finalize: FusedMoEPrepareAndFinalize) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`prepare` and `finalize`, or what is asynchronous instead of them."""
+    if prepare_finalize.supports_async():
+        return prepare_finalize.prepare_async, prepare_finalize.finalize_async
+    return prepare_finalize.prepare, prepare_finalize.finalize
+
+
+def _received(found: Any) -> Any:
+    """What an asynchronous method has begun: (hook, receiver), or the receiver alone."""
+    hook, receiver = found if isinstance(found, tuple) else (None, found)
+    if hook is not None:
+        hook()
+    return receiver()
 
 
 class FusedMoEModularKernel(torch.nn.Module):
@@ -70,6 +128,8 @@ class FusedMoEModularKernel(torch.nn.Module):
                     f"{chunk_size}; leave it out"
                 )
         self.prepare_finalize, self.fused_experts, self.chunk_size = prepare_finalize, fused_experts, chunk_size
+        prepare, finalize = _methods(prepare_finalize)
+        self._taken = _taken(prepare, _PREPARE, _OURS), _taken(finalize, _FINALIZE, len(_FINALIZE))
         self.workspaces = Workspaces() if workspaces is None else workspaces
 
     def forward(
@@ -106,30 +166,43 @@ class FusedMoEModularKernel(torch.nn.Module):
             scales = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
             arrays = dict(zip(QUANTIZATION_ARRAYS, scales, strict=True))
             experts = experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
+        experts, w1, w2 = experts.as_stored(w1, w2)
         size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
         if global_num_experts == -1:
             global_num_experts = size.E if expert_map is None else expert_map.shape[0]
         scratch, on_input = self.workspaces.here(hidden_states.device), apply_router_weight_on_input
         output = _output_for(hidden_states, inplace, scratch)
-        prepared: Any = self.prepare_finalize.prepare(
-            hidden_states, a1_scale, a2_scale, weights, ids, global_num_experts, expert_map, on_input
-        )
+        tokens = (hidden_states, a1_scale, a2_scale, weights, self._ids_for(ids), global_num_experts, expert_map)
+        prepare, finalize = _methods(self.prepare_finalize)
+        deferred = (experts.quant_config, experts.expects_unquantized_inputs)
+        prepared = _call(prepare, self._taken[0], (*tokens, on_input, *deferred), _OURS)
+        if self.prepare_finalize.supports_async():
+            prepared = _received(prepared)
         if not isinstance(prepared, PreparedTokens):
             prepared = PreparedTokens(*prepared)
-        mapped = None if self.prepare_finalize.maps_experts else expert_map
-        routing = (
-            weights if prepared.topk_weights is None else prepared.topk_weights,
-            ids if prepared.topk_ids is None else prepared.topk_ids,
-        )
+        mapped = expert_map
+        if self.prepare_finalize.maps_experts:
+            mapped, global_num_experts = None, size.E
+        given_ids = ids if prepared.topk_ids is None else as_ids(prepared.topk_ids)
+        given_weights = weights if prepared.topk_weights is None else as_weights(prepared.topk_weights, given_ids)
+        routing = (given_weights, given_ids)
         impl = experts.finalize_weight_and_reduce_impl()
         place = output if self.prepare_finalize.writes_output(impl) else None
         if prepared.a1q is not hidden_states:
-            size = experts.moe_problem_size(prepared.a1q, w1, w2, routing[1])
+            size = ProblemSize(*experts.moe_problem_size(prepared.a1q, w1, w2, given_ids))
         options = (activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale)
-        call = _Call(experts, scratch, size, (w1, w2), options, on_input)
+        call = _Chunks(experts, scratch, size, (w1, w2), options, on_input)
         result = self._run(call, prepared, routing, place)
-        self.prepare_finalize.finalize(output, result, weights, ids, on_input, impl, prepared)
+        values = (output, result, weights, ids, on_input, impl, prepared)
+        found = _call(finalize, self._taken[1], values, len(values))
+        if self.prepare_finalize.supports_async():
+            _received(found)
         return output
+
+    def _ids_for(self, ids: torch.Tensor) -> torch.Tensor:
+        """The ids that `prepare` gets."""
+        wanted = self.prepare_finalize.topk_indices_dtype()
+        return ids if wanted is None else ids.to(wanted)
 
     def _check(
         self,
@@ -146,7 +219,7 @@ class FusedMoEModularKernel(torch.nn.Module):
                 f"hidden_states must be [num_tokens, hidden], got {list(hidden_states.shape)}; flatten the batch axes "
                 "first"
             )
-        size = experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        size = ProblemSize(*experts.moe_problem_size(hidden_states, w1, w2, topk_ids))
         if hidden_states.shape[1] != size.K:
             raise InvalidInput(
                 f"hidden_states must have the {size.K} columns that w2 gives with weight_layout "
@@ -165,7 +238,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         return size
 
     def _run(
-        self, call: _Call, prepared: PreparedTokens, routing: tuple[torch.Tensor, ...], output: torch.Tensor | None
+        self, call: _Chunks, prepared: PreparedTokens, routing: tuple[torch.Tensor, ...], output: torch.Tensor | None
     ) -> torch.Tensor:
         """The experts' output: `output`, or None: scratch memory. routing: topk_weights and topk_ids."""
         experts, size, a1q, counts = call.experts, call.size, prepared.a1q, prepared.expert_num_tokens
@@ -193,7 +266,7 @@ def _may_split(device: torch.device) -> bool:
 
 
 def _apply(
-    call: _Call, sizes: tuple[Any, ...], tokens: tuple[torch.Tensor, ...], meta: ExpertTokensMetadata | None
+    call: _Chunks, sizes: tuple[Any, ...], tokens: tuple[torch.Tensor, ...], meta: ExpertTokensMetadata | None
 ) -> None:
     """The experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
     experts, (output, a1q, *routing) = call.experts, tokens

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_core.base.checks import require_at_least
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch.modular import weight_and_reduce as reductions
 from moe_torch.modular.stages import as_ids, as_weights, batches_of, weighted_rows
@@ -45,6 +45,10 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     Expert parallelism is one subclass: `prepare` sends tokens to the ranks of their experts (all-gather or all-to-all)
     and returns what arrived, with its ids and weights and a handle; `finalize` reduces and sends back (reduce-scatter
     or all-to-all). The modular kernel passes the one's result to the other.
+
+    The modular kernel passes `prepare` and `finalize` what their parameters name, so that all published lists work: a
+    subclass may take quant_config and defer_input_quant, leave the scales out, or leave out what finalize is not
+    interested in. `prepare` may return PreparedTokens, or the published tuple of 3 or 5.
     """
 
     @property
@@ -91,6 +95,35 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     @property
     def maps_experts(self) -> bool:
         """Whether `prepare` applies expert_map, so that the experts must not."""
+        return False
+
+    def supports_async(self) -> bool:
+        """Whether the kernel is to call `prepare_async` and `finalize_async`: these return a receiver, or a hook and a
+        receiver, which are called in this order; a receiver waits and returns what the method without async does."""
+        return False
+
+    def prepare_async(self, *arguments: Any, **named: Any) -> Any:
+        """`prepare` that does not wait for other ranks; its arguments."""
+        raise Unsupported(f"{type(self).__name__} has no prepare_async; let supports_async return False")
+
+    def finalize_async(self, *arguments: Any, **named: Any) -> Any:
+        """`finalize` that does not wait for other ranks; its arguments."""
+        raise Unsupported(f"{type(self).__name__} has no finalize_async; let supports_async return False")
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """What `prepare` wants ids to be, None = int32."""
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """The most tokens of a call, None = any number."""
+        return None
+
+    def num_dispatchers(self) -> int:
+        """How many ranks send tokens."""
+        return 1
+
+    def output_is_reduced(self) -> bool:
+        """Whether `finalize` has reduced over ranks."""
         return False
 
 
@@ -154,6 +187,10 @@ class BatchedPrepareAndFinalize(_OneDevice):
     """
 
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
+
+    def max_num_tokens_per_rank(self) -> int:
+        return self.max_num_tokens
+
     maps_experts = property(lambda self: True)
 
     def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int = 1, rank: int = 0) -> None:

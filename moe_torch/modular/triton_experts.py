@@ -184,12 +184,16 @@ class BatchedExperts(GroupedExperts):
     the tokens. Further arguments are those of experts in the Standard format.
     """
 
-    activation_formats = property(lambda self: (FusedMoEActivationFormat.BatchedExperts,) * 2)
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
 
     def __init__(self, max_num_tokens: int, num_dispatchers: int = 1, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         require_at_least("max_num_tokens", max_num_tokens, 1)
         require_at_least("num_dispatchers", num_dispatchers, 1)
+        self.max_num_tokens: int
+        self.num_dispatchers: int
         self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
 
     def supports_chunking(self) -> bool:
