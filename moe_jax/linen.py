@@ -43,21 +43,8 @@ import jax.numpy as jnp
 from moe_core.errors import Unsupported
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
-from moe_jax.layers import (
-    DEFAULT_KERNEL_INIT,
-    Activation,
-    ExpertsSpec,
-    Initializer,
-    LayerWeights,
-    Leaf,
-    MoEAux,
-    MoELayerSpec,
-    RouterSpec,
-    SharedExpertsSpec,
-    Tuning,
-    layer_spec_from_config,
-    update_correction_bias,
-)
+from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
 
 try:
@@ -68,21 +55,8 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = [
-    "QUANTIZED",
-    "STATE",
-    "Activation",
-    "ExpertsSpec",
-    "LayerWeights",
-    "MoE",
-    "MoEAux",
-    "MoELayerSpec",
-    "RouterSpec",
-    "SharedExpertsSpec",
-    "Tuning",
-    "layer_spec_from_config",
-    "update_correction_bias",
-]
+__all__ = ["QUANTIZED", "STATE", "MoE"]
+__all__ += description.__all__
 
 #: The collection of the correction bias.
 STATE = "router_state"
@@ -105,9 +79,9 @@ class MoE(nn.Module):
     num_experts: int
     top_k: int
     _: dataclasses.KW_ONLY
-    router: RouterSpec = RouterSpec()
-    experts: ExpertsSpec = ExpertsSpec()
-    shared_experts: SharedExpertsSpec | None = None
+    router: layers.RouterSpec = layers.RouterSpec()
+    experts: layers.ExpertsSpec = layers.ExpertsSpec()
+    shared_experts: layers.SharedExpertsSpec | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = DEFAULT_KERNEL_INIT
@@ -118,7 +92,7 @@ class MoE(nn.Module):
     logits_dtype: str = "float32"
     capacity_factor: float | None = None
     allow_tf32: bool = False
-    tuning: Tuning | None = None
+    tuning: layers.Tuning | None = None
     recompute: bool = False
     main_grad: bool = False
     fast_accumulate: bool = False
@@ -128,14 +102,15 @@ class MoE(nn.Module):
         super().__post_init__()
 
     @classmethod
-    def from_spec(cls, spec: MoELayerSpec, **options: Any) -> MoE:
+    def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
         """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
         num_layers, name."""
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
-    def spec(self) -> MoELayerSpec:
-        return MoELayerSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(MoELayerSpec)})
+    def spec(self) -> layers.MoELayerSpec:
+        names = [field.name for field in dataclasses.fields(layers.MoELayerSpec)]
+        return layers.MoELayerSpec(**{name: getattr(self, name) for name in names})
 
     @nn.compact
     def __call__(
@@ -151,15 +126,9 @@ class MoE(nn.Module):
         prepacked = layers.is_prepacked(self.variables.get(QUANTIZED, {}))
         places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
-        result = layers.forward(
-            _declare(self, places, self.param_dtype, self.kernel_init),
-            x,
-            spec,
-            dtype=self.dtype,
-            token_mask=token_mask,
-            layer_index=layer_index,
-            return_aux=return_aux or sows,
-        )
+        options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
+        arrays = _declare(self, places, self.param_dtype, self.kernel_init)
+        result = layers.forward(arrays, x, spec, dtype=self.dtype, **options)
         if sows:
             self.sow("intermediates", "moe_aux", result[1])
         return result[0] if sows and not return_aux else result
@@ -182,15 +151,11 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def _planned_for(self, variables: Any) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "num_layers": self.num_layers,
-            "parameters": None if variables is None else self._parameters(variables),
-        }
+        options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers")}
+        return options | {"parameters": None if variables is None else self._parameters(variables)}
 
     @nn.nowrap
-    def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> dict[str, Any]:
+    def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> dict[str, Any]:
         """Variables (unboxed) that hold the weights of a checkpoint or of another layer, in this layer's layouts.
 
         For a stack: those of each layer. See `moe_jax.layers.load_weights`.
@@ -223,7 +188,7 @@ class MoE(nn.Module):
         }
 
     @nn.nowrap
-    def export_weights(self, variables: Any) -> LayerWeights | list[LayerWeights]:
+    def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:
         """The weights in `variables` as NumPy arrays in the canonical form, as stored; for a stack, of each layer."""
         return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
 

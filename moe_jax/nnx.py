@@ -38,21 +38,8 @@ import numpy as np
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
-from moe_jax.layers import (
-    DEFAULT_KERNEL_INIT,
-    Activation,
-    ExpertsSpec,
-    Initializer,
-    LayerWeights,
-    Leaf,
-    MoEAux,
-    MoELayerSpec,
-    RouterSpec,
-    SharedExpertsSpec,
-    Tuning,
-    layer_spec_from_config,
-    update_correction_bias,
-)
+from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
 
 try:
@@ -64,25 +51,12 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = [
-    "Activation",
-    "CorrectionBias",
-    "ExpertsSpec",
-    "LayerWeights",
-    "MoE",
-    "MoEAux",
-    "MoELayerSpec",
-    "QuantizedArray",
-    "RouterSpec",
-    "SharedExpertsSpec",
-    "Tuning",
-    "layer_spec_from_config",
-    "update_correction_bias",
-]
+__all__ = ["CorrectionBias", "MoE", "QuantizedArray"]
+__all__ += description.__all__
 
 
-_PLAIN_ROUTER = RouterSpec()
-_PLAIN_EXPERTS = ExpertsSpec()
+_PLAIN_ROUTER = layers.RouterSpec()
+_PLAIN_EXPERTS = layers.ExpertsSpec()
 
 
 class CorrectionBias(nnx.Variable):
@@ -149,9 +123,9 @@ class MoE(nnx.Module):
         num_experts: int,
         top_k: int,
         *,
-        router: RouterSpec = _PLAIN_ROUTER,
-        experts: ExpertsSpec = _PLAIN_EXPERTS,
-        shared_experts: SharedExpertsSpec | None = None,
+        router: layers.RouterSpec = _PLAIN_ROUTER,
+        experts: layers.ExpertsSpec = _PLAIN_EXPERTS,
+        shared_experts: layers.SharedExpertsSpec | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = DEFAULT_KERNEL_INIT,
@@ -159,14 +133,12 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        known = {field.name for field in dataclasses.fields(MoELayerSpec)}
+        known = {field.name for field in dataclasses.fields(layers.MoELayerSpec)}
         for name in options:
             if name not in known:
                 raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(sorted(known))}")
-        self.spec = MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.num_layers = num_layers
+        self.spec = layers.MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
+        self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
         for leaf in layers.leaves(self.spec, num_layers):
             place = self
             *above, name = leaf.path
@@ -177,21 +149,21 @@ class MoE(nnx.Module):
             setattr(place, name, _variable(leaf, leaf.initial(rngs.params(), param_dtype, kernel_init)))
 
     @classmethod
-    def from_spec(cls, spec: MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
+    def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
         """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
         num_layers."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
     @classmethod
-    def from_weights(cls, weights: LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
+    def from_weights(cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
         """A layer that holds the weights in the storage they have; nothing is drawn first.
 
         param_dtype: None = that of the weights (`LayerWeights.dtype`). Quantised experts stay as their format stores
         them. For another storage, a stack or more options make an abstract layer,
         `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
         """
-        if not isinstance(weights, LayerWeights):
+        if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
         options = {"dtype": dtype, "param_dtype": param_dtype or jnp.dtype(weights.dtype)}
         layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
@@ -207,15 +179,8 @@ class MoE(nnx.Module):
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
-        return layers.forward(
-            self.parameters(),
-            x,
-            self.spec,
-            dtype=self.dtype,
-            token_mask=token_mask,
-            layer_index=layer_index,
-            return_aux=return_aux,
-        )
+        options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
+        return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:
         """Every array of the layer as nested dicts, for the functions of `moe_jax.layers`."""
@@ -233,14 +198,10 @@ class MoE(nnx.Module):
         return layers.warmup(self.spec, tokens, **self._planned_for(), training=training)
 
     def _planned_for(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "num_layers": self.num_layers,
-            "parameters": self.parameters(),
-        }
+        options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers")}
+        return options | {"parameters": self.parameters()}
 
-    def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> None:
+    def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> None:
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
 
         Every array goes where the one it replaces was, and shares no memory with `weights`; a layer made by
@@ -266,7 +227,7 @@ class MoE(nnx.Module):
                 placed = jax.device_put(np.array(value), place)
             variable.set_value(placed)
 
-    def export_weights(self) -> LayerWeights | list[LayerWeights]:
+    def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
         """The weights as NumPy arrays in the canonical form, as stored here (prepacked ones as published); for a stack,
         of each layer."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
