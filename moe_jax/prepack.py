@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
+from moe_core.ops.common.descriptions import described
 from moe_core.ops.prepack import prepack as core
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
@@ -23,28 +24,9 @@ _tile = jax.jit(lambda tensor, order: core.tile(tensor, order, _JAX), static_arg
 _untile = jax.jit(lambda tensor: core.untile(tensor, _JAX))
 
 
+@described
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them.
-
-    Do this once, when weights are loaded. It works eagerly and in any program. No number changes, and
-    `restore_weights` is the inverse. Prepacked weights come back as they are. They go wherever the published ones
-    go, except into derivatives (docs/user/quantization.md).
-
-    Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format is
-            mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ... columns of
-            it. `in_out` tensors are transposed, exactly.
-        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up lie.
-        gate_layout: with a tensor, `interleaved` or `halves` where its rows are gate and up, else None.
-
-    Returns:
-        the weights, `out_in`, as `MoESpec.weight_layout` then must be. Biases, plain matrices and the logical shape
-        stay what they are.
-
-    Raises:
-        InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
-            (`moe_core.formats.Tiling`), and weights prepacked for another gate_layout.
-    """
+    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them."""
     return core.prepack_weights(weights, spec, gate_layout=gate_layout, tile=tile)
 
 

@@ -12,23 +12,18 @@ from jax.core import Tracer
 from moe_core.base import dtypes
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
+from moe_core.ops.common.descriptions import described
 from moe_core.ops.quantize import reference
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.specs.operands import map_arrays
 from moe_jax.bridge.calls import Array, OpCall, require_type
 
 
+@described
 def quantize_rows(
     x: Array, format: Format, *, scales: Array | None = None, used_by: Array | None = None
 ) -> QuantizedTensor:
-    """Activations x `[R, D]` in a format, `out_in`: one custom call, under every transformation the ops work in.
-
-    x: bf16, fp16 or fp32. format: of rows, groups of columns or the whole (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`,
-    `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...). scales: fp32 `[1]`, a static scale, for formats with one per tensor; None =
-    found from x. used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative
-    are not read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows). Equals
-    `moe_core.ops.quantize.reference.quantize_rows` bit for bit. It has no derivative. Raises InvalidInput, Unsupported.
-    """
+    """Quantise rows to a format of activations: one custom call, under every transformation the ops work in."""
     call = OpCall("quantize_rows")
     require_type("format", format, Format)
     rows = call.array("x", x)

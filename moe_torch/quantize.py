@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.ops.common.descriptions import described
 from moe_core.specs.operands import named_arrays
 from moe_torch.bridge.operator import array_spec, call
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
@@ -30,18 +31,11 @@ _SMALLEST_AMAX = 1e-10
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+@described
 def quantize_rows(
     x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """x `[R, D]` (bf16, fp16 or fp32; rows may be strided) in a format of activations, `out_in`.
-
-    format: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or for all of x. scales:
-    fp32 `[1]`, a static scale, of formats with one per tensor; None = found from x. used_by: int32 `[R * n]`, where one
-    scale is found from x: rows all of whose n entries are negative are not read, and become zeros (a layout's
-    row_of_slot for tokens, slot_of_row for its rows). Bits of `moe_core.ops.quantize.reference.quantize_rows`. An
-    operator: it works in compiled and exported programs and in CUDA graphs. It has no gradient. Raises InvalidInput,
-    Unsupported.
-    """
+    """Quantise rows to a format of activations: one operator, in compiled and exported programs and CUDA graphs too."""
     require_instance("format", format, Format)
     values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))
     # Shapes are the operator's; a check would fix a symbolic number of rows.
