@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 
-from moe_core.base.target import Target
 from moe_core.layers import MoELayerSpec
-from moe_core.ops.router.backward import ROUTER_GRADIENTS
-from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode
 from moe_torch.operators import table as operators
-from moe_torch.operators.requests import training_plans
-from moe_torch.operators.table import MOE_QUANTIZED, ROUTE_BACKWARD, ROUTER_BACKWARD
+from moe_torch.operators.table import MOE_QUANTIZED
 
 
 class _Operators:
@@ -70,14 +66,10 @@ class CapacityLimit:
         self._options = encode(dataclasses.replace(moe_spec, router=None), *formats)
         self._is_quantized = bool(formats)
 
-    @property
-    def _operators(self) -> _Operators:
-        return _OPERATORS[self._is_quantized]
-
     def __call__(self, arrays: Sequence[torch.Tensor | None]) -> MoEOutput:
         """One forward; arrays: those of the operator that routes from x. ids are -1 where a slot was dropped,
         tokens_per_expert counts the slots before."""
-        moe = self._operators
+        moe = _OPERATORS[self._is_quantized]
         weight, bias, correction_bias = (arrays[place] for place in moe.routing)
         x = arrays[0]
         assert x is not None and weight is not None
@@ -100,46 +92,3 @@ class CapacityLimit:
         flat = ids.view(-1)
         place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
         return torch.where(place < capacity, flat, -1).view(ids.shape)
-
-    def plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
-        """The plans of a forward, in order."""
-        moe = self._operators
-        weight, bias, correction_bias = (arrays[place] for place in moe.routing)
-        x, spec = arrays[0], self._spec
-        assert x is not None
-        num_tokens = x.shape[0]
-        logits = x.new_empty(num_tokens, spec.num_experts, dtype=torch.float32)
-        ids = x.new_empty(num_tokens, spec.top_k, dtype=torch.int32)
-        weights = x.new_empty(num_tokens, spec.top_k, dtype=torch.float32)
-        return (
-            operators.ROUTER.plan([x, weight, bias], encode(self._logits), target),
-            operators.ROUTE.plan([logits, correction_bias, None], encode(spec.router), target),
-            operators.MAKE_LAYOUT.plan([ids, None, None], encode(spec.num_experts, 1, None), target),
-            moe.operator.plan(moe.arguments(arrays, ids, weights), self._options, target),
-        )
-
-    def training_plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
-        """What a training step runs behind `plans`: the forward that keeps, then the backwards of operator, routing and
-        router."""
-        moe = self._operators
-        weight, bias, _ = (arrays[place] for place in moe.routing)
-        x, spec = arrays[0], self._spec
-        assert x is not None and weight is not None
-        logits = x.new_empty(x.shape[0], spec.num_experts, dtype=torch.float32)
-        ids = x.new_empty(x.shape[0], spec.top_k, dtype=torch.int32)
-        weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
-        wanted = ROUTER_GRADIENTS if bias is not None else ROUTER_GRADIENTS[:2]
-        return (
-            *training_plans(moe.operator, moe.arguments(arrays, ids, weights), self._options, target),
-            ROUTE_BACKWARD.plan([weights, logits, ids, None], encode(spec.router), target),
-            ROUTER_BACKWARD.plan([logits, x, weight, bias], encode(self._logits, wanted), target),
-        )
-
-    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target, training: bool = False) -> str:
-        """The plans of a forward, or of a training step, as text, in order."""
-        x = arrays[0]
-        assert x is not None
-        limit = f"capacity limit: slots behind the first {self._spec.capacity(x.shape[0])} of an expert get id -1"
-        *routing, whole = self.plans(arrays, target)
-        steps = self.training_plans(arrays, target) if training else (whole,)
-        return "\n\n".join([*(plan.explain() for plan in routing), limit, *(plan.explain() for plan in steps)])

@@ -112,14 +112,15 @@ def moe_request(
     return MOE[type(routing)], arrays, encode(spec)
 
 
+def operands_of(operator: Operator, tensors: Sequence[Any], options: str) -> MoEOperands:
+    """The specs of the tensors of a moe operator (None where absent), as its planner takes them."""
+    specs = [None if one is None else array_spec(name, one) for name, one in zip(operator.names, tensors, strict=True)]
+    given = operator.signature.keywords(specs, decode(options))
+    return MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
+
+
 def training_plans(operator: Operator, tensors: Sequence[Any], options: str, target: Target) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for the tensors of a moe operator (None where absent) and its options."""
+    """The plans of a training step for the tensors of a moe operator and its options."""
     # Checks what a call checks.
     operator.plan(tensors, options, target)
-    arrays = [
-        None if tensor is None else array_spec(name, tensor)
-        for name, tensor in zip(operator.names, tensors, strict=True)
-    ]
-    given = operator.signature.keywords(arrays, decode(options))
-    operands = MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
-    return plan_training(operands, given["spec"], target)
+    return plan_training(operands_of(operator, tensors, options), decode(options)[0], target)
