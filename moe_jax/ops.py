@@ -28,7 +28,6 @@ from moe_core.base.arrays import require_spec
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.activation.forward import plan_activation
-from moe_core.ops.common.descriptions import described
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.moe.forward import plan_moe
@@ -38,6 +37,7 @@ from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitm
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_routing
+from moe_core.specs.descriptions import described
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (

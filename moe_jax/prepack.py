@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.ops.common.descriptions import described
 from moe_core.ops.prepack import prepack as core
+from moe_core.specs.descriptions import described
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_jax.bridge.calls import OpCall

@@ -12,9 +12,9 @@ from jax.core import Tracer
 from moe_core.base import dtypes
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
-from moe_core.ops.common.descriptions import described
 from moe_core.ops.quantize import reference
 from moe_core.ops.quantize.rows import plan_quantize_rows
+from moe_core.specs.descriptions import described
 from moe_core.specs.operands import map_arrays
 from moe_jax.bridge.calls import Array, OpCall, require_type
 

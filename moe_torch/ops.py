@@ -21,9 +21,9 @@ import torch
 
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
-from moe_core.ops.common.descriptions import described
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
+from moe_core.specs.descriptions import described
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import pad
 
 from moe_core.formats import QuantizedTensor
-from moe_core.ops.common.descriptions import described
 from moe_core.ops.prepack import prepack as core
+from moe_core.specs.descriptions import described
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_torch.bridge.operator import array_spec

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
-from moe_core.ops.common.descriptions import described
+from moe_core.specs.descriptions import described
 from moe_core.specs.operands import named_arrays
 from moe_torch.bridge.operator import array_spec, call
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
