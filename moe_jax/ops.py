@@ -59,9 +59,16 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_jax.autodiff.moe import run_moe
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge import pytrees as pytrees
-from moe_jax.bridge.calls import Array, OpCall, require_type
-from moe_jax.bridge.checks import dtype_name, on_host, require_layout_array
-from moe_jax.bridge.requests import moe_request, training_plans
+from moe_jax.bridge.calls import (
+    Array,
+    OpCall,
+    dtype_name,
+    moe_request,
+    on_host,
+    require_layout_array,
+    require_type,
+    training_plans,
+)
 from moe_jax.prepack import prepack_weights, restore_weights
 from moe_jax.quantize import dequantize, quantize, quantize_rows
 from moe_jax.trace import watched

@@ -39,9 +39,7 @@ from moe_core.specs.operands import (
 )
 from moe_jax.autodiff.function import Rule, differentiated
 from moe_jax.bridge import platforms
-from moe_jax.bridge.calls import OpCall, Request, undifferentiable
-from moe_jax.bridge.checks import on_host
-from moe_jax.bridge.requests import moe_request
+from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undifferentiable
 
 #: Names under which the policies of `jax.checkpoint` find what a backward reads: the pre-activations of the experts
 #: (large), and the routing with its layout (small). With both saved, a backward runs no forward again; where one is

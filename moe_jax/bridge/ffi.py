@@ -12,8 +12,12 @@ and one short string. The tensors handed in are borrowed: reading their address 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +31,6 @@ from moe_core.plan.steps import KEY_LENGTH, LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.runtime.prepared import Prepared
-from moe_jax.bridge.denormals import exact_denormals
 
 try:
     import jax_tvm_ffi
@@ -41,6 +44,8 @@ except ModuleNotFoundError as error:
 #: The custom call's name in every program, and what `jax.export.DisabledSafetyCheck.custom_call` takes.
 TARGET_NAME = "moebius"
 
+#: More than the fenv_t of any platform.
+_ENVIRONMENT_BYTES = 64
 # (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing; read by the callback.
 _prepared: dict[tuple[str, str, int], Prepared] = {}
 _count_lock = threading.Lock()
@@ -96,6 +101,32 @@ def _callback(key: str, stream: int, *tensors: Any) -> None:
         return
     with exact_denormals():
         prepared(pointers, stream)
+
+
+@contextlib.contextmanager
+def exact_denormals() -> Iterator[None]:
+    """The thread's default floating-point environment (C11, 7.6) inside the block, and behind it what was there.
+
+    XLA's CPU threads flush denormal numbers to zero. NumPy and Triton's interpreter, which run in them, would differ
+    from what they compute elsewhere, and lose codes: e2m1's 0.5 lies in a denormal.
+    """
+    library, default = _library()
+    saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    library.fegetenv(saved)
+    library.fesetenv(default)
+    try:
+        yield
+    finally:
+        library.fesetenv(saved)
+
+
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    """(the C library with fesetenv, its FE_DFL_ENV)."""
+    library = ctypes.CDLL(None if sys.platform == "darwin" else "libm.so.6")
+    if sys.platform == "darwin":
+        return library, ctypes.byref(ctypes.c_byte.in_dll(library, "_FE_DFL_ENV"))
+    return library, ctypes.c_void_p(-1)
 
 
 def _prepare_late(key: str, platform: str, index: int) -> Prepared:

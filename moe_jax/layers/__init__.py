@@ -38,8 +38,7 @@ from moe_jax.layers.parameters import (
     leaves,
     nested,
 )
-from moe_jax.layers.prepack import prepack_weights, restore_weights
-from moe_jax.layers.weights import export_weights, load_weights
+from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, restore_weights
 
 __all__ = [
     "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "STACK_AXIS", "Initializer", "Leaf", "Parameters", "explain",

@@ -25,9 +25,9 @@ from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
 from moe_core.specs.routing import RouterSpec
 from moe_jax import ops
-from moe_jax.bridge.requests import moe_request
+from moe_jax.bridge.calls import moe_request
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
-from moe_jax.layers.prepack import matrix_specs
+from moe_jax.layers.weights import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 from moe_jax.warmup import make_ready
 

@@ -30,10 +30,8 @@ from moe_core.specs.operands import MoEOperands, RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first, target_of_device
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
-from moe_torch.layers.auxiliary import router_losses
-from moe_torch.layers.capacity import CapacityLimit
-from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
-from moe_torch.layers.prepack import PrepackedExperts
+from moe_torch.layers.parameters import ExpertParameters, PrepackedExperts, RouterParameters, SharedParameters
+from moe_torch.layers.routing import CapacityLimit, router_losses
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import operands_of

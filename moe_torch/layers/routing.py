@@ -1,4 +1,4 @@
-"""A limit on the slots an expert keeps, in front of the composed operator."""
+"""What a layer computes around the composed operator: a limit on the slots an expert keeps, and router losses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from moe_core.layers import MoELayerSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode
@@ -92,3 +93,36 @@ class CapacityLimit:
         flat = ids.view(-1)
         place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
         return torch.where(place < capacity, flat, -1).view(ids.shape)
+
+
+def router_losses(
+    logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference_losses.router_losses`.
+
+    logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`; token_mask bool `[T]` or None.
+    """
+    num_tokens, num_experts = logits.shape
+    count = logits.new_full((), num_tokens)
+    if token_mask is not None:
+        # What a masked token holds, even NaN, must not reach the sums.
+        logits = torch.where(token_mask[:, None], logits, 0.0)
+        count = token_mask.sum().to(torch.float32)
+    scores = _scores(logits, router.scoring)
+    total = scores.sum(dim=-1, keepdim=True)
+    shares = torch.where(total == 0, 0.0, scores / total)
+    squares = torch.logsumexp(logits, dim=-1).square()
+    if token_mask is not None:
+        shares, squares = torch.where(token_mask[:, None], shares, 0.0), torch.where(token_mask, squares, 0.0)
+    count = count.clamp(min=1.0)
+    slot_share = tokens_per_expert.to(torch.float32) / (count * router.require_top_k())
+    balance = num_experts * (slot_share * (shares.sum(dim=0) / count)).sum()
+    return balance, squares.sum() / count
+
+
+def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    if scoring == "softmax":
+        return torch.softmax(logits, dim=-1)
+    if scoring == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.sqrt(torch.nn.functional.softplus(logits))
