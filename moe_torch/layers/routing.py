@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from moe_core.layers import MoELayerSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, RouterSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
-from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode
