@@ -69,8 +69,7 @@ from moe_jax.bridge.calls import (
     require_type,
     training_plans,
 )
-from moe_jax.prepack import prepack_weights, restore_weights
-from moe_jax.quantize import dequantize, quantize, quantize_rows
+from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.trace import watched
 
 __all__ = [

@@ -45,8 +45,7 @@ from moe_torch.bridge.operator import call, require_one_device, target_of_device
 from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_instance
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import matmul_request, moe_request, training_plans
-from moe_torch.prepack import prepack_weights, restore_weights
-from moe_torch.quantize import dequantize, quantize, quantize_rows
+from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",

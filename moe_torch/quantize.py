@@ -1,4 +1,4 @@
-"""Quantising and dequantising torch tensors, on their own device, with the bits of `moe_core.ops.quantize.reference`.
+"""Quantising, dequantising and prepacking torch tensors, where they are, with the bits of the references in the core.
 
 Rows are quantised by an operator of the library, weights by operations of torch, a matrix at a time: fp32, one rounding
 each, half to even.
@@ -7,8 +7,8 @@ each, half to even.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -16,13 +16,16 @@ from torch.nn.functional import pad
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.ops.prepack import prepack as core
+from moe_core.specs import MoESpec
 from moe_core.specs.descriptions import described
-from moe_core.specs.operands import named_arrays
+from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_torch.bridge.operator import array_spec, call
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
 from moe_torch.operators.table import QUANTIZE_ROWS
-from moe_torch.prepack import restore_weights
 
+Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
+_TORCH = core.ArrayFunctions(torch.permute, torch.stack, lambda array, rows, columns: pad(array, (0, columns, 0, rows)))
 _MANTISSA_BITS, _MANTISSA_MASK = 23, 2**23 - 1
 _E8M0_ONE, _E8M0_NAN = 127, 255
 #: Scales are chosen for at least this amax, so that zeros divide.
@@ -243,3 +246,50 @@ def _packed(codes: torch.Tensor, axis: int) -> torch.Tensor:
 def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
     """The inverse of `_packed`, of an even length."""
     return torch.stack((packed % 16, packed // 16), axis + 1).flatten(axis, axis + 1)
+
+
+@torch.no_grad()
+@described
+def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
+    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them."""
+    return core.prepack_weights(weights, spec, gate_layout=gate_layout, tile=tile)
+
+
+@torch.no_grad()
+def restore_weights(weights: Weights) -> Weights:
+    """Put prepacked weights back into the published layout, `out_in`: the inverse of `prepack_weights`, bit by bit.
+
+    Weights that are not prepacked come back as they are. Raises InvalidInput.
+    """
+    return core.restore_weights(weights, untile)
+
+
+def tile(tensor: QuantizedTensor, order: str) -> QuantizedTensor:
+    """See `moe_core.ops.prepack.prepack.tile`."""
+    return _by_matrix(tensor, lambda matrix: core.tile(matrix, order, _TORCH))
+
+
+def untile(tensor: QuantizedTensor) -> QuantizedTensor:
+    """See `moe_core.ops.prepack.prepack.untile`."""
+    return _by_matrix(tensor, lambda matrix: core.untile(matrix, _TORCH))
+
+
+def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
+    """`change` of every matrix of a stack: one at a time, as intermediate results take a few times its memory."""
+    for name, array in named_arrays(tensor, "weights."):
+        array_spec(name, array)
+    lead = tuple(tensor.shape[:-2])
+    if not lead or 0 in lead:
+        return map_arrays(change(tensor), torch.Tensor.contiguous)
+    made = None
+    for place in itertools.product(*(range(size) for size in lead)):
+        matrix = map_arrays(tensor, lambda array, place=place: array[place])
+        changed = change(matrix)
+        if changed is matrix:
+            return tensor
+        if made is None:
+            made = map_arrays(changed, lambda array: array.new_empty((*lead, *array.shape)))
+        for (_, target), (_, array) in zip(named_arrays(made), named_arrays(changed), strict=True):
+            target[place].copy_(array)
+    assert made is not None
+    return made

@@ -14,7 +14,7 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.layers import FREE_FIELDS, MAXTEXT, LayerWeights, MoELayerSpec, placements, tiled_specs
 from moe_core.specs.operands import named_arrays
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, leaves, nested
-from moe_jax.prepack import tile, untile
+from moe_jax.quantize import tile, untile
 
 
 def load_weights(

@@ -13,7 +13,7 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
 from moe_core.specs.operands import ExpertWeights, named_arrays
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.prepack import prepack_weights, restore_weights, tile
+from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
 class QuantizedMatrix(torch.nn.Module):
