@@ -135,18 +135,13 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
-        scratch, summation order. training: the forward of a training step, then its backward.
-
-        variables: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and
-        biases may be wider). x is taken to have the layer's dtype, or that of the experts where it is None.
-        """
+        """The plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: whose dtypes are
+        meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and biases may be wider)."""
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def warmup(self, tokens: Sequence[int], variables: Any = None, *, training: bool = False) -> WarmupReport:
-        """Compile and load the kernels of forwards of so many tokens ahead of the first, with training also those of
-        training steps; see `moe_jax.layers.warmup`. variables: as for `explain`."""
+        """Compile and load ahead of the first call; see `moe_jax.layers.warmup`. variables: as for `explain`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
@@ -156,18 +151,14 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> dict[str, Any]:
-        """Variables (unboxed) that hold the weights of a checkpoint or of another layer, in this layer's layouts.
-
-        For a stack: those of each layer. See `moe_jax.layers.load_weights`.
-        """
+        """Variables (unboxed) that hold the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         return self._variables(jax.tree.map(jnp.array, arrays))
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
-        """Variables (unboxed) with the experts' quantised matrices in the order of Hopper's kernels, to be called
-        when weights are loaded: `quantized/wi/tiled_values` and so on, in checkpoints too. See
-        `moe_jax.layers.prepack_weights`. Collections of other modules are not kept. Raises InvalidInput."""
+        """Variables (unboxed) as `moe_jax.layers.prepack_weights` makes them: `quantized/wi/tiled_values` and so on,
+        in checkpoints too. Collections of other modules are not kept. Raises InvalidInput."""
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
@@ -180,11 +171,9 @@ class MoE(nn.Module):
         """The layer's parameters as its collections."""
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(arrays))
         collections = dict.fromkeys(_collection(leaf) for leaf in every)
+        placed = [(_collection(leaf), leaf.path, layers.find(arrays, leaf.path)) for leaf in every]
         return {
-            name: layers.nested(
-                (leaf.path, layers.find(arrays, leaf.path)) for leaf in every if _collection(leaf) == name
-            )
-            for name in collections
+            name: layers.nested((path, array) for own, path, array in placed if own == name) for name in collections
         }
 
     @nn.nowrap
@@ -196,11 +185,9 @@ class MoE(nn.Module):
     def _parameters(self, variables: Any) -> dict[str, Any]:
         """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
         variables = nn.meta.unbox(variables)
-        prepacked = layers.is_prepacked(variables.get(QUANTIZED, {}))
-        every = layers.leaves(self.spec, self.num_layers, prepacked)
-        return layers.nested(
-            (leaf.path, layers.find(variables.get(_collection(leaf), {}), leaf.path)) for leaf in every
-        )
+        every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(variables.get(QUANTIZED, {})))
+        held = [(leaf.path, variables.get(_collection(leaf), {})) for leaf in every]
+        return layers.nested((path, layers.find(collection, path)) for path, collection in held)
 
 
 class ParameterGroup(nn.Module):
@@ -220,19 +207,15 @@ def _declare(module: nn.Module, places: _Places, param_dtype: Any, kernel_init: 
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)
-        if below[0][0]:
+        rest, leaf = below[0]
+        initial, collection = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes), _collection(leaf)
+        if rest:
             arrays[name] = ParameterGroup(below, param_dtype, kernel_init, name=name)()
+        elif collection == "params":
+            arrays[name] = module.param(name, initial, param_dtype, kernel_init)
         else:
-            arrays[name] = _array(module, name, below[0][1], param_dtype, kernel_init)
+            arrays[name] = module.variable(collection, name, initial, None, param_dtype, kernel_init).value
     return arrays
-
-
-def _array(module: nn.Module, name: str, leaf: Leaf, param_dtype: Any, kernel_init: Initializer) -> Any:
-    initial = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes)
-    collection = _collection(leaf)
-    if collection != "params":
-        return module.variable(collection, name, initial, None, param_dtype, kernel_init).value
-    return module.param(name, initial, param_dtype, kernel_init)
 
 
 def _collection(leaf: Leaf) -> str:

@@ -108,7 +108,7 @@ class MoELauncher:
         if torch.compiler.is_compiling():
             return call_first(self._operator, *self._arguments(self._arrays, given))
         key = eager.plain_key((*given, self._options))
-        if key is None or self._asks_for_gradient():
+        if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
             return call_first(self._operator, *self._arguments(self._arrays, given))
         addresses = [tensor.data_ptr() for tensor in self._bound]
         if addresses != self._addresses or [_form(tensor) for tensor in self._bound] != self._forms:
@@ -128,26 +128,18 @@ class MoELauncher:
             arrays[place] = array
         return (*arrays, self._options)
 
-    def _asks_for_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)
-
     def _refuse_replaced(self) -> NoReturn:
         for name, tensor, address, form in zip(self._names, self._bound, self._addresses, self._forms, strict=True):
-            if tensor.data_ptr() != address:
-                raise InvalidInput(
-                    f"{name} must keep the memory it was bound with, at {address:#x}, got {tensor.data_ptr():#x}; "
-                    "call prepare_moe again"
-                )
-            if _form(tensor) != form:
-                raise InvalidInput(
-                    f"{name} must keep the shape, strides and dtype it was bound with, {form}, got {_form(tensor)}; "
-                    "call prepare_moe again"
-                )
+            kept, got = f"memory it was bound with, at {address:#x}", f"{tensor.data_ptr():#x}"
+            if tensor.data_ptr() == address:
+                kept, got = f"shape, strides and dtype it was bound with, {form}", str(_form(tensor))
+            if tensor.data_ptr() != address or _form(tensor) != form:
+                raise InvalidInput(f"{name} must keep the {kept}, got {got}; call prepare_moe again")
         raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
         """The plan for what a call brings, reading addresses of the bound tensors first, then of those given."""
-        ready = self._operator.ready_first(self._arguments(self._kept, given))
+        ready = self._operator.ready(self._arguments(self._kept, given), first=True)
         places = [self._operator.names.index(name) for name in self._names] + list(self._given)
         ready = ready._replace(selection=tuple(places.index(place) for place in ready.selection))
         if len(self._ready) >= _READY_LIMIT:

@@ -158,8 +158,8 @@ class Operator:
         self._gradient: Callable[..., Any] | None = None
         self._cache: dict[Any, Ready] = {}
         self._lock = threading.Lock()
-        LIBRARY.impl(self.name, self._run_on_cpu, "CPU")
-        LIBRARY.impl(self.name, self._run_on_cuda, "CUDA")
+        LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
+        LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, None), "CUDA")
         LIBRARY.impl(self.name, self._run_autograd, "Autograd")
         LIBRARY.impl(self.name, self._refuse_backend, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
@@ -206,12 +206,6 @@ class Operator:
                 raise InvalidInput(f"{buffer.name} must be {buffer.spec}, got {spec}; pass the layout's own array")
         return plan
 
-    def _run_on_cpu(self, *arguments: Any) -> Any:
-        return self._run_below(arguments, cpu_target())
-
-    def _run_on_cuda(self, *arguments: Any) -> Any:
-        return self._run_below(arguments, None)
-
     def _run_below(self, arguments: tuple[Any, ...], target: Target | None) -> Any:
         """The kernel of the dispatcher."""
         return self.pack(self._run(eager.key_of(arguments, target), arguments))
@@ -225,35 +219,25 @@ class Operator:
             raise
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
-        ready = self.ready_first(arguments) if key[-1] is _FIRST else self.ready(arguments)
+        ready = self.ready(arguments, first=key[-1] is _FIRST)
         with self._lock:
             while len(self._cache) >= _CACHE_LIMIT:
                 del self._cache[next(iter(self._cache))]
             self._cache[key] = ready
         return ready
 
-    def ready(self, arguments: tuple[Any, ...]) -> Ready:
-        """The plan for a call's arguments, compiled and loaded."""
-        return self._made_ready(*self._planned(arguments))
+    def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:
+        """The plan for a call's arguments, compiled and loaded.
 
-    def ready_first(self, arguments: tuple[Any, ...]) -> Ready:
-        """`ready` for the first of several outputs: the others are scratch buffers."""
-        plan, device = self._planned(arguments)
-        return self._made_ready(plan, device, plan.outputs[0].name)
-
-    def ready_placing(self, arguments: tuple[Any, ...], names: tuple[str, ...]) -> Ready:
-        """`ready` whose outputs are the plan's buffers of these names, in their order; all others are scratch."""
-        return self._made_ready(*self._planned(arguments), *names)
-
-    def _planned(self, arguments: tuple[Any, ...]) -> tuple[LaunchPlan, torch.device]:
+        names: the plan's buffers that are outputs, in this order, all others scratch; none = its own outputs. first: of
+        these the first alone.
+        """
         *tensors, options = arguments
         device = require_one_device(self._present(tensors))
-        return self.plan(tensors, options, target_of_device(device)), device
-
-    def _made_ready(self, plan: LaunchPlan, device: torch.device, *names: str) -> Ready:
-        if names:
+        plan = self.plan(tensors, options, target_of_device(device))
+        if first or names:
             buffers = {buffer.name: buffer for buffer in (*plan.scratch, *plan.outputs)}
-            outputs = tuple(buffers.pop(name) for name in names)
+            outputs = tuple(buffers.pop(name) for name in names or (plan.outputs[0].name,))
             plan = dataclasses.replace(plan, outputs=outputs, scratch=tuple(buffers.values()))
         index = {name: position for position, name in enumerate(self.names)}
         return Ready(
@@ -322,16 +306,13 @@ class Operator:
                 )
             if torch.is_grad_enabled() and tensor.requires_grad:
                 if self._gradient is None:
-                    self._refuse_gradient(name, arguments)
+                    raise Unsupported(
+                        f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch "
+                        "moe, router, route, matmul_ogs, activation and reduce do; call one of them, or call "
+                        f"{self._packet} under torch.no_grad() or pass {name}.detach()"
+                    )
                 asked = asked or name in self._differentiable
         return asked
-
-    def _refuse_gradient(self, name: str, arguments: Sequence[Any]) -> NoReturn:
-        raise Unsupported(
-            f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch moe, router, "
-            "route, matmul_ogs, activation and reduce do; call one of them, or call "
-            f"{self._packet} under torch.no_grad() or pass {name}.detach()"
-        )
 
     def _refuse_backend(self, *arguments: Any) -> NoReturn:
         """Every backend without a kernel of its own: sparse and quantised tensors, other devices; no tensor at all."""
