@@ -170,11 +170,9 @@ class MoE(nn.Module):
     def _variables(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The layer's parameters as its collections."""
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(arrays))
-        collections = dict.fromkeys(_collection(leaf) for leaf in every)
+        names = dict.fromkeys(_collection(leaf) for leaf in every)
         placed = [(_collection(leaf), leaf.path, layers.find(arrays, leaf.path)) for leaf in every]
-        return {
-            name: layers.nested((path, array) for own, path, array in placed if own == name) for name in collections
-        }
+        return {name: layers.nested((path, array) for own, path, array in placed if own == name) for name in names}
 
     @nn.nowrap
     def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:

@@ -134,7 +134,7 @@ class MoE(nnx.Module):
         **options: Any,
     ) -> None:
         known = sorted(field.name for field in dataclasses.fields(layers.MoELayerSpec))
-        for name in set(options).difference(known):
+        for name in [name for name in options if name not in known]:
             raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(known)}")
         self.spec = layers.MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
         self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
