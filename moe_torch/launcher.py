@@ -11,7 +11,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_torch.bridge import eager
-from moe_torch.bridge.operator import Operator, Ready, array_spec, call_first, require_one_device, target_of_device
+from moe_torch.bridge.operator import Operator, Ready, call_first, target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators.requests import moe_request, routing_arrays
 
@@ -65,12 +65,10 @@ class MoELauncher:
     """
 
     def __init__(self, kind: type, operator: Operator, arrays: Sequence[Any], options: str) -> None:
-        names = operator.names
-        named = [(name, array) for name, array in zip(names, arrays, strict=True) if array is not None]
-        for name, tensor in named:
-            array_spec(name, tensor)
-        # Refuses devices without kernels.
-        target_of_device(require_one_device(named))
+        names, named = operator.names, operator.present(arrays)
+        # What is no tensor, and devices without kernels, are refused.
+        operator.specs(arrays)
+        target_of_device(operator.device_of(arrays))
         for name, tensor in named:
             if not eager.plain_tensor(tensor):
                 raise Unsupported(

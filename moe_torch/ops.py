@@ -41,7 +41,7 @@ from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable
 from moe_core.specs.tuning import MatmulTuning, Tuning
-from moe_torch.bridge.operator import call, require_one_device, target_of_device
+from moe_torch.bridge.operator import call, target_of_device
 from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_instance
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import matmul_request, moe_request, training_plans
@@ -204,8 +204,7 @@ def explain_moe(
 ) -> str:
     """Describe what `moe` would run for these arguments."""
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
-    present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
-    target = target_of_device(require_one_device(present))
+    target = target_of_device(operator.device_of(arrays))
     if training:
         return explain_training(training_plans(operator, arrays, text, target))
     return operator.plan(arrays, text, target).explain()

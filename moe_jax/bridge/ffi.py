@@ -74,17 +74,14 @@ def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...
         # XLA plans the arena with its other temporaries: a result that nobody reads.
         results.append(((plan.scratch_bytes,), np.dtype(np.uint8)))
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
-    structs = tuple(_result(shape, dtype, varying) for shape, dtype in results)
+    options: dict[str, Any] = {}
+    if varying:
+        # Under shard_map a result varies over the mesh axes that any operand varies over.
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+        options = {"sharding": sharding, "manual_axis_type": ManualAxisType(varying=varying)}
+    structs = tuple(jax.ShapeDtypeStruct(shape, dtype, **options) for shape, dtype in results)
     values = jax.ffi.ffi_call(TARGET_NAME, structs, vmap_method="sequential")(*operands, plan=plan.key)
     return tuple(values[: len(plan.outputs)])
-
-
-def _result(shape: tuple[int, ...], dtype: np.dtype, varying: frozenset[Any]) -> jax.ShapeDtypeStruct:
-    """A result's type; under shard_map it varies over the mesh axes that any operand varies over."""
-    if not varying:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
 
 def _callback(key: str, stream: int, *tensors: Any) -> None:
@@ -160,18 +157,7 @@ def _prepare_late(key: str, platform: str, index: int) -> Prepared:
     return _prepared[key, platform, index]
 
 
-def _register() -> None:
-    function = tvm_ffi.convert(_callback)
-    arguments = ["attrs.plan", "ctx.stream", "args", "rets"]
-    for platform in ("cpu", "gpu"):
-        jax_tvm_ffi.register_ffi_target(
-            TARGET_NAME,
-            function,
-            arguments,
-            platform=platform,
-            allow_cuda_graph=platform == "gpu",
-            pass_owned_tensor=False,
-        )
-
-
-_register()
+_function = tvm_ffi.convert(_callback)
+for _platform in ("cpu", "gpu"):
+    _options = {"platform": _platform, "allow_cuda_graph": _platform == "gpu", "pass_owned_tensor": False}
+    jax_tvm_ffi.register_ffi_target(TARGET_NAME, _function, ["attrs.plan", "ctx.stream", "args", "rets"], **_options)

@@ -10,7 +10,7 @@ import torch
 
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import MoESpec, RouterSpec
-from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_core.specs.operands import MoEOutput, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode
@@ -81,17 +81,13 @@ class CapacityLimit:
         logits = ops.router(rows, weight, bias=bias, spec=self._logits)
         ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=mask)
         layout = ops.make_layout(ids, self._spec.num_experts)
-        kept = self._within(ids, layout)
+        numerator, denominator = self._ratio
+        capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
+        # -1 for every slot behind the first of its expert.
+        place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
+        kept = torch.where(place < capacity, flat, -1).view(ids.shape)
         output, _, invalid_ids = call(moe.operator, *moe.arguments(arrays, kept, weights), self._options)
         return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
-
-    def _within(self, ids: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-        """ids with -1 for every slot behind the first C of its expert."""
-        numerator, denominator = self._ratio
-        capacity = -(-ids.shape[0] * numerator // denominator)
-        flat = ids.view(-1)
-        place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
-        return torch.where(place < capacity, flat, -1).view(ids.shape)
 
 
 def router_losses(

@@ -22,7 +22,7 @@ from moe_core.specs.operands import (
     TopK,
     array_fields,
 )
-from moe_torch.bridge.operator import Operator, array_spec
+from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, encode, require_instance
 from moe_torch.operators.table import MATMUL_OGS, MATMUL_OGS_QUANTIZED, MOE, MOE_QUANTIZED
 
@@ -102,8 +102,7 @@ def moe_request(
 
 def operands_of(operator: Operator, tensors: Sequence[Any], options: str) -> MoEOperands:
     """The specs of the tensors of a moe operator (None where absent), as its planner takes them."""
-    specs = [None if one is None else array_spec(name, one) for name, one in zip(operator.names, tensors, strict=True)]
-    given = operator.signature.keywords(specs, decode(options))
+    given = operator.signature.keywords(operator.specs(tensors), decode(options))
     return MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
 
 
