@@ -137,8 +137,10 @@ def compare_gradient_bits(runs: Sequence[GradientRun]) -> tuple[BitwiseRow, ...]
     return tuple(rows)
 
 
-def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]) -> MoEOperands:
-    """What `moe` takes, in a framework's arrays: leaves in the place of `differentiated`, the rest through `put`."""
+def arguments_of(
+    case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, by keyword) what `moe` takes: leaves in the place of `differentiated`, the rest through `put`."""
 
     def constant(value: Any) -> Any:
         return map_arrays(value, put) if isinstance(value, QuantizedTensor) else put(value)
@@ -148,10 +150,7 @@ def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray
         kept = {name: leaves[prefix + name] if prefix + name in leaves else constant(found[name]) for name in found}
         return type(arrays)(**kept)
 
-    return MoEOperands(
-        leaves["x"],
-        bundle("experts.", case.experts),
-        bundle("routing.", case.routing),
-        None if case.token_mask is None else put(case.token_mask),
-        shared=None if case.shared is None else bundle("shared.", case.shared),
-    )
+    mask = None if case.token_mask is None else put(case.token_mask)
+    shared = None if case.shared is None else bundle("shared.", case.shared)
+    positional = (leaves["x"], bundle("experts.", case.experts), bundle("routing.", case.routing), case.spec)
+    return positional, {"token_mask": mask, "shared": shared}
