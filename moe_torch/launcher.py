@@ -128,11 +128,13 @@ class MoELauncher:
 
     def _refuse_replaced(self) -> NoReturn:
         for name, tensor, address, form in zip(self._names, self._bound, self._addresses, self._forms, strict=True):
-            kept, got = f"memory it was bound with, at {address:#x}", f"{tensor.data_ptr():#x}"
-            if tensor.data_ptr() == address:
+            if tensor.data_ptr() != address:
+                kept, got = f"memory it was bound with, at {address:#x}", f"{tensor.data_ptr():#x}"
+            elif _form(tensor) != form:
                 kept, got = f"shape, strides and dtype it was bound with, {form}", str(_form(tensor))
-            if tensor.data_ptr() != address or _form(tensor) != form:
-                raise InvalidInput(f"{name} must keep the {kept}, got {got}; call prepare_moe again")
+            else:
+                continue
+            raise InvalidInput(f"{name} must keep the {kept}, got {got}; call prepare_moe again")
         raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
