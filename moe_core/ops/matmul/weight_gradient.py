@@ -17,9 +17,9 @@ from moe_core.ops.matmul.sm90.weight_gradient_plan import (
     why_not_sm90_gradient,
 )
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Pointer, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.matmul import WeightGradientSpec
-from moe_core.specs.operands import WeightGradientOperands, named_arrays
+from moe_core.specs.operands import LAYOUT_INPUTS, WeightGradientOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 
@@ -228,23 +228,18 @@ def _launch_portable(
 
     in_parts = parts > 1
     by_slot = layout is not None and (spec.gather != ("row", "row") or operands.row_weight is not None or not trusted)
-    whole = {} if in_parts else builder.pointers("layer_index", "into")
-    arguments: dict[str, Argument] = {
+    layer_index, into = (None if in_parts else builder.optional(name) for name in ("layer_index", "into"))
+    arguments = {
         **builder.pointers("left", "right", "row_weight", "row_mask"),
-        "layer_index": whole.get("layer_index", Constant(None)),
-        **builder.pointers("group_sizes", "group_start", "slot_of_row"),
-        "into": whole.get("into", Constant(None)),
-        "d_weight": Pointer(results["d_weight"]) if with_weight else Constant(None),
-        "d_bias": builder.optional(results["d_bias"]),
-        "num_rows": Scalar(rows),
-        "num_slots": Scalar(rows if layout is None else layout.num_slots),
-        "part_rows": Scalar(part_rows),
-        **constants(M=m, N=n, LEFT_STRIDE=row_stride("left", left), RIGHT_STRIDE=row_stride("right", right)),
-        **constants(LEFT_START=starts[0], RIGHT_START=starts[1]),
-        **constants(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
-        **constants(TOP_K=1 if layout is None else layout.top_k, BY_SLOT=by_slot),
-        **constants(BIAS_SIDE=spec.bias_side, PRODUCT=product),
-        **constants(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k),
+        **(passed(layer_index=layer_index) | builder.pointers(*LAYOUT_INPUTS) | passed(into=into)),
+        **passed(d_weight=results["d_weight"] if with_weight else None, d_bias=builder.optional(results["d_bias"])),
+        **passed(num_rows=rows, num_slots=rows if layout is None else layout.num_slots, part_rows=part_rows),
+        **passed(M=m, N=n, LEFT_STRIDE=row_stride("left", left), RIGHT_STRIDE=row_stride("right", right)),
+        **passed(LEFT_START=starts[0], RIGHT_START=starts[1]),
+        **passed(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
+        **passed(TOP_K=1 if layout is None else layout.top_k, BY_SLOT=by_slot),
+        **passed(BIAS_SIDE=spec.bias_side, PRODUCT=product),
+        **passed(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k),
     }
     grid = (tiles_m * tiles_n, parts if layout is None else groups, 1 if in_parts else spec.num_layers)
     builder.launch(WEIGHT_GRADIENT, grid, arguments, tile.num_warps, tile.num_stages)
@@ -259,16 +254,8 @@ def _sum_parts(builder: PlanBuilder, spec: WeightGradientSpec, name: str, parts:
     """Add the launch that makes a result of its parts."""
     size = builder.spec(parts).size // number
     block = min(_SUM_BLOCK[builder.target.engine], padded(size))
-    builder.launch(
-        SUM_PARTS,
-        (-(-size // block), spec.num_layers),
-        {
-            "parts": Pointer(parts),
-            "layer_index": builder.optional("layer_index"),
-            "into": builder.optional("into") if name == "d_weight" else Constant(None),
-            "result": Pointer(name),
-            "num_parts": Scalar(number),
-            **constants(SIZE=size, BLOCK=block),
-        },
-    )
+    into = builder.optional("into") if name == "d_weight" else None
+    arguments = passed(parts=parts, layer_index=builder.optional("layer_index"), into=into, result=name)
+    arguments |= passed(num_parts=number, SIZE=size, BLOCK=block)
+    builder.launch(SUM_PARTS, (-(-size // block), spec.num_layers), arguments)
     builder.sums(f"{name}: {number} parts in order, fp32")

@@ -10,7 +10,7 @@ from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.routing import LogitsSpec
 from moe_core.specs.tile import TileConfig
 
@@ -100,8 +100,7 @@ def plan_router(
     if not target.compiled:
         by_row = ", one row at a time" if spec.batch_invariant else ""
         builder.sums(f"logits: d_model in the order of NumPy's matmul, fp32{by_row}")
-        builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
-        return builder.build()
+        return builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
     widened = x.dtype != weight.dtype
     is_fp32 = widened or x.dtype == "float32"
     precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"
@@ -113,17 +112,12 @@ def plan_router(
     tile = router_tile(rows, num_experts, d, kind, target)
     dot = product if is_fp32 else x.dtype
     builder.sums(f"logits: d_model in order, one {dot} dot of {tile.block_k} terms at a time, fp32, then the bias")
-    builder.launch(
-        ROUTER,
-        (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n)),
-        {
-            **builder.pointers("x", "weight", "bias", "logits"),
-            "num_tokens": Scalar(num_tokens),
-            **constants(D=d, NUM_EXPERTS=num_experts, X_STRIDE=stride),
-            **constants(WEIGHT_LAYOUT=spec.weight_layout, LOGITS_DTYPE=spec.logits_dtype, PRODUCT=product),
-            **constants(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PDL=None),
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    arguments = {
+        **builder.pointers("x", "weight", "bias", "logits"),
+        **passed(num_tokens=num_tokens, D=d, NUM_EXPERTS=num_experts, X_STRIDE=stride),
+        **passed(WEIGHT_LAYOUT=spec.weight_layout, LOGITS_DTYPE=spec.logits_dtype, PRODUCT=product),
+        **passed(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PDL=None),
+    }
+    grid = (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n))
+    builder.launch(ROUTER, grid, arguments, tile.num_warps, tile.num_stages)
     return builder.build()

@@ -7,7 +7,7 @@ from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, block_
 from moe_core.ops.matmul.portable.tiles import PortableTiles
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, constants
+from moe_core.plan.steps import Argument, Kernel, passed
 from moe_core.specs.tile import TileConfig
 
 MATMUL_OGS = Kernel("matmul.portable.kernel:matmul_ogs", pdl="layout")
@@ -32,21 +32,15 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
     k_axis, n_axis = (-2, -1) if spec.weight_layout == "in_out" else (-1, -2)
     stacked, ragged = operands.layer_index is not None, problem.layout is not None
     # A second weight without an activation is that of a joined product.
-    joined = {"GATE_LAYOUT": Constant("joined")} if problem.joined else {}
+    joined = passed(GATE_LAYOUT="joined") if problem.joined else {}
     tf32 = spec.allow_tf32 and operands.x.dtype == "float32"
+    layer_stride, expert_stride = weight.stride[0] if stacked else 0, weight.stride[-3] if ragged else 0
+    names = ("x", "weight", "up", "bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre")
     return {
-        "x": Pointer("x"),
-        "weight": Pointer("weight"),
-        **builder.pointers("up", "bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre"),
-        **row_counts(problem, config),
-        **constants(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n, NUM_LAYERS=sizes.num_layers),
-        **constants(X_STRIDE=row_stride("x", operands.x), LAYER_STRIDE=weight.stride[0] if stacked else 0),
-        **constants(EXPERT_STRIDE=weight.stride[-3] if ragged else 0, K_STRIDE=weight.stride[k_axis]),
-        **constants(N_STRIDE=weight.stride[n_axis]),
-        **bias_strides(operands),
-        **fused_constants(problem),
-        **joined,
-        "INPUT_PRECISION": Constant("tf32" if tf32 else "ieee"),
-        **block_constants(config),
-        "PDL": Constant(None),
+        **(builder.pointers(*names) | row_counts(problem, config)),
+        **passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n, NUM_LAYERS=sizes.num_layers),
+        **passed(X_STRIDE=row_stride("x", operands.x), LAYER_STRIDE=layer_stride, EXPERT_STRIDE=expert_stride),
+        **passed(K_STRIDE=weight.stride[k_axis], N_STRIDE=weight.stride[n_axis]),
+        **(bias_strides(operands) | fused_constants(problem) | joined),
+        **(passed(INPUT_PRECISION="tf32" if tf32 else "ieee") | block_constants(config) | passed(PDL=None)),
     }

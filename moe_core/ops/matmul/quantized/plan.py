@@ -8,7 +8,9 @@ from moe_core.ops.matmul.arguments import (
     SCHEDULED_INPUTS,
     bias_strides,
     block_constants,
+    format_constants,
     fused_constants,
+    quantized_pointers,
     quantized_strides,
     row_counts,
     size_constants,
@@ -16,7 +18,7 @@ from moe_core.ops.matmul.arguments import (
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.tiles import ProductMethod, QuantizedTiles, product_method
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, Scalar, constants
+from moe_core.plan.steps import Argument, Kernel, Pointer, passed
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
 
@@ -85,20 +87,10 @@ def _is_uniform(problem: MatmulProblem, config: TileConfig, method: ProductMetho
 def _x_arguments(x: ArraySpec | QuantizedTensor) -> dict[str, Argument]:
     """What kernels are told of x as it is given."""
     if not isinstance(x, QuantizedTensor):
-        return {
-            "x": Pointer("x"),
-            "x_scales": Constant(None),
-            "ELEMENT": Constant(None),
-            "STRIDE": Constant(row_stride("x", x)),
-            "SCALE_STRIDE": Constant(0),
-            "GROUP": Constant(0),
-        }
-    return {
-        "x": Pointer("x.values"),
-        "x_scales": Pointer("x.scales"),
-        **constants(ELEMENT=x.format.element, STRIDE=row_stride("x", x.values)),
-        **constants(SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0, GROUP=x.format.group_columns or 0),
-    }
+        return passed(x="x", x_scales=None, ELEMENT=None, STRIDE=row_stride("x", x), SCALE_STRIDE=0, GROUP=0)
+    scale_stride, group = x.scales.shape[1] if x.format.group_rows else 0, x.format.group_columns or 0
+    arrays = passed(x="x.values", x_scales="x.scales", ELEMENT=x.format.element, STRIDE=row_stride("x", x.values))
+    return arrays | passed(SCALE_STRIDE=scale_stride, GROUP=group)
 
 
 def _order_columns(
@@ -110,19 +102,15 @@ def _order_columns(
     rows, width = builder.spec(x.buffer).shape[0], -(-d // config.block_k) * config.block_k
     into_weight = method.scaling == "into_weight"
     builder.scratch(_ORDERED, ArraySpec((rows, width), method.dot))
-    arguments: dict[str, Argument] = {
-        "x": x,
-        "x_scales": x_side["x_scales"] if into_weight else Constant(None),
-        "ordered_x": Pointer(_ORDERED),
-        "num_rows": Scalar(rows),
-        "D": Constant(d),
+    arguments = {
+        **passed(x=x, x_scales=x_side["x_scales"] if into_weight else None, ordered_x=_ORDERED, num_rows=rows, D=d),
         **{name: x_side[name] for name in ("ELEMENT", "STRIDE", "SCALE_STRIDE", "GROUP")},
-        **constants(SCALING=method.scaling, ORDER=order, WIDTH=width, BLOCK_M=_ORDER_ROWS, BLOCK_K=config.block_k),
+        **passed(SCALING=method.scaling, ORDER=order, WIDTH=width, BLOCK_M=_ORDER_ROWS, BLOCK_K=config.block_k),
     }
     grid = (-(-rows // _ORDER_ROWS), width // config.block_k)
     builder.launch(ORDER_COLUMNS, grid, arguments, 4, 1)
-    scales_stay = {} if not into_weight else {"x_scales": Constant(None)}
-    return x_side | {"x": Pointer(_ORDERED), "ELEMENT": Constant(None), "STRIDE": Constant(width)} | scales_stay
+    scales_go = passed(x_scales=None) if into_weight else {}
+    return x_side | passed(x=_ORDERED, ELEMENT=None, STRIDE=width) | scales_go
 
 
 def _arguments(
@@ -130,34 +118,20 @@ def _arguments(
 ) -> dict[str, Argument]:
     """Every kernel parameter in order. x_side: what it is told of x; order: of the columns of decoded weights."""
     weight: QuantizedTensor = problem.operands.weight
-    spec, sizes, method = problem.spec, problem.sizes, product_method(problem.operands, builder.target)
+    spec, method = problem.spec, product_method(problem.operands, builder.target)
     ordered = x_side["x"] == Pointer(_ORDERED)
+    columns = builder.spec(_ORDERED).shape[1] if ordered else problem.d
+    tokens_first = method.dot in ("e4m3", "int8") and config.block_m >= _TOKENS_FIRST_ROWS
     return {
-        "x": x_side["x"],
-        "x_scales": x_side["x_scales"],
-        "weight": Pointer("weight.values"),
-        "scales": Pointer("weight.scales"),
-        "zero_points": builder.optional("weight.zero_points"),
-        "up": builder.optional("up.values"),
-        "up_scales": builder.optional("up.scales"),
-        "up_zero_points": builder.optional("up.zero_points"),
+        **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | quantized_pointers(builder)),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre"),
-        **row_counts(problem, config),
-        **size_constants(problem),
-        "X_ELEMENT": x_side["ELEMENT"],
-        "X_COLUMNS": Constant(builder.spec(_ORDERED).shape[1] if ordered else sizes.d),
-        "X_STRIDE": x_side["STRIDE"],
-        "X_SCALE_STRIDE": x_side["SCALE_STRIDE"],
-        "X_GROUP": x_side["GROUP"],
-        **constants(X_ORDER=None if ordered else order, ELEMENT=weight.format.element),
-        **constants(GROUP_ROWS=weight.format.group_rows or 0, GROUP=weight.format.group_columns or 0),
-        **quantized_strides(weight),
-        **bias_strides(problem.operands),
-        **fused_constants(problem),
-        **constants(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
-        **constants(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
-        **constants(FAST_ACCUMULATE=spec.fast_accumulate),
-        **constants(TOKENS_FIRST=method.dot in ("e4m3", "int8") and config.block_m >= _TOKENS_FIRST_ROWS),
-        **block_constants(config),
-        "PDL": Constant(None),
+        **(row_counts(problem, config) | size_constants(problem)),
+        **passed(X_ELEMENT=x_side["ELEMENT"], X_COLUMNS=columns, X_STRIDE=x_side["STRIDE"]),
+        **passed(X_SCALE_STRIDE=x_side["SCALE_STRIDE"], X_GROUP=x_side["GROUP"], X_ORDER=None if ordered else order),
+        **(format_constants(weight) | quantized_strides(weight)),
+        **(bias_strides(problem.operands) | fused_constants(problem)),
+        **passed(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
+        **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
+        **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first),
+        **(block_constants(config) | passed(PDL=None)),
     }

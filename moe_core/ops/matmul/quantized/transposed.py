@@ -16,7 +16,9 @@ from moe_core.ops.matmul.arguments import (
     SCHEDULED_INPUTS,
     block_constants,
     fill_absent,
+    format_constants,
     fused_constants,
+    quantized_pointers,
     quantized_strides,
     row_counts,
 )
@@ -34,7 +36,7 @@ from moe_core.ops.matmul.tile_rules import (
 )
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, Pointer, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
@@ -76,9 +78,8 @@ def plan_matmul_quantized_transposed(
         builder.output("y", y)
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants: dict[str, Any] = {"layout": layout, "spec": spec, "tensors": tensors}
-        builder.reference("matmul.reference.backward:quantized_input_gradient", inputs, constants, ("y",))
         builder.sums("reference: float32 BLAS over the whole reduction axis of dequantised weights")
-        return builder.build()
+        return builder.reference("matmul.reference.backward:quantized_input_gradient", inputs, constants, ("y",))
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=composed)
     builder.output("y", y)
@@ -185,25 +186,14 @@ def _heuristics(rows: float, dtype: str, weights: Format, target: Target) -> Til
 
 
 def _launch(builder: PlanBuilder, problem: MatmulProblem, weight: QuantizedTensor, config: TileConfig) -> None:
-    x, weights, spec, sizes = problem.operands.x, weight.format, problem.spec, problem.sizes
-    fused = fused_constants(problem)
-    arguments: dict[str, Argument] = {
-        "x": Pointer("x"),
-        "weight": Pointer("weight.values"),
-        "scales": Pointer("weight.scales"),
-        "zero_points": builder.optional("weight.zero_points"),
-        "up": builder.optional("up.values"),
-        "up_scales": builder.optional("up.scales"),
-        "up_zero_points": builder.optional("up.zero_points"),
-        **builder.pointers("layer_index", *SCHEDULED_INPUTS),
-        "y": Pointer("y"),
-        **row_counts(problem, config),
-        **constants(D=sizes.d, N=sizes.n, NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers),
-        **constants(X_STRIDE=row_stride("x", x), ELEMENT=weights.element, GROUP_ROWS=weights.group_rows or 0),
-        **constants(GROUP=weights.group_columns or 0),
-        **quantized_strides(weight),
+    x, spec, sizes, fused = problem.operands.x, problem.spec, problem.sizes, fused_constants(problem)
+    arguments = {
+        **(builder.pointers("x") | quantized_pointers(builder)),
+        **(builder.pointers("layer_index", *SCHEDULED_INPUTS, "y") | row_counts(problem, config)),
+        **passed(D=sizes.d, N=sizes.n, NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers),
+        **(passed(X_STRIDE=row_stride("x", x)) | format_constants(weight) | quantized_strides(weight)),
         **{name: fused[name] for name in ("TOP_K", "GATHER", "SCATTER")},
-        **constants(DOT=x.dtype, INPUT_PRECISION="tf32" if spec.allow_tf32 and x.dtype == "float32" else "ieee"),
+        **passed(DOT=x.dtype, INPUT_PRECISION="tf32" if spec.allow_tf32 and x.dtype == "float32" else "ieee"),
         **block_constants(config),
     }
     grid = (problem.tiles(config),)

@@ -9,7 +9,7 @@ from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_K, SM90_BLOCK_M, SM90_TALL_BLOCK_M, SM90_WIDTH, Sm90Tiles
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, TensorMap, constants
+from moe_core.plan.steps import Argument, Kernel, TensorMap, passed
 from moe_core.specs.tile import TileConfig
 
 SM90_MATMUL_OGS = Kernel("matmul.sm90.kernels.matmul:matmul_ogs", pdl="start", whole_multiprocessor=True)
@@ -65,35 +65,24 @@ def _arguments(
             return TensorMap(name, (matrices * d, weight_n), weight_n, (SM90_BLOCK_K, columns))
         return TensorMap(name, (matrices * weight_n, d), d, (columns, SM90_BLOCK_K))
 
-    def output_map(name: str, columns: int | None = None) -> TensorMap | Constant:
+    def output_map(name: str, columns: int | None = None) -> TensorMap | None:
         # Of the first `columns` columns, where not of all.
         if not builder.has(name):
-            return Constant(None)
+            return None
         rows, width = builder.spec(name).shape
         return TensorMap(name, (rows, columns or width), width, (_CONSUMER_ROWS, box))
 
-    pre: dict[str, Argument] = {
-        "pre": builder.optional("pre"),
-        "pre_map": output_map("pre"),
-        "gate_map": output_map("pre", n) if two_tiles else Constant(None),
-    }
+    gate_map = output_map("pre", n) if two_tiles else None
+    pre = builder.pointers("pre") | passed(pre_map=output_map("pre"), gate_map=gate_map)
     stride = row_stride("x", x)
     x_map = TensorMap("x", (x.shape[0], d), stride, (_CONSUMER_ROWS, SM90_BLOCK_K))
+    up_map = weight_map("up") if operands.up is not None else None
     return {
-        "x": Pointer("x"),
-        "x_map": x_map if spec.gather == "row" else Constant(None),
-        "weight_map": weight_map("weight"),
-        "up_map": weight_map("up") if operands.up is not None else Constant(None),
+        **passed(x="x", x_map=x_map if spec.gather == "row" else None, weight_map=weight_map("weight"), up_map=up_map),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        "counters": Pointer("tile_counters"),
-        "y": builder.optional("y"),
-        "y_map": output_map("y"),
-        **({} if tall else pre),
-        **row_counts(problem, config),
-        **size_constants(problem),
-        "X_STRIDE": Constant(stride),
-        **bias_strides(operands),
-        **fused_constants(problem),
-        **constants(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),
-        **constants(GROUP_M=config.group_m, PDL=None),
+        **passed(counters="tile_counters", y=builder.optional("y"), y_map=output_map("y")),
+        **(({} if tall else pre) | row_counts(problem, config) | size_constants(problem)),
+        **(passed(X_STRIDE=stride) | bias_strides(operands) | fused_constants(problem)),
+        **passed(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),
+        **passed(GROUP_M=config.group_m, PDL=None),
     }

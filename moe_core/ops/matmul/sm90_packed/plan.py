@@ -12,7 +12,7 @@ from moe_core.ops.matmul.sm90_packed import tiles
 from moe_core.ops.matmul.sm90_packed.tiles import LARGE, LINE, MIXED_INPUT_NAME, TALL
 from moe_core.ops.matmul.tile_rules import INVARIANT_ROWS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, TensorMap, constants
+from moe_core.plan.steps import Argument, Kernel, TensorMap, passed
 from moe_core.specs.tile import TileConfig
 
 MATMUL_MIXED_INPUT = Kernel(
@@ -68,17 +68,16 @@ def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
     weight: QuantizedTensor = problem.operands.weight
     blocks, steps = weight.values.shape[-3:-1]
     block = block_of(weight.format)
-    strides = bias_strides(problem.operands)
+    repeat = max(1, steps) if block.repeat is None else block.repeat
     return {
-        **constants(D=problem.d, N=problem.n, WEIGHT_N=weight.shape[-2], STEPS=steps, BLOCKS=blocks),
-        **constants(NUM_EXPERTS=problem.groups, NUM_LAYERS=problem.sizes.num_layers),
-        **constants(X_STRIDE=row_stride("x", problem.operands.x)),
-        "BIAS_LAYER_STRIDE": strides["BIAS_LAYER_STRIDE"],
+        **passed(D=problem.d, N=problem.n, WEIGHT_N=weight.shape[-2], STEPS=steps, BLOCKS=blocks),
+        **passed(NUM_EXPERTS=problem.groups, NUM_LAYERS=problem.sizes.num_layers),
+        **passed(X_STRIDE=row_stride("x", problem.operands.x)),
+        **passed(BIAS_LAYER_STRIDE=bias_strides(problem.operands)["BIAS_LAYER_STRIDE"]),
         **fused_constants(problem),
         # Signed codes of 8 bits are tiled as unsigned ones with the zero point 128.
-        **constants(ELEMENT="uint8" if weight.format.element == "int8" else weight.format.element),
-        **constants(COLUMNS=block.columns, GROUPS=block.groups),
-        **constants(REPEAT=max(1, steps) if block.repeat is None else block.repeat),
+        **passed(ELEMENT="uint8" if weight.format.element == "int8" else weight.format.element),
+        **passed(COLUMNS=block.columns, GROUPS=block.groups, REPEAT=repeat),
     }
 
 
@@ -93,20 +92,16 @@ def _arguments(
     box = _CHUNK if config.block_m == TALL else config.block_m
     x_map = TensorMap("x", (x.shape[0], problem.d), row_stride("x", x), (box, _DEPTH))
     deep = config.block_k // block_of(weight.format).columns
+    weight_map = TensorMap("weight.values", (values.size // LINE, LINE), LINE, (deep * _LINES, LINE))
     return {
-        "x": Pointer("x"),
-        "x_map": Constant(None) if gathered else x_map,
-        "weight_map": TensorMap("weight.values", (values.size // LINE, LINE), LINE, (deep * _LINES, LINE)),
-        "scales": Pointer("weight.scales"),
-        "zero_points": builder.optional("weight.zero_points"),
+        **passed(x="x", x_map=None if gathered else x_map, weight_map=weight_map, scales="weight.scales"),
+        **passed(zero_points=builder.optional("weight.zero_points")),
         **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        "counters": Constant(None) if counter is None else Pointer("tile_counters"),
-        "y": Pointer("y"),
-        **row_counts(problem, config),
-        **tiled_constants(problem),
-        **constants(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
-        **constants(PAIRS=tiles.blocks_of(config, problem.spec), DEEP=deep),
+        **passed(counters=None if counter is None else "tile_counters", y="y"),
+        **(row_counts(problem, config) | tiled_constants(problem)),
+        **passed(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
+        **passed(PAIRS=tiles.blocks_of(config, problem.spec), DEEP=deep),
         # One warp issues what little a small tile or TMA asks for soonest; gathering many rows takes more threads.
-        **constants(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
-        **constants(GROUP_M=config.group_m, PDL=None),
+        **passed(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
+        **passed(GROUP_M=config.group_m, PDL=None),
     }
