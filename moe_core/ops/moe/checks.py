@@ -9,15 +9,7 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
-from moe_core.ops.matmul.operands import (
-    check_tiling,
-    logical_spec,
-    require_like,
-    require_weight,
-    why_frozen,
-    why_not_together,
-    why_prepacked,
-)
+from moe_core.ops.matmul import operands as matmul
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, SharedExpert, named_fields
 
@@ -27,8 +19,8 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     d_model, dtype = x.shape[1], x.dtype
     stacked = experts.layer_index is not None
     free = ("num_layers", "num_experts") if stacked else ("num_experts",)
-    check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
-    check_tiling(experts.down, None, "experts.down")
+    matmul.check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
+    matmul.check_tiling(experts.down, None, "experts.down")
     gate_up = _matrix("experts.gate_up", experts.gate_up, (*free, *_axes(d_model, "width", spec)), dtype, spec)
     lead = gate_up.shape[:-2]
     if 0 in gate_up.shape:
@@ -75,7 +67,7 @@ def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[s
             "leave activations out, which trains through quantised weights, or dequantise the experts"
         )
     quantized = quantized_experts(experts)
-    return why_prepacked(quantized) or why_frozen(names, quantized)
+    return matmul.why_prepacked(quantized) or matmul.why_frozen(names, quantized)
 
 
 def quantized_rows(rows: ArraySpec, activations: Format) -> QuantizedTensor:
@@ -91,8 +83,8 @@ def _axes(inside: int | str, outside: int | str, spec: MoESpec) -> tuple[int | s
 def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, spec: MoESpec) -> ArraySpec:
     """Check one weight; the plain array that it is, or stands for."""
     if isinstance(weight, QuantizedTensor):
-        require_weight(name, weight, spec.weight_layout)
-    return require_spec(name, logical_spec(weight, dtype), shape, dtype)
+        matmul.require_weight(name, weight, spec.weight_layout)
+    return require_spec(name, matmul.logical_spec(weight, dtype), shape, dtype)
 
 
 def _check_pair(
@@ -114,7 +106,7 @@ def _check_pair(
         if not isinstance(bundle.gate_up, QuantizedTensor):
             require_spec(f"{name}.up", bundle.up, (*lead, *_axes(d_model, width, spec)), dtype)
         else:
-            require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
+            matmul.require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
     elif bundle.up is not None:
         raise InvalidInput(
             f"{name}.up must be None for gate_layout={activation.gate_layout!r}, got {bundle.up}; "
@@ -156,7 +148,7 @@ def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
                 f"experts.{name} must be quantised where activations are, got {weight} with activations "
                 f"{activations}; quantise it, or leave activations out"
             )
-        reason = why_not_together(activations, weight.format)
+        reason = matmul.why_not_together(activations, weight.format)
         if reason is not None:
             raise InvalidInput(
                 f"activations must be a format that goes with {weight.format} of experts.{name}, got {activations}: "

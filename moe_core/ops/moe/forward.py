@@ -25,22 +25,13 @@ from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
+from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    ExpertWeights,
-    LayoutArrays,
-    MatmulOperands,
-    Role,
-    RouterLogits,
-    RouterWeights,
-    SharedExpert,
-    TopK,
-    named_arrays,
-)
+from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
-Routing = RouterWeights | RouterLogits | TopK
+Routing = RouterWeights | bundles.RouterLogits | TopK
 #: Before the names of outputs that only a backward reads.
 SAVED = "saved."
 
@@ -48,7 +39,7 @@ SAVED = "saved."
 @functools.lru_cache(maxsize=4096)
 def plan_moe(
     x: ArraySpec,
-    experts: ExpertWeights,
+    experts: bundles.ExpertWeights,
     routing: Routing,
     spec: MoESpec,
     target: Target,
@@ -81,7 +72,9 @@ def plan_moe(
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
 
 
-def saved_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
+def saved_pre_activation(
+    bundle: bundles.ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int
+) -> ArraySpec:
     """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
     width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
     return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)
@@ -136,8 +129,10 @@ class _MoEPlanner:
         declare, prefix = (builder.output, SAVED) if self.save else (builder.scratch, "")
         if "pre" in self._outputs:
             declare(f"{SAVED}pre_activation", saved_pre_activation(self.experts, self.x, self.spec, layout.capacity))
-        others = named_arrays(dataclasses.replace(LayoutArrays.specs(layout), group_sizes=None))
-        self.arrays = LayoutArrays("tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others))
+        others = named_arrays(dataclasses.replace(bundles.LayoutArrays.specs(layout), group_sizes=None))
+        self.arrays = bundles.LayoutArrays(
+            "tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others)
+        )
         shared = self.shared
         if "pre" in self._outputs and shared is not None:
             declare(f"{SAVED}shared_pre_activation", saved_pre_activation(shared, self.x, self.spec, self.tokens))

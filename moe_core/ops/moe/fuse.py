@@ -1,19 +1,15 @@
-"""Stages of few tokens' forwards that share a launch.
+"""Stages of few tokens' forwards that share a launch: docs/notebook/2026-11-22-shared-launches.md.
 
-Few tokens' forwards stream weights, and each boundary between launches costs what it takes the memory to fall silent
-and start again: the last blocks of a grid, a launch, the first loads. What is computed is what launches apart compute,
-to the bit: the tiles are theirs, and a tile's sums know nothing of others.
+What is computed is what launches apart compute, to the bit: the tiles are theirs, and a tile's sums know nothing of
+others.
 
-**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. A block of product 2
-begins as soon as a block of product 1 has left room and its own rows are done, so that weights never stop coming; the
-reduction's begin while the last ones of product 2 run. Blocks that wait do so for blocks that were given a lower
-number, in the order in which they began: that they end does not depend on the order in which the GPU begins blocks, nor
-on how many it runs at once.
+**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. Blocks that wait do so
+for blocks that were given a lower number, in the order in which they began: that they end does not depend on the order
+in which the GPU begins blocks, nor on how many it runs at once.
 
 **One token** (`moe_core.ops.moe.kernels.one_token`): the routing shares the launch of product 1, whose blocks choose
 the token's experts themselves, and the reduction that of product 2, whose last block of a tile of columns adds up its
-slots. Nothing waits, nor does product 2 begin before product 1 has ended (`moe_core.ops.moe.pdl`), which was 1 us
-slower. A chain would lose, too: all blocks of product 1 run at once, and those of product 2 take room.
+slots. Nothing waits, nor does product 2 begin before product 1 has ended.
 """
 
 from __future__ import annotations

@@ -318,10 +318,7 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 def quantize_rows(
     x: np.ndarray, static_scale: np.ndarray | None = None, used_by: np.ndarray | None = None, *, format: Format
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) of activations x `[R, D]`, `out_in`. static_scale: fp32 `[1]`, given instead of found.
-
-    used_by: int32 `[R * n]`, of formats with one scale for all rows: rows all of whose entries are negative count as
-    zeros. A layout's row_of_slot says so of tokens, its slot_of_row of its own rows.
+    """The results of `moe_core.ops.quantize.rows.plan_quantize_rows` for activations x: values, scales.
 
     Under a static scale every element stands alone: a NaN stays one where the element has it (e4m3) and becomes 0
     elsewhere, an infinity becomes the largest number, and a scale of zero or NaN gives codes of zero.

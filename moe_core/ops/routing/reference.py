@@ -83,12 +83,7 @@ def route(
     spec: RouterSpec,
     with_bitmatrix: bool = False,
 ) -> tuple[np.ndarray, ...]:
-    """ids int32 `[T, K]`, weights fp32 `[T, K]` (and the bitmatrix) from logits fp32 `[T, E]`.
-
-    correction_bias fp32 `[E]` moves the selection, never the weights. token_mask bool `[T]`: False = masked, ids -1 and
-    weights 0. Without a bias the order of the scores is decided on the logits (every scoring is monotone), so that
-    fp32 rounding of the scores makes no ties; with one, on fp32 score + bias (topk_then_softmax: logit + bias).
-    """
+    """The results of `moe_core.ops.routing.topk.plan_routing`, whose rules are these: ids, weights (and bitmatrix)."""
     softmax_last = spec.order == "topk_then_softmax"
     scores = logits if softmax_last else scores_of(logits, spec.scoring)
     with np.errstate(all="ignore"):
@@ -141,12 +136,9 @@ def layout(
     layout: LayoutSpec,
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """Group the slots of ids int32 `[T, K]` by expert; within an expert the rows are in slot order.
-
-    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`:
-    False = the token's ids act as -1 and count nowhere. Returns int32 group_sizes `[E]`, group_start `[E + 1]` (every
-    start a multiple of layout.alignment, group_start[E] the end of the last group with its padding), slot_of_row
-    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then a schedule per block_ms.
+    """The results of `moe_core.ops.routing.layout.plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot,
+    invalid_ids, then a schedule per block_ms. Every start is a multiple of layout.alignment, and group_start[E] the end
+    of the last group with its padding.
     """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     found = np.bincount(local[local >= 0], minlength=layout.num_experts)
@@ -171,10 +163,7 @@ def layout(
 
 
 def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:
-    """int32 `[max_blocks, 2]`: (row block within the expert, expert) by expert, then block; (-1, -1) = idle.
-
-    Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2).
-    """
+    """The schedule of `moe_core.ops.routing.layout.plan_schedule`."""
     blocks = -(-np.asarray(group_sizes, np.int64) // block_m)
     experts = np.repeat(np.arange(layout.num_experts), blocks)
     first = np.repeat(np.cumsum(blocks) - blocks, blocks)
@@ -185,11 +174,7 @@ def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np
 
 
 def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
-
-    Also duplicates int32 `[1]`, the slots whose expert an earlier slot of the token has (the matrix cannot hold them),
-    and invalid_ids int32 `[1]`, the ids outside [-1, E); both leave the matrix as it would be without those slots.
-    """
+    """The results of `moe_core.ops.routing.bitmatrix.plan_pack_bitmatrix`: bitmatrix, duplicates, invalid_ids."""
     num_tokens, top_k = ids.shape
     valid = (ids >= 0) & (ids < num_experts)
     tokens = np.repeat(np.arange(num_tokens), top_k).reshape(ids.shape)
@@ -202,7 +187,7 @@ def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np
 
 
 def unpack_bitmatrix(bitmatrix: np.ndarray, *, num_experts: int, top_k: int) -> np.ndarray:
-    """ids int32 `[T, K]`, ascending, -1 behind the last; of more than K set bits the lowest K."""
+    """The ids of `moe_core.ops.routing.bitmatrix.plan_unpack_bitmatrix`."""
     little = np.ascontiguousarray(bitmatrix).astype(np.dtype("<u4"))
     chosen = np.unpackbits(little.view(np.uint8), axis=-1, bitorder="little")[:, :num_experts].astype(bool)
     position = np.cumsum(chosen, axis=-1) - 1

@@ -1,22 +1,8 @@
 """Planning of routing: logits to ids and weights, alone or together with their layout.
 
-How many launches routing and layout take together is decided by arithmetic over T tokens, K slots each and C columns (E
-padded to powers of two), for a multiprocessor that issues 4 instructions of 32 threads per cycle at 1.75 GHz:
-
-- Choosing costs about 6.5 instructions per logit and slot, so T * C * K * 6.5 / 128 cycles where one program chooses
-  for all tokens: 3300 at T = 64, C = 128, K = 8 (1.9 us), as many at T = 32, C = 256. Ranking its slots costs 700
-  cycles per 128.
-- A launch costs 1.2 us in a CUDA graph, and a second kernel starts by reading what the first one wrote, 1 us more.
-
-So up to `FEW_TOKENS` tokens, while one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
+Up to `FEW_TOKENS` tokens, while one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
 `route_and_layout` does everything in one launch. Above, `topk.route` counts the slots of its block of tokens while it
-routes them, and `layout.place_blocks` places them. With B blocks every placing program reads B * E counts: 64 KB for
-B = 128 and E = 128, 1000 cycles at 64 bytes per cycle. B is therefore the number of multiprocessors at most; a program
-routes T / B tokens and places as many. Counting and scanning in launches of their own would cost two launches more.
-
-Estimated so for E = 128 and K = 8, in a CUDA graph: 4.5 us for 1 token, 7 for 64, 7 for 1024, 16 for 16384. Within
-whole forwards on an H200 one program took 2.7 us for 1 token, 5.0 for 16 and 14.1 for 64, for which two launches take
-5.2.
+routes them, and `layout.place_blocks` places them. The arithmetic: docs/notebook/2026-11-23-placing-slots.md.
 """
 
 from __future__ import annotations

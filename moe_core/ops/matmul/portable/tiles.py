@@ -8,16 +8,9 @@ from collections.abc import Iterable, Mapping
 
 from moe_core.base import dtypes
 from moe_core.base.sizes import padded
+from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
-from moe_core.ops.matmul.tile_rules import (
-    SMALLEST_SIDE,
-    accumulators,
-    shrunk,
-    why_no_room,
-    why_not_sides,
-    why_not_warps,
-)
 from moe_core.specs.tile import TileConfig
 
 #: Values worth measuring of every field, in order; a step is to a value's neighbour.
@@ -45,11 +38,11 @@ class PortableTiles(Family):
         config = _fixed(problem) if problem.batch_invariant or not problem.target.on_gpu else _by_rows(problem)
         block_n, block_k = min(config.block_n, padded(problem.n)), min(config.block_k, padded(problem.d))
         config = dataclasses.replace(config, block_n=block_n, block_k=block_k)
-        return shrunk(config, lambda config: self.why_illegal(config, problem), 2 * SMALLEST_SIDE)
+        return rules.shrunk(config, lambda config: self.why_illegal(config, problem), 2 * rules.SMALLEST_SIDE)
 
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
         target = problem.target
-        reason = why_not_sides(config) or why_not_warps(config, target)
+        reason = rules.why_not_sides(config) or rules.why_not_warps(config, target)
         if reason is not None:
             return reason
         for name in ("num_stages", "group_m"):
@@ -59,9 +52,9 @@ class PortableTiles(Family):
             return None
         width = dtypes.itemsize(problem.dtype)
         stage = config.block_k * (config.block_m + problem.buffers * config.block_n) * width
-        if (reason := why_no_room(config, stage, target)) is not None:
+        if (reason := rules.why_no_room(config, stage, target)) is not None:
             return reason
-        if (held := accumulators(config, target, problem.buffers)) > 160:
+        if (held := rules.accumulators(config, target, problem.buffers)) > 160:
             return f"{held} accumulator registers per thread leave too few of 255 for operands and addresses"
         return None
 

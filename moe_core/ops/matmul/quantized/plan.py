@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from moe_core.base.arrays import ArraySpec, row_stride
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    bias_strides,
-    block_constants,
-    format_constants,
-    fused_constants,
-    quantized_pointers,
-    quantized_strides,
-    row_counts,
-    size_constants,
-)
+from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.tiles import ProductMethod, QuantizedTiles, product_method
 from moe_core.plan.builder import PlanBuilder
@@ -123,15 +113,15 @@ def _arguments(
     columns = builder.spec(_ORDERED).shape[1] if ordered else problem.d
     tokens_first = method.dot in ("e4m3", "int8") and config.block_m >= _TOKENS_FIRST_ROWS
     return {
-        **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | quantized_pointers(builder)),
-        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre"),
-        **(row_counts(problem, config) | size_constants(problem)),
+        **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | common.quantized_pointers(builder)),
+        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS, "y", "pre"),
+        **(common.row_counts(problem, config) | common.size_constants(problem)),
         **passed(X_ELEMENT=x_side["ELEMENT"], X_COLUMNS=columns, X_STRIDE=x_side["STRIDE"]),
         **passed(X_SCALE_STRIDE=x_side["SCALE_STRIDE"], X_GROUP=x_side["GROUP"], X_ORDER=None if ordered else order),
-        **(format_constants(weight) | quantized_strides(weight)),
-        **(bias_strides(problem.operands) | fused_constants(problem)),
+        **(common.format_constants(weight) | common.quantized_strides(weight)),
+        **(common.bias_strides(problem.operands) | common.fused_constants(problem)),
         **passed(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
         **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
         **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first),
-        **(block_constants(config) | passed(PDL=None)),
+        **(common.block_constants(config) | passed(PDL=None)),
     }

@@ -10,17 +10,9 @@ from moe_core.base import dtypes
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
-from moe_core.ops.matmul.tile_rules import (
-    INVARIANT_ROWS,
-    accumulators,
-    shrunk,
-    why_no_room,
-    why_not_counts,
-    why_not_sides,
-    why_not_warps,
-)
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
 
@@ -84,11 +76,11 @@ class QuantizedTiles(Family):
         return None
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
-        return shrunk(_heuristics(problem), lambda config: self.why_illegal(config, problem), 32)
+        return rules.shrunk(_heuristics(problem), lambda config: self.why_illegal(config, problem), 32)
 
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
         target, method = problem.target, product_method(problem.operands, problem.target)
-        if (reason := why_not_sides(config, method.least_k)) is not None:
+        if (reason := rules.why_not_sides(config, method.least_k)) is not None:
             return reason
         if method.group % config.block_k:
             return (
@@ -96,13 +88,13 @@ class QuantizedTiles(Family):
             )
         if method.dot == "e4m3" and config.block_k > _PROMOTED and not problem.spec.fast_accumulate:
             return f"block_k must be at most {_PROMOTED} unless fast_accumulate, got {config.block_k}"
-        if (reason := why_not_warps(config, target) or why_not_counts(config)) is not None:
+        if (reason := rules.why_not_warps(config, target) or rules.why_not_counts(config)) is not None:
             return reason
         if not target.on_gpu:
             return None
-        if (reason := why_no_room(config, _stage_bytes(config, problem), target)) is not None:
+        if (reason := rules.why_no_room(config, _stage_bytes(config, problem), target)) is not None:
             return reason
-        if (held := accumulators(config, target, problem.buffers)) > 128:
+        if (held := rules.accumulators(config, target, problem.buffers)) > 128:
             return f"{held} accumulator registers per thread leave too few of 255 for operands and scales"
         return None
 
@@ -117,7 +109,7 @@ def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
 
 def _heuristics(problem: MatmulProblem) -> TileConfig:
     """By rows per expert and what is multiplied; block_n counts output columns, of which gated products have two."""
-    rows = INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
+    rows = rules.INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
     method = product_method(problem.operands, problem.target)
     block_k = min(128, padded(problem.d, 32), method.group or 128)
     if problem.operands.weight.layout == "in_out" and method.dot not in ("e4m3", "int8"):

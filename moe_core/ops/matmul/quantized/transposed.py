@@ -12,28 +12,12 @@ from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    block_constants,
-    fill_absent,
-    format_constants,
-    fused_constants,
-    quantized_pointers,
-    quantized_strides,
-    row_counts,
-)
+from moe_core.ops.matmul import arguments as common
+from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.operands import quantized_operands, require_like, require_weight, why_prepacked
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.plan import QUANTIZED
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource
-from moe_core.ops.matmul.tile_rules import (
-    INVARIANT_ROWS,
-    accumulators,
-    shrunk,
-    why_not_counts,
-    why_not_sides,
-    why_not_warps,
-)
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
@@ -84,7 +68,7 @@ def plan_matmul_quantized_transposed(
         add_schedule(builder, layout, tile.config.block_m, given=composed)
     builder.output("y", y)
     if layout is not None and not composed:
-        fill_absent(builder, layout, spec)
+        common.fill_absent(builder, layout, spec)
     _launch(builder, problem, operands.weight, tile.config)
     builder.note(f"{tile.config} for {problem.sizes.d} x {problem.n} of {operands.weight.format}; {tile}")
     return builder.build()
@@ -140,11 +124,11 @@ def _choose(problem: MatmulProblem, weights: Format) -> TileChoice | None:
                 "one that is chosen"
             )
         return TileChoice(QUANTIZED, tuning.config, TileSource.GIVEN)
-    rows = INVARIANT_ROWS if tuning.batch_invariant else problem.rows_per_group
+    rows = rules.INVARIANT_ROWS if tuning.batch_invariant else problem.rows_per_group
     config = _heuristics(rows, problem.dtype, weights, target)
     block_n, block_k = min(config.block_n, padded(problem.n)), min(config.block_k, padded(problem.sizes.d))
     config = dataclasses.replace(config, block_n=block_n, block_k=block_k)
-    config = shrunk(config, lambda config: why_illegal(config, problem.dtype, weights, target), block_k)
+    config = rules.shrunk(config, lambda config: why_illegal(config, problem.dtype, weights, target), block_k)
     if tuning.batch_invariant:
         return TileChoice(QUANTIZED, config, TileSource.BATCH_INVARIANT)
     return TileChoice(QUANTIZED, config, TileSource.HEURISTICS, f"{rows:.1f} rows per expert")
@@ -154,7 +138,7 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
     """The reason a configuration cannot run a product of rows in dtype on the target, or None."""
     if config.family != QUANTIZED.name:
         return f"family must be {QUANTIZED.name!r} for quantised weights, got {config.family!r}"
-    reason = why_not_sides(config) or why_not_warps(config, target) or why_not_counts(config)
+    reason = rules.why_not_sides(config) or rules.why_not_warps(config, target) or rules.why_not_counts(config)
     if reason is not None:
         return reason
     if not target.on_gpu:
@@ -165,7 +149,7 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
     needed = stage * config.num_stages + config.block_k * config.block_n * width
     if needed > shared_limit(target.arch):
         return f"{needed} bytes exceed the {shared_limit(target.arch)} bytes of shared memory of {target.architecture}"
-    if (held := accumulators(config, target)) > 128:
+    if (held := rules.accumulators(config, target)) > 128:
         return f"{held} accumulator registers per thread leave too few of 255 for decoded weights"
     return None
 
@@ -186,15 +170,15 @@ def _heuristics(rows: float, dtype: str, weights: Format, target: Target) -> Til
 
 
 def _launch(builder: PlanBuilder, problem: MatmulProblem, weight: QuantizedTensor, config: TileConfig) -> None:
-    x, spec, sizes, fused = problem.operands.x, problem.spec, problem.sizes, fused_constants(problem)
+    x, spec, sizes, fused = problem.operands.x, problem.spec, problem.sizes, common.fused_constants(problem)
     arguments = {
-        **(builder.pointers("x") | quantized_pointers(builder)),
-        **(builder.pointers("layer_index", *SCHEDULED_INPUTS, "y") | row_counts(problem, config)),
+        **(builder.pointers("x") | common.quantized_pointers(builder)),
+        **(builder.pointers("layer_index", *common.SCHEDULED_INPUTS, "y") | common.row_counts(problem, config)),
         **passed(D=sizes.d, N=sizes.n, NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers),
-        **(passed(X_STRIDE=row_stride("x", x)) | format_constants(weight) | quantized_strides(weight)),
+        **(passed(X_STRIDE=row_stride("x", x)) | common.format_constants(weight) | common.quantized_strides(weight)),
         **{name: fused[name] for name in ("TOP_K", "GATHER", "SCATTER")},
         **passed(DOT=x.dtype, INPUT_PRECISION="tf32" if spec.allow_tf32 and x.dtype == "float32" else "ieee"),
-        **block_constants(config),
+        **common.block_constants(config),
     }
     grid = (problem.tiles(config),)
     builder.launch(MATMUL_QUANTIZED_TRANSPOSED, grid, arguments, config.num_warps, config.num_stages)

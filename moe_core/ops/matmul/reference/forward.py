@@ -118,12 +118,10 @@ def matmul_ogs(
     layout: LayoutSpec | None,
     spec: MatmulSpec,
 ) -> np.ndarray:
-    """y[row] = cast(row_weight[slot] * activation(x[source] @ weight[expert] + bias[expert])).
+    """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
-    Shapes as in `moe_core.specs.operands.MatmulOperands`; y is `[capacity, N]` (scatter `row`) or `[T * K, N]`
-    (`slot`), rows without an expert exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]`, bias `[N]`,
-    row_weight `[T]`. allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A
-    quantised x needs spec.out_dtype.
+    allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
+    spec.out_dtype.
     """
     weights = tuple(pick_layer(array, layer_index) for array in (weight, up, bias, up_bias))
     out_dtype = _out_dtype(x, spec)

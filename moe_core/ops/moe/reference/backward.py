@@ -21,13 +21,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec
 from moe_core.ops.activation.reference import expert_activation_backward, sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
-from moe_core.ops.matmul.reference.backward import (
-    bias_gradient,
-    bias_product,
-    in_stack,
-    input_gradient,
-    matrix_gradient,
-)
+from moe_core.ops.matmul.reference import backward as matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer, quantized_from
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
@@ -112,7 +106,7 @@ class _MoEBackward:
 
         def back(d_y: np.ndarray, gather: str, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:
             options = MatmulSpec(spec.weight_layout, gather, by_slot, None, dtype, spec.allow_tf32)
-            return input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
+            return matmul.input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
 
         d_hidden = back(self.d_out, of_output, "float32", bundle.down)
         d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
@@ -127,15 +121,15 @@ class _MoEBackward:
             matrix, full = getattr(bundle, name), chain.prefix + name
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
                 into = self.request.into.get(full)
-                self.found[full] = matrix_gradient(
+                self.found[full] = matmul.matrix_gradient(
                     *sides, matrix, chain.layer_index, into, weight_layout=spec.weight_layout, **chain.where
                 )
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
                 (d_y, gather), weight = sides[1], weighting["row_weight"] if name == "down" else None
                 dtype = dtypes.canonical(bias.dtype)
-                d_bias = bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
-                self.found[full] = in_stack(d_bias, bias, chain.layer_index)
+                d_bias = matmul.bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
+                self.found[full] = matmul.in_stack(d_bias, bias, chain.layer_index)
         return d_hidden, d_pre, hidden, d_weight, d_rows
 
     def through_experts(self) -> np.ndarray:
@@ -149,7 +143,9 @@ class _MoEBackward:
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
         product = None
         if experts.down_bias is not None:
-            product = bias_product(self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where)
+            product = matmul.bias_product(
+                self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
+            )
         chain = _Chain(experts, "d_experts.", layer_index, source, ("token", "slot", "token"), where)
         d_hidden, d_pre, hidden, d_weight, d_slots = self._through(
             chain,
