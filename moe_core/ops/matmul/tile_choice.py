@@ -10,7 +10,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.families import families_for, family_of, why_illegal
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
-from moe_core.ops.matmul.sm90.tiles import why_not_operands
+from moe_core.ops.matmul.sm90.plan import why_not_operands
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileKey, shipped_table
 from moe_core.specs.tuning import MatmulTuning

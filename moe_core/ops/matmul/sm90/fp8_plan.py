@@ -7,8 +7,8 @@ from moe_core.base.sizes import INT32_LIMIT
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts, size_constants
 from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
-from moe_core.ops.matmul.sm90 import tiles
-from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
+from moe_core.ops.matmul.sm90 import plan as sm90
+from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Argument, Constant, Kernel, TensorMap, passed
 from moe_core.specs.matmul import MatmulSpec
@@ -27,13 +27,13 @@ _GROUP = 128
 _REGISTERS = passed(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
 
 
-class _Sm90Fp8(tiles.Sm90Family):
+class _Sm90Fp8(sm90.Sm90Family):
     """fp8 rows with fp8 weights on sm_90: of the sm90 family too, which these operands take another kernel of."""
 
     weights = QUANTISED
 
     def why_not(self, problem: MatmulProblem) -> str | None:
-        return tiles.why_not_target(problem.target) or _why_not_operands(problem)
+        return sm90.why_not_target(problem.target) or _why_not_operands(problem)
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
         return sm90_fp8_config(problem.spec)
@@ -42,7 +42,7 @@ class _Sm90Fp8(tiles.Sm90Family):
         only = sm90_fp8_config(problem.spec, config.num_stages, config.group_m)
         if config != only:
             return f"the sm90 family's tiles of fp8 are {only}, got {config}"
-        return tiles.why_not_stages(config, SM90_STAGES)
+        return sm90.why_not_stages(config, SM90_STAGES)
 
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
         assert problem.out_format is not None
@@ -93,7 +93,7 @@ def _why_not_operands(problem: MatmulProblem) -> str | None:
         return f"scales of single weight rows are read {_GROUP} at a time, which must divide n, got {n}"
     if problem.gate_layout == "halves" and weight.format.group_rows == _GROUP and n % _GROUP:
         return f"columns of up must begin with a scale of their own, {_GROUP} must divide n, got {n}"
-    if (reason := tiles.why_not_activation(problem)) is not None:
+    if (reason := sm90.why_not_activation(problem)) is not None:
         return reason
     if weight.values.size // d >= INT32_LIMIT or x.scales.size >= INT32_LIMIT:
         return "rows of all weights, and scales of x, must be fewer than 2**31"

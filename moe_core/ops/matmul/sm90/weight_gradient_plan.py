@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moe_core.base.arrays import ArraySpec, row_stride
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
-from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
+from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
 from moe_core.ops.routing.layout import ZERO_COUNTERS
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, TensorMap, passed
