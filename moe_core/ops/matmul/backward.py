@@ -43,8 +43,7 @@ def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, 
             f"matmul_ogs has no gradient with a quantised x, got {quantized['x']}: what rounds x has none; pass x as a "
             "plain array (the weights may stay quantised)"
         )
-    refused = why_prepacked(quantized) or why_frozen(names, quantized)
-    if refused is not None:
+    if (refused := why_prepacked(quantized) or why_frozen(names, quantized)) is not None:
         return refused
     if spec.activation is not None:
         return (
@@ -64,8 +63,7 @@ def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, 
 def _validate(
     d_y: ArraySpec, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, wanted: tuple[str, ...]
 ) -> None:
-    reason = why_no_gradient(operands, layout, spec, {name.removeprefix("d_") for name in wanted})
-    if reason is not None:
+    if (reason := why_no_gradient(operands, layout, spec, {name.removeprefix("d_") for name in wanted})) is not None:
         raise Unsupported(reason)
     require_wanted(wanted, tuple(f"d_{name}" for name, _ in named_arrays(operands) if name in DIFFERENTIABLE))
     n = operands.weight.shape[-1 if spec.weight_layout == "in_out" else -2]

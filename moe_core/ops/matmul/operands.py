@@ -233,8 +233,7 @@ def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
     if x.spec.tiling is not None:
         raise InvalidInput(f"x must not be tiled, which weights alone may be, got {x}; call restore_weights")
     _require_contiguous("x", x)
-    reason = why_not_together(x.format, weight.format)
-    if reason is not None:
+    if (reason := why_not_together(x.format, weight.format)) is not None:
         raise InvalidInput(
             f"x must be in a format that goes with {weight.format}, got {x.format}: {reason}; quantise x to another"
         )

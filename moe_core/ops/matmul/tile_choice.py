@@ -146,7 +146,6 @@ def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
 
 def _require_legal(config: TileConfig, problem: MatmulProblem, name: str, fix: str) -> TileConfig:
     """The configuration; raises InvalidInput with the reason it is illegal. name: where it comes from."""
-    reason = why_illegal(config, problem)
-    if reason is not None:
+    if (reason := why_illegal(config, problem)) is not None:
         raise InvalidInput(f"{name} must be legal on {problem.target}, got {config}: {reason}; {fix}")
     return config

@@ -29,8 +29,7 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     columns = gate_up.shape[-1 if spec.weight_layout == "in_out" else -2]
     biases = (("gate_up_bias", columns), ("up_bias", width), ("down_bias", d_model))
     for name, size in biases:
-        bias = getattr(experts, name)
-        if bias is not None:
+        if (bias := getattr(experts, name)) is not None:
             require_spec(f"experts.{name}", bias, (*lead, size), ("float32", dtype))
     if experts.up_bias is not None and experts.up is None:
         raise InvalidInput("experts.up_bias must be None without experts.up; put both halves into gate_up_bias")
@@ -88,12 +87,7 @@ def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, sp
 
 
 def _check_pair(
-    name: str,
-    bundle: ExpertWeights | SharedExpert,
-    lead: tuple[int, ...],
-    d_model: int,
-    dtype: str,
-    spec: MoESpec,
+    name: str, bundle: ExpertWeights | SharedExpert, lead: tuple[int, ...], d_model: int, dtype: str, spec: MoESpec
 ) -> int:
     """Check up and down against gate_up; F."""
     activation = spec.activation
@@ -125,8 +119,7 @@ def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
     activations = spec.activations
     per_tensor = activations is not None and activations.group_rows is None and activations.group_columns is None
     for name in ("gate_up_input_scale", "down_input_scale"):
-        scale = getattr(experts, name)
-        if scale is None:
+        if (scale := getattr(experts, name)) is None:
             if per_tensor and spec.batch_invariant:
                 raise InvalidInput(
                     f"experts.{name} must be given with batch_invariant and activations {activations}, got None: one "
@@ -148,8 +141,7 @@ def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
                 f"experts.{name} must be quantised where activations are, got {weight} with activations "
                 f"{activations}; quantise it, or leave activations out"
             )
-        reason = matmul.why_not_together(activations, weight.format)
-        if reason is not None:
+        if (reason := matmul.why_not_together(activations, weight.format)) is not None:
             raise InvalidInput(
                 f"activations must be a format that goes with {weight.format} of experts.{name}, got {activations}: "
                 f"{reason}; choose another"

@@ -237,8 +237,7 @@ class _MoEPlanner:
             x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "pre": f"{SAVED}pre_activation"}
-        fused = self._quantizing(products[0], rows_2)
-        if fused is not None:
+        if (fused := self._quantizing(products[0], rows_2)) is not None:
             hidden = "quantized_hidden"
             for part, array in named_arrays(rows_2, f"{hidden}."):
                 builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")

@@ -67,8 +67,7 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False)
     """
     if not plan.target.on_gpu or not plan.steps:
         return plan
-    reason = why_not_pdl(plan, num_tokens, batch_invariant)
-    if reason is not None:
+    if (reason := why_not_pdl(plan, num_tokens, batch_invariant)) is not None:
         return dataclasses.replace(plan, notes=(*plan.notes, f"launches follow one another: {reason}"))
     steps, ahead = [], None
     for step in plan.steps:

@@ -62,8 +62,7 @@ def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY)
         if tensor.spec.tiling.order != order:
             raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
         return tensor
-    reason = why_not_tileable(tensor.format)
-    if reason is not None:
+    if (reason := why_not_tileable(tensor.format)) is not None:
         raise InvalidInput(f"weights to tile must be in a format with a tiling, got {tensor}; {reason}")
     arrays, shape = [tensor.values, tensor.scales, tensor.zero_points], tensor.shape
     if tensor.layout == "in_out":

@@ -36,12 +36,7 @@ _WIDEST_GROUP = 16384
 
 @functools.lru_cache(maxsize=4096)
 def plan_quantize_rows(
-    x: ArraySpec,
-    format: Format,
-    target: Target,
-    *,
-    scales: ArraySpec | None = None,
-    used_by: ArraySpec | None = None,
+    x: ArraySpec, format: Format, target: Target, *, scales: ArraySpec | None = None, used_by: ArraySpec | None = None
 ) -> LaunchPlan:
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 

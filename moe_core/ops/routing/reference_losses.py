@@ -9,11 +9,7 @@ from moe_core.specs.routing import RouterSpec
 
 
 def router_losses(
-    logits: np.ndarray,
-    tokens_per_expert: np.ndarray,
-    token_mask: np.ndarray | None = None,
-    *,
-    spec: RouterSpec,
+    logits: np.ndarray, tokens_per_expert: np.ndarray, token_mask: np.ndarray | None = None, *, spec: RouterSpec
 ) -> tuple[np.float32, np.float32]:
     """(load-balancing loss, z-loss) of fp32 logits `[T, E]`, in fp32.
 

@@ -48,8 +48,7 @@ class _Portable(Family):
 
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
         target = problem.target
-        reason = rules.why_not_sides(config) or rules.why_not_warps(config, target)
-        if reason is not None:
+        if (reason := rules.why_not_sides(config) or rules.why_not_warps(config, target)) is not None:
             return reason
         for name in ("num_stages", "group_m"):
             if getattr(config, name) < 1:

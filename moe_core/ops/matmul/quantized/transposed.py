@@ -57,8 +57,7 @@ def plan_matmul_quantized_transposed(
     builder = PlanBuilder("matmul_quantized_transposed", target)
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     y = ArraySpec((problem.sizes.out_rows, problem.n), spec.out_dtype or problem.dtype)
-    tile = tile or _choose(problem, operands.weight.format)
-    if tile is None:
+    if (tile := tile or _choose(problem, operands.weight.format)) is None:
         builder.output("y", y)
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants: dict[str, Any] = {"layout": layout, "spec": spec, "tensors": tensors}
@@ -90,8 +89,7 @@ def _decoded(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSp
     if spec.fast_accumulate:
         raise InvalidInput("fast_accumulate must be False where weights are decoded, got True; leave it out")
     require_weight("weight", weight, spec.weight_layout)
-    prepared = why_prepacked({"weight": weight})
-    if prepared is not None:
+    if (prepared := why_prepacked({"weight": weight})) is not None:
         raise Unsupported(prepared)
     if operands.up is not None:
         require_like("up", operands.up, "weight", weight)
@@ -117,8 +115,7 @@ def _choose(problem: MatmulProblem, weights: Format) -> TileChoice | None:
     if not target.compiled:
         return None
     if tuning.config is not None:
-        reason = why_illegal(tuning.config, problem.dtype, weights, target)
-        if reason is not None:
+        if (reason := why_illegal(tuning.config, problem.dtype, weights, target)) is not None:
             raise InvalidInput(
                 f"tuning.config must be legal on {target}, got {tuning.config}: {reason}; give another, or None for "
                 "one that is chosen"
