@@ -7,8 +7,7 @@ from moe_core.formats.tiling import TiledBlock, block_of
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
-from moe_core.ops.matmul.sm90_packed.plan import tiled_constants
-from moe_core.ops.matmul.sm90_packed.tiles import block_width, why_not
+from moe_core.ops.matmul.sm90_packed.plan import block_width, tiled_constants, why_not
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, passed
 from moe_core.specs.matmul import MatmulSpec
