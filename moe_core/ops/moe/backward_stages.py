@@ -265,14 +265,8 @@ class BackwardPlanner:
             names["tokens_per_expert"] = self._counts(builder.spec(logits).shape[1])
         arrays = {name: builder.spec(buffer) for name, buffer in names.items()} | {"weights": self.by_slot}
         assert spec.router is not None
-        plan = plan_routing_backward(
-            bundles.RoutingGradients(**arrays),
-            builder.spec(logits),
-            builder.spec(self.ids),
-            spec.router,
-            self.target,
-            token_mask=self.operands.token_mask,
-        )
+        given_arrays = bundles.RoutingGradients(**arrays), builder.spec(logits), builder.spec(self.ids)
+        plan = plan_routing_backward(*given_arrays, spec.router, self.target, token_mask=self.operands.token_mask)
         bindings = {f"gradients.{name}": buffer for name, buffer in names.items()} | {"logits": logits}
         if not from_x:
             bindings["d_logits"] = "d_routing.logits"

@@ -157,13 +157,12 @@ class _MoEPlanner:
         weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
         if isinstance(routing, RouterWeights):
             plan = plan_router(self.x, routing.weight, routing.bias, spec.logits_spec(), self.target)
-            logits = builder.output("logits", plan.spec("logits"))
-            bindings = {"x": "x", "weight": "routing.weight", "bias": "routing.bias", "logits": logits}
-            builder.call(plan, "router", bindings)
-            logits_array = plan.spec("logits")
+            logits = plan.spec("logits")
+            bindings = {"x": "x", "weight": "routing.weight", "bias": "routing.bias"}
+            builder.call(plan, "router", bindings | {"logits": builder.output("logits", logits)})
         else:
-            logits_array = require_spec("routing.logits", routing.logits, (self.tokens, "num_experts"), "float32")
-        num_global = logits_array.shape[1]
+            logits = require_spec("routing.logits", routing.logits, (self.tokens, "num_experts"), "float32")
+        num_global = logits.shape[1]
         if self.expert_map is None and num_global != num_local:
             raise InvalidInput(
                 f"routing must score the {num_local} experts of experts.gate_up, got {num_global}; "
@@ -205,10 +204,8 @@ class _MoEPlanner:
         )
         matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
         matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
-        problems = (
-            MatmulProblem(first, layout, matmul_1, target, self._outputs),
-            MatmulProblem(second, layout, matmul_2, target),
-        )
+        problem_1 = MatmulProblem(first, layout, matmul_1, target, self._outputs)
+        problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
         products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
         if tiles[1] is not None and tiles[1].family.stores_rows:
@@ -224,8 +221,8 @@ class _MoEPlanner:
             builder.note(f"stages share no launch: {why_not}")
         if tiles[1] is not None and self.fused:
             config = tiles[1].config
-            column_tiles = -(-self.d_model // config.block_n)
-            counters = fusion_counters(self.tokens, layout.max_blocks(config.block_m), column_tiles)
+            max_blocks, column_tiles = layout.max_blocks(config.block_m), -(-self.d_model // config.block_n)
+            counters = fusion_counters(self.tokens, max_blocks, column_tiles)
         self._layout(ids, layout, block_ms, counters)
 
         x = "x"
@@ -300,16 +297,10 @@ class _MoEPlanner:
     def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
         builder = self.builder
         shared_output, shared_gate = self._shared()
-        plan = plan_reduce(
-            builder.spec(slots),
-            builder.spec(self.arrays.row_of_slot),
-            layout.top_k,
-            self.target,
-            order=order,
-            shared=builder.spec(shared_output) if shared_output else None,
-            shared_gate=builder.spec(shared_gate) if shared_gate else None,
-            out_dtype=self.out_dtype,
-        )
+        named = {"shared": shared_output, "shared_gate": shared_gate}
+        options = {name: builder.spec(buffer) for name, buffer in named.items() if buffer} | {"order": order}
+        arrays = builder.spec(slots), builder.spec(self.arrays.row_of_slot)
+        plan = plan_reduce(*arrays, layout.top_k, self.target, out_dtype=self.out_dtype, **options)
         bindings = {"y": slots, "out": "output"} | ({"shared_gate": shared_gate} if shared_gate else {})
         builder.call(plan, "reduce", bindings)
 

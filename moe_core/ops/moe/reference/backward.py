@@ -68,20 +68,11 @@ class _Chain(NamedTuple):
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
         """The product with gate_up (and up) before its activation, by slot, as the forward rounds it."""
         (of_x, by_slot, _), dtype = self.gathers, dtypes.canonical(self.x.dtype)
-        options = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
-        products = [
-            matmul_ogs(
-                self.x,
-                getattr(self.bundle, name),
-                bias=getattr(self.bundle, f"{name}_bias", None),
-                layer_index=self.layer_index,
-                spec=options,
-                **self.where,
-            )
-            for name in ("gate_up", "up")
-            if getattr(self.bundle, name) is not None
-        ]
-        return np.concatenate(products, axis=1)
+        matmul = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
+        options = {"layer_index": self.layer_index, "spec": matmul, **self.where}
+        names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
+        sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
+        return np.concatenate([matmul_ogs(self.x, weight, bias=bias, **options) for weight, bias in sides], axis=1)
 
 
 class _MoEBackward:
@@ -120,10 +111,9 @@ class _MoEBackward:
         for name, sides in factors.items():
             matrix, full = getattr(bundle, name), chain.prefix + name
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
-                into = self.request.into.get(full)
-                self.found[full] = matmul.matrix_gradient(
-                    *sides, matrix, chain.layer_index, into, weight_layout=spec.weight_layout, **chain.where
-                )
+                stack = (matrix, chain.layer_index, self.request.into.get(full))
+                where = {"weight_layout": spec.weight_layout, **chain.where}
+                self.found[full] = matmul.matrix_gradient(*sides, *stack, **where)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
                 (d_y, gather), weight = sides[1], weighting["row_weight"] if name == "down" else None
@@ -147,15 +137,9 @@ class _MoEBackward:
                 self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
             )
         chain = _Chain(experts, "d_experts.", layer_index, source, ("token", "slot", "token"), where)
-        d_hidden, d_pre, hidden, d_weight, d_slots = self._through(
-            chain,
-            stages.get("matmul1"),
-            None,
-            row_of_slot=row_of_slot,
-            row_weight=None if on_input else weights,
-            bias_product=product,
-            order="slot",
-        )
+        weighting = {"row_of_slot": row_of_slot, "row_weight": None if on_input else weights, "bias_product": product}
+        found = self._through(chain, stages.get("matmul1"), None, **weighting, order="slot")
+        d_hidden, d_pre, hidden, d_weight, d_slots = found
         self.found |= {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_slots}
         if on_input:
             # K = 1: a slot is its token. What was x times the weight gives gradients of both.
@@ -202,17 +186,9 @@ class _MoEBackward:
         logits, ids = stages["logits"], stages["ids"]
         with np.errstate(all="ignore"):
             total = d_weights if given.weights is None else d_weights + given.weights
-        d_logits = routing_backward(
-            logits,
-            ids,
-            total,
-            given.logits,
-            given.load_balance,
-            given.z,
-            np.bincount(ids[ids >= 0], minlength=logits.shape[1]),
-            self.token_mask,
-            spec=spec.router,
-        )
+        counts = np.bincount(ids[ids >= 0], minlength=logits.shape[1])
+        flowing = (total, given.logits, given.load_balance, given.z, counts)
+        d_logits = routing_backward(logits, ids, *flowing, self.token_mask, spec=spec.router)
         self.found |= {"d_weights": d_weights, "d_logits": d_logits}
         if isinstance(routing, RouterLogits):
             self.found["d_routing.logits"] = d_logits
