@@ -244,17 +244,10 @@ def add_weight_gradient(
     sides = {"left": left.buffer, "right": right.buffer} | {name: given[name] for name in names if name in given}
     operands = WeightGradientOperands(**{name: builder.spec(buffer) for name, buffer in sides.items()})
     dtypes_of = {name: builder.spec(buffer).dtype for name, buffer in results.items()}
-    side = "right" if in_out else "left"
-    options = WeightGradientSpec(
-        dtypes_of.get("d_weight"),
-        (left.gather, right.gather),
-        left.columns,
-        right.columns,
-        bias_side=side if "d_bias" in results else None,
-        bias_dtype=dtypes_of.get("d_bias", "float32"),
-        num_layers=array.shape[0] if stacked else 1,
-        allow_tf32=spec.allow_tf32,
-    )
+    side, num_layers = "right" if in_out else "left", array.shape[0] if stacked else 1
+    taken = (left.gather, right.gather), left.columns, right.columns
+    bias = side if "d_bias" in results else None, dtypes_of.get("d_bias", "float32")
+    options = WeightGradientSpec(dtypes_of.get("d_weight"), *taken, *bias, num_layers, spec.allow_tf32)
     plan = plan_weight_gradient(operands, layout, options, builder.target, trusted=trusted)
     roles: dict[str, str | Role] = {name: role for name in (("left", "right") if x is None else (side,))}
     builder.call(plan, label, sides | results, roles)

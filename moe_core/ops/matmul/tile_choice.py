@@ -90,16 +90,8 @@ def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config")
 
 def tile_key(problem: MatmulProblem) -> TileKey:
     """What tables know of a problem with plain weights."""
-    return TileKey(
-        problem.rows,
-        problem.groups,
-        problem.d,
-        problem.n,
-        problem.dtype,
-        problem.buffers,
-        problem.spec.weight_layout,
-        why_not_operands(problem) or "",
-    )
+    sizes, operands = (problem.rows, problem.groups, problem.d, problem.n), (problem.dtype, problem.buffers)
+    return TileKey(*sizes, *operands, problem.spec.weight_layout, why_not_operands(problem) or "")
 
 
 def _able(problem: MatmulProblem) -> list[Family]:

@@ -134,13 +134,9 @@ def prepack_weights(
             "activation of spec says how gate and up lie"
         )
     activation = spec.activation
-    orders = {
-        "gate_up": order_for(activation.gate_layout if activation.gated else None, "experts"),
-        "down": order_for(None, "experts"),
-    }
-    quantized = {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
-    unknown = [name for name in quantized if name not in orders]
-    if unknown or not quantized:
+    gate_up = order_for(activation.gate_layout if activation.gated else None, "experts")
+    orders, quantized = {"gate_up": gate_up, "down": order_for(None, "experts")}, _quantized(weights)
+    if not quantized or quantized.keys() - orders.keys():
         raise InvalidInput(
             f"weights must hold gate_up or down quantised, and nothing else, got {', '.join(quantized) or 'none'}; "
             "quantise them"
@@ -157,8 +153,11 @@ def restore_weights(weights: Any, untile: Callable[[QuantizedTensor], QuantizedT
             f"weights must be QuantizedTensor or ExpertWeights, got {type(weights).__name__}; pass what "
             "prepack_weights gave"
         )
-    quantized = {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
-    return dataclasses.replace(weights, **{name: untile(value) for name, value in quantized.items()})
+    return dataclasses.replace(weights, **{name: untile(value) for name, value in _quantized(weights).items()})
+
+
+def _quantized(weights: ExpertWeights) -> dict[str, QuantizedTensor]:
+    return {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
 
 
 def _split_rows(tiling: Tiling) -> tuple[int, ...]:
@@ -239,16 +238,8 @@ def _unpack_e2m1(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def _pack_uint4(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
-    return [c0 | (c1 << 4), c2 | (c3 << 4)]
-
-
-def _unpack_uint4(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
-    return low & 15, low >> 4, high & 15, high >> 4
-
-
-_PACK = {"e2m1": _pack_e2m1, "uint4": _pack_uint4}
-_UNPACK = {"e2m1": _unpack_e2m1, "uint4": _unpack_uint4}
+_PACK = {"e2m1": _pack_e2m1, "uint4": lambda c0, c1, c2, c3: [c0 | (c1 << 4), c2 | (c3 << 4)]}
+_UNPACK = {"e2m1": _unpack_e2m1, "uint4": lambda low, high: (low & 15, low >> 4, high & 15, high >> 4)}
 
 
 def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:

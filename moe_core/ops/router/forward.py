@@ -16,34 +16,17 @@ from moe_core.specs.tile import TileConfig
 
 ROUTER = Kernel("router.kernels.router:router", pdl="start")
 
-#: Tiles of the router product, largest first, by kind of dot. Steps along d are long where tiles are small, because few
-#: loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and spills.
+#: Tiles of the router product, largest first, by kind of dot: sides, warps, stages. Steps along d are long where tiles
+#: are small, because few loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and
+#: spills.
 _ROUTER_TILES = {
     "16-bit": (
-        TileConfig(128, 128, 64, num_warps=8, num_stages=3),
-        TileConfig(64, 128, 64, num_warps=4, num_stages=4),
-        TileConfig(64, 64, 64, num_warps=4, num_stages=4),
-        TileConfig(64, 32, 128, num_warps=4, num_stages=4),
-        TileConfig(32, 32, 128, num_warps=2, num_stages=4),
-        TileConfig(64, 16, 128, num_warps=4, num_stages=4),
-        TileConfig(16, 16, 256, num_warps=4, num_stages=6),
+        *((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (64, 32, 128, 4, 4)),
+        *((32, 32, 128, 2, 4), (64, 16, 128, 4, 4), (16, 16, 256, 4, 6)),
     ),
-    "tf32": (
-        TileConfig(64, 64, 32, num_warps=8, num_stages=3),
-        TileConfig(32, 32, 32, num_warps=2, num_stages=4),
-        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
-    ),
-    "ieee": (
-        TileConfig(64, 64, 32, num_warps=8, num_stages=3),
-        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
-        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
-    ),
-    "split": (
-        TileConfig(64, 128, 64, num_warps=4, num_stages=2),
-        TileConfig(64, 64, 32, num_warps=4, num_stages=2),
-        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
-        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
-    ),
+    "tf32": ((64, 64, 32, 8, 3), (32, 32, 32, 2, 4), (16, 16, 64, 4, 4)),
+    "ieee": ((64, 64, 32, 8, 3), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
+    "split": ((64, 128, 64, 4, 2), (64, 64, 32, 4, 2), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
 }
 #: The height of the one tile for every number of tokens: that of a middling batch.
 _INVARIANT_ROWS = 32
@@ -56,7 +39,7 @@ def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, tar
     if target.interpreted:
         block_m = _INVARIANT_ROWS if num_tokens is None else min(128, padded(num_tokens))
         return TileConfig(block_m, min(256, padded(num_experts)), min(1024, padded(d)))
-    tiles = _ROUTER_TILES[kind]
+    tiles = [TileConfig(*tile) for tile in _ROUTER_TILES[kind]]
     if num_tokens is None:
         fitting = [tile for tile in tiles if tile.block_n <= padded(num_experts)]
         return min(fitting, key=lambda tile: abs(tile.block_m - _INVARIANT_ROWS))

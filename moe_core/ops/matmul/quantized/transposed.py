@@ -153,17 +153,18 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
 
 def _heuristics(rows: float, dtype: str, weights: Format, target: Target) -> TileConfig:
     """By rows per expert: many rows share what is decoded."""
-    if not target.on_gpu:
-        return TileConfig(32, 64, 64, 4, 1, family=QUANTIZED.name)
-    if dtype == "float32":
-        return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2, family=QUANTIZED.name)
     # Zero points and fp32 scales of small groups beside 64 decoded weight rows would not fit into the registers.
     block_k = 32 if weights.own_element.max_code is not None else 64
-    if rows <= 32:
-        return TileConfig(16 if rows <= 16 else 32, 128, block_k, 4, 4, family=QUANTIZED.name)
-    if rows <= 64:
-        return TileConfig(64, 128, block_k, 4, 3, family=QUANTIZED.name)
-    return TileConfig(128, 128, block_k, 8, 3, family=QUANTIZED.name)
+    low = 16 if rows <= 16 else 32
+    if not target.on_gpu:
+        sizes = (32, 64, 64, 4, 1)
+    elif dtype == "float32":
+        sizes = (low, 64, 32, 4, 2)
+    elif rows <= 32:
+        sizes = (low, 128, block_k, 4, 4)
+    else:
+        sizes = (64, 128, block_k, 4, 3) if rows <= 64 else (128, 128, block_k, 8, 3)
+    return TileConfig(*sizes, family=QUANTIZED.name)
 
 
 def _launch(builder: PlanBuilder, problem: MatmulProblem, weight: QuantizedTensor, config: TileConfig) -> None:

@@ -128,13 +128,6 @@ def _why_not_scales(x: Format, weights: Format) -> str | None:
     return None
 
 
-def _rule(codes: Format | None, static: bool) -> str | None:
-    """How scales of a result's codes are found."""
-    if codes is None:
-        return None
-    return "given" if static else codes.scale_rule
-
-
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
@@ -146,7 +139,9 @@ def _arguments(
     x: QuantizedTensor = operands.x
     weight: QuantizedTensor = operands.weight
     d, n = sizes.d, sizes.n
-    y = "y" if codes is None else "y.values"
+    y, rule = ("y", None) if codes is None else ("y.values", codes.scale_rule)
+    if builder.has("static_scale"):
+        rule = "given"
 
     def weight_map(name: str) -> TensorMap:
         columns = SM90_WIDTH // 2 if gate_layout in ("halves", "separate") else SM90_WIDTH
@@ -170,5 +165,5 @@ def _arguments(
         **(bias_strides(operands) | fused_constants(problem)),
         **passed(FAST=spec.fast_accumulate and weight.format.group_columns is None, TRUSTED=stage is not None),
         **passed(COUNTER=stage or 0, STAGES=config.num_stages, GROUP_M=config.group_m, HIDDEN=spec.out_dtype),
-        **(passed(RULE=_rule(codes, builder.has("static_scale"))) | _REGISTERS),
+        **(passed(RULE=rule) | _REGISTERS),
     }
