@@ -45,11 +45,8 @@ def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: Ma
     """
     x, weight = operands.x, operands.weight
     dtype = _check_formats(operands, spec)
-    if isinstance(x, QuantizedTensor):
-        x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype).shape
-    else:
-        x_shape = require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False).shape
-        row_stride("x", x)
+    x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype, contiguous=False).shape
+    row_stride("x", logical_spec(x, dtype))
     columns = x_shape[1]
     if columns < (2 if joined else 1) or (joined and columns % 2):
         need = "an even number of columns" if joined else "at least one column"

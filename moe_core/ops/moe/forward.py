@@ -147,12 +147,15 @@ class _MoEPlanner:
                 raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
             require_spec("routing.ids", routing.ids, (self.tokens, "top_k"), "int32")
             require_spec("routing.weights", routing.weights, routing.ids.shape, "float32")
-            self._check_input_weighting(routing.ids.shape[1])
+            if spec.apply_router_weight_on_input and routing.ids.shape[1] != 1:
+                raise InvalidInput(
+                    f"top_k must be 1 with apply_router_weight_on_input, got {routing.ids.shape[1]}; weight the output "
+                    "instead"
+                )
             return "routing.ids", "routing.weights"
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec when routing from x or logits, got None; pass one")
         top_k = spec.router.require_top_k()
-        self._check_input_weighting(top_k)
         ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
         weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
         if isinstance(routing, RouterWeights):
@@ -171,12 +174,6 @@ class _MoEPlanner:
         if self.expert_map is not None:
             require_spec("expert_map", self.expert_map, (num_global,), "int32")
         return ids, weights
-
-    def _check_input_weighting(self, top_k: int) -> None:
-        if self.spec.apply_router_weight_on_input and top_k != 1:
-            raise InvalidInput(
-                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
-            )
 
     def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> tuple[str, str]:
         """Layout and both matmuls; the name of the buffer with the weighted slots, and its order: `slot` or `row`."""

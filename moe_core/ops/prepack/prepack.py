@@ -162,11 +162,8 @@ def _quantized(weights: ExpertWeights) -> dict[str, QuantizedTensor]:
 
 def _split_rows(tiling: Tiling) -> tuple[int, ...]:
     """The axis of rows, as the order splits it."""
-    sizes = (tiling.blocks, 2, SIDE_ROWS)
-    split = [0, 0, 0]
-    for size, axis in zip(sizes, _ROW_AXES[tiling.order], strict=True):
-        split[axis] = size
-    return tuple(split)
+    sizes = dict(zip(_ROW_AXES[tiling.order], (tiling.blocks, 2, SIDE_ROWS), strict=True))
+    return tuple(sizes[axis] for axis in range(3))
 
 
 def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
@@ -183,10 +180,8 @@ def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: 
     """The inverse of `_to_blocks`, with the padding: `[..., blocks * 64, steps * width]`."""
     lead = array.shape[:-5]
     # Of block, side and row in the array.
-    places = len(lead), len(lead) + 2, len(lead) + 3
-    rows = [0, 0, 0]
-    for place, axis in zip(places, _ROW_AXES[tiling.order], strict=True):
-        rows[axis] = place
+    places = dict(zip(_ROW_AXES[tiling.order], (len(lead), len(lead) + 2, len(lead) + 3), strict=True))
+    rows = (places[axis] for axis in range(3))
     array = functions.permute(array, (*range(len(lead)), *rows, len(lead) + 1, len(lead) + 4))
     return array.reshape(*lead, tiling.blocks * BLOCK_ROWS, steps * width)
 

@@ -334,8 +334,7 @@ def quantize_rows(
         # One NaN for all: its sign depends on where it came from.
         unknown = np.float32(np.nan if format.element == "e4m3" else 0)
         codes = _encode(np.where(np.isnan(quotients), unknown, quotients), None, format)
-    values = pack_nibbles(codes) if format.own_element.per_byte == 2 else codes
-    return values, static_scale.reshape(1, 1).copy()
+    return pack_nibbles(codes) if format.own_element.per_byte == 2 else codes, static_scale.reshape(1, 1).copy()
 
 
 class ErrorSum:
