@@ -52,17 +52,19 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, has_bia
     return np.where(kept[..., None], grouped, _MASKED_KEY).reshape(keys.shape)
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    """Softmax along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
+def _softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax and logsumexp `[.., 1]` along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
     with np.errstate(all="ignore"):
-        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return exponentials / exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+        highest = logits.max(axis=-1, keepdims=True)
+        exponentials = np.exp(logits - highest)
+        total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+        return exponentials / total, highest + np.log(total)
 
 
 def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
     """fp32 scores `[T, E]`: softmax over experts, sigmoid, or sqrt(log(1 + exp(x))) without overflow."""
     if scoring == "softmax":
-        return _softmax(logits)
+        return _softmax_and_log_sum(logits)[0]
     if scoring == "sigmoid":
         return sigmoid(logits)
     with np.errstate(all="ignore"):
@@ -94,7 +96,7 @@ def route(
     ids = _best(keys, spec.require_top_k())
     weights = np.take_along_axis(scores, ids, axis=-1)
     if softmax_last:
-        weights = _softmax(weights)
+        weights, _ = _softmax_and_log_sum(weights)
     with np.errstate(all="ignore"):
         if spec.renormalize:
             weights = shares_of(weights)
@@ -276,8 +278,7 @@ def router_losses(
     with np.errstate(all="ignore"):
         mean_share = shares_of(scores_of(logits, spec.scoring)).mean(axis=0, dtype=np.float32)
         slot_share = tokens_per_expert.astype(np.float32) / np.float32(num_tokens * spec.require_top_k())
-        highest = logits.max(axis=-1, keepdims=True)
-        log_sum = highest[:, 0] + np.log(np.exp(logits - highest).sum(axis=-1, dtype=np.float32))
+        log_sum = _softmax_and_log_sum(logits)[1][:, 0]
         balance = np.float32(num_experts) * (slot_share * mean_share).sum(dtype=np.float32)
         return np.float32(balance), np.float32(np.square(log_sum).mean(dtype=np.float32))
 
@@ -318,11 +319,8 @@ def router_losses_backward(
                 d_balance = d_balance * log_score_derivative(logits, spec.scoring)
             d_logits[tokens] = d_balance
         if d_z is not None:
-            highest = logits.max(axis=-1, keepdims=True)
-            exponentials = np.exp(logits - highest)
-            total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
-            slope = np.float32(d_z) * 2 / count * (highest + np.log(total))
-            d_logits[tokens] += slope * (exponentials / total)
+            softmax, log_sum = _softmax_and_log_sum(logits)
+            d_logits[tokens] += np.float32(d_z) * 2 / count * log_sum * softmax
     return d_logits
 
 

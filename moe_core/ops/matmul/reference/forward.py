@@ -153,19 +153,12 @@ def quantized_from(arrays: dict[str, np.ndarray], tensors: tuple[tuple[str, Quan
 
 
 def matmul_ogs_quantized(
-    *,
-    layout: LayoutSpec | None,
-    spec: MatmulSpec,
-    tensors: tuple[tuple[str, QuantizedSpec], ...],
-    outputs: tuple[str, ...] = ("y",),
-    **arrays: np.ndarray,
+    *, tensors: tuple[tuple[str, QuantizedSpec], ...], outputs: tuple[str, ...] = ("y",), **arguments: Any
 ) -> np.ndarray | tuple[np.ndarray, ...]:
     """`matmul_ogs`, or with other outputs `matmul_ogs_keeping`, whose quantised operands come as their arrays: see
     `quantized_from`."""
-    operands = quantized_from(arrays, tensors)
-    if outputs == ("y",):
-        return matmul_ogs(**operands, layout=layout, spec=spec)
-    return matmul_ogs_keeping(**operands, layout=layout, spec=spec, outputs=outputs)
+    arguments = quantized_from(arguments, tensors)
+    return matmul_ogs(**arguments) if outputs == ("y",) else matmul_ogs_keeping(**arguments, outputs=outputs)
 
 
 def matmul_ogs_keeping(
