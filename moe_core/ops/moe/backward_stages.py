@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.ops.activation.backward import plan_expert_activation_backward
@@ -26,6 +27,7 @@ from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedE
 from moe_core.specs.routing import LayoutSpec
 
 
+@dataclass
 class _Chain:
     """Two products and the activation between them, backwards: of the experts, or (layout None) of the shared expert,
     which every token visits.
@@ -33,20 +35,18 @@ class _Chain:
     bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1.
     """
 
-    def __init__(
-        self,
-        builder: PlanBuilder,
-        x: ArraySpec,
-        bundle: bundles.ExpertWeights | SharedExpert,
-        layer_index: ArraySpec | None,
-        layout: LayoutSpec | None,
-        spec: MoESpec,
-        weighted_input: bool = False,
-    ) -> None:
-        self.builder, self.target, self.spec, self.x, self.bundle = builder, builder.target, spec, x, bundle
-        self.layer_index, self.layout, self.weighted_input = layer_index, layout, weighted_input
+    builder: PlanBuilder
+    x: ArraySpec
+    bundle: bundles.ExpertWeights | SharedExpert
+    layer_index: ArraySpec | None
+    layout: LayoutSpec | None
+    spec: MoESpec
+    weighted_input: bool = False
+
+    def __post_init__(self) -> None:
+        self.target = self.builder.target
         # Before the names of weights, of steps and of scratch; how x and the output's gradient are gathered.
-        names = ("shared.", "shared ", "shared_", "row") if layout is None else ("experts.", "", "", "token")
+        names = ("shared.", "shared ", "shared_", "row") if self.layout is None else ("experts.", "", "", "token")
         self.prefix, self.label, self.scratch, self.gather = names
         self.pre = f"{SAVED}{self.scratch}pre_activation"
 

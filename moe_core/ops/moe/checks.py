@@ -97,10 +97,7 @@ def _check_pair(
             raise InvalidInput(f"{name}.gate_up must have an even width (gate and up), got {width}; pass both")
         width //= 2
     if activation.gate_layout == "separate":
-        if not isinstance(bundle.gate_up, QuantizedTensor):
-            require_spec(f"{name}.up", bundle.up, (*lead, *_axes(d_model, width, spec)), dtype)
-        else:
-            matmul.require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
+        matmul.require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
     elif bundle.up is not None:
         raise InvalidInput(
             f"{name}.up must be None for gate_layout={activation.gate_layout!r}, got {bundle.up}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_at_least
@@ -122,7 +123,7 @@ def plan_layout(
     require_experts(layout.num_experts)
     num_global = layout.num_experts if expert_map is None else expert_map.size
     read = builder.pointers(*arrays)
-    LayoutLauncher(builder, layout, block_ms, num_global, read, tile_counters=tile_counters).launch()
+    LayoutLauncher(builder, layout, block_ms, num_global, read, tile_counters).launch()
     return builder.build()
 
 
@@ -131,23 +132,20 @@ def most_blocks(target: Target) -> int:
     return _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
 
 
+@dataclass
 class LayoutLauncher:
     """Chooses and adds the launches of a layout; read: the pointers ids, expert_map and token_mask, or None each."""
 
-    def __init__(
-        self,
-        builder: PlanBuilder,
-        layout: LayoutSpec,
-        block_ms: tuple[int, ...],
-        num_global: int,
-        read: dict[str, Argument],
-        *,
-        tile_counters: int = 0,
-    ) -> None:
-        self.builder, self.layout, self.block_ms, self.read = builder, layout, block_ms, read
-        self.target, self.tile_counters = builder.target, tile_counters
-        self.experts = padded(layout.num_experts, 32)
-        self.sizes = passed(NUM_GLOBAL=num_global, NUM_EXPERTS=layout.num_experts, TOP_K=layout.top_k)
+    builder: PlanBuilder
+    layout: LayoutSpec
+    block_ms: tuple[int, ...]
+    num_global: int
+    read: dict[str, Argument]
+    tile_counters: int
+
+    def __post_init__(self) -> None:
+        self.target, self.experts = self.builder.target, padded(self.layout.num_experts, 32)
+        self.sizes = passed(NUM_GLOBAL=self.num_global, NUM_EXPERTS=self.layout.num_experts, TOP_K=self.layout.top_k)
 
     def launch(self) -> None:
         """From ids: one launch for few slots, two for many."""

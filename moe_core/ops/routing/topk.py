@@ -211,7 +211,7 @@ def plan_route_and_layout(
     selection = _Selection(spec, num_experts)
     selection.describe(builder, correction_bias is not None)
     read = builder.pointers("ids", "expert_map") | passed(token_mask=None)
-    launcher = LayoutLauncher(builder, layout, block_ms, num_experts, read, tile_counters=tile_counters)
+    launcher = LayoutLauncher(builder, layout, block_ms, num_experts, read, tile_counters)
     tokens = _few_tokens(selection, launcher)
     if isinstance(tokens, int):
         builder.note(f"{num_tokens} tokens: routed and laid out in one launch")
