@@ -355,7 +355,7 @@ def _quantized(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
 
 
 class MoEAux(NamedTuple):
-    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference_losses.router_losses`.
+    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference.router_losses`.
 
     load_balance_loss, z_loss: fp32 scalars, masked tokens left out. tokens_per_expert int32 `[E]`: slots routed to each
     expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the

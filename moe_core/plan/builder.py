@@ -114,12 +114,13 @@ class PlanBuilder:
 
     def reference(
         self, function: str, inputs: Mapping[str, str], constants: Mapping[str, Any], outputs: Sequence[str]
-    ) -> None:
-        """Add a call of a NumPy twin."""
+    ) -> LaunchPlan:
+        """Add a call of a NumPy twin; the plan with it."""
         for name in (*inputs.values(), *outputs):
             assert self.has(name), f"unknown buffer {name}"
         self._filled.update(outputs)
         self._steps.append(ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs)))
+        return self.build()
 
     def call(
         self,

@@ -90,9 +90,17 @@ class Constant:
 Argument = Pointer | Scalar | TensorMap | Constant
 
 
-def constants(**values: int | float | str | bool | None) -> dict[str, Argument]:
-    """Kernel arguments that are compile-time constants, by name."""
-    return {name: Constant(value) for name, value in values.items()}
+def passed(**values: Argument | int | float | str | bool | None) -> dict[str, Argument]:
+    """Kernel arguments by name: CAPITALS say a constant, else a text a buffer, a number a scalar, None no pointer."""
+    return {name: _argument(name, value) for name, value in values.items()}
+
+
+def _argument(name: str, value: Argument | int | float | str | bool | None) -> Argument:
+    if isinstance(value, Argument):
+        return value
+    if name.isupper() or value is None:
+        return Constant(value)
+    return Pointer(value) if isinstance(value, str) else Scalar(value)
 
 
 @plan_type

@@ -154,7 +154,7 @@ def _planned_for(
 def router_losses(
     logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference_losses.router_losses` has the
+    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference.router_losses` has the
     formulas.
 
     Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
