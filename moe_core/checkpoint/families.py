@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.errors import Unsupported
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 
 #: hidden_act of a config.json -> name of the activation.
 _HIDDEN_ACTIVATIONS = {

@@ -24,16 +24,8 @@ from typing import Any
 import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_GROUP,
-    INT8_TOKEN,
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    Scheme,
-    format_names,
-    quantized_shapes,
-)
+from moe_core.formats import FP8_GROUP, INT8_TOKEN, Format, Scheme, format_names
+from moe_core.formats.tensor import QuantizedSpec, QuantizedTensor, quantized_shapes
 
 _SCALE_HEADERS = ("F32", "BF16", "F16")
 _E8M0_HEADERS = ("U8", "F8_E8M0")

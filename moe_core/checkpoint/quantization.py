@@ -7,21 +7,9 @@ from typing import Any
 
 from moe_core.checkpoint.packing import Packing, mxfp4_packing, plain_packing, words_packing
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    FP8_GROUP,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    INT8_CHANNEL,
-    INT8_TOKEN,
-    MXFP4,
-    MXFP8,
-    Format,
-    Scheme,
-    int4_grouped,
-    int8_grouped,
-)
+from moe_core.formats import MXFP4, MXFP8, Format, Scheme
+from moe_core.formats.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP, FP8_TENSOR, FP8_TOKEN
+from moe_core.formats.integer import INT8_CHANNEL, INT8_TOKEN, int4_grouped, int8_grouped
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
 _BLOCK = [128, 128]

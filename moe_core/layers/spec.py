@@ -18,10 +18,8 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, Scheme, Tiling, quantized_shapes
 from moe_core.ops.prepack.prepack import order_for
+from moe_core.specs import MoESpec, RouterSpec, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 #: An activation has this layout where nobody stated one.

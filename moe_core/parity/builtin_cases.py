@@ -21,10 +21,8 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import Scheme, scheme_named
 from moe_core.ops.quantize.reference import quantize
 from moe_core.parity.case import Case
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
-from moe_core.specs.routing import RouterSpec
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Any
 
 from moe_core.base import dtypes
 from moe_core.formats import QuantizedTensor, Scheme, known_scheme
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LogitsSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
-from moe_core.specs.routing import LogitsSpec, RouterSpec
 
 
 @dataclass(frozen=True)

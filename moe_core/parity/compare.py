@@ -21,9 +21,7 @@ from moe_core.errors import InvalidInput
 from moe_core.parity.flips import Flip, RouterScores, find_flips
 from moe_core.parity.report import AGREE, DIFFER, MISSING, NOT_TESTED, TIE, Report, StageRow
 from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, stage_tolerances
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 
 #: The layer whose tolerances hold where the caller gives none: d_model and d_ff, K and E of a large model.
 _NOMINAL_WIDTH, _NOMINAL_TOP_K, _NOMINAL_EXPERTS = 4096, 8, 128

@@ -14,8 +14,7 @@ from moe_core.ops.reduction.reference import scale_rows
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.case import Case
 from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulSpec
 
 #: x and the hidden rows, quantised: uint8 `[rows, bytes]`, each row's codes and then its scales.
 QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"

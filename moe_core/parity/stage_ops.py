@@ -16,9 +16,8 @@ from moe_core.formats import QuantizedTensor
 from moe_core.ops.quantize.rows import chooses_one_scale
 from moe_core.parity.case import Case
 from moe_core.parity.quantized_rows import QUANTIZED_HIDDEN, QUANTIZED_X, row_bytes
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LogitsSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RaggedLayout, Routing, map_arrays
-from moe_core.specs.routing import LogitsSpec
 
 Array = Any
 #: What is compared of the composed op's result.

@@ -40,8 +40,7 @@ from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec
 
 #: Half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -14,11 +14,8 @@ from moe_core.ops.matmul.portable.plan import PORTABLE
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import Constant, KernelLaunch
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, TileConfig
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
 
 #: A layer of Qwen3-30B-A3B: experts, K, d_model, d_ff.
 _E, _K, _D, _F = 128, 8, 2048, 768

@@ -18,9 +18,8 @@ from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch
 from moe_core.runtime.prepare import prepare
+from moe_core.specs import LayoutSpec, TileConfig
 from moe_core.specs.operands import named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import Product
 

@@ -10,9 +10,8 @@ from moe_core.base.target import Target
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, Storage
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import tile_key
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile_table import TileKey, entry_key
 
 _SWIGLU_OAI = Activation("swiglu_oai")

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from moe_core.base.target import Target
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.specs.tile import TileConfig
+from moe_core.specs import MatmulTuning, TileConfig
 from moe_core.specs.tile_table import Measurement, TileEntry
-from moe_core.specs.tuning import MatmulTuning
 from moe_core.tools.tune.bench import Timing
 from moe_core.tools.tune.candidates import candidates
 from moe_core.tools.tune.products import Product
