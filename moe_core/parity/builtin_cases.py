@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.errors import InvalidInput
+from moe_core.base.checks import require_choice
 from moe_core.formats import Scheme, scheme_named
 from moe_core.ops.quantize.reference import quantize
-from moe_core.parity.case import Case
+from moe_core.parity.case import Case, token_count
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 
@@ -188,21 +188,13 @@ class _Generator:
 
 def built_in_case(name: str, draw: Draw = Draw()) -> Case:
     """Make the built-in case `name` (`mixtral`, ...). Raises InvalidInput for an unknown name or bad options."""
-    if name not in BUILT_IN:
-        raise InvalidInput(f"case must be one of {', '.join(BUILT_IN)}, got {name!r}; name one of these")
-    if draw.dtype not in dtypes.MATMUL_DTYPES:
-        known = ", ".join(dtypes.MATMUL_DTYPES)
-        raise InvalidInput(f"dtype must be one of {known}, got {draw.dtype!r}; name one of these")
+    require_choice("case", name, tuple(BUILT_IN))
+    require_choice("dtype", draw.dtype, dtypes.MATMUL_DTYPES)
     model = BUILT_IN[name]
     sizes = model.large if draw.large else model.small
-    num_tokens = sizes.num_tokens if draw.num_tokens is None else draw.num_tokens
-    if num_tokens < 1:
-        raise InvalidInput(f"tokens must be at least 1, got {num_tokens}; pass such a number")
-    generator = _Generator(name, draw)
-    router_layout = "out_in"
-    mask = None
-    if model.masked_tokens:
-        mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens)
+    num_tokens = token_count(draw.num_tokens, sizes.num_tokens)
+    generator, router_layout = _Generator(name, draw), "out_in"
+    mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens) if model.masked_tokens else None
     return Case(
         name=name,
         description=model.description,

@@ -119,12 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored."""
-    if options.checkpoint is None:
-        for name in ("layer", "hidden_states", "dequantize"):
-            given = getattr(options, name)
-            if given is not None and given is not False:
-                flag = "--" + name.replace("_", "-")
-                raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
+    for name in ("layer", "hidden_states", "dequantize"):
+        given = getattr(options, name)
+        if options.checkpoint is None and given is not None and given is not False:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
 
 
 def _run(options: argparse.Namespace) -> Iterator[CaseReport]:
@@ -156,15 +155,8 @@ def _with_backward(options: argparse.Namespace, case: Case) -> bool:
 def _cases(options: argparse.Namespace) -> list[tuple[str, Callable[[], Case]]]:
     """(label, maker) of every case: made one at a time, since a layer can be large."""
     if options.checkpoint is not None:
-        source = CheckpointInput(
-            options.checkpoint,
-            options.layer,
-            options.hidden_states,
-            options.tokens,
-            options.seed,
-            options.dtype,
-            options.dequantize,
-        )
+        names = ("checkpoint", "layer", "hidden_states", "tokens", "seed", "dtype", "dequantize")
+        source = CheckpointInput(*(getattr(options, name) for name in names))
         return [(str(options.checkpoint), lambda: checkpoint_case(source, print_progress))]
     makers: list[tuple[str, Callable[[], Case]]] = []
     for name in options.case or BUILT_IN:

@@ -45,12 +45,12 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
 
 
 def stage_row(
-    stage: str, reference: np.ndarray, candidate: np.ndarray, tolerance: Tolerance, note: str = ""
+    stage: str, reference: np.ndarray, candidate: np.ndarray, tolerance: Tolerance, note: str = "", scale: Any = None
 ) -> StageRow:
-    """Compare one stage. Arrays that are one and the same memory are `not tested`."""
+    """Compare one stage; scale: see `measure`. Arrays that are one and the same memory are `not tested`."""
     if candidate.size and np.shares_memory(candidate, reference):
         return StageRow(stage, NOT_TESTED, note=_SAME_MEMORY)
-    difference = measure(candidate, reference)
+    difference = measure(candidate, reference, scale)
     verdict = AGREE if difference.complaint(tolerance) is None else DIFFER
     remarks = [remark for remark in (difference.mismatch, note) if remark]
     return StageRow(stage, verdict, difference, tolerance, "; ".join(remarks))

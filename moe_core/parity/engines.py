@@ -38,6 +38,11 @@ class EngineRun:
     slot_order: str = "score"
     notes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Everything computed."""
+        return {**self.stages} | {f"composed {name}": array for name, array in (self.composed or {}).items()}
+
 
 class Engine(Protocol):
     """An engine is made without arguments; a missing installation raises Unsupported or ImportError there."""

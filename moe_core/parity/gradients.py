@@ -19,11 +19,12 @@ from moe_core.ops.moe.backward import gradient_names
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.parity.case import Case
+from moe_core.parity.compare import stage_row
 from moe_core.parity.gradient_tolerance import gradient_tolerances
 from moe_core.parity.reference_engine import reference_stages
-from moe_core.parity.report import AGREE, DIFFER, BitwiseRow, CaseReport, Report, StageRow
-from moe_core.parity.run import reference_ran, relatives, same_bits
-from moe_core.parity.tolerance import Tolerance, measure
+from moe_core.parity.report import DIFFER, CaseReport, Report, StageRow
+from moe_core.parity.run import compare_bits, reference_ran
+from moe_core.parity.tolerance import Tolerance
 from moe_core.specs.operands import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
 
 _SEED = 0x60AD
@@ -40,6 +41,10 @@ class GradientRun:
     gradients: Mapping[str, np.ndarray]
     is_reference: bool = False
     family: str | None = None
+
+    @property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        return self.gradients
 
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
@@ -69,14 +74,13 @@ def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], 
     for engine in engines:
         compute = getattr(engine, "gradients", None)
         reason = why_no_moe_gradient(case.experts, case.spec, ()) or engine.why_unsupported(case)
-        reason = reason or ("" if compute is not None else "it computes no gradients")
         if compute is None or reason:
-            reports.append(Report(engine.name, "", (), skipped=reason))
+            reports.append(Report(engine.name, "", (), skipped=reason or "it computes no gradients"))
             continue
         run = compute(case, lambda stage, name=engine.name: progress(f"{name}: {stage}"))
         runs.append(run)
         reports.append(compare_gradients(case, run))
-    name, rows = f"{case.name} backward", compare_gradient_bits(runs)
+    name, rows = f"{case.name} backward", compare_bits(runs, "gradients")
     return CaseReport(name, case.dtype, case.sizes, case.description, tuple(reports), rows, case.scheme)
 
 
@@ -87,11 +91,9 @@ def compare_gradients(case: Case, run: GradientRun) -> Report:
     expected = reference_gradients(case, run.forward)
     sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
     tolerances = gradient_tolerances(case.spec, case.dtype, num_tokens=case.x.shape[0], **sizes)
-    rows = [
-        _row(f"d_{name}", expected[f"d_{name}"], run.gradients.get(f"d_{name}"), tolerances)
-        for name in differentiated(case)
-    ]
-    return Report(run.engine, run.device, tuple(rows))
+    names = [f"d_{name}" for name in differentiated(case)]
+    rows = tuple(_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
+    return Report(run.engine, run.device, rows)
 
 
 def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -113,28 +115,7 @@ def _row(name: str, expected: np.ndarray, found: np.ndarray | None, tolerances: 
     axes = tuple(range(1 if name.startswith("d_experts.") else 0, expected.ndim))
     with np.errstate(all="ignore"):
         scale = np.sqrt(np.square(expected.astype(np.float64)).mean(axis=axes, keepdims=True))
-    tolerance, difference = tolerances(name), measure(found, expected, np.broadcast_to(scale, expected.shape))
-    verdict = AGREE if difference.complaint(tolerance) is None else DIFFER
-    return StageRow(name, verdict, difference, tolerance, difference.mismatch or "")
-
-
-def compare_gradient_bits(runs: Sequence[GradientRun]) -> tuple[BitwiseRow, ...]:
-    """Every pair of engines of one family: whether all gradients have the same bits."""
-    rows = []
-    for first, second in relatives(runs):
-        names = (first.engine, second.engine)
-        if first.device != second.device or first.is_reference:
-            note = "both ran the NumPy reference" if first.device == second.device else "devices differ"
-            rows.append(BitwiseRow(names, "", None, note))
-            continue
-        wrong = [
-            name
-            for name, gradient in first.gradients.items()
-            if name not in second.gradients or not same_bits(gradient, second.gradients[name])
-        ]
-        note = f"first difference in {wrong[0]}" if wrong else f"{len(first.gradients)} gradients on {first.device}"
-        rows.append(BitwiseRow(names, first.device, not wrong, note))
-    return tuple(rows)
+    return stage_row(name, expected, found, tolerances(name), scale=np.broadcast_to(scale, expected.shape))
 
 
 def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]) -> MoEOperands:
