@@ -35,12 +35,7 @@ class LaunchConfig(ctypes.Structure):
     """`CUlaunchConfig` of cuda.h."""
 
     _fields_ = (
-        ("grid_x", ctypes.c_uint),
-        ("grid_y", ctypes.c_uint),
-        ("grid_z", ctypes.c_uint),
-        ("block_x", ctypes.c_uint),
-        ("block_y", ctypes.c_uint),
-        ("block_z", ctypes.c_uint),
+        *((f"{kind}_{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
@@ -156,6 +151,13 @@ class Driver:
         )  # fmt: skip
         self.check(code, f"describing a matrix {shape} with {pitch} elements per row for TMA")
 
+    def fill(self, address: int, size: int, byte: int, stream: int = 0) -> None:
+        """Set every byte of device memory of the current context, in stream order."""
+        code = self.lib.cuMemsetD8Async(
+            ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size), ctypes.c_void_p(stream)
+        )
+        self.check(code, "cuMemsetD8Async")
+
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
         """Load a cubin on a device and return the function, allowed its dynamic shared memory."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -225,9 +227,7 @@ class HostTensorMap:
         self.entries = [self._map, *(ctypes.addressof(value) for value in (*self._sizes, *self._strides))]
 
     def point_at(self, address: int) -> None:
-        """Describe the buffer at an address."""
-        self.address = None
-        request = self.request
+        self.address, request = None, self.request
         panel = (request.box[0], _PANEL_BYTES // dtypes.itemsize(self.dtype))
         driver().encode_tensor_map(self._map, address, self.dtype, request.shape, request.pitch, panel)
         self.address = address
@@ -343,27 +343,9 @@ class CudaPrepared(Prepared):
 
 
 @functools.cache
-def _load_cached(key: Any, device_index: int) -> Any:
-    compiled = key.compiled
+def _load(compiled: Any, device_index: int) -> Any:
+    """(function, shared bytes, warps) of a compiled kernel, which hashes by identity, on a device; loaded once."""
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
     # Specialised kernels run more warps than they were asked for.
     return function, metadata.shared, metadata.num_warps
-
-
-class _ByIdentity:
-    """Hashes a compiled kernel by identity, for the cache of loaded functions."""
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-
-    def __hash__(self) -> int:
-        return id(self.compiled)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.compiled is self.compiled
-
-
-def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes, warps) of a compiled kernel on a device, loaded once."""
-    return _load_cached(_ByIdentity(compiled), device_index)

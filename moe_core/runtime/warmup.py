@@ -132,13 +132,5 @@ def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
     compiled = compile_launch(plan, launch, plan.target)
     seconds = time.perf_counter() - start
     # Triton writes a kernel's description into its cache when it has compiled it, and not when it finds it there.
-    written = [
-        pathlib.Path(path).stat().st_mtime for path in compiled.metadata_group.values() if path.endswith(".json")
-    ]
-    sides = [
-        f"{name}={value.value}"
-        for name, value in launch.arguments
-        if isinstance(value, Constant) and name.startswith("BLOCK")
-    ]
-    tile = ", ".join([*sides, f"{launch.num_warps} warps, {launch.pipeline_stages} stages"])
-    return KernelReport(launch.kernel.name, tile, seconds, all(moment < began for moment in written))
+    paths = [pathlib.Path(path) for path in compiled.metadata_group.values() if path.endswith(".json")]
+    return KernelReport(launch.kernel.name, launch.tile, seconds, all(path.stat().st_mtime < began for path in paths))
