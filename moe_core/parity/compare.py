@@ -24,7 +24,7 @@ from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, 
 from moe_core.specs import Activation, MoESpec, RouterSpec
 
 #: The layer whose tolerances hold where the caller gives none: d_model and d_ff, K and E of a large model.
-_NOMINAL_WIDTH, _NOMINAL_TOP_K, _NOMINAL_EXPERTS = 4096, 8, 128
+_NOMINAL: dict[str, Any] = {"d_model": 4096, "d_ff": 4096, "top_k": 8, "num_experts": 128}
 _SAME_MEMORY = "candidate and reference are the same memory: nothing was compared"
 
 
@@ -82,10 +82,8 @@ def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     names = [dtypes.canonical(array.dtype) for array in arrays]
     known = [name for name in names if name in UNIT_ROUNDOFF]
     coarsest = max(known or ["float32"], key=lambda name: UNIT_ROUNDOFF[name])
-    spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL_TOP_K))
-    table = stage_tolerances(
-        spec, coarsest, d_model=_NOMINAL_WIDTH, d_ff=_NOMINAL_WIDTH, top_k=_NOMINAL_TOP_K, num_experts=_NOMINAL_EXPERTS
-    )
+    spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL["top_k"]))
+    table = stage_tolerances(spec, coarsest, **_NOMINAL)
     chosen = table.get(stage, table["output"])
     # A stage that is fp32 in our layers may be rounded in the caller's: then its dtype's own tolerance counts.
     return table["matmul1"] if stage in ("logits", "weights") and coarsest != "float32" else chosen

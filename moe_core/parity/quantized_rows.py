@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -62,16 +63,9 @@ class OwnRows:
         """The weighted slots `[T * K, D]`, and how far those of another sum of the same rows may lie from them."""
         case, spec = self._case, self._case.spec
         weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
-        product = MatmulSpec(
-            spec.weight_layout,
-            gather="slot",
-            scatter="slot",
-            out_dtype=case.dtype,
-            allow_tf32=spec.allow_tf32,
-            fast_accumulate=spec.fast_accumulate,
-        )
-        experts, options = case.experts, {"layout": self._layout, "spec": product}
-        arrays = (self._hidden(), experts.down, *self._groups)
-        slots = matmul_ogs(*arrays, bias=experts.down_bias, row_weight=weights, **options)
-        down = experts.down.format
+        slots = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)
+        product = dataclasses.replace(slots, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate)
+        arrays, bias = (self._hidden(), case.experts.down, *self._groups), case.experts.down_bias
+        slots = matmul_ogs(*arrays, bias=bias, row_weight=weights, layout=self._layout, spec=product)
+        down = case.experts.down.format
         return slots, quantized_matmul_tolerance(case.dtype, case.d_ff, down, product, rows=self._format)

@@ -82,9 +82,8 @@ class _Runner:
         self._progress("logits")
         logits = ops.router(self._x, router.weight, bias=router.bias, spec=case.logits_spec)
         self._progress("ids")
-        self._chosen = ops.route(
-            logits, case.router, correction_bias=router.correction_bias, token_mask=self._token_mask
-        )
+        masks = {"correction_bias": router.correction_bias, "token_mask": self._token_mask}
+        self._chosen = ops.route(logits, case.router, **masks)
         ids = self._chosen.ids
         self._progress("bitmatrix")
         bitmatrix = ops.pack_bitmatrix(ids, case.num_experts)
@@ -114,9 +113,7 @@ class _Runner:
         if experts.up is not None:
             up = ops.matmul_ogs(MatmulOperands(source, experts.up, bias=experts.up_bias), self._layout, plain)
         self._progress("activation")
-        operands = MatmulOperands(
-            source, experts.gate_up, up=experts.up, bias=experts.gate_up_bias, up_bias=experts.up_bias
-        )
+        operands = MatmulOperands(source, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias)
         hidden = ops.matmul_ogs(operands, self._layout, self._matmul_spec("token", activated=True))
         activated = ops.activation(gate, case.spec.activation, up=up)
         rows = self._quantized(QUANTIZED_HIDDEN, hidden, experts.down_input_scale)
@@ -126,13 +123,8 @@ class _Runner:
         self._progress("output")
         shared, gate_logits = self._shared_output()
         output = ops.reduce(slots, self._layout, shared=shared, shared_gate=gate_logits, out_dtype=case.spec.out_dtype)
-        stages = {
-            "matmul1": gate if up is None else (gate, up),
-            "activation": hidden,
-            "activation_op": activated,
-            "matmul2": slots,
-            "output": output,
-        }
+        stages = {"matmul1": gate if up is None else (gate, up), "activation": hidden, "activation_op": activated}
+        stages |= {"matmul2": slots, "output": output}
         if case.spec.activations is not None:
             stages |= {QUANTIZED_X: source, QUANTIZED_HIDDEN: rows}
         return stages

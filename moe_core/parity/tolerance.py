@@ -312,26 +312,14 @@ class Difference:
         )
 
 
-def _mismatch(actual: np.ndarray, expected: np.ndarray) -> tuple[tuple[int, ...], str] | None:
-    """The first place where one array has a NaN or an infinity and the other has not the same."""
-    same = (np.isnan(actual) & np.isnan(expected)) | (actual == expected)
-    wrong = ~same & ~(np.isfinite(actual) & np.isfinite(expected))
-    if not wrong.any():
-        return None
-    where = tuple(int(index) for index in np.argwhere(wrong)[0])
-    text = f"{int(wrong.sum())} elements differ in NaN or infinity, the first at {where}: "
-    return where, text + f"got {float(actual[where])!r}, expected {float(expected[where])!r}"
-
-
 def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.ndarray:
     """What every element's error is measured against; finite values only."""
     size = np.abs(expected)
     if scale is not None:
         floor = np.broadcast_to(np.abs(np.asarray(scale, np.float64)), expected.shape)
-    elif expected.ndim and expected.shape[-1] >= _WIDE_ROW:
-        floor = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
     else:
-        floor = np.sqrt(np.mean(np.square(expected), keepdims=True))
+        axis = -1 if expected.ndim and expected.shape[-1] >= _WIDE_ROW else None
+        floor = np.sqrt(np.mean(np.square(expected), axis=axis, keepdims=True))
     smallest = _SMALLEST_SCALE
     if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
         smallest = max(smallest, float(ml_dtypes.finfo(dtype).smallest_normal))
@@ -350,19 +338,21 @@ def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None =
     """
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
-        return Difference(
-            math.inf, math.inf, 0, None, math.nan, math.nan, f"shape {actual.shape}, expected {expected.shape}"
-        )
+        mismatch = f"shape {actual.shape}, expected {expected.shape}"
+        return Difference(math.inf, math.inf, 0, None, math.nan, math.nan, mismatch)
     if not expected.size:
         return Difference(0.0, 0.0, 0, None, math.nan, math.nan)
     dtype = expected.dtype
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    found = _mismatch(actual, expected)
-    if found is not None:
-        where, text = found
-        size = int(expected.size)
-        return Difference(math.inf, math.inf, size, where, float(actual[where]), float(expected[where]), text)
     finite = np.isfinite(expected)
+    same = (np.isnan(actual) & np.isnan(expected)) | (actual == expected)
+    wrong = ~same & ~(np.isfinite(actual) & finite)
+    if wrong.any():
+        where = tuple(int(index) for index in np.argwhere(wrong)[0])
+        got, want = float(actual[where]), float(expected[where])
+        text = f"{int(wrong.sum())} elements differ in NaN or infinity, the first at {where}: "
+        text += f"got {got!r}, expected {want!r}"
+        return Difference(math.inf, math.inf, int(expected.size), where, got, want, text)
     got, want = np.where(finite, actual, 0.0), np.where(finite, expected, 0.0)
     with np.errstate(all="ignore"):
         error = np.abs(got - want)
