@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_core.checkpoint.config import ModelConfig
@@ -10,14 +10,8 @@ from moe_core.errors import Unsupported
 from moe_core.specs import Activation, MoESpec, RouterSpec
 
 #: hidden_act of a config.json -> name of the activation.
-_HIDDEN_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
-}
+_HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+_HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -57,18 +51,15 @@ class Architecture:
     naming: Naming
 
 
-def _gated(config: ModelConfig) -> Activation:
+def _gated(config: ModelConfig, router: RouterSpec) -> MoESpec:
+    """The spec of gated experts, all weights `out_in`."""
     name = config.find("hidden_act")
     if name not in _HIDDEN_ACTIVATIONS:
         raise Unsupported(
             f"hidden_act in config.json must be one of {', '.join(_HIDDEN_ACTIVATIONS)}, got {name!r}; "
             "this activation cannot be computed"
         )
-    return Activation(_HIDDEN_ACTIVATIONS[name], gate_layout="halves")
-
-
-def _out_in(activation: Activation, router: RouterSpec) -> MoESpec:
-    return MoESpec(activation, router, weight_layout="out_in", router_weight_layout="out_in")
+    return MoESpec(Activation(_HIDDEN_ACTIVATIONS[name]), router, "out_in", router_weight_layout="out_in")
 
 
 def _architecture(
@@ -84,24 +75,16 @@ def _architecture(
 ) -> Architecture:
     """moe_layers: whether a layer has experts, as `rule` says; width, experts: the settings that give d_ff and E."""
     num_layers, d_ff = config.integer("num_hidden_layers"), config.integer(width)
-    return Architecture(
-        num_layers=num_layers,
-        moe_layers=tuple(filter(moe_layers, range(num_layers))),
-        moe_layers_rule=rule,
-        d_model=config.integer("hidden_size"),
-        d_ff=d_ff,
-        num_experts=config.integer(*experts),
-        shared_d_ff=d_ff * num_shared,
-        spec=spec,
-        naming=naming,
-    )
+    layers = tuple(filter(moe_layers, range(num_layers)))
+    d_model, num_experts = config.integer("hidden_size"), config.integer(*experts)
+    return Architecture(num_layers, layers, rule, d_model, d_ff, num_experts, d_ff * num_shared, spec, naming)
 
 
 def _mixtral(config: ModelConfig) -> Architecture:
     """Softmax over all experts, then top-k, renormalised."""
     router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=True)
     naming = Naming(blocks=("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
-    return _architecture(config, _out_in(_gated(config), router), naming)
+    return _architecture(config, _gated(config, router), naming)
 
 
 def _qwen3_moe(config: ModelConfig) -> Architecture:
@@ -114,7 +97,7 @@ def _qwen3_moe(config: ModelConfig) -> Architecture:
     router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=config.boolean("norm_topk_prob"))
     return _architecture(
         config,
-        _out_in(_gated(config), router),
+        _gated(config, router),
         Naming(),
         lambda layer: (layer + 1) % step == 0 and layer not in dense,
         f"decoder_sparse_step = {step}, mlp_only_layers = {list(dense)}",
@@ -159,7 +142,7 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
     )
     return _architecture(
         config,
-        _out_in(_gated(config), router),
+        _gated(config, router),
         Naming(correction_bias=True),
         lambda layer: layer >= first and layer % frequency == 0,
         f"first_k_dense_replace = {first}, moe_layer_freq = {frequency}",
@@ -169,12 +152,7 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
     )
 
 
-_FAMILIES: Mapping[str, Callable[[ModelConfig], Architecture]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v3": _deepseek_v3,
-}
+_FAMILIES = {"mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3}
 #: The model types that can be read.
 FAMILY_NAMES = tuple(_FAMILIES)
 

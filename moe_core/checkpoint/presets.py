@@ -36,8 +36,8 @@ def layer_spec_from_config(config: Any) -> MoELayerSpec:
 
 def _checkpoint_family(config: ModelConfig, family: str | None = None, **changes: Any) -> MoELayerSpec:
     """The layer of a family whose checkpoints can be read; changes replace settings, None removes one."""
-    removed = {key for key, value in changes.items() if value is None}
-    settings = {key: value for key, value in {**config.settings, **changes}.items() if key not in removed}
+    given = {**config.settings, **changes}.items()
+    settings = {key: value for key, value in given if value is not None or key not in changes}
     found = architecture_of(ModelConfig(family or config.model_type, settings))
     activation, router = found.spec.activation, found.spec.router
     assert router is not None

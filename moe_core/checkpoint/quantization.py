@@ -66,10 +66,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise InvalidInput(
             f"config_groups in config.json must map names to objects, got {groups!r}; restore the original config.json"
         )
-    found = [
-        (group.get("format") or settings.get("format"), group.get("weights"), group.get("input_activations"))
-        for group in groups.values()
-    ]
+    names, own = ("weights", "input_activations"), settings.get("format")
+    found = [(group.get("format") or own, *map(group.get, names)) for group in groups.values()]
     if not found or any(group != found[0] for group in found):
         raise _unsupported(f"{len(found)} groups of different kinds", "every matrix must be quantised alike")
     kind, weights, activations = found[0]
@@ -79,14 +77,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise _unsupported("actorder by group", "permuted columns (weight_g_idx) cannot be read")
     format = _format(weights)
     scheme = Scheme(f"{format.name}_compressed", format, _activations(activations, format))
-    stored = {
-        "pack-quantized": ("uint4", "uint8"),
-        "int-quantized": ("int8",),
-        "float-quantized": ("e4m3",),
-        "naive-quantized": ("e4m3",),
-        "mxfp4-pack-quantized": ("e2m1",),
-        "mxfp8-quantized": ("e4m3",),
-    }
+    stored = {"pack-quantized": ("uint4", "uint8"), "int-quantized": ("int8",), "float-quantized": ("e4m3",)}
+    stored |= {"naive-quantized": ("e4m3",), "mxfp4-pack-quantized": ("e2m1",), "mxfp8-quantized": ("e4m3",)}
     element = "int8" if kind == "int-quantized" and format.element == "uint8" else format.element
     if kind not in stored or element not in stored[kind]:
         raise _unsupported(f"format {kind!r} of {format.name}", f"the formats that can be read are {', '.join(stored)}")

@@ -117,7 +117,6 @@ def save_checkpoint(
 
 
 def _model(config: Any) -> _Model:
-    """What config says."""
     settings = settings_of(config)
     model_type = settings.get("model_type")
     if model_type not in FAMILY_NAMES:
@@ -226,13 +225,7 @@ class Shards:
     A context manager that leaves no file behind where something goes wrong. name: of the argument that path is.
     """
 
-    def __init__(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        shard_bytes: int,
-        progress: Callable[[WriteProgress], object] | None = None,
-    ) -> None:
+    def __init__(self, name: str, path: str | os.PathLike[str], shard_bytes: int, progress: Any = None) -> None:
         directory = Path(path)
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise InvalidInput(
@@ -285,9 +278,8 @@ class Shards:
         self._files = list(names.values())
         if count > 1:
             weight_map = {name: names[file] for name, file in self._weight_map.items()}
-            self._write_json(
-                "model.safetensors.index.json", {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-            )
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            self._write_json("model.safetensors.index.json", index)
         self._write_json("config.json", dict(settings))
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
