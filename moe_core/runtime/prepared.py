@@ -26,9 +26,8 @@ class Prepared:
         self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
         self._count = len(self._names)
         self._offsets, self._scratch_bytes = plan.scratch_offsets, plan.scratch_bytes
-        self._index = {
-            name: index for index, name in enumerate([*self._names, *(buffer.name for buffer in plan.scratch)])
-        }
+        names = [*self._names, *(buffer.name for buffer in plan.scratch)]
+        self._index = {name: index for index, name in enumerate(names)}
 
     def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
         if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
@@ -67,16 +66,13 @@ class HostPrepared(Prepared):
         kernel = load_kernel(step.kernel.name)
 
         def call(addresses: list[int]) -> None:
-            arguments = [
-                (
-                    name,
-                    interpreter.HostPointer(addresses[self._index[value.buffer]], self.plan.spec(value.buffer).dtype),
-                )
-                if isinstance(value, Pointer)
-                else (name, value.value if isinstance(value, Constant) else value)
-                for name, value in step.arguments
-            ]
-            interpreter.launch(kernel, step.grid, arguments)
+            def given(value: Any) -> Any:
+                if isinstance(value, Pointer):
+                    address, spec = addresses[self._index[value.buffer]], self.plan.spec(value.buffer)
+                    return interpreter.HostPointer(address, spec.dtype)
+                return value.value if isinstance(value, Constant) else value
+
+            interpreter.launch(kernel, step.grid, [(name, given(value)) for name, value in step.arguments])
 
         return call
 

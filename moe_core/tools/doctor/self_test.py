@@ -6,7 +6,7 @@ A `SelfTest` is one direction of the computation; `self_tests` lists them. Anoth
 from __future__ import annotations
 
 import abc
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +51,6 @@ class Result:
     verdict: str
     note: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class EqualBits:
@@ -63,9 +60,6 @@ class EqualBits:
     case: str
     equal: bool | None
     note: str
-
-    def as_dict(self) -> dict[str, str | bool | None]:
-        return dict(vars(self))
 
 
 #: Of one op: its name, the rows that tell about it, and all rows of the report.
@@ -176,7 +170,6 @@ class Outcome:
 
 
 def self_tests() -> tuple[SelfTest, ...]:
-    """Every direction there is."""
     return ForwardTest(), BackwardTest()
 
 
@@ -188,7 +181,7 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
         for name, place in FRONT_ENDS.items():
             progress(f"importing the {name} front-end")
             try:
-                engine = _load(place)
+                engine = pkgutil.resolve_name(place)()
             except (ImportError, Unsupported) as error:
                 absent[name] = str(error)
                 continue
@@ -205,8 +198,3 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
                     results.append(Result(test.direction, name, "", "", "run", FAIL, note))
     bitwise = tuple(row for test in tests for row in test.bitwise())
     return Outcome(tuple(results), absent, bitwise, found)
-
-
-def _load(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)()

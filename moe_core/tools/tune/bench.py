@@ -31,6 +31,8 @@ _ROUNDS_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 0.4, 7, 31
 _TOO_SLOW = 3.0
 #: Bits of the exponent: where all are set the number is not finite.
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
+#: Bytes of the two tile counters of families that count tiles.
+_COUNTER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,6 @@ def random_ids(layout: LayoutSpec, seed: int) -> np.ndarray:
     return np.argpartition(scores, layout.top_k, axis=1)[:, : layout.top_k].astype(np.int32)
 
 
-#: Bytes of the two tile counters of families that count tiles.
-_COUNTER_BYTES = 8
-
-
 class _Arrays:
     """The device arrays of a product, shared by its candidates."""
 
@@ -184,10 +182,9 @@ class _Arrays:
         if ((result.view(bits) & bits(mask)) == mask).any():
             return "wrong result: an element is not finite, or was not written"
         rows = np.unique(np.linspace(0, len(result) - 1, min(len(result), _COMPARED_ROWS)).astype(np.int64))
-        spec, key = self._product.spec, self.key
-        tolerance = matmul_tolerance(
-            key.dtype, self._y.dtype, key.d, activation=spec.activation, allow_tf32=spec.allow_tf32
-        )
+        activation, allow_tf32 = self._product.spec.activation, self._product.spec.allow_tf32
+        sizes = (self.key.dtype, self._y.dtype, self.key.d)
+        tolerance = matmul_tolerance(*sizes, activation=activation, allow_tf32=allow_tf32)
         try:
             assert_close(result[rows], expected[rows], tolerance, label="y")
         except AssertionError as error:

@@ -52,11 +52,9 @@ def joined(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _commit() -> str:
     """MOEBIUS_COMMIT where it is set (a copy without its repository), else that of the checkout, else none."""
-    given = os.environ.get("MOEBIUS_COMMIT")
-    if given:
+    if given := os.environ.get("MOEBIUS_COMMIT"):
         return given
-    root = pathlib.Path(moe_core.__file__).parent
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(pathlib.Path(moe_core.__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
