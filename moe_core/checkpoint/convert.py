@@ -76,7 +76,6 @@ class ConversionReport:
         return "\n".join([head, *rows])
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
         return {
             "format": self.format.name,
             "bytes_before": self.bytes_before,
@@ -116,7 +115,7 @@ def convert_checkpoint(
         shards.finish(conversion.settings())
         for file in checkpoint.path.iterdir():
             if file.suffix in _SIDE_FILES and file.name not in _OWN_FILES and file.is_file():
-                shards.adopt(file.name)
+                shards.files.append(file.name)
                 shutil.copyfile(file, Path(destination) / file.name)
     return conversion.report()
 

@@ -94,7 +94,6 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
 
 
 def _format(weights: Mapping[str, Any]) -> Format:
-    """The format of the arguments of a quantisation."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     strategy, group_size = weights.get("strategy"), weights.get("group_size")
     zero_points = weights.get("symmetric", True) is False

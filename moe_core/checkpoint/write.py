@@ -201,10 +201,10 @@ class _Source:
 
     def tensors(self, name: str, stack: Stack) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors an array is put together from; of per-expert storage one expert's matrix is made at a time."""
-        expert, array = None, None
+        expert, array = None, np.empty(0)
         for part in stack.parts:
             lead = part.place[:1] if len(stack.shape) == 3 else ()
-            if array is None or lead != expert:
+            if lead != expert:
                 expert, array = lead, self._array(name, stack.shape[len(lead) :], lead)
             yield part.tensor, np.asarray(array[part.place[len(lead) :]], order="C")
 
@@ -237,7 +237,8 @@ class Shards:
         self._pending: dict[str, np.ndarray] = {}
         self._pending_bytes = self._bytes = 0
         self._weight_map: dict[str, str] = {}
-        self._files: list[str] = []
+        #: What is removed when something goes wrong.
+        self.files: list[str] = []
 
     def extend(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         for name, array in tensors:
@@ -254,13 +255,12 @@ class Shards:
                 self._write()
 
     def _write(self) -> None:
-        file = f"model-{len(self._files) + 1:05}.safetensors"
-        self._files.append(file)
+        file = f"model-{len(self.files) + 1:05}.safetensors"
+        self.files.append(file)
         self._save_file(self._pending, self._directory / file, metadata=_METADATA)
         self._weight_map |= dict.fromkeys(self._pending, file)
-        self._bytes += self._pending_bytes
+        self._bytes, self._pending_bytes = self._bytes + self._pending_bytes, 0
         self._pending.clear()
-        self._pending_bytes = 0
         if self._progress is not None:
             written = sum(file != "" for file in self._weight_map.values())
             self._progress(WriteProgress(file, written, self._bytes))
@@ -269,13 +269,13 @@ class Shards:
         """Write what is left, give the files their final names, and only then the index and config.json."""
         if self._pending:
             self._write()
-        count = len(self._files)
-        names = {file: f"{Path(file).stem}-of-{count:05}.safetensors" for file in self._files}
+        count = len(self.files)
+        names = {file: f"{Path(file).stem}-of-{count:05}.safetensors" for file in self.files}
         if count == 1:
-            names[self._files[0]] = "model.safetensors"
+            names[self.files[0]] = "model.safetensors"
         for file, name in names.items():
             (self._directory / file).rename(self._directory / name)
-        self._files = list(names.values())
+        self.files = list(names.values())
         if count > 1:
             weight_map = {name: names[file] for name, file in self._weight_map.items()}
             index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
@@ -283,17 +283,13 @@ class Shards:
         self._write_json("config.json", dict(settings))
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        self._files.append(name)
+        self.files.append(name)
         (self._directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    def adopt(self, name: str) -> None:
-        """Count another file of the directory among those to remove when something goes wrong."""
-        self._files.append(name)
 
     def __enter__(self) -> Shards:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for file in self._files if kind is not None else ():
+        for file in self.files if kind is not None else ():
             with contextlib.suppress(FileNotFoundError):
                 (self._directory / file).unlink()

@@ -253,7 +253,6 @@ def _plainly(format: Format | None) -> str:
 
 
 def _require_names(what: str, given: list[str], wanted: list[str]) -> None:
-    """Raise InvalidInput unless the names are the wanted ones, in any order."""
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:

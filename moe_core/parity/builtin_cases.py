@@ -172,12 +172,11 @@ class _Generator:
     """Draws normal arrays in fp32 and casts them to the case's dtype."""
 
     def __init__(self, name: str, draw: Draw) -> None:
-        self._random = np.random.default_rng([draw.seed, *name.encode()])
-        self._dtype = dtypes.numpy_dtype(draw.dtype)
+        self._random, self._dtype = np.random.default_rng([draw.seed, *name.encode()]), draw.dtype
 
-    def normal(self, deviation: float, *shape: int, dtype: Any = None) -> np.ndarray:
+    def normal(self, deviation: float, *shape: int, dtype: str | None = None) -> np.ndarray:
         values = self._random.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
-        return values.astype(self._dtype if dtype is None else dtype)
+        return values.astype(dtypes.numpy_dtype(dtype or self._dtype))
 
     def weight(self, layout: str, gain: float, *shape: int) -> np.ndarray:
         """A matrix `[..., inputs, outputs]` that multiplies standard deviations by `gain`, stored as `layout`."""
@@ -204,7 +203,7 @@ def built_in_case(name: str, draw: Draw = Draw()) -> Case:
             # Logits of standard deviation 2: scores neither flat nor saturated.
             generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
             generator.normal(0.5, sizes.num_experts) if model.biases else None,
-            generator.normal(0.1, sizes.num_experts, dtype=np.float32) if model.correction_bias else None,
+            generator.normal(0.1, sizes.num_experts, dtype="float32") if model.correction_bias else None,
         ),
         spec=MoESpec(
             model.activation,
@@ -221,9 +220,8 @@ def built_in_case(name: str, draw: Draw = Draw()) -> Case:
 
 def _experts(model: BuiltInCase, sizes: Sizes, generator: _Generator) -> ExpertWeights:
     experts, width, hidden = sizes.num_experts, sizes.d_model, sizes.d_ff
-    separate = model.activation.gate_layout == "separate"
+    layout, scheme, separate = model.weight_layout, model.scheme, model.activation.gate_layout == "separate"
     columns = hidden if separate else 2 * hidden
-    layout, scheme = model.weight_layout, model.scheme
 
     def weight(gain: float, inputs: int, outputs: int) -> Any:
         plain = generator.weight(layout, gain, experts, inputs, outputs)

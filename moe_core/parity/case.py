@@ -61,7 +61,6 @@ class Case:
 
     @property
     def logits_spec(self) -> LogitsSpec:
-        """The router product's options within `spec`."""
         return self.spec.logits_spec()
 
     @property

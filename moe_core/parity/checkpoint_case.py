@@ -102,7 +102,6 @@ def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
 
 
 def _plain_fields(bundle: Any, dtype: str, which: Callable[[Any], bool] = lambda array: True) -> dict[str, Any]:
-    """The arrays of a bundle that are not quantised, cast."""
     plain = {name: array for name, array in named_fields(bundle) if not isinstance(array, QuantizedTensor)}
     return {name: plain_array(array, dtype) for name, array in plain.items() if which(array)}
 

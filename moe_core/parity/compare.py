@@ -79,8 +79,7 @@ def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     """
     if all(array.dtype.kind in "iub" for array in arrays):
         return EXACT
-    names = [dtypes.canonical(array.dtype) for array in arrays]
-    known = [name for name in names if name in UNIT_ROUNDOFF]
+    known = {dtypes.canonical(array.dtype) for array in arrays} & set(UNIT_ROUNDOFF)
     coarsest = max(known or ["float32"], key=lambda name: UNIT_ROUNDOFF[name])
     spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL["top_k"]))
     table = stage_tolerances(spec, coarsest, **_NOMINAL)
@@ -110,8 +109,7 @@ def compare(
     wanted = {name: as_numpy(name, array) for name, array in reference.items()}
     found = {name: as_numpy(name, array) for name, array in candidate.items()}
     rows: list[StageRow] = []
-    flips: tuple[Flip, ...] = ()
-    slots = np.zeros((0, 0), np.intp)
+    flips, slots = (), np.zeros((0, 0), np.intp)
     for stage, expected in wanted.items():
         if stage not in found:
             rows.append(StageRow(stage, MISSING, note="the candidate has no such stage"))
@@ -119,8 +117,7 @@ def compare(
         actual = found[stage]
         tolerance = (tolerances or {}).get(stage) or default_tolerance(stage, expected, actual)
         if stage == "ids" and expected.ndim == 2 and expected.shape == actual.shape:
-            flips = _flips(wanted, found, tolerances)
-            slots = _matching_slots(expected, actual)
+            flips, slots = _flips(wanted, found, tolerances), _matching_slots(expected, actual)
             rows.append(ids_row(expected, actual, flips))
         elif flips and stage != "logits":
             rows.append(_row_behind_flips(stage, expected, actual, tolerance, slots))
@@ -148,12 +145,11 @@ def _flips(
     wanted: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerances: Mapping[str, Tolerance] | None
 ) -> tuple[Flip, ...]:
     """Flips between two sets of ids, measured on the reference's logits where both sides have them."""
-    logits = wanted.get("logits")
-    comparable = logits is not None and "logits" in found and logits.ndim == 2 and len(logits) == len(wanted["ids"])
-    if logits is None or not comparable:
-        return find_flips(wanted["ids"], found["ids"], None, np.zeros(len(wanted["ids"])))
+    ids, logits = (wanted["ids"], found["ids"]), wanted.get("logits")
+    if logits is None or "logits" not in found or logits.ndim != 2 or len(logits) != len(ids[0]):
+        return find_flips(*ids, None, np.zeros(len(ids[0])))
     tolerance = (tolerances or {}).get("logits") or default_tolerance("logits", logits, found["logits"])
-    return find_flips(wanted["ids"], found["ids"], RouterScores.of(logits), logit_tolerance(logits, tolerance))
+    return find_flips(*ids, RouterScores.of(logits), logit_tolerance(logits, tolerance))
 
 
 def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:

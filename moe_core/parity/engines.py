@@ -40,7 +40,6 @@ class EngineRun:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Everything computed."""
         return {**self.stages} | {f"composed {name}": array for name, array in (self.composed or {}).items()}
 
 
@@ -51,7 +50,6 @@ class Engine(Protocol):
 
     def why_unsupported(self, case: Case) -> str | None:
         """The reason why this case means something else here or cannot run, or None."""
-        ...
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
         """Run every stage of a case; progress is called with a stage's name as it begins."""

@@ -7,20 +7,23 @@ is none of the backward's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from moe_core.base import dtypes
+from moe_core.base.checks import require_choice
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.common.rounding import round_to
 from moe_core.ops.moe.backward import gradient_names
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.reference.backward import moe_backward_stages
+from moe_core.parity import tolerance
 from moe_core.parity.case import Case
 from moe_core.parity.compare import stage_row
-from moe_core.parity.gradient_tolerance import gradient_tolerances
 from moe_core.parity.reference_engine import reference_stages
 from moe_core.parity.report import DIFFER, CaseReport, Report, StageRow
 from moe_core.parity.run import compare_bits, reference_ran
@@ -89,8 +92,7 @@ def compare_gradients(case: Case, run: GradientRun) -> Report:
     if run.is_reference:
         return reference_ran(run)
     expected = reference_gradients(case, run.forward)
-    sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
-    tolerances = gradient_tolerances(case.spec, case.dtype, num_tokens=case.x.shape[0], **sizes)
+    tolerances = gradient_tolerances(case)
     names = [f"d_{name}" for name in differentiated(case)]
     rows = tuple(_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
     return Report(run.engine, run.device, rows)
@@ -136,3 +138,39 @@ def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray
         None if case.token_mask is None else put(case.token_mask),
         shared=None if case.shared is None else bundle("shared.", case.shared),
     )
+
+
+def gradient_tolerances(case: Case) -> Callable[[str], Tolerance]:
+    """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, behind equal ids, weights and logits.
+
+    docs/user/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one
+    rounding of one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is
+    clamped may change with its last bit, which no tolerance covers.
+    """
+    spec, dtype, num_tokens, d_ff, top_k = case.spec, case.dtype, case.x.shape[0], case.d_ff, case.top_k
+    require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
+    one_side = 0.0 if dtype == "float32" else tolerance.UNIT_ROUNDOFF[dtype]
+    sizes: dict[str, Any] = {"d_model": case.d_model, "d_ff": d_ff, "top_k": top_k, "num_experts": 1}
+    pre = tolerance.stage_tolerances(spec, dtype, **sizes, routed_from="ids")["matmul1"]
+
+    def product(source: Tolerance, *lengths: int) -> Tolerance:
+        every = [tolerance.product_tolerance(source, dtype, length, spec.allow_tf32) for length in lengths]
+        return Tolerance(max(one.relative_frobenius for one in every), max(one.worst for one in every))
+
+    z, hidden = product(tolerance.EXACT, case.d_model) + Tolerance(one_side, one_side), tolerance.activated(pre)
+    # The derivative of the activation is as steep as the activation, and z one factor beside it.
+    d_pre = tolerance.rounded(hidden + z, dtype)
+    slots = tolerance.rounded(product(d_pre, spec.activation.input_width(d_ff)), dtype)
+    sums = math.sqrt(top_k + 1) * tolerance.FP32
+    d_x = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k + 1) * slots.worst + tolerance.DEVIATIONS * sums)
+    # d_w is a sum over F of products of either sign, and what reaches a logit a difference of two such sums.
+    d_weight = product(z, d_ff) + product(hidden, d_ff)
+    d_logits = d_weight + d_weight
+    table = {
+        "x": tolerance.rounded(d_x + d_logits, dtype),
+        "down": product(tolerance.rounded(hidden, dtype), 1, num_tokens),
+        "down_bias": product(tolerance.EXACT, 1, num_tokens),
+        **dict.fromkeys(("weight", "bias", "gate"), product(d_logits, 1, num_tokens)),
+    }
+    of_pre = product(d_pre, 1, num_tokens)
+    return lambda name: tolerance.rounded(table.get(name.removeprefix("d_").rpartition(".")[2], of_pre), dtype)

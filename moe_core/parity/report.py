@@ -37,7 +37,6 @@ class StageRow:
         return self.verdict in PASSING
 
     def cells(self) -> tuple[str, ...]:
-        """The row's columns: see `_HEADER`."""
         found, tolerance = self.difference, self.tolerance
         if found is None or tolerance is None:
             return (self.stage, self.verdict, "", "", "", "", "", self.note)
@@ -76,7 +75,6 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether every row passes."""
         return all(row.passes for row in self.rows)
 
     @property

@@ -49,14 +49,12 @@ class Yardstick:
         self.stages = functools.cache(lambda slot_order: reference_stages(self.ordered(slot_order)))
 
     def ordered(self, slot_order: str) -> Case:
-        """The case with a token's slots in another order."""
         if slot_order == self.case.router.slot_order:
             return self.case
         rule = dataclasses.replace(self.case.router, slot_order=slot_order)
         return dataclasses.replace(self.case, spec=dataclasses.replace(self.case.spec, router=rule))
 
     def tolerances(self, routed_from: str) -> dict[str, Tolerance]:
-        """The derived tolerance of every stage of this case."""
         case = self.case
         sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k, "num_experts": case.num_experts}
         weights_format = None if case.scheme is None else case.scheme.weights

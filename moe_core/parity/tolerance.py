@@ -86,6 +86,10 @@ class Tolerance:
                     f"{name} must be finite and at least 0, got {value}; take it from the table's functions"
                 )
 
+    def __add__(self, other: Tolerance) -> Tolerance:
+        """Of a result in which both errors add up."""
+        return Tolerance(self.relative_frobenius + other.relative_frobenius, self.worst + other.worst)
+
 
 #: Bitwise agreement but for the sign of zero: ids, counts, layouts.
 EXACT = Tolerance(0.0, 0.0)
@@ -95,7 +99,7 @@ def rounded(before: Tolerance, dtype: str) -> Tolerance:
     """After one cast of both sides."""
     unit = UNIT_ROUNDOFF[dtype]
     flips = math.sqrt(2 * unit * min(before.relative_frobenius, unit / 2))
-    return Tolerance(before.relative_frobenius + flips, before.worst + 2 * unit)
+    return before + Tolerance(flips, 2 * unit)
 
 
 def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
@@ -123,7 +127,7 @@ def _quantized_product(
         return own
     unpromoted = length if spec.fast_accumulate else min(length, _PROMOTED)
     truncation = unpromoted / 32 * _FP8_TRUNCATION
-    return Tolerance(own.relative_frobenius + truncation, own.worst + DEVIATIONS * truncation)
+    return own + Tolerance(truncation, DEVIATIONS * truncation)
 
 
 def _requantized(before: Tolerance, format: Format) -> Tolerance:
@@ -249,8 +253,7 @@ def stage_tolerances(
     first = product(source, d_model)
     hidden = rounded(activated(first), dtype)
     second = product(hidden, d_ff)
-    weighted = Tolerance(second.relative_frobenius + slot_weights.relative_frobenius, second.worst + slot_weights.worst)
-    slots = rounded(weighted, dtype)
+    slots = rounded(second + slot_weights, dtype)
     sums = math.sqrt(top_k) * FP32
     # At worst the errors of a token's slots add up, while its slots add up like sqrt(K).
     summed = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k) * slots.worst + DEVIATIONS * sums)
@@ -272,9 +275,7 @@ def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Toler
     _check(dtype, dtype)
     require_at_least("roundings", roundings, 1)
     unit = UNIT_ROUNDOFF[dtype]
-    return Tolerance(
-        tolerance.relative_frobenius + roundings * unit, tolerance.worst + DEVIATIONS * (roundings - 1) * unit
-    )
+    return tolerance + Tolerance(roundings * unit, DEVIATIONS * (roundings - 1) * unit)
 
 
 @dataclass(frozen=True)

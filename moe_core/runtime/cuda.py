@@ -88,14 +88,16 @@ class Driver:
 
     @functools.cached_property
     def device_count(self) -> int:
-        count = ctypes.c_int()
-        self.check(self.lib.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
-        return count.value
+        return self.number(self.lib.cuDeviceGetCount, "cuDeviceGetCount")
 
     def attribute(self, device_index: int, attribute: int) -> int:
+        what = f"cuDeviceGetAttribute({attribute}) of device {device_index}"
+        return self.number(self.lib.cuDeviceGetAttribute, what, attribute, device_index)
+
+    def number(self, function: Any, what: str, *arguments: int) -> int:
+        """The int that a function of the driver gives through its first argument."""
         value = ctypes.c_int()
-        code = self.lib.cuDeviceGetAttribute(ctypes.byref(value), attribute, device_index)
-        self.check(code, f"cuDeviceGetAttribute({attribute}) of device {device_index}")
+        self.check(function(ctypes.byref(value), *arguments), what)
         return value.value
 
     def name(self, device_index: int) -> str:

@@ -43,7 +43,6 @@ class Prepared:
                 )
 
     def _scratch_addresses(self, arena: int) -> list[int]:
-        """The address of every scratch buffer in an arena."""
         return [arena + offset for offset in self._offsets]
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:

@@ -157,7 +157,6 @@ class Outcome:
 
     @property
     def tested(self) -> bool:
-        """Whether any op was truly compared."""
         return any(result.verdict != UNTESTED for result in self.results)
 
     @property

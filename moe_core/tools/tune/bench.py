@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,8 +90,7 @@ class GpuBench:
                 run = arrays.runner(plan, config)
                 run()
                 result = arrays.result()
-                if expected is None:
-                    expected = result
+                expected = result if expected is None else expected
                 problems[number] = arrays.complaint(result, expected)
                 if number == 0 and problems[0]:
                     raise RuntimeError(f"{config} of the heuristics fails for {arrays.key}: {problems[0]}")
@@ -132,8 +132,7 @@ class _Arrays:
     """The device arrays of a product, shared by its candidates."""
 
     def __init__(self, device: Device, product: Product, plans: Sequence[LaunchPlan]) -> None:
-        self._device, self._product, self.plans = device, product, plans
-        self.key = product.key
+        self._device, self._product, self.plans, self.key = device, product, plans, product.key
         self._buffers: dict[str, int] = {}
         for seed, (name, spec) in enumerate(named_arrays(product.operands)):
             # Products keep an rms of about 1.
@@ -148,7 +147,7 @@ class _Arrays:
         self._y: ArraySpec = plans[0].spec("y")
         self._buffers["y"] = device.allocate(self._y.nbytes)
         self._scratch = device.allocate(max(plan.scratch_bytes for plan in plans))
-        self._schedules: dict[int, int] = {}
+        self._schedule = functools.cache(self._make_schedule)
         self._counters = device.allocate(_COUNTER_BYTES)
 
     def runner(self, plan: LaunchPlan, config: TileConfig) -> Callable[[], None]:
@@ -191,9 +190,6 @@ class _Arrays:
             return f"wrong result: {error}"
         return ""
 
-    def _schedule(self, layout: LayoutSpec, block_m: int) -> int:
+    def _make_schedule(self, layout: LayoutSpec, block_m: int) -> int:
         assert self._sizes is not None
-        if block_m not in self._schedules:
-            schedule = make_schedule(self._sizes, layout=layout, block_m=block_m)
-            self._schedules[block_m] = self._device.upload(schedule)
-        return self._schedules[block_m]
+        return self._device.upload(make_schedule(self._sizes, layout=layout, block_m=block_m))

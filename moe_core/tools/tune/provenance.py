@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import pathlib
@@ -62,6 +61,5 @@ def _commit() -> str:
 
 
 def _cuda_version() -> str:
-    version = ctypes.c_int()
-    driver().check(driver().lib.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
-    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    version = driver().number(driver().lib.cuDriverGetVersion, "cuDriverGetVersion")
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
