@@ -174,26 +174,19 @@ def find_tensors(directory: Path) -> TensorIndex:
     return TensorIndex(directory, files)
 
 
-class StackReader:
+class StackReader(contextlib.ExitStack):
     """Reads stacks from the files of an index; a context manager that opens each needed shard once."""
 
     def __init__(self, index: TensorIndex) -> None:
+        super().__init__()
         self._index = index
         self._files: dict[Path, tuple[Any, frozenset[str]]] = {}
-        self._exit = contextlib.ExitStack()
-
-    def __enter__(self) -> StackReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._exit.close()
-        self._files.clear()
 
     def _tensor(self, name: str) -> Any:
         """The lazy slice of a tensor: shape and dtype come from the header, data when indexed."""
         path = self._index.path_of(name)
         if path not in self._files:
-            file = self._exit.enter_context(open_file(path))
+            file = self.enter_context(open_file(path))
             self._files[path] = file, frozenset(file.keys())
         file, names = self._files[path]
         if name not in names:

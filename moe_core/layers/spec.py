@@ -233,11 +233,8 @@ class MoELayerSpec:
 
     def storage(self, default: Storage) -> Storage:
         """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
-        return Storage(
-            self.experts.weight_layout or default.weight_layout,
-            self.experts.gate_layout or default.gate_layout,
-            default.router_weight_layout,
-        )
+        weight_layout = self.experts.weight_layout or default.weight_layout
+        return Storage(weight_layout, self.experts.gate_layout or default.gate_layout, default.router_weight_layout)
 
     def stored_as(self, storage: Storage) -> MoELayerSpec:
         """The same layer with its experts' layouts stated as those of `storage`."""

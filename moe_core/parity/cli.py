@@ -71,18 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dequantize", action="store_true", help="dequantise the experts of --checkpoint first, for plain products"
     )
-    parser.add_argument(
-        "--engines",
-        default=",".join(DEFAULT_ENGINES),
-        metavar="NAMES",
-        help="comma-separated; the reference is always what the others are compared with; default: %(default)s",
-    )
-    parser.add_argument(
-        "--backward",
-        action=argparse.BooleanOptionalAction,
-        help=f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint "
-        "is named",
-    )
+    what = "comma-separated; the reference is always what the others are compared with; default: %(default)s"
+    parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), metavar="NAMES", help=what)
+    what = f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint is named"
+    parser.add_argument("--backward", action=argparse.BooleanOptionalAction, help=what)
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument("--list", action="store_true", help="list the built-in cases and the registered engines")
     return parser

@@ -91,11 +91,9 @@ def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
         return reference_ran(run)
     quantized = (QUANTIZED_X, QUANTIZED_HIDDEN) if yardstick.case.spec.activations is not None else ()
     required = (*REQUIRED, *quantized)
-    missing = tuple(
-        StageRow(stage, MISSING, note="the engine has no such stage") for stage in required if stage not in run.stages
-    )
-    if missing:
-        return Report(run.engine, run.device, missing)
+    if missing := [stage for stage in required if stage not in run.stages]:
+        rows = (StageRow(stage, MISSING, note="the engine has no such stage") for stage in missing)
+        return Report(run.engine, run.device, tuple(rows))
     comparison = _Comparison(yardstick, run)
     return Report(run.engine, run.device, comparison.rows(), comparison.flips)
 
@@ -127,13 +125,10 @@ class _Comparison:
     def _routed_alike(self) -> bool:
         return all(self._run.stages[stage].shape == self._reference[stage].shape for stage in _ROUTING)
 
-    def _rule(self) -> tuple[np.ndarray, np.ndarray]:
+    def _rule(self) -> tuple[np.ndarray, ...]:
         """(ids, weights) the routing rule makes of the engine's own logits."""
-        case = self._case
-        ids, weights = route(
-            self._run.stages["logits"], case.routing.correction_bias, case.token_mask, spec=case.router
-        )
-        return ids, weights
+        bias, mask = self._case.routing.correction_bias, self._case.token_mask
+        return route(self._run.stages["logits"], bias, mask, spec=self._case.router)
 
     def _find_flips(self) -> tuple[Flip, ...]:
         if not self._routed_alike():

@@ -26,7 +26,7 @@ _BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
 
 
 def load_kernel(name: str) -> Any:
-    """The `@triton.jit` function `"module:function"` of `moe_core.ops`. Raises Unsupported without Triton."""
+    """The function `"module:function"` of `moe_core.ops`. Raises Unsupported for a kernel without Triton."""
     module, function = name.split(":")
     try:
         return getattr(importlib.import_module(f"moe_core.ops.{module}"), function)

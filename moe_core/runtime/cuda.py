@@ -180,23 +180,19 @@ def driver() -> Driver:
 
 
 @functools.cache
-def cuda_available() -> bool:
-    """Whether a CUDA driver with at least one device is present."""
-    try:
-        return driver().device_count > 0
-    except (Unsupported, RuntimeError):
-        return False
-
-
 def why_no_gpu() -> str:
     """The reason why there is no GPU; "" where there is one."""
-    if cuda_available():
-        return ""
     try:
-        return f"the CUDA driver shows {driver().device_count} devices"
+        count = driver().device_count
     except (Unsupported, RuntimeError) as error:
         # What the message advises to do about arrays is not the question here.
         return str(error).partition("; ")[0]
+    return "" if count > 0 else f"the CUDA driver shows {count} devices"
+
+
+def cuda_available() -> bool:
+    """Whether a CUDA driver with at least one device is present."""
+    return not why_no_gpu()
 
 
 @functools.cache

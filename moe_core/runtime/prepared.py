@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,9 +75,7 @@ class HostPrepared(Prepared):
         return call
 
     def _reference(self, step: ReferenceCall) -> Callable[[list[int]], None]:
-        module, name = step.function.split(":")
-        function = getattr(importlib.import_module(f"moe_core.ops.{module}"), name)
-        constants = dict(step.constants)
+        function, constants = load_kernel(step.function), dict(step.constants)
 
         def call(addresses: list[int]) -> None:
             def view(buffer: str) -> Any:

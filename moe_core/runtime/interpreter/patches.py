@@ -126,11 +126,6 @@ def _refuse_libdevice(name: str, function: Any) -> Any:
     return refuse
 
 
-def _call_helper(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """A kernel calls another `@triton.jit` function: the language is already replaced."""
-    return self.rewrite()(*arguments, **keywords)
-
-
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 _build_block_type = tl.block_type.__init__
 _ONE = tl.constexpr(1)
@@ -180,7 +175,8 @@ def install() -> PatchedLanguage:
 
     language = PatchedLanguage(replace, interpreter.interpreter_semantic)
     interpreter._patch_lang = lambda function: language.__enter__()
-    interpreter.InterpretedFunction.__call__ = _call_helper
+    # A kernel calls another `@triton.jit` function: the language is already replaced.
+    interpreter.InterpretedFunction.__call__ = lambda self, *given, **keywords: self.rewrite()(*given, **keywords)
     for name, function in inspect.getmembers(libdevice, inspect.isfunction):
         setattr(libdevice, name, _refuse_libdevice(name, function))
     return language

@@ -78,10 +78,8 @@ class Diagnosis:
 
     def _untrusted_gpus(self) -> Iterator[str]:
         if not self.gpus:
-            yield (
-                f"compiled kernels and speed: there is no GPU ({self.no_gpu}), and the interpreter shows neither races "
-                "nor stray accesses"
-            )
+            unseen = "and the interpreter shows neither races nor stray accesses"
+            yield f"compiled kernels and speed: there is no GPU ({self.no_gpu}), {unseen}"
         for gpu in self.gpus:
             if gpu.target is None:
                 yield f"GPU {gpu.index} cannot be used: {gpu.refused}"
