@@ -66,22 +66,16 @@ class ConversionReport:
     bytes_after: int
 
     def __str__(self) -> str:
+        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         smaller = self.bytes_before / max(self.bytes_after, 1)
-        head = (
-            f"{self.format.name}: experts {self.bytes_before / 2**20:.1f} MiB -> {self.bytes_after / 2**20:.1f} MiB "
-            f"({smaller:.2f} times smaller)"
-        )
+        head = f"{self.format.name}: experts {before:.1f} MiB -> {after:.1f} MiB ({smaller:.2f} times smaller)"
         rows = [f"{'layer':>7}{'gate_up':>12}{'down':>12}   relative Frobenius error"]
         rows += [f"{error.layer:>7}{error.gate_up:>12.3e}{error.down:>12.3e}" for error in self.layers]
         return "\n".join([head, *rows])
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": self.format.name,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "layers": [error._asdict() for error in self.layers],
-        }
+        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {"format": self.format.name, **sizes, "layers": [error._asdict() for error in self.layers]}
 
 
 def convert_checkpoint(

@@ -112,12 +112,9 @@ def _gpt_oss(config: ModelConfig) -> Architecture:
     Files hold `[E, D, 2F]` and `[E, F, D]` with gate and up columns interleaved.
     """
     limit = config.settings.get("swiglu_limit", 7.0)
-    activation = Activation(
-        "swiglu_oai",
-        gate_layout="interleaved",
-        alpha=config.number("swiglu_alpha", default=1.702),
-        limit=None if limit is None else config.number("swiglu_limit", default=7.0),
-    )
+    alpha = config.number("swiglu_alpha", default=1.702)
+    limit = None if limit is None else config.number("swiglu_limit", default=7.0)
+    activation = Activation("swiglu_oai", gate_layout="interleaved", alpha=alpha, limit=limit)
     router = RouterSpec(config.integer("num_experts_per_tok", "experts_per_token"), order="topk_then_softmax")
     spec = MoESpec(activation, router, weight_layout="in_out", router_weight_layout="out_in")
     return _architecture(config, spec, Naming(router="router", per_expert=None, router_bias=True, expert_bias=True))
@@ -132,14 +129,10 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
     config.require("topk_method", "noaux_tc")
     first = config.integer("first_k_dense_replace", least=0, null=0)
     frequency = config.integer("moe_layer_freq") if "moe_layer_freq" in config.settings else 1
-    router = RouterSpec(
-        config.integer("num_experts_per_tok"),
-        scoring="sigmoid",
-        renormalize=config.boolean("norm_topk_prob"),
-        scale=config.number("routed_scaling_factor"),
-        num_groups=config.integer("n_group", null=1),
-        topk_group=config.integer("topk_group", null=1),
-    )
+    top_k, renormalize = config.integer("num_experts_per_tok"), config.boolean("norm_topk_prob")
+    scale, num_groups = config.number("routed_scaling_factor"), config.integer("n_group", null=1)
+    topk_group = config.integer("topk_group", null=1)
+    router = RouterSpec(top_k, "sigmoid", None, renormalize, scale, num_groups, topk_group)
     return _architecture(
         config,
         _gated(config, router),

@@ -208,14 +208,12 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
 
 def _arguments(format: Format) -> dict[str, Any]:
     """What compressed-tensors calls the arguments of a quantisation."""
-    strategy = "group"
-    if format.group_columns is None:
-        strategy = "tensor" if format.group_rows is None else "channel"
+    whole = "tensor" if format.group_rows is None else "channel"
     arguments: dict[str, Any] = {
         "num_bits": format.bits_per_element,
         "type": "int" if "int" in format.element else "float",
         "symmetric": not format.zero_points,
-        "strategy": strategy,
+        "strategy": whole if format.group_columns is None else "group",
         "group_size": format.group_columns,
         "dynamic": False,
     }

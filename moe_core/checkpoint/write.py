@@ -164,11 +164,11 @@ class _Model:
                 "LayerWeights.from_checkpoint or a layer's export_weights"
             )
         wanted, own = (spec.stored_as(self.storage) for spec in (self.spec, weights.layer_spec()))
-        for field in dataclasses.fields(MoELayerSpec):
-            mine, theirs = getattr(wanted, field.name), getattr(own, field.name)
-            if field.name not in FREE_FIELDS and mine != theirs:
+        for name in [field.name for field in dataclasses.fields(MoELayerSpec) if field.name not in FREE_FIELDS]:
+            mine, theirs = getattr(wanted, name), getattr(own, name)
+            if mine != theirs:
                 raise InvalidInput(
-                    f"weights of layer {layer} must have {field.name} = {mine} by config, got {theirs}; pass the "
+                    f"weights of layer {layer} must have {name} = {mine} by config, got {theirs}; pass the "
                     "config that belongs to the weights"
                 )
 

@@ -372,8 +372,6 @@ def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec
         )
     order = order_for(storage.gate_layout if spec.gated else None, "experts.gate_up")
     rows = 2 * spec.d_ff if spec.gated else spec.d_ff
-    tilings = {
-        "experts.gate_up": Tiling(rows, spec.d_model, order),
-        "experts.down": Tiling(spec.d_model, spec.d_ff, "rows"),
-    }
+    gate_up, down = Tiling(rows, spec.d_model, order), Tiling(spec.d_model, spec.d_ff, "rows")
+    tilings = {"experts.gate_up": gate_up, "experts.down": down}
     return {name: QuantizedSpec(scheme.weights, tiling=tiling) for name, tiling in tilings.items()}

@@ -194,28 +194,17 @@ def built_in_case(name: str, draw: Draw = Draw()) -> Case:
     num_tokens = token_count(draw.num_tokens, sizes.num_tokens)
     generator, router_layout = _Generator(name, draw), "out_in"
     mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens) if model.masked_tokens else None
-    return Case(
-        name=name,
-        description=model.description,
-        x=generator.normal(1.0, num_tokens, sizes.d_model),
-        experts=_experts(model, sizes, generator),
-        routing=RouterWeights(
-            # Logits of standard deviation 2: scores neither flat nor saturated.
-            generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
-            generator.normal(0.5, sizes.num_experts) if model.biases else None,
-            generator.normal(0.1, sizes.num_experts, dtype="float32") if model.correction_bias else None,
-        ),
-        spec=MoESpec(
-            model.activation,
-            model.router(sizes),
-            weight_layout=model.weight_layout,
-            router_weight_layout=router_layout,
-            apply_router_weight_on_input=model.weight_on_input,
-            activations=None if model.scheme is None else model.scheme.activations,
-        ),
-        shared=_shared(model, sizes, generator),
-        token_mask=mask,
+    x, experts = generator.normal(1.0, num_tokens, sizes.d_model), _experts(model, sizes, generator)
+    routing = RouterWeights(
+        # Logits of standard deviation 2: scores neither flat nor saturated.
+        generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
+        generator.normal(0.5, sizes.num_experts) if model.biases else None,
+        generator.normal(0.1, sizes.num_experts, dtype="float32") if model.correction_bias else None,
     )
+    spec = MoESpec(model.activation, model.router(sizes), model.weight_layout, router_layout, model.weight_on_input)
+    spec = dataclasses.replace(spec, activations=model.scheme and model.scheme.activations)
+    shared = _shared(model, sizes, generator)
+    return Case(name, model.description, x, experts, routing, spec, shared, mask)
 
 
 def _experts(model: BuiltInCase, sizes: Sizes, generator: _Generator) -> ExpertWeights:

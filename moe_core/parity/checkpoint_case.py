@@ -66,15 +66,9 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
     if source.dtype is not None:
         layer = _cast_weights(layer, source.dtype)
     x, origin = _hidden_states(source, layer.d_model)
-    return Case(
-        name=f"{layer.family} layer {number}",
-        description=f"{source.directory}{storage}; hidden states {origin}",
-        x=x.astype(dtypes.numpy_dtype(dtype), copy=False),
-        experts=layer.experts,
-        routing=layer.router,
-        spec=layer.spec,
-        shared=layer.shared,
-    )
+    name, description = f"{layer.family} layer {number}", f"{source.directory}{storage}; hidden states {origin}"
+    x = x.astype(dtypes.numpy_dtype(dtype), copy=False)
+    return Case(name, description, x, layer.experts, layer.router, layer.spec, layer.shared)
 
 
 def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:

@@ -51,8 +51,7 @@ class GradientRun:
 
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
-    """The arrays of a case that have a gradient, by name: `x`, `experts.*` (quantised ones have none), `routing.*`,
-    `shared.*`."""
+    """The arrays of a case that have a gradient, by name: `x`, `experts.*`, `routing.*` and `shared.*`, none quantised."""
     found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
     found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
@@ -71,8 +70,7 @@ def upstream(case: Case) -> dict[str, np.ndarray]:
 
 
 def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], object]) -> CaseReport:
-    """Compute the gradients of a case with every engine, compare them with the reference's; the name of the report
-    says `backward`."""
+    """Compute a case's gradients with every engine and compare them with the reference's: the report `... backward`."""
     reports, runs = [], []
     for engine in engines:
         compute = getattr(engine, "gradients", None)

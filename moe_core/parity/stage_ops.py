@@ -6,6 +6,7 @@ module holds the ops and how arrays move between NumPy and the framework.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -149,15 +150,10 @@ class _Runner:
 
     def _matmul_spec(self, gather: str, activated: bool = False) -> MatmulSpec:
         spec = self._case.spec
-        return MatmulSpec(
-            spec.weight_layout,
-            gather=gather,
-            scatter="slot",
-            activation=spec.activation if activated else None,
-            out_dtype=None if spec.activations is None else self._case.dtype,
-            allow_tf32=spec.allow_tf32,
-            fast_accumulate=spec.fast_accumulate,
-        )
+        activation = spec.activation if activated else None
+        out_dtype = None if spec.activations is None else self._case.dtype
+        product = MatmulSpec(spec.weight_layout, gather, "slot", activation, out_dtype, spec.allow_tf32)
+        return dataclasses.replace(product, fast_accumulate=spec.fast_accumulate)
 
     def _shared_output(self) -> tuple[Array | None, Array | None]:
         """The shared expert's fp32 output `[T, D]` and its gate logits fp32 `[T, 1]`, each None where there is none."""

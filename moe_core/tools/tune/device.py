@@ -112,9 +112,9 @@ class Device:
         for round_pairs in pairs:
             for run, (start, end) in zip(runs, round_pairs, strict=True):
                 self.fill(self._flush, _FLUSH_BYTES, 0)
-                self._record(start)
+                self.check(self._lib.cuEventRecord(start, ctypes.c_void_p()), "cuEventRecord")
                 run()
-                self._record(end)
+                self.check(self._lib.cuEventRecord(end, ctypes.c_void_p()), "cuEventRecord")
         self.synchronize()
         times = [[self._elapsed(*pair) for pair in round_pairs] for round_pairs in pairs]
         return [statistics.median(column) for column in zip(*times, strict=True)]
@@ -122,9 +122,6 @@ class Device:
     def _write(self, address: int, data: np.ndarray) -> None:
         source, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
         self.check(self._lib.cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, size), "copying to the device")
-
-    def _record(self, event: ctypes.c_void_p) -> None:
-        self.check(self._lib.cuEventRecord(event, ctypes.c_void_p()), "cuEventRecord")
 
     def _elapsed(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
         """Microseconds from one event to another."""

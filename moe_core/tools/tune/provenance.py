@@ -22,15 +22,12 @@ _SAME = ("gpu", "versions", "commit")
 
 def provenance(device_index: int, arguments: Sequence[str]) -> dict[str, Any]:
     """GPU, driver, versions, commit, command and date of a run."""
+    versions = {"moebius": moe_core.__version__, "kernels": sources_version()[:12]}
+    versions |= {"triton": importlib.metadata.version("triton"), "python": platform.python_version()}
     return {
         "gpu": driver().name(device_index),
         "driver": _cuda_version(),
-        "versions": {
-            "moebius": moe_core.__version__,
-            "kernels": sources_version()[:12],
-            "triton": importlib.metadata.version("triton"),
-            "python": platform.python_version(),
-        },
+        "versions": versions,
         "commit": _commit(),
         "command": " ".join(["moebius-tune", *arguments]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
