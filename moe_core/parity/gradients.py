@@ -51,7 +51,7 @@ class GradientRun:
 
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
-    """The arrays of a case that have a gradient, by name: `x`, `experts.*`, `routing.*` and `shared.*`, none quantised."""
+    """The arrays of a case that have a gradient, by name: plain ones of `x`, `experts.*`, `routing.*`, `shared.*`."""
     found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
     found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))

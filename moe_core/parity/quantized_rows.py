@@ -50,10 +50,10 @@ class OwnRows:
 
     def expected(self, stage: str) -> np.ndarray:
         """QUANTIZED_X or QUANTIZED_HIDDEN."""
+        case = self._case
         if stage == QUANTIZED_HIDDEN:
             rows = self._hidden()
         else:
-            case = self._case
             weighted = case.spec.apply_router_weight_on_input
             source = scale_rows(case.x, self._stages["weights"]) if weighted else case.x
             rows = self._quantized(source, case.experts.gate_up_input_scale)

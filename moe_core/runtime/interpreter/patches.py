@@ -67,16 +67,14 @@ class PatchedLanguage:
     """
 
     def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
-        module = {"tl": tl, "core": tl.core}
-        scope = replace(types.FunctionType((lambda: None).__code__, module))
+        scope = replace(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
         originals: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, original in scope._changes:
             originals.setdefault((id(owner), name), (owner, name, original))
         self._originals = list(originals.values())
         found = [(owner, name, getattr(owner, name)) for owner, name, _ in self._originals]
         self._replacements = [(owner, name, _rebind(value, semantic)) for owner, name, value in found]
-        self._depth = 0
-        self._lock = threading.RLock()
+        self._depth, self._lock = 0, threading.RLock()
         scope.restore()
 
     def __enter__(self) -> PatchedLanguage:

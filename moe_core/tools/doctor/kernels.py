@@ -60,11 +60,8 @@ class Kernels:
 
 def kernels_of(target: Target) -> Kernels:
     """Plans typical layers for a target; runs nothing. Off the GPU one layer tells all: tiles hardly depend on it."""
-    if target.on_gpu:
-        workloads = tuple(_workload(target, dtype, tokens) for dtype in _DTYPES for tokens in _TOKENS)
-    else:
-        workloads = (_workload(target, "bfloat16", 64),)
-    return Kernels(str(target), workloads, _refused(target))
+    layers = itertools.product(_DTYPES, _TOKENS) if target.on_gpu else [("bfloat16", 64)]
+    return Kernels(str(target), tuple(_workload(target, *layer) for layer in layers), _refused(target))
 
 
 def _workload(target: Target, dtype: str, tokens: int) -> Workload:

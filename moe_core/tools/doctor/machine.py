@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -64,10 +65,9 @@ def packages() -> tuple[Package, ...]:
 
 def _package(name: str) -> Package:
     module, least, below = PACKAGES[name]
-    try:
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
         found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
     if found is None:
         return Package(name, None)
     try:
