@@ -116,8 +116,8 @@ def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str
         scales = _e8m0_scales(format, scale_suffix)
     elif format.group_rows is None:
         # One scale per tensor: files have `[1]` for a matrix, `[E, 1]` for a stack.
-        shape, decode = lambda rows, columns: (1,), lambda scale: scale[..., None]
-        scales = Component("scales", scale_suffix, _SCALE_HEADERS, shape, decode, lambda scale: scale[..., 0])
+        decode, encode = (lambda scale: scale[..., None]), (lambda scale: scale[..., 0])
+        scales = Component("scales", scale_suffix, _SCALE_HEADERS, lambda rows, columns: (1,), decode, encode)
     else:
         # e8m0 scales of DeepSeek's later files are numbers to us: they are cast while they are read.
         scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _scales_shape(format))

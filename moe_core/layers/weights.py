@@ -256,8 +256,9 @@ def _require_names(what: str, given: list[str], wanted: list[str]) -> None:
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
-        lacks = [f"lacks {', '.join(missing)}"] if missing else []
-        problem = " and ".join([*lacks, *([f"has {', '.join(unknown)}, which this layer does not"] if unknown else [])])
+        problems = [f"lacks {', '.join(missing)}"] if missing else []
+        problems += [f"has {', '.join(unknown)}, which this layer does not"] if unknown else []
         raise InvalidInput(
-            f"{what} must hold {', '.join(wanted)}; got one that {problem}; make both sides the same kind of layer"
+            f"{what} must hold {', '.join(wanted)}; got one that {' and '.join(problems)}; make both sides the same "
+            "kind of layer"
         )

@@ -63,8 +63,8 @@ class OwnRows:
         """The weighted slots `[T * K, D]`, and how far those of another sum of the same rows may lie from them."""
         case, spec = self._case, self._case.spec
         weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
-        slots = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)
-        product = dataclasses.replace(slots, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate)
+        plain = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)
+        product = dataclasses.replace(plain, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate)
         arrays, bias = (self._hidden(), case.experts.down, *self._groups), case.experts.down_bias
         slots = matmul_ogs(*arrays, bias=bias, row_weight=weights, layout=self._layout, spec=product)
         down = case.experts.down.format

@@ -225,7 +225,8 @@ class HostTensorMap:
         self.entries = [self._map, *(ctypes.addressof(value) for value in (*self._sizes, *self._strides))]
 
     def point_at(self, address: int) -> None:
-        self.address, request = None, self.request
+        self.address = None
+        request = self.request
         panel = (request.box[0], _PANEL_BYTES // dtypes.itemsize(self.dtype))
         driver().encode_tensor_map(self._map, address, self.dtype, request.shape, request.pitch, panel)
         self.address = address

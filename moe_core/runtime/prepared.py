@@ -62,15 +62,13 @@ class HostPrepared(Prepared):
 
         interpreter.install()
         kernel = load_kernel(step.kernel.name)
+        buffers = [(name, value.buffer) for name, value in step.arguments if isinstance(value, Pointer)]
+        pointers = [(name, self._index[buffer], self.plan.spec(buffer).dtype) for name, buffer in buffers]
+        fixed = {name: value.value if isinstance(value, Constant) else value for name, value in step.arguments}
 
         def call(addresses: list[int]) -> None:
-            def given(value: Any) -> Any:
-                if isinstance(value, Pointer):
-                    address, spec = addresses[self._index[value.buffer]], self.plan.spec(value.buffer)
-                    return interpreter.HostPointer(address, spec.dtype)
-                return value.value if isinstance(value, Constant) else value
-
-            interpreter.launch(kernel, step.grid, [(name, given(value)) for name, value in step.arguments])
+            given = {name: interpreter.HostPointer(addresses[index], dtype) for name, index, dtype in pointers}
+            interpreter.launch(kernel, step.grid, list((fixed | given).items()))
 
         return call
 
