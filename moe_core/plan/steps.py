@@ -190,6 +190,13 @@ class KernelLaunch:
         own = dict(self.arguments).get("STAGES")
         return own.value if isinstance(own, Constant) and isinstance(own.value, int) else self.num_stages
 
+    @property
+    def tile(self) -> str:
+        """The sides of its tile, its warps and stages, as reports show them."""
+        blocks = [(name, value) for name, value in self.arguments if name.startswith("BLOCK")]
+        sides = [f"{name}={value.value}" for name, value in blocks if isinstance(value, Constant)]
+        return ", ".join([*sides, f"{self.num_warps} warps, {self.pipeline_stages} stages"])
+
 
 @plan_type
 @dataclass(frozen=True)
@@ -300,7 +307,6 @@ class LaunchPlan:
 
 
 def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
-    """Those that a step reads or writes."""
     if isinstance(step, ReferenceCall):
         return {*(buffer for _, buffer in step.inputs), *step.outputs}
     return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}
