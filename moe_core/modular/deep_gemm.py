@@ -14,17 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moe_core import formats
+from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_BLOCK,
-    FP8_GROUP,
-    FP8_GROUP_POW2,
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    quantized_specs,
-)
+from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.weights import activation_quantization, weight_quantization
 from moe_core.ops.matmul.forward import plan_matmul_ogs
@@ -32,7 +26,7 @@ from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands
+from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
@@ -56,7 +50,7 @@ def has_e8m0_mode(target: Target) -> bool:
 
 def activation_format(e8m0: bool) -> Format:
     """What activations are quantised to: 1 x 128, with e8m0 the scales rounded up to powers of two."""
-    return FP8_GROUP_POW2 if e8m0 else FP8_GROUP
+    return formats.FP8_GROUP_POW2 if e8m0 else FP8_GROUP
 
 
 def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
@@ -80,12 +74,50 @@ class Pair(NamedTuple):
     scales_dtype: str
 
 
-def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
-    """The shape of D = `a @ b.T`: `[M, N]` of the contiguous layout, `[G, M, N]` of the masked one.
+def _name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
 
-    Raises InvalidInput for shapes and dtypes that are not the contract's, and for K and N that are no multiples of 128;
-    Unsupported for scales that are packed into integers.
-    """
+
+def pair_of(name: str, pair: Any) -> Pair:
+    """Shapes and dtypes of values and scales; InvalidInput for what is no pair."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both arrays")
+    values, scales = pair
+    return Pair(values.shape, _name(values), scales.shape, _name(scales))
+
+
+def check_experts(experts: ExpertWeights) -> ExpertWeights:
+    """The weights; InvalidInput where a product with them is not the contract's."""
+    for weight in (experts.gate_up, experts.down):
+        k = weight.values.shape[2]
+        rows = Pair((0, k), _E4M3, (0, k // ALIGNMENT), "float32")
+        check_products(rows, pair_of("b", (weight.values, weight.scales)))
+    return experts
+
+
+def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
+    """Whether hidden states `[.., K]` are e4m3 with scales `[.., K / 128]`, not bf16, fp16 or fp32 without."""
+    dtype, (*lead, columns) = _name(hidden_states), hidden_states.shape
+    if dtype == _E4M3 and a1q_scale is None:
+        raise InvalidInput("a1q_scale must be given for e4m3 hidden_states, got None; pass their scales")
+    if dtype == _E4M3:
+        wanted = [*lead, columns // ALIGNMENT]
+        if _name(a1q_scale) != "float32" or list(a1q_scale.shape) != wanted:
+            raise InvalidInput(
+                f"a1q_scale must be float32 {wanted}, a scale for each 1 x {ALIGNMENT} values, got {a1q_scale.dtype} "
+                f"{list(a1q_scale.shape)}; pass those of hidden_states"
+            )
+    elif a1q_scale is not None or dtype not in MATMUL_DTYPES:
+        raise InvalidInput(
+            f"hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got {hidden_states.dtype} "
+            f"and {'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
+        )
+    return dtype == _E4M3
+
+
+def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
+    """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput for what is not the contract's; Unsupported
+    for scales that are packed into integers."""
     for name, pair in (("a", a), ("b", b)):
         if pair.values_dtype != _E4M3:
             raise InvalidInput(f"{name}[0] must be {_E4M3}, got {pair.values_dtype}; quantise it with quantize_rows")
@@ -120,7 +152,7 @@ def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]
         "b[1]": (b.scales, (groups, n // ALIGNMENT, k // ALIGNMENT)),
     }
     for name, (found, wanted) in shapes.items():
-        if len(found) != len(wanted) or any(one != other for one, other in zip(found, wanted, strict=True)):
+        if tuple(found) != wanted:
             group = f"{RECIPE[0 if name == 'a[1]' else 1]} x {RECIPE[2]}"
             raise InvalidInput(
                 f"{name} must be {tuple(wanted)}, a scale for each {group} values, got {tuple(found)}; pass the scales "
@@ -131,10 +163,8 @@ def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]
 
 @functools.lru_cache(maxsize=1024)
 def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target: Target) -> TileConfig | None:
-    """The tiles of products with so many rows in each group; sizes: (G, N, K). None where there are no tiles.
-
-    What `expected_m` of the masked layout is for: its arrays say how many rows there may be, not how many are used.
-    """
+    """The tiles of products with so many rows in each group, as `expected_m` says; sizes: (G, N, K). None where there
+    are no tiles."""
     groups, n, k = sizes
     layout = LayoutSpec(groups * rows, 1, groups)
     x = quantized_specs(QuantizedSpec(FP8_GROUP), (groups * rows, k))
@@ -163,7 +193,6 @@ def matmul_side(format: Format, values: Any, scales: Any) -> QuantizedTensor:
 TRITON, DEEP_GEMM = "triton_expert", "deep_gemm_expert"
 #: Columns of the second product's input up to which DeepGEMM is not worth it.
 _LEAST_WIDTH = 512
-_E4M3 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -189,10 +218,8 @@ def why_not_allowed(allow_deep_gemm: bool, use_fp8_w8a8: bool, block_shape: Sequ
 
 
 def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
-    """The reason DeepGEMM is not for these sizes, None if it is. N: columns, of w1 for memory, of w2's input to choose.
-
-    Without numbers: under `torch.compile` M may be symbolic.
-    """
+    """The reason DeepGEMM is not for these sizes, of which M may be symbolic, None if it is. N: columns, of w1 for
+    memory, of w2's input to choose."""
     if M < ALIGNMENT:
         return f"there are fewer than {ALIGNMENT} tokens"
     if N % ALIGNMENT or K % ALIGNMENT:

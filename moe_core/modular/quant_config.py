@@ -18,6 +18,10 @@ _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
 QUANTIZATION_ARRAYS = ("w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale")
 
 
+def _is_scheme(name: str) -> Any:
+    return property(lambda self: self.scheme == name)
+
+
 @dataclass(frozen=True, eq=False)
 class FusedMoEQuantConfig:
     """One scheme, or None for weights in bf16, fp16 or fp32, and the arrays beside the weights.
@@ -83,13 +87,8 @@ class FusedMoEQuantConfig:
         **arrays: Any,
     ) -> FusedMoEQuantConfig:
         """The configuration of at most one scheme (more: InvalidInput, a ValueError). arrays: the other fields."""
-        flags = {
-            "fp8_w8a8": use_fp8_w8a8,
-            "int8_w8a8": use_int8_w8a8,
-            "int8_w8a16": use_int8_w8a16,
-            "int4_w4a16": use_int4_w4a16,
-            "mxfp4_w4a4": use_mxfp4_w4a4,
-        }
+        given = (use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, use_mxfp4_w4a4)
+        flags = dict(zip(SCHEMES[:5], given, strict=True))
         for name, flag in flags.items():
             require_flag(f"use_{name}", flag)
         chosen = [name for name, flag in flags.items() if flag]
@@ -129,25 +128,8 @@ class FusedMoEQuantConfig:
     def quantizes_activations(self) -> bool:
         return self.scheme in _QUANTIZED_ACTIVATIONS
 
-    @property
-    def use_fp8_w8a8(self) -> bool:
-        return self.scheme == "fp8_w8a8"
-
-    @property
-    def use_int8_w8a8(self) -> bool:
-        return self.scheme == "int8_w8a8"
-
-    @property
-    def use_int8_w8a16(self) -> bool:
-        return self.scheme == "int8_w8a16"
-
-    @property
-    def use_int4_w4a16(self) -> bool:
-        return self.scheme == "int4_w4a16"
-
-    @property
-    def use_mxfp4_w4a4(self) -> bool:
-        return self.scheme == "mxfp4_w4a4"
+    use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16 = map(_is_scheme, SCHEMES[:3])
+    use_int4_w4a16, use_mxfp4_w4a4 = map(_is_scheme, SCHEMES[3:5])
 
 
 FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,10 +33,7 @@ class ExpertTokensMetadata:
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
-    """Sizes and ranks of tensor, data and expert parallelism; use_ep: whole experts are split over ranks.
-
-    Raises InvalidInput where a rank is not below its size.
-    """
+    """Sizes and ranks of parallelism; use_ep: whole experts are split over ranks. InvalidInput for contradictions."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -79,7 +76,11 @@ def moe_problem_size(
     InvalidInput for other ranks and for numbers of experts that differ.
     """
     if not (len(w1) == len(w2) == 3 and len(topk_ids) == 2 and len(a1) in (2, 3)):
-        _refuse_ranks({"w1": (w1, (3,)), "w2": (w2, (3,)), "topk_ids": (topk_ids, (2,)), "a1": (a1, (2, 3))})
+        shapes = {"w1": (w1, (3,)), "w2": (w2, (3,)), "topk_ids": (topk_ids, (2,)), "a1": (a1, (2, 3))}
+        name = next(name for name, (shape, ranks) in shapes.items() if len(shape) not in ranks)
+        shape, ranks = shapes[name]
+        wanted = " or ".join(map(str, ranks))
+        raise InvalidInput(f"{name} must have {wanted} axes, got {tuple(shape)}; reshape it")
     require_choice("weight_layout", weight_layout, WEIGHT_LAYOUTS)
     if w2[0] != w1[0]:
         raise InvalidInput(f"w2 must have the {w1[0]} experts of w1, got {tuple(w2)}; pass the same experts")
@@ -90,13 +91,6 @@ def moe_problem_size(
             "max_num_tokens, K], or [M, K] for tokens"
         )
     return ProblemSize(w1[0], a1[-2], w1[out_axis], w2[out_axis], topk_ids[1])
-
-
-def _refuse_ranks(shapes: Mapping[str, tuple[Sequence[int], tuple[int, ...]]]) -> None:
-    for name, (shape, ranks) in shapes.items():
-        if len(shape) not in ranks:
-            wanted = " or ".join(map(str, ranks))
-            raise InvalidInput(f"{name} must have {wanted} axes, got {tuple(shape)}; reshape it")
 
 
 @dataclass(frozen=True)
@@ -131,10 +125,9 @@ def quant_key(format: Format, static: bool) -> QuantKey:
 class SlotContext:
     """What the rows at an injection point belong to: one row for each slot, slot `s = m * topk + k`.
 
-    hidden_states `[M, K]`: what the first product reads. layout: the slots by expert; a grouped matmul on it finds each
-    slot's expert. row_weight fp32 `[M * topk]`: what the second product multiplies each slot by (ones where the
-    router's weight is on the hidden states). activated `[M * topk, F]`: what the second product reads, None before the
-    activation.
+    hidden_states `[M, K]`: what the first product reads. layout: the slots by expert, for further grouped matmuls.
+    row_weight fp32 `[M * topk]`: what the second product multiplies each slot by (ones where the router's weight is on
+    the hidden states). activated `[M * topk, F]`: what the second product reads, None before the activation.
     """
 
     hidden_states: Any

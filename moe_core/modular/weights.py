@@ -6,26 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
+from moe_core import formats
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    FP8_GROUP,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    INT8_CHANNEL,
-    INT8_TOKEN,
-    MXFP4,
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    int4_grouped,
-    int8_grouped,
-    quantized_shapes,
-    quantized_specs,
-)
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import ProblemSize
 from moe_core.ops.matmul.problem import MatmulProblem
@@ -97,12 +82,12 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
     block, scheme = config.block_shape, config.scheme
     if scheme == "fp8_w8a8":
         if block is not None:
-            return _grouped("e4m3", "fp8_block", *block, known=FP8_BLOCK)
-        return FP8_CHANNEL if config.per_act_token_quant else FP8_TENSOR
+            return _grouped("e4m3", "fp8_block", *block, known=formats.FP8_BLOCK)
+        return formats.FP8_CHANNEL if config.per_act_token_quant else formats.FP8_TENSOR
     if scheme == "int8_w8a8":
         if block is not None:
             return Format(f"int8_block_{block[0]}x{block[1]}", "int8", *block)
-        return INT8_CHANNEL if config.per_act_token_quant else _INT8_TENSOR
+        return formats.INT8_CHANNEL if config.per_act_token_quant else _INT8_TENSOR
     if scheme in ("int8_w8a16", "int4_w4a16"):
         if block is not None and block[0] not in (0, 1):
             raise InvalidInput(
@@ -110,12 +95,12 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
                 f"got {block}; pass (0, {block[1]})"
             )
         columns, zero_points = None if block is None else block[1], config.w1_zp is not None
-        grouped = int8_grouped if scheme == "int8_w8a16" else int4_grouped
+        grouped = formats.int8_grouped if scheme == "int8_w8a16" else formats.int4_grouped
         return grouped(columns, zero_points)
     if scheme in ("mxfp4_w4a4", "mxfp4_w4a16"):
         if block is not None:
             raise InvalidInput(f"block_shape must be None for {scheme}, whose groups are 32 columns, got {block}")
-        return MXFP4
+        return formats.MXFP4
     return None
 
 
@@ -124,23 +109,21 @@ def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
     if not config.quantizes_activations:
         return None
     if config.scheme == "mxfp4_w4a4":
-        return MXFP4
-    element, tensor, token = ("e4m3", FP8_TENSOR, FP8_TOKEN)
+        return formats.MXFP4
+    element, tensor, token = ("e4m3", formats.FP8_TENSOR, formats.FP8_TOKEN)
     if config.scheme == "int8_w8a8":
-        element, tensor, token = ("int8", _INT8_TENSOR, INT8_TOKEN)
+        element, tensor, token = ("int8", _INT8_TENSOR, formats.INT8_TOKEN)
     if config.block_shape is not None:
         columns = config.block_shape[1]
         if element == "e4m3":
-            return _grouped(element, "fp8_group", 1, columns, FP8_GROUP)
+            return _grouped(element, "fp8_group", 1, columns, formats.FP8_GROUP)
         return Format(f"int8_group_1x{columns}", element, 1, columns)
     return token if config.per_act_token_quant else tensor
 
 
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
-    """The reason experts of this configuration cannot run anywhere, None if they can.
-
-    Sizes or devices for which no kernel exists are found when a call is planned, which raises Unsupported.
-    """
+    """The reason experts of this configuration cannot run anywhere, whatever the sizes and the device; None if they
+    can."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
         if precision is not None:
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
@@ -158,9 +141,9 @@ def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
 def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
     """w1 and w2, with biases, scales and zero points of the configuration, as what the ops take.
 
-    Scales may have any shape with the elements that `QuantizedTensor` wants: `[E]` for `[E, 1, 1]`, for example. Scales
-    of activations become the input scales, fp32 `[1]`.
-    Raises InvalidInput for scales and zero points that are missing or do not fit, Unsupported for precision objects.
+    Scales may have any shape with the elements that `QuantizedTensor` wants; those of activations become the input
+    scales, fp32 `[1]`. Raises InvalidInput for arrays that are missing or do not fit, Unsupported for precision
+    objects.
     """
     reason = why_unsupported(config)
     if reason is not None:
@@ -201,7 +184,7 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
     per_byte = spec.format.own_element.per_byte
     shape = list(values.shape)
     shape[-1 if spec.layout == "out_in" else -2] *= per_byte
-    wanted = quantized_shapes(spec, shape)
+    wanted = formats.quantized_shapes(spec, shape)
     if tuple(scales.shape) != wanted.scales:
         if math.prod(scales.shape) != math.prod(wanted.scales):
             raise InvalidInput(
@@ -220,12 +203,12 @@ def tuning_of_whole(
     target: Target,
     activations: Format | None = None,
 ) -> Tuning | None:
-    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough.
+    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough,
+    or an engine without tiles.
 
     x `[M, K]` and experts: ArraySpecs; products: the specs of both for the whole batch, their tuning included;
-    activations: the format that rows are quantised to. A tile configuration decides the order of a sum, and is chosen
-    by the number of rows unless it is given or batch invariant: here it is chosen once, for size.M tokens. The
-    reference engine has no tiles, and its order depends on the rows: None.
+    activations: the format of rows. A tile configuration decides the order of a sum: here it is chosen once, for size.M
+    tokens.
     """
     if not target.compiled:
         return None
@@ -242,10 +225,7 @@ def tuning_of_whole(
     operands_2 = MatmulOperands(rows(hidden), experts.down, bias=experts.down_bias)
     if activations is not None:
         first, second = (dataclasses.replace(product, out_dtype=x.dtype) for product in products)
-    problems = (
-        MatmulProblem(operands_1, layout, first, target),
-        MatmulProblem(operands_2, layout, second, target),
-    )
+    problems = MatmulProblem(operands_1, layout, first, target), MatmulProblem(operands_2, layout, second, target)
     chosen = [choose_tile(problem, f"tuning.matmul_{number}") for number, problem in enumerate(problems, 1)]
     configs = [choice.config for choice in chosen if choice is not None]
     assert len(configs) == 2, "a compiled target has tiles"

@@ -29,35 +29,13 @@ from moe_jax.modular.deep_gemm import (
     triton_or_deep_gemm_experts,
 )
 from moe_jax.modular.experts import activate, batched_experts, fused_experts, moe_sum, unfused_experts
-from moe_jax.modular.finalize import finalize, finalize_batched
-from moe_jax.modular.prepare import PreparedTokens, prepare, prepare_batched
+from moe_jax.modular.prepare_finalize import PreparedTokens, finalize, finalize_batched, prepare, prepare_batched
 
 __all__ = [
-    "FUSED_MOE_UNQUANTIZED_CONFIG",
-    "ExpertTokensMetadata",
-    "FusedMoEActivationFormat",
-    "FusedMoEParallelConfig",
-    "FusedMoEQuantConfig",
-    "PreparedTokens",
-    "QuantKey",
-    "ScaleDesc",
-    "SlotContext",
-    "activate",
-    "activation_of",
-    "batched_deep_gemm_experts",
-    "batched_experts",
-    "deep_gemm_block_shape",
-    "deep_gemm_experts",
-    "explain_triton_or_deep_gemm",
-    "finalize",
-    "finalize_batched",
-    "fused_experts",
-    "is_blackwell_deep_gemm_e8m0_used",
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked",
-    "moe_sum",
-    "prepare",
-    "prepare_batched",
-    "triton_or_deep_gemm_experts",
-    "unfused_experts",
-]
+    "FUSED_MOE_UNQUANTIZED_CONFIG", "ExpertTokensMetadata", "FusedMoEActivationFormat", "FusedMoEParallelConfig",
+    "FusedMoEQuantConfig", "PreparedTokens", "QuantKey", "ScaleDesc", "SlotContext", "activate", "activation_of",
+    "batched_deep_gemm_experts", "batched_experts", "deep_gemm_block_shape", "deep_gemm_experts",
+    "explain_triton_or_deep_gemm", "finalize", "finalize_batched", "fused_experts", "is_blackwell_deep_gemm_e8m0_used",
+    "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "moe_sum", "prepare", "prepare_batched",
+    "triton_or_deep_gemm_experts", "unfused_experts",
+]  # fmt: skip

@@ -10,34 +10,19 @@ import jax.numpy as jnp
 from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedTensor
-from moe_core.modular.deep_gemm import (
-    ALIGNMENT,
-    DEEP_GEMM,
-    DispatchCase,
-    Pair,
-    activation_format,
-    check_products,
-    choose_experts,
-    explain_choice,
-    has_e8m0_mode,
-    matmul_side,
-    plan_masked,
-    why_not_allowed,
-    why_not_deep_gemm,
-)
+from moe_core.formats import FP8_BLOCK, FP8_GROUP
+from moe_core.modular import deep_gemm as contract
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import moe_problem_size
 from moe_core.modular.weights import activation_of
 from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout
+from moe_core.specs.operands import MatmulOperands, RaggedLayout
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall
-from moe_jax.modular.experts import fused_experts, require_experts, weights_of
-from moe_jax.modular.finalize import blocks_layout
-from moe_jax.modular.prepare import left_routing
+from moe_jax.modular.experts import blocks_size, fused_experts, require_experts, weights_of
+from moe_jax.modular.prepare_finalize import blocks_layout, left_routing
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[Any, Any]
@@ -54,10 +39,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     padded to 128 are as good as others. out_dtype: bf16, fp16 or fp32. No gradient. Raises InvalidInput, Unsupported.
     """
     name = _out_dtype(out_dtype)
-    rows, _ = check_products(pair_of("a", a), pair_of("b", b))
+    rows, _ = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b))
     _require_indices("m_indices", m_indices, rows)
     layout = ops.make_layout(m_indices.reshape(-1, 1), b[0].shape[0])
-    operands = MatmulOperands(matmul_side(FP8_GROUP, *a), matmul_side(FP8_BLOCK, *b))
+    operands = MatmulOperands(contract.matmul_side(FP8_GROUP, *a), contract.matmul_side(FP8_BLOCK, *b))
     return ops.matmul_ogs(operands, layout, MatmulSpec("out_in", "token", "slot", out_dtype=name))
 
 
@@ -72,17 +57,17 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     name = _out_dtype(out_dtype)
     require_at_least("expected_m", expected_m, 1)
-    groups, rows, n = check_products(pair_of("a", a), pair_of("b", b), masked=True)
+    groups, rows, n = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b), masked=True)
     _require_indices("masked_m", masked_m, groups)
     layout = blocks_layout(groups, rows, jnp.clip(masked_m, 0, rows))
     flat = (a[0].reshape(groups * rows, -1), a[1].reshape(groups * rows, -1))
-    operands = MatmulOperands(matmul_side(FP8_GROUP, *flat), matmul_side(FP8_BLOCK, *b))
+    operands = MatmulOperands(contract.matmul_side(FP8_GROUP, *flat), contract.matmul_side(FP8_BLOCK, *b))
     call = OpCall("m_grouped_fp8_gemm_nt_masked")
     shapes = call.bundle("operands", operands)
     for field in ("group_sizes", "group_start", "slot_of_row"):
         call.array(field, getattr(layout, field))
     spec = MatmulSpec("out_in", out_dtype=name)
-    (d,) = call.run(plan_masked, shapes, layout.spec, spec, min(expected_m, max(rows, 1)))
+    (d,) = call.run(contract.plan_masked, shapes, layout.spec, spec, min(expected_m, max(rows, 1)))
     return d.reshape(groups, rows, n)
 
 
@@ -90,15 +75,7 @@ def is_blackwell_deep_gemm_e8m0_used() -> bool:
     """Whether the chip that programs are traced for is one on which DeepGEMM takes power-of-two scales alone:
     Blackwell, sm_100 to sm_109."""
     target = platforms.cuda_target()
-    return target is not None and has_e8m0_mode(target)
-
-
-def pair_of(name: str, pair: Quantized) -> Pair:
-    """Shapes and dtypes of values and scales; InvalidInput for what is no pair."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both arrays")
-    values, scales = pair
-    return Pair(values.shape, values.dtype.name, scales.shape, scales.dtype.name)
+    return target is not None and contract.has_e8m0_mode(target)
 
 
 def _out_dtype(out_dtype: Any) -> str:
@@ -110,9 +87,6 @@ def _out_dtype(out_dtype: Any) -> str:
 def _require_indices(name: str, indices: Any, count: int) -> None:
     if indices.dtype.name != "int32" or indices.shape != (count,):
         raise InvalidInput(f"{name} must be int32 [{count}], got {indices.dtype} {indices.shape}; cast or cut it")
-
-
-_HIDDEN = ("bfloat16", "float16", "float32")
 
 
 def deep_gemm_experts(
@@ -139,15 +113,12 @@ def deep_gemm_experts(
     e8m0: activations get power-of-two scales. Raises InvalidInput, Unsupported.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
-    experts, format = _experts(w1, w2, quant_config), activation_format(e8m0)
-    rows, dtype = _rows(hidden_states, a1q_scale, format)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
     require_experts(size.E, global_num_experts, expert_map)
-    layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=ALIGNMENT)
-    first, second = _specs(("token", "row"), ("row", "slot"), dtype, tuning)
-    hidden = _hidden(rows, experts, layout, first, activation, format)
-    operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias, row_weight=weights.reshape(-1))
-    return ops.reduce(ops.matmul_ogs(operands, layout, second), layout)
+    layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=contract.ALIGNMENT)
+    options = {"a1q_scale": a1q_scale, "e8m0": e8m0, "tuning": tuning, "row_weight": weights.reshape(-1)}
+    places, experts = (("token", "row"), ("row", "slot")), (w1, w2, quant_config)
+    return ops.reduce(_slots(hidden_states, experts, layout, places, activation, **options), layout)
 
 
 def batched_deep_gemm_experts(
@@ -166,17 +137,11 @@ def batched_deep_gemm_experts(
 
     Rows past expert_num_tokens int32 `[E]` come out as zeros. Everything else as in `deep_gemm_experts`.
     """
-    if hidden_states.ndim != 3:
-        raise InvalidInput(
-            f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
-        )
-    experts, format = _experts(w1, w2, quant_config), activation_format(e8m0)
-    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), "out_in")
-    rows, dtype = _rows(hidden_states, a1q_scale, format)
+    size = blocks_size(hidden_states, w1, w2, "out_in")
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
-    first, second = _specs(("row", "row"), ("row", "row"), dtype, tuning)
-    hidden = _hidden(rows, experts, layout, first, activation, format)
-    blocks = ops.matmul_ogs(MatmulOperands(hidden, experts.down, bias=experts.down_bias), layout, second)
+    options = {"a1q_scale": a1q_scale, "e8m0": e8m0, "tuning": tuning}
+    places, experts = (("row", "row"), ("row", "row")), (w1, w2, quant_config)
+    blocks = _slots(hidden_states, experts, layout, places, activation, **options)
     return blocks.reshape(size.E, size.M, size.K)
 
 
@@ -202,8 +167,8 @@ def triton_or_deep_gemm_experts(
     """
     tokens = (hidden_states, w1, w2, topk_weights, topk_ids)
     arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
-    choice = choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
-    if choice.member == DEEP_GEMM:
+    choice = contract.choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
+    if choice.member == contract.DEEP_GEMM:
         return deep_gemm_experts(*arguments, quant_config=quant_config, e8m0=e8m0, tuning=tuning)
     return fused_experts(*arguments, quant_config=quant_config, tuning=tuning)
 
@@ -218,76 +183,51 @@ def explain_triton_or_deep_gemm(
     e8m0: bool = False,
 ) -> str:
     """Which experts `triton_or_deep_gemm_experts` runs for such arrays or shapes, and why: one line. Runs nothing."""
-    return explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
+    return contract.explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
 
 
 def _case(
     hidden_states: Any, w1: Any, w2: Any, quant_config: FusedMoEQuantConfig, allow_deep_gemm: bool, e8m0: bool
-) -> tuple[str | None, DispatchCase]:
+) -> tuple[str | None, contract.DispatchCase]:
     """What the choice depends on: why DeepGEMM is not allowed at all, and the sizes."""
-    not_allowed = why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
+    not_allowed = contract.why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
     if e8m0 and not_allowed is not None:
         raise InvalidInput(
             f"e8m0 must be False where DeepGEMM is not allowed, got True, and {not_allowed}; leave it out, or allow it"
         )
     used = e8m0 and is_blackwell_deep_gemm_e8m0_used()
     dtypes = (w1.dtype.name, w2.dtype.name)
-    return not_allowed, DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
+    return not_allowed, contract.DispatchCase(hidden_states.shape[0], w2.shape, dtypes, e8m0_used=used)
 
 
-def _experts(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig) -> ExpertWeights:
-    """The weights; InvalidInput where a product with them is not the contract's."""
-    reason = why_not_deep_gemm(quant_config)
+def _slots(
+    hidden_states: jax.Array,
+    experts: tuple[jax.Array, jax.Array, FusedMoEQuantConfig],
+    layout: RaggedLayout,
+    places: tuple[tuple[str, str], tuple[str, str]],
+    activation: str | Activation,
+    *,
+    a1q_scale: jax.Array | None,
+    e8m0: bool,
+    tuning: Tuning | None,
+    row_weight: jax.Array | None = None,
+) -> jax.Array:
+    """Both products of experts (w1, w2, quant_config), from hidden states `[.., K]` that are quantised here unless they
+    are already. places: gather and scatter of each. InvalidInput where a product is not the contract's."""
+    reason = contract.why_not_deep_gemm(experts[2])
     if reason is not None:
         raise Unsupported(reason)
-    experts = weights_of(w1, w2, quant_config, "out_in")
-    for weight in (experts.gate_up, experts.down):
-        k = weight.values.shape[2]
-        rows = Pair((0, k), "float8_e4m3fn", (0, k // ALIGNMENT), "float32")
-        check_products(rows, pair_of("b", (weight.values, weight.scales)))
-    return experts
-
-
-def _rows(hidden_states: jax.Array, a1q_scale: jax.Array | None, format: Format) -> tuple[QuantizedTensor, str]:
-    """Hidden states `[.., K]` quantised, as rows, those that are already with their scales, and the dtype of the
-    stages."""
-    *lead, columns = hidden_states.shape
-    dtype, rows = hidden_states.dtype.name, hidden_states.reshape(-1, columns)
-    if dtype == "float8_e4m3fn" and a1q_scale is not None:
-        wanted = (*lead, columns // ALIGNMENT)
-        if a1q_scale.dtype.name != "float32" or a1q_scale.shape != wanted:
-            raise InvalidInput(
-                f"a1q_scale must be float32 {wanted}, a scale for each 1 x {ALIGNMENT} values, got {a1q_scale.dtype} "
-                f"{a1q_scale.shape}; pass those of hidden_states"
-            )
-        return matmul_side(format, rows, a1q_scale.reshape(-1, wanted[-1])), "bfloat16"
-    if a1q_scale is not None or dtype not in _HIDDEN:
-        raise InvalidInput(
-            f"hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got {dtype} and "
-            f"{'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
-        )
-    return ops.quantize_rows(rows, format), dtype
-
-
-def _hidden(
-    rows: QuantizedTensor,
-    experts: ExpertWeights,
-    layout: RaggedLayout,
-    spec: MatmulSpec,
-    activation: str | Activation,
-    format: Format,
-) -> QuantizedTensor:
-    """What the second product reads: the first one, its activation, quantised."""
-    before = ops.matmul_ogs(MatmulOperands(rows, experts.gate_up, bias=experts.gate_up_bias), layout, spec)
-    return ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
-
-
-def _specs(
-    first: tuple[str, str], second: tuple[str, str], dtype: str, tuning: Tuning | None
-) -> tuple[MatmulSpec, MatmulSpec]:
-    """The specs of both products; (gather, scatter) of each."""
+    weights = contract.check_experts(weights_of(*experts, "out_in"))
+    format, rows = contract.activation_format(e8m0), hidden_states.reshape(-1, hidden_states.shape[-1])
+    if contract.has_scales(hidden_states, a1q_scale):
+        assert a1q_scale is not None
+        x, dtype = contract.matmul_side(format, rows, a1q_scale.reshape(-1, a1q_scale.shape[-1])), "bfloat16"
+    else:
+        x, dtype = ops.quantize_rows(rows, format), rows.dtype.name
     tunings = tunings_of(tuning)
-    return (
-        MatmulSpec("out_in", *first, out_dtype=dtype, tuning=tunings[0]),
-        MatmulSpec("out_in", *second, out_dtype=dtype, tuning=tunings[1]),
-    )
+    first = MatmulSpec("out_in", *places[0], out_dtype=dtype, tuning=tunings[0])
+    second = MatmulSpec("out_in", *places[1], out_dtype=dtype, tuning=tunings[1])
+    before = ops.matmul_ogs(MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias), layout, first)
+    hidden = ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
+    operands = MatmulOperands(hidden, weights.down, bias=weights.down_bias, row_weight=row_weight)
+    return ops.matmul_ogs(operands, layout, second)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
-from moe_core.modular.types import SlotContext, moe_problem_size
+from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size
 from moe_core.modular.weights import activation_of, activation_quantization, expert_weights
 from moe_core.ops.quantize.rows import chooses_one_scale
 from moe_core.specs.matmul import Activation, MatmulSpec
@@ -20,8 +20,7 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout,
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
 from moe_jax.bridge.calls import require_type
-from moe_jax.modular.finalize import blocks_layout, rows_by_slot
-from moe_jax.modular.prepare import left_routing
+from moe_jax.modular.prepare_finalize import blocks_layout, left_routing, rows_by_slot
 
 jax.tree_util.register_dataclass(
     SlotContext, data_fields=["hidden_states", "layout", "row_weight", "activated"], meta_fields=[]
@@ -45,6 +44,15 @@ def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Arr
             f"global_num_experts must be {known[-1]} or -1, got {global_num_experts}; pass the expert_map of all "
             "experts"
         )
+
+
+def blocks_size(hidden_states: jax.Array, w1: jax.Array, w2: jax.Array, weight_layout: str) -> ProblemSize:
+    """The sizes of a problem in the batched format; InvalidInput for another."""
+    if hidden_states.ndim != 3:
+        raise InvalidInput(
+            f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
+        )
+    return moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), weight_layout)
 
 
 def fused_experts(
@@ -99,8 +107,7 @@ def activate(activation: str | Activation, input: jax.Array, context: SlotContex
 
 
 def moe_sum(input: jax.Array, context: SlotContext) -> jax.Array:
-    """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast; slots without an expert are
-    zeros."""
+    """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast."""
     tokens, top_k, columns = input.shape
     every = jnp.arange(tokens * top_k, dtype=jnp.int32)
     return ops.reduce(input.reshape(-1, columns), rows_by_slot(every, top_k))
@@ -163,11 +170,7 @@ def batched_experts(
     Rows past expert_num_tokens int32 `[E]` are not read, and come out as zeros.
     """
     experts = weights_of(w1, w2, quant_config, weight_layout)
-    if hidden_states.ndim != 3:
-        raise InvalidInput(
-            f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
-        )
-    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), weight_layout)
+    size = blocks_size(hidden_states, w1, w2, weight_layout)
     layout, tunings = blocks_layout(size.E, size.M, expert_num_tokens), tunings_of(tuning)
     first = MatmulSpec(weight_layout, activation=activation_of(activation), tuning=tunings[0])
     x = hidden_states.reshape(size.E * size.M, hidden_states.shape[2])

@@ -10,7 +10,7 @@ import torch
 from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP
-from moe_core.modular.deep_gemm import RECIPE, Pair, check_products, has_e8m0_mode, matmul_side, tile_for_rows
+from moe_core.modular.deep_gemm import RECIPE, check_products, has_e8m0_mode, matmul_side, pair_of, tile_for_rows
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
@@ -18,8 +18,9 @@ from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
 from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import constant_result
-from moe_torch.modular.rows import batched_layout
-from moe_torch.modular.stages import product
+from moe_torch.modular.into import write_into
+from moe_torch.modular.stages import batched_layout
+from moe_torch.operators.requests import matmul_request
 
 #: Values e4m3 and their scales fp32.
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -50,8 +51,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     rows, groups = a[0].shape[0], b[0].shape[0]
     _require_indices("m_indices", m_indices, rows)
     layout = ops.make_layout(m_indices.reshape(-1, 1), groups)
-    spec = MatmulSpec("out_in", "token", "slot", out_dtype=_name(d))
-    _write(d, product({"y": d}, _operands(a, b), layout, spec))
+    _write(d, a, b, layout, MatmulSpec("out_in", "token", "slot", out_dtype=_name(d)))
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -82,7 +82,7 @@ def m_grouped_fp8_gemm_nt_masked(
     spec = MatmulSpec("out_in", out_dtype=_name(d), tuning=tuning)
     layout = batched_layout(groups, rows, masked_m.clamp(0, rows))
     a = a[0].reshape(groups * rows, k), a[1].reshape(groups * rows, a[1].shape[2])
-    _write(flat, product({"y": flat}, _operands(a, b), layout, spec))
+    _write(flat, a, b, layout, spec)
 
 
 def is_blackwell_deep_gemm_e8m0_used(device: torch.device | str | None = None) -> bool:
@@ -110,37 +110,22 @@ def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, ind
     return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
 
 
-def pair_of(pair: Quantized) -> Pair:
-    """Shapes and dtypes of values and scales."""
-    values, scales = pair
-    return Pair(values.shape, _name(values), scales.shape, _name(scales))
-
-
-def _operands(a: Quantized, b: Quantized) -> MatmulOperands:
-    sides = (matmul_side(format, values, scales.contiguous()) for format, (values, scales) in _formats(a, b))
-    return MatmulOperands(*sides)
-
-
-def _formats(a: Quantized, b: Quantized) -> tuple[tuple[Any, Quantized], tuple[Any, Quantized]]:
-    return (FP8_GROUP, a), (FP8_BLOCK, b)
-
-
 def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _write(d: torch.Tensor, found: torch.Tensor) -> None:
-    if found is not d:
-        d.copy_(found)
+def _write(d: torch.Tensor, a: Quantized, b: Quantized, layout: ops.RaggedLayout, spec: MatmulSpec) -> None:
+    sides = (matmul_side(format, side[0], side[1].contiguous()) for format, side in ((FP8_GROUP, a), (FP8_BLOCK, b)))
+    operator, arrays, text = matmul_request(MatmulOperands(*sides), layout, spec)
+    write_into(operator, {"y": d}, *arrays, text)
 
 
 def _require_products(a: Quantized, b: Quantized, d: torch.Tensor, masked: bool) -> tuple[Any, ...]:
-    for name, pair in (("a", a), ("b", b)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both tensors")
-        if not pair[0].is_contiguous():
-            raise InvalidInput(f"{name}[0] must be dense, got strides {pair[0].stride()}; call contiguous() on it")
-    shape = check_products(pair_of(a), pair_of(b), masked=masked)
+    pairs = pair_of("a", a), pair_of("b", b)
+    for name, (values, _) in (("a", a), ("b", b)):
+        if not values.is_contiguous():
+            raise InvalidInput(f"{name}[0] must be dense, got strides {values.stride()}; call contiguous() on it")
+    shape = check_products(*pairs, masked=masked)
     if d.dtype not in _OUTPUTS or tuple(d.shape) != shape or not d.is_contiguous():
         raise InvalidInput(
             f"d must be bf16, fp16 or fp32 {list(shape)}, dense, got {d.dtype} {list(d.shape)} with strides "

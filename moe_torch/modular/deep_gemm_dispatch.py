@@ -9,14 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_core.errors import InvalidInput
-from moe_core.modular.deep_gemm import (
-    DEEP_GEMM,
-    DispatchCase,
-    choose_experts,
-    explain_choice,
-    why_not_allowed,
-    why_not_valid_shape,
-)
+from moe_core.modular import deep_gemm as contract
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
 from moe_core.specs.matmul import Activation
@@ -73,7 +66,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
             **arrays,
         )
         super().__init__(config, tuning=tuning)
-        self._not_allowed = why_not_allowed(allow_deep_gemm, use_fp8_w8a8, block_shape)
+        self._not_allowed = contract.why_not_allowed(allow_deep_gemm, use_fp8_w8a8, block_shape)
         self.triton_expert = TritonExperts(config, tuning=tuning)
         self.deep_gemm_expert: DeepGemmExperts | None = None
         if self.allow_deep_gemm:
@@ -112,7 +105,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """DeepGEMM's, which are strictly larger, where it may be chosen for such sizes; `apply` may yet take Triton."""
         own = self.deep_gemm_expert
-        if own is not None and (own.e8m0 or why_not_valid_shape(size.M, size.N, size.K) is None):
+        if own is not None and (own.e8m0 or contract.why_not_valid_shape(size.M, size.N, size.K) is None):
             return own.shapes(size, F)
         return self.triton_expert.shapes(size, F)
 
@@ -124,15 +117,15 @@ class TritonOrDeepGemmExperts(StandardExperts):
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
     ) -> FusedMoEPermuteExpertsUnpermute:
         """The member that runs such a call."""
-        choice = choose_experts(self._not_allowed, self._case(hidden_states, w1, w2))
-        if choice.member != DEEP_GEMM:
+        choice = contract.choose_experts(self._not_allowed, self._case(hidden_states, w1, w2))
+        if choice.member != contract.DEEP_GEMM:
             return self.triton_expert
         assert self.deep_gemm_expert is not None, "it is made where it is allowed"
         return self.deep_gemm_expert
 
     def explain(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> str:
         """Which member runs such a call, and why: one line. Runs nothing."""
-        return explain_choice(self._not_allowed, self._case(hidden_states, w1, w2))
+        return contract.explain_choice(self._not_allowed, self._case(hidden_states, w1, w2))
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
         """The same experts, both members, with another configuration of the same scheme."""
@@ -165,10 +158,10 @@ class TritonOrDeepGemmExperts(StandardExperts):
                 )
         return first[1]
 
-    def _case(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> DispatchCase:
+    def _case(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> contract.DispatchCase:
         arrays = {"hidden_states": hidden_states, "w1": w1, "w2": w2}
         own = self.deep_gemm_expert
-        return DispatchCase(
+        return contract.DispatchCase(
             hidden_states.shape[0],
             w2.shape,
             (str(w1.dtype).removeprefix("torch."), str(w2.dtype).removeprefix("torch.")),

@@ -9,32 +9,22 @@ import torch
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.modular.deep_gemm import (
-    ALIGNMENT,
-    Pair,
-    activation_format,
-    check_products,
-    deep_gemm_block_shape,
-    matmul_side,
-    why_not_deep_gemm,
-)
+from moe_core.modular import deep_gemm as contract
+from moe_core.modular.deep_gemm import ALIGNMENT
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import ProblemSize, QuantKey, quant_key
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
-from moe_torch.modular.deep_gemm import Quantized, pair_of
+from moe_torch.modular.deep_gemm import Quantized
 from moe_torch.modular.deep_gemm_package import DeepGemmPackage
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
-from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
-from moe_torch.modular.rows import batched_layout, sum_by_token, weight_of_row, weighted_rows
-from moe_torch.modular.stages import product
-from moe_torch.modular.triton_experts import BatchedExperts
+from moe_torch.modular.stages import batched_layout, sum_by_token, weight_of_row, weighted_rows
+from moe_torch.modular.triton_experts import BatchedExperts, GroupedExperts, view_as, weights_left
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")
-_CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=deep_gemm_block_shape())
-_HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
+_CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=contract.deep_gemm_block_shape())
 
 
 class DeepGemmContractExperts(GroupedExperts):
@@ -70,7 +60,7 @@ class DeepGemmContractExperts(GroupedExperts):
         self._require_config(quant_config)
 
     def _require_config(self, quant_config: FusedMoEQuantConfig) -> None:
-        reason = why_not_deep_gemm(quant_config)
+        reason = contract.why_not_deep_gemm(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         if self.package is not None and (quant_config.w1_bias is not None or quant_config.w2_bias is not None):
@@ -89,15 +79,11 @@ class DeepGemmContractExperts(GroupedExperts):
 
     @property
     def activations(self) -> Format:
-        return activation_format(self.e8m0)
+        return contract.activation_format(self.e8m0)
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
         """That of the activations; bf16 where these are quantised already."""
         return torch.bfloat16 if activation_dtype == torch.float8_e4m3fn else activation_dtype
-
-    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        first = MatmulSpec("out_in", "token", "row", tuning=self.matmul_tuning(1))
-        return first, MatmulSpec("out_in", "row", "slot", tuning=self.matmul_tuning(2))
 
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
@@ -109,54 +95,19 @@ class DeepGemmContractExperts(GroupedExperts):
             )
         return super().chunked_as_whole(x, w1, w2, size, activation)
 
-    def rows_of(self, hidden_states: torch.Tensor, a1q_scale: torch.Tensor | None) -> QuantizedTensor:
-        """Hidden states `[.., K]` quantised, as rows; those that are already, with their scales `[.., K / 128]`."""
-        *lead, columns = hidden_states.shape
-        if hidden_states.dtype == torch.float8_e4m3fn:
-            if a1q_scale is None:
-                raise InvalidInput("a1q_scale must be given for e4m3 hidden_states, got None; pass their scales")
-            wanted = (*lead, columns // ALIGNMENT)
-            if a1q_scale.dtype != torch.float32 or tuple(a1q_scale.shape) != wanted:
-                raise InvalidInput(
-                    f"a1q_scale must be float32 {list(wanted)}, a scale for each 1 x {ALIGNMENT} values, got "
-                    f"{a1q_scale.dtype} {list(a1q_scale.shape)}; pass those of hidden_states"
-                )
-            scales = a1q_scale.contiguous().view(-1, wanted[-1])
-            return matmul_side(self.activations, hidden_states.reshape(-1, columns), scales)
-        if a1q_scale is not None or hidden_states.dtype not in _HIDDEN:
+    def operands_of(self, call: ExpertsCall) -> tuple[ExpertWeights, QuantizedTensor]:
+        """The weights, and the hidden states `[.., K]` as quantised rows; InvalidInput for others than the
+        contract's."""
+        if call.a2_scale is not None:
             raise InvalidInput(
-                "hidden_states must be bf16, fp16 or fp32 without a1q_scale, or e4m3 with it, got "
-                f"{hidden_states.dtype} and {'no' if a1q_scale is None else 'an'} a1q_scale; pass one of these pairs"
+                "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
             )
-        return ops.quantize_rows(hidden_states.reshape(-1, columns), self.activations)
-
-    def sides(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
-        """The weights; InvalidInput where a product with them is not the contract's."""
-        weights = self.weights(w1, w2)
-        for weight in (weights.gate_up, weights.down):
-            k = weight.values.shape[2]
-            rows = Pair((0, k), "float8_e4m3fn", (0, k // ALIGNMENT), "float32")
-            check_products(rows, pair_of((weight.values, weight.scales)))
-        return weights
-
-    def own_product(
-        self,
-        number: int,
-        y: torch.Tensor,
-        rows: QuantizedTensor,
-        weights: ExpertWeights,
-        layout: ops.RaggedLayout,
-        places: tuple[str, str],
-        row_weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Product 1 or 2 on this library's kernels, in y where the call is plain. places: gather and scatter."""
-        weight, bias = weights.gate_up, weights.gate_up_bias
-        if number == 2:
-            weight, bias = weights.down, weights.down_bias
-        dtype = str(y.dtype).removeprefix("torch.")
-        spec = MatmulSpec("out_in", *places, out_dtype=dtype, tuning=self.matmul_tuning(number))
-        operands = MatmulOperands(rows, weight, bias=bias, row_weight=row_weight)
-        return product({"y": y}, operands, layout, spec)
+        weights, scale = contract.check_experts(self.weights(call.w1, call.w2)), call.a1q_scale
+        rows = call.hidden_states.reshape(-1, call.hidden_states.shape[-1])
+        if not contract.has_scales(call.hidden_states, scale):
+            return weights, ops.quantize_rows(rows, self.activations)
+        assert scale is not None
+        return weights, contract.matmul_side(self.activations, rows, scale.contiguous().view(-1, scale.shape[-1]))
 
 
 class DeepGemmExperts(DeepGemmContractExperts):
@@ -174,10 +125,9 @@ class DeepGemmExperts(DeepGemmContractExperts):
         return (rows, max(size.N, size.K)), (rows, F), (size.M, size.K)
 
     def run(self, call: ExpertsCall) -> None:
-        _require_no_scale(call.a2_scale)
         self.require_experts(call)
         E, M, N, K, topk = self.size_of(call)
-        weights, rows = self.sides(call.w1, call.w2), self.rows_of(call.hidden_states, call.a1q_scale)
+        weights, rows = self.operands_of(call)
         left = weights_left(call)
         layout = ops.make_layout(call.topk_ids, E, expert_map=call.expert_map, alignment=ALIGNMENT)
         F, count = self.adjust_N_for_activation(N, call.activation), layout.slot_of_row.shape[0]
@@ -187,13 +137,14 @@ class DeepGemmExperts(DeepGemmContractExperts):
             memory = view_as(workspace13, count, N), view_as(workspace2, count, F), view_as(workspace13, count, K)
             self._run_package(self.package, call, rows, weights, layout, left, memory)
             return
-        before = self.own_product(1, view_as(workspace13, count, N), rows, weights, layout, ("token", "row"))
+        stages = self.stages(weights)
+        before = stages.product(1, {"y": view_as(workspace13, count, N)}, rows, layout, self.places[0])
         hidden = view_as(workspace2, count, F)
         self.activation(call.activation, hidden, before)
         rows = ops.quantize_rows(hidden, self.activations)
         # The memory of what the activation has read.
-        place = view_as(workspace13, M * topk, K)
-        slots = self.own_product(2, place, rows, weights, layout, ("row", "slot"), left.reshape(-1))
+        memory = {"y": view_as(workspace13, M * topk, K)}
+        slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=left.reshape(-1))
         sum_by_token(call.output, slots, layout.row_of_slot, topk, "slot")
 
     def _run_package(
@@ -226,18 +177,15 @@ class DeepGemmExperts(DeepGemmContractExperts):
 
 class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
     """Tokens in the batched format, products in the masked layout; rows past an expert's count come out as zeros.
-
-    Further options: those of `DeepGemmContractExperts`.
-    """
+    Further options: those of `DeepGemmContractExperts`."""
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         rows = self.max_num_tokens * self.num_dispatchers
         return (size.E, rows, size.N), *super().shapes(size, F)[1:]
 
     def run(self, call: ExpertsCall) -> None:
-        _require_no_scale(call.a2_scale)
         (E, R, N, K, topk), meta = self.require_blocks(call)
-        weights, rows = self.sides(call.w1, call.w2), self.rows_of(call.hidden_states, call.a1q_scale)
+        weights, rows = self.operands_of(call)
         layout = batched_layout(E, R, meta.expert_num_tokens.clamp(0, R))
         before, after = view_as(call.workspace13, E * R, N), call.output.view(E * R, K)
         hidden = view_as(call.workspace2, E * R, self.adjust_N_for_activation(N, call.activation))
@@ -249,7 +197,7 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
                 self.package.masked(blocks, _arrays(weight), place.view(E, R, -1), layout.group_sizes, expected_m)
                 found = torch.where((layout.slot_of_row >= 0)[:, None], place, 0)
             else:
-                found = self.own_product(number, place, rows, weights, layout, ("row", "row"))
+                found = self.stages(weights).product(number, {"y": place}, rows, layout, ("row", "row"))
             if number == 1:
                 self.activation(call.activation, hidden, found)
                 rows = ops.quantize_rows(hidden, self.activations)
@@ -259,10 +207,3 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
 
 def _arrays(tensor: QuantizedTensor) -> Quantized:
     return tensor.values, tensor.scales
-
-
-def _require_no_scale(a2_scale: torch.Tensor | None) -> None:
-    if a2_scale is not None:
-        raise InvalidInput(
-            "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
-        )

@@ -118,8 +118,8 @@ def _product_named(kind: str) -> Callable[..., None]:
 
 
 def _require_agreement(kind: str, theirs: torch.Tensor, ours: torch.Tensor, length: int) -> None:
-    """Raise Unsupported unless rows `[R, N]` of two products over `length` columns are as near as both must be to the
-    exact one."""
+    """Raise Unsupported unless two products `[R, N]` over `length` columns are as near as both must be to the exact
+    one."""
     step = max(1, -(-theirs.shape[0] // _COMPARED_ROWS))
     spec = MatmulSpec("out_in", out_dtype="bfloat16")
     one = quantized_matmul_tolerance("bfloat16", length, FP8_BLOCK, spec, rows=FP8_GROUP)

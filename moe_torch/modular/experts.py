@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import weights as core
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_core.modular.types import (
     ExpertTokensMetadata,
@@ -20,14 +22,6 @@ from moe_core.modular.types import (
     QuantKey,
     moe_problem_size,
     quant_key,
-)
-from moe_core.modular.weights import (
-    activation_of,
-    activation_quantization,
-    expert_weights,
-    weight_quantization,
-    why_unsupported,
-    width_after,
 )
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
@@ -51,9 +45,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
     `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`); None = the class's default, which is its family's.
     tuning: how tiles are chosen, `batch_invariant` among it. Letters: M tokens, E local experts, K hidden, N columns of
-    the first product (2F if gated), F after the activation.
-
-    Raises Unsupported for a quantisation that `supports` has a reason against.
+    the first product (2F if gated), F after the activation. Raises Unsupported where `why_unsupported` has a reason.
     """
 
     #: The family's; `out_in` or `in_out`.
@@ -77,7 +69,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         tuning: Tuning | None = None,
     ) -> None:
         require_kind("quant_config", quant_config, FusedMoEQuantConfig)
-        reason = why_unsupported(quant_config)
+        reason = core.why_unsupported(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         self.weight_layout = self.default_weight_layout if weight_layout is None else weight_layout
@@ -152,34 +144,33 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
         """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast; N = 2F where it is gated.
 
-        Classes that fuse the activation into the first product (`fuses_activation`), all but UnfusedOAITritonExperts,
-        do not call it, and refuse a subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does
-        not exist.
+        Classes that fuse the activation into the first product (`fuses_activation`) do not call it, and refuse a
+        subclass that overrides it. Raises InvalidInput, a ValueError, for a name that does not exist.
         """
-        chosen = activation_of(activation)
+        chosen = core.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
         write_into(ACTIVATION, {"y": output}, input, None, encode(chosen, dtype))
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> ProblemSize:
-        """(E, M, N, K, topk), read off axes that no format packs; of batched a1 `[E, max_num_tokens, K]` M is
-        max_num_tokens."""
+        """(E, M, N, K, topk), read off axes that no format packs; M of batched a1 `[E, max_num_tokens, K]` is its
+        second axis."""
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
         """F: N // 2 where the activation is gated."""
-        return width_after(N, activation)
+        return core.width_after(N, activation)
 
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
         """w1 and w2 with what the configuration has beside them."""
-        return expert_weights(w1, w2, self.quant_config, self.weight_layout)
+        return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
         """The same experts with another configuration, a shallow copy."""
         if quant_config is self.quant_config:
             return self
-        reason = why_unsupported(quant_config)
+        reason = core.why_unsupported(quant_config)
         if reason is not None:
             raise Unsupported(reason)
         changed = copy.copy(self)
@@ -189,10 +180,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
-        """The same experts, whose sums in every chunk of x `[M, K]` have the order they have for all of it.
-
-        The modular kernel calls it before it splits a batch; classes that support chunking make it true.
-        """
+        """The same experts, whose sums in every chunk of x `[M, K]` have the order of the whole: true of classes that
+        support chunking. The modular kernel calls it before it splits a batch."""
         return self
 
     @staticmethod
@@ -208,10 +197,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Whether weights and activations of these keys run, of some sizes at least; None = not quantised.
-
-        Activations are quantised only beside weights, to floats or int8.
-        """
+        """Whether weights and activations of these keys (None = not quantised) run, of some sizes at least: activations
+        only beside weights, as floats or int8."""
         if activation_key is None:
             return True
         return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
@@ -220,15 +207,14 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def _supports_activation(activation: str | Activation) -> bool:
         """Whether the activation exists."""
         try:
-            activation_of(activation)
+            core.activation_of(activation)
         except InvalidInput:
             return False
         return True
 
     @staticmethod
     def _supports_parallel_config(parallel_config: FusedMoEParallelConfig) -> bool:
-        """Whether the experts run on each rank of it: tensor parallelism gives them narrower weights, expert
-        parallelism fewer; neither is seen here."""
+        """Whether the experts run on each rank of it; narrower or fewer weights are all that is seen of it here."""
         return True
 
     @classmethod
@@ -240,14 +226,12 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         activation: str | Activation | None = None,
         parallel_config: FusedMoEParallelConfig | None = None,
     ) -> str | None:
-        """The reason this class cannot run a configuration on a device, None if it can.
-
-        activation, parallel_config: asked too where they are given.
-        """
-        reason = _why_not_device(torch.device(device)) or why_unsupported(config)
+        """The reason this class cannot run a configuration on a device, with an activation and a parallel_config if
+        given; None if it can."""
+        reason = _why_not_device(torch.device(device)) or core.why_unsupported(config)
         if reason is not None:
             return reason
-        weights, activations = weight_quantization(config), activation_quantization(config)
+        weights, activations = core.weight_quantization(config), core.activation_quantization(config)
         keys = (
             None if weights is None else quant_key(weights, static=True),
             None if activations is None else quant_key(activations, static=config.a1_scale is not None),
@@ -284,12 +268,11 @@ class ExpertsCall(NamedTuple):
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
 
-    Tokens are in the Standard format, and are weighted and reduced inside, unless a class says otherwise.
+    Tokens are in the Standard format, weighted and reduced inside, unless a class says otherwise. They need no
+    expert_tokens_meta: rows are counted from the ids.
     """
 
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        return FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.Standard
+    activation_formats = property(lambda self: (FusedMoEActivationFormat.Standard,) * 2)
 
     def supports_expert_map(self) -> bool:
         return True
@@ -298,15 +281,7 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: str | Activation,
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ) -> WorkspaceShapes:
         return self.shapes(ProblemSize(local_num_experts, M, N, K, topk), self.adjust_N_for_activation(N, activation))
 
@@ -314,28 +289,10 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """`workspace_shapes` of a problem with F columns after the activation."""
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str | Activation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Tokens in the Standard format need no expert_tokens_meta: rows are counted from the ids."""
-        tokens = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map)
-        memory = (workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input)
-        self.run(ExpertsCall(*tokens, a1q_scale, a2_scale, *memory))
+    # Not what else is said of the interface's: it is abstract.
+    @functools.wraps(FusedMoEPermuteExpertsUnpermute.apply, updated=())
+    def apply(self, *arguments: Any, **named: Any) -> None:
+        self.run(ExpertsCall(*arguments, **named))
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:

@@ -12,26 +12,23 @@ from moe_core.errors import InvalidInput
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size
 from moe_core.modular.weights import activation_of, activation_quantization, expert_weights, width_after
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
-from moe_torch.modular.grouped_experts import GroupedExperts, view_as, weights_left
 from moe_torch.modular.prepare_finalize import weighted_input
 from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, layout_and_weights, make_routing_data
-from moe_torch.modular.rows import local_ids, sum_by_token
-from moe_torch.modular.stages import Stages
+from moe_torch.modular.stages import Stages, local_ids, sum_by_token
+from moe_torch.modular.triton_experts import GroupedExperts, view_as, weights_left
 from moe_torch.ops import RaggedLayout, make_layout
 
 
 class BaseOAITritonExperts(GroupedExperts):
-    """w1 `[E, K, N]`, w2 `[E, F, K]` (weight_layout `in_out`); weights and reduction inside.
-
-    `_make_routing_data` may be overridden: the stages then run on what it returns.
-    """
+    """w1 `[E, K, N]`, w2 `[E, F, K]` (weight_layout `in_out`); weights and reduction inside. `_make_routing_data` may
+    be overridden: the stages then run on what it returns."""
 
     default_weight_layout = "in_out"
 
@@ -96,12 +93,12 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
     without an expert are exact zeros after either product. While they run, `context` says what the rows belong to.
     """
 
+    places = (("token", "slot"), ("slot", "slot"))
+
     @property
     def context(self) -> SlotContext:
-        """The tokens, layout and weights of the rows that `activation` or `moe_sum` was called with.
-
-        Raises InvalidInput where neither is called by `apply` on this thread.
-        """
+        """The tokens, layout and weights of the rows at hand; InvalidInput outside of `activation` and `moe_sum` that
+        `apply` calls on this thread."""
         if _running.context is None:
             raise InvalidInput(
                 "context must be read inside of activation or moe_sum, called by apply, got a call from elsewhere; "
@@ -113,15 +110,9 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         slots = size.M * size.topk
         return (slots, F), (slots, max(size.N, size.K)), (size.M, size.K)
 
-    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        first = MatmulSpec(self.weight_layout, "token", "slot", tuning=self.matmul_tuning(1))
-        return first, MatmulSpec(self.weight_layout, "slot", "slot", tuning=self.matmul_tuning(2))
-
     def moe_sum(self, input: torch.Tensor, output: torch.Tensor) -> None:
-        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast.
-
-        Every row of input is read: those of slots without an expert are zeros.
-        """
+        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast. Rows of
+        slots without an expert are read too: they are zeros."""
         M, topk, K = input.shape
         every = torch.arange(M * topk, dtype=torch.int32, device=input.device)
         sum_by_token(output, input.reshape(-1, K), every, topk, "slot")
@@ -133,7 +124,7 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         layout, row_weight = self._route(call, E)
         stages = self.stages(self.weights(call.w1, call.w2))
         memory = {"y": view_as(call.workspace2, M * topk, N)}
-        before = stages.first(memory, call.hidden_states, layout, None, "token", "slot")
+        before = stages.product(1, memory, call.hidden_states, layout, self.places[0])
         rows = view_as(call.workspace13, M * topk, self.adjust_N_for_activation(N, call.activation))
         outer, context = _running.context, SlotContext(call.hidden_states, layout, row_weight)
         try:
@@ -141,7 +132,7 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
             self.activation(call.activation, rows, before)
             # The memory of what the activation has read.
             memory = {"y": view_as(call.workspace2, M * topk, K)}
-            slots = stages.second(memory, rows, layout, row_weight, "slot", "slot")
+            slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
             _running.context = dataclasses.replace(context, activated=rows)
             self.moe_sum(slots.view(M, topk, K), call.output)
         finally:

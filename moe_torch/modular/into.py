@@ -23,9 +23,8 @@ _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.value
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> bool:
     """Run an operator with the buffers of these names, outputs or scratch of its plan, in the given tensors.
 
-    False where the call is not plain (`moe_torch.bridge.eager`): it is traced, transformed or asked for gradients, and
-    nothing has run. Buffers that are not named lie in the scratch memory that the run allocates. Raises InvalidInput
-    for memory that does not fit.
+    False where the call is not plain (`moe_torch.bridge.eager`), and nothing has run. Buffers that are not named lie in
+    the scratch memory that the run allocates. Raises InvalidInput for memory that does not fit.
     """
     if torch.compiler.is_compiling():
         return False
@@ -51,11 +50,10 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
     key = eager.plain_key((*memory.values(), *arguments))
     if key is None:
         return None
-    whole = (operator.name, *memory, key)
-    return _ready.get(whole) or _make(whole, operator, memory, arguments)
-
-
-def _make(key: Any, operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready:
+    key = (operator.name, *memory, key)
+    known = _ready.get(key)
+    if known is not None:
+        return known
     ready = operator.ready(arguments, tuple(memory))
     for (name, place), (shape, strides, dtype) in zip(memory.items(), ready.outputs, strict=True):
         if (tuple(place.shape), place.stride(), place.dtype, place.device) != (shape, strides, dtype, ready.device):
@@ -81,8 +79,8 @@ class KnownRun(NamedTuple):
     selection: tuple[int, ...]
 
     def run(self, tensors: Sequence[Any], places: tuple[torch.Tensor, ...]) -> bool:
-        """Run with tensors and memory like those it is known for; False, and nothing has run, where an address is not
-        aligned."""
+        """Run with tensors and memory like those it is known for; False, and nothing has run, for a misaligned
+        address."""
         try:
             self.ready.run([tensors[index].data_ptr() for index in self.selection], places)
         except InvalidInput:
@@ -93,11 +91,8 @@ class KnownRun(NamedTuple):
 def known_run(
     operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...], tensors: Sequence[Any]
 ) -> KnownRun | None:
-    """The run of a plain call of an operator whose arguments are all among the tensors of another function's call.
-
-    None where they are not, as one is made on the way, or where one tensor is given as two: by what they look like such
-    calls cannot be told from others.
-    """
+    """The run of a plain call of an operator whose arguments are all among the tensors of another function's call; None
+    where one is made on the way or given as two, as such calls cannot be told apart."""
     ready, positions = _find(operator, memory, arguments), {id(tensor): place for place, tensor in enumerate(tensors)}
     given = [tensor for tensor in tensors if tensor is not None]
     if ready is None or len({id(tensor) for tensor in given}) < len(given):
@@ -107,10 +102,8 @@ def known_run(
 
 
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> None:
-    """Write the first result of an operator into the first tensor of memory; the others are where more buffers may lie.
-
-    memory: by the names of the plan's buffers. A call that is not plain copies the result, and autograd sees the copy.
-    """
+    """Write the first result of an operator into the first tensor of memory, which has more buffers of the plan by
+    name. A call that is not plain copies the result, and autograd sees the copy."""
     if not run_into(operator, memory, *arguments):
         next(iter(memory.values())).copy_(_result(operator, arguments))
 

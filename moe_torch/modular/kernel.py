@@ -16,21 +16,18 @@ from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens
-from moe_torch.modular.rows import as_ids, as_weights
+from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.workspaces import Scratch, Workspaces
 
 
 class _Call(NamedTuple):
-    """What every chunk of a forward has in common."""
+    """What every chunk of a forward has in common. options: arguments of `apply` between topk_ids and workspace13."""
 
+    experts: FusedMoEPermuteExpertsUnpermute
     scratch: Scratch
-    w1: torch.Tensor
-    w2: torch.Tensor
-    activation: str | Activation
-    global_num_experts: int
-    expert_map: torch.Tensor | None
-    a1q_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
+    size: ProblemSize
+    weights: tuple[torch.Tensor, torch.Tensor]
+    options: tuple[Any, ...]
     on_input: bool
 
 
@@ -112,23 +109,25 @@ class FusedMoEModularKernel(torch.nn.Module):
         size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
         if global_num_experts == -1:
             global_num_experts = size.E if expert_map is None else expert_map.shape[0]
-        scratch = self.workspaces.here(hidden_states.device)
+        scratch, on_input = self.workspaces.here(hidden_states.device), apply_router_weight_on_input
         output = _output_for(hidden_states, inplace, scratch)
-        on_input = apply_router_weight_on_input
         prepared: Any = self.prepare_finalize.prepare(
             hidden_states, a1_scale, a2_scale, weights, ids, global_num_experts, expert_map, on_input
         )
         if not isinstance(prepared, PreparedTokens):
             prepared = PreparedTokens(*prepared)
         mapped = None if self.prepare_finalize.maps_experts else expert_map
-        call = _Call(scratch, w1, w2, activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale, on_input)
-        given_weights = weights if prepared.topk_weights is None else prepared.topk_weights
-        given_ids = ids if prepared.topk_ids is None else prepared.topk_ids
+        routing = (
+            weights if prepared.topk_weights is None else prepared.topk_weights,
+            ids if prepared.topk_ids is None else prepared.topk_ids,
+        )
         impl = experts.finalize_weight_and_reduce_impl()
         place = output if self.prepare_finalize.writes_output(impl) else None
         if prepared.a1q is not hidden_states:
-            size = experts.moe_problem_size(prepared.a1q, w1, w2, given_ids)
-        result = self._run(experts, call, size, prepared, given_weights, given_ids, place)
+            size = experts.moe_problem_size(prepared.a1q, w1, w2, routing[1])
+        options = (activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale)
+        call = _Call(experts, scratch, size, (w1, w2), options, on_input)
+        result = self._run(call, prepared, routing, place)
         self.prepare_finalize.finalize(output, result, weights, ids, on_input, impl, prepared)
         return output
 
@@ -166,32 +165,24 @@ class FusedMoEModularKernel(torch.nn.Module):
         return size
 
     def _run(
-        self,
-        experts: FusedMoEPermuteExpertsUnpermute,
-        call: _Call,
-        size: ProblemSize,
-        prepared: PreparedTokens,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        output: torch.Tensor | None,
+        self, call: _Call, prepared: PreparedTokens, routing: tuple[torch.Tensor, ...], output: torch.Tensor | None
     ) -> torch.Tensor:
-        """The experts' output: `output`, or None: scratch memory."""
-        a1q, counts = prepared.a1q, prepared.expert_num_tokens
+        """The experts' output: `output`, or None: scratch memory. routing: topk_weights and topk_ids."""
+        experts, size, a1q, counts = call.experts, call.size, prepared.a1q, prepared.expert_num_tokens
         meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
-        sizes = (size.N, size.K, size.topk, call.global_num_experts, size.E, meta, call.activation)
+        sizes = (size.N, size.K, size.topk, call.options[1], size.E, meta, call.options[0])
         if output is None:
             shape = experts.workspace_shapes(size.M, *sizes)[2]
             output = call.scratch.take("output", shape, experts.workspace_dtype(a1q.dtype))
         chunk_size = self.chunk_size
         if chunk_size is None or chunk_size >= size.M or not _may_split(a1q.device):
-            _apply(experts, call, sizes, (output, a1q, topk_weights, topk_ids), meta)
+            _apply(call, sizes, (output, a1q, *routing), meta)
             return output
-        experts = experts.chunked_as_whole(a1q, call.w1, call.w2, size, call.activation)
+        call = call._replace(experts=experts.chunked_as_whole(a1q, *call.weights, size, call.options[0]))
         for begin in range(0, size.M, chunk_size):
             part = slice(begin, min(begin + chunk_size, size.M))
-            tokens = (output[part], a1q[part], topk_weights[part], topk_ids[part])
             # Counts are of all tokens; experts of the Standard format count for themselves.
-            _apply(experts, call, sizes, tokens, None)
+            _apply(call, sizes, tuple(tensor[part] for tensor in (output, a1q, *routing)), None)
         return output
 
 
@@ -202,34 +193,15 @@ def _may_split(device: torch.device) -> bool:
 
 
 def _apply(
-    experts: FusedMoEPermuteExpertsUnpermute,
-    call: _Call,
-    sizes: tuple[Any, ...],
-    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    meta: ExpertTokensMetadata | None,
+    call: _Call, sizes: tuple[Any, ...], tokens: tuple[torch.Tensor, ...], meta: ExpertTokensMetadata | None
 ) -> None:
     """The experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
-    output, a1q, topk_weights, topk_ids = tokens
-    scratch, w1, w2, activation, global_num_experts, expert_map, a1q_scale, a2_scale, on_input = call
+    experts, (output, a1q, *routing) = call.experts, tokens
     dtype = experts.workspace_dtype(a1q.dtype)
     shape13, shape2, _ = experts.workspace_shapes(a1q.shape[-2], *sizes)
-    experts.apply(
-        output,
-        a1q,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        global_num_experts,
-        expert_map,
-        a1q_scale,
-        a2_scale,
-        scratch.take("workspace13", shape13, dtype),
-        scratch.take("workspace2", shape2, dtype),
-        meta,
-        on_input,
-    )
+    memory = call.scratch.take("workspace13", shape13, dtype), call.scratch.take("workspace2", shape2, dtype)
+    arguments: tuple[Any, ...] = (output, a1q, *call.weights, *routing, *call.options, *memory, meta, call.on_input)
+    experts.apply(*arguments)
 
 
 def _output_for(hidden_states: torch.Tensor, inplace: bool, scratch: Scratch) -> torch.Tensor:

@@ -13,16 +13,9 @@ from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
-from moe_torch.modular.rows import as_ids, as_weights, weighted_rows
-from moe_torch.modular.weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNaiveBatched,
-    TopKWeightAndReduceNoOP,
-    ids_of_rank,
-    reduce_batched,
-)
+from moe_torch.modular import weight_and_reduce as reductions
+from moe_torch.modular.stages import as_ids, as_weights, weighted_rows
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DELEGATE = TopKWeightAndReduceDelegate()
 
@@ -89,11 +82,8 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
         prepared: PreparedTokens | None = None,
     ) -> None:
-        """Combine into output `[M, K]`, weighted unless the weight was on the input.
-
-        weight_and_reduce_impl: what is left to do, as the experts say; by default this class chooses.
-        prepared: what `prepare` gave for the same tokens.
-        """
+        """Combine into output `[M, K]`, weighted unless the weight was on the input. weight_and_reduce_impl: what is
+        left to do; by default this class chooses. prepared: what `prepare` gave for the same tokens."""
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
         """Whether experts of that kind may write the caller's output themselves, so that nothing is left to combine."""
@@ -116,25 +106,8 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_we
     return weighted_rows(a1, as_weights(topk_weights, topk_weights))
 
 
-class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
-    """One device, format Standard: tokens stay where they are."""
-
-    @property
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
-
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        a1_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-    ) -> PreparedTokens:
-        return PreparedTokens(weighted_input(a1, topk_weights, apply_router_weight_on_input))
+class _OneDevice(FusedMoEPrepareAndFinalize):
+    """What both formats of one device share: `finalize`."""
 
     def finalize(
         self,
@@ -148,23 +121,41 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
     ) -> None:
         chosen = weight_and_reduce_impl
         if isinstance(chosen, TopKWeightAndReduceDelegate):
-            chosen = TopKWeightAndReduceContiguous()
+            chosen = self.reduction(prepared)
         chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
 
+    @abc.abstractmethod
+    def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
+        """How outputs of experts that delegate are combined."""
+
+
+class MoEPrepareAndFinalizeNoEP(_OneDevice):
+    """One device, format Standard: tokens stay where they are."""
+
+    activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
+
+    def prepare(
+        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
+    ) -> PreparedTokens:
+        return PreparedTokens(weighted_input(a1, topk_weights, apply_router_weight_on_input))
+
+    def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
+        return reductions.TopKWeightAndReduceContiguous()
+
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
-        return isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
+        return isinstance(weight_and_reduce_impl, reductions.TopKWeightAndReduceNoOP)
 
 
-_DELEGATE = TopKWeightAndReduceDelegate()
-
-
-class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
+class BatchedPrepareAndFinalize(_OneDevice):
     """One device, format BatchedExperts: a1q `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
     rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an
     expert_map. An expert's rows are its tokens in order. A call has at most max_num_tokens tokens (more: InvalidInput),
     and a token must name an expert at most once: the block of an expert then holds all its tokens.
     """
+
+    activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
+    maps_experts = property(lambda self: True)
 
     def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int = 1, rank: int = 0) -> None:
         require_at_least("max_num_tokens", max_num_tokens, 1)
@@ -177,24 +168,8 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             )
         self.max_num_tokens, self.num_local_experts, self.rank = max_num_tokens, num_local_experts, rank
 
-    @property
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.BatchedExperts
-
-    @property
-    def maps_experts(self) -> bool:
-        return True
-
     def prepare(
-        self,
-        a1: torch.Tensor,
-        a1_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
+        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
     ) -> PreparedTokens:
         if a1.shape[0] > self.max_num_tokens:
             raise InvalidInput(
@@ -215,7 +190,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             )
         a1 = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         if expert_map is None:
-            ids = ids_of_rank(ids, self.rank, self.num_local_experts)
+            ids = reductions.ids_of_rank(ids, self.rank, self.num_local_experts)
         layout = ops.make_layout(ids, self.num_local_experts, expert_map=expert_map, max_rows=self.max_num_tokens)
         slots = layout.slot_of_row
         source = a1 if a1.shape[0] else a1.new_zeros(1, a1.shape[1])
@@ -224,22 +199,8 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         blocks = rows.view(self.num_local_experts, self.max_num_tokens, a1.shape[1])
         return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> None:
-        """prepared: without it rows are found by rank, and an expert_map is not known."""
-        if weight_and_reduce_impl == _DELEGATE and prepared is not None and prepared.handle is not None:
-            weights = None if apply_router_weight_on_input else as_weights(topk_weights, topk_ids)
-            reduce_batched(output, fused_expert_output, prepared.handle, weights)
-            return
-        chosen = weight_and_reduce_impl
-        if chosen == _DELEGATE:
-            chosen = TopKWeightAndReduceNaiveBatched(self.rank)
-        chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+    def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
+        """Without prepared tokens, rows are found by rank, and an expert_map is not known."""
+        if prepared is None or prepared.handle is None:
+            return reductions.TopKWeightAndReduceNaiveBatched(self.rank)
+        return reductions.PlacedRows(prepared.handle)

@@ -1,8 +1,12 @@
-"""Routing as gpt-oss experts take it: rows sorted by expert, with the permutation there and back."""
+"""Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and the way there and back.
+
+Slot `m * n_expts_act + k` is choice k of token m; rows are slots sorted by expert, stably. -1 = none. Fields may be
+assigned to, as ported code does.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,40 +14,124 @@ import torch
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_torch import ops
-from moe_torch.bridge.options import encode
+from moe_torch.bridge.options import encode, layout_spec
 from moe_torch.modular.into import write_into
-from moe_torch.modular.rows import as_ids, as_weights, weight_of_row
+from moe_torch.modular.stages import as_ids, as_weights, weight_of_row
 from moe_torch.operators.table import PACK_BITMATRIX
 
 _WORD_BITS = 32
+#: Heights of the tiles that `ExptData` counts; the smallest bounds their number.
+_BLOCK_MS = (16, 32, 64, 128)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
+class GatherIndx:
+    """`Y = X[src_indx]`. int32: src_indx, the slot of each row; dst_indx, the row of each slot."""
+
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+@dataclass(eq=False)
+class ScatterIndx:
+    """`Y[dst_indx] = X`. int32: src_indx, the row of each slot; dst_indx, the slot of each row."""
+
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+@dataclass(eq=False)
+class ExptData:
+    """int32: hist `[E]`, rows of each expert; token_offs_raw `[E + 1]`, where they start; by tile height (16 to 128),
+    token_offs_pad `[E + 1]`, tiles before each expert, and block_pid_map, what each tile is: `expert + (tile of the
+    expert << 16)`, -1 = idle. hist [20, 0, 3], height 16: token_offs_pad [0, 2, 2, 3], tiles [0, 1 << 16, 2, -1, ...].
+
+    Our kernels need neither of the last two, which are mappings that compute what is looked up.
+    """
+
+    hist: torch.Tensor | None
+    token_offs_raw: torch.Tensor | None
+    token_offs_pad: Mapping[int, torch.Tensor] | None
+    block_pid_map: Mapping[int, torch.Tensor] | None
+
+
+@dataclass(eq=False)
 class RoutingData:
-    """gate_scal fp32 `[M * topk]`: the weight of each row, -1 for rows without an expert, which come last. expt_hist
-    int32 `[E]`: rows of each expert. n_expts_tot: E. n_expts_act: topk. expt_data: the rows as a RaggedLayout."""
+    """gate_scal fp32 `[M * n_expts_act]`: the weight of each row; rows without an expert come last. expt_hist int32
+    `[n_expts_tot]`: rows of each expert.
 
-    gate_scal: torch.Tensor
-    expt_hist: torch.Tensor
+    expected_tokens_per_expt names profiles in the original; nothing here depends on it.
+    """
+
+    gate_scal: torch.Tensor | None
+    expt_hist: torch.Tensor | None
     n_expts_tot: int
     n_expts_act: int
-    expt_data: ops.RaggedLayout
+    expt_data: ExptData | None = None
+    expected_tokens_per_expt: int | None = None
+
+    def n_blocks(self, n_rows: int, block_m: int) -> int:
+        """Tiles of height block_m that n_rows rows may need."""
+        if n_rows <= self.n_expts_tot:
+            return n_rows
+        return -(-(n_rows - self.n_expts_tot + 1) // block_m) + self.n_expts_tot - 1
 
 
-@dataclass(frozen=True, eq=False)
-class GatherIndx:
-    """src_indx int32 `[M * topk]`: the slot of each row, -1 = none; dst_indx: the row of each slot, -1 = none."""
+class _ByHeight(Mapping[int, torch.Tensor]):
+    """What a function of a tile's height gives, computed once where it is looked up."""
 
-    src_indx: torch.Tensor
-    dst_indx: torch.Tensor
+    def __init__(self, compute: Callable[[int], torch.Tensor]) -> None:
+        self._compute = compute
+        self._known: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, block_m: int) -> torch.Tensor:
+        if block_m not in _BLOCK_MS:
+            raise KeyError(block_m)
+        if block_m not in self._known:
+            self._known[block_m] = self._compute(block_m)
+        return self._known[block_m]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(_BLOCK_MS)
+
+    def __len__(self) -> int:
+        return len(_BLOCK_MS)
 
 
-@dataclass(frozen=True, eq=False)
-class ScatterIndx:
-    """src_indx int32 `[M * topk]`: the row of each slot, -1 = none; dst_indx: the slot of each row, -1 = none."""
+def starts(sizes: torch.Tensor) -> torch.Tensor:
+    """int32 `[E + 1]`: 0, then the running sum of sizes `[E]`."""
+    return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
 
-    src_indx: torch.Tensor
-    dst_indx: torch.Tensor
+
+def expert_data(hist: torch.Tensor, group_start: torch.Tensor, n_gates: int) -> ExptData:
+    """The ExptData of hist int32 `[E]` and group_start int32 `[E + 1]` for n_gates rows."""
+    num_experts = hist.shape[0]
+    most = n_gates
+    if n_gates > num_experts:
+        most = num_experts - 1 - (num_experts - n_gates - 1) // min(_BLOCK_MS)
+
+    def tile_starts(block_m: int) -> torch.Tensor:
+        return starts((hist + block_m - 1) // block_m)
+
+    def tiles(block_m: int) -> torch.Tensor:
+        first, tile = tile_starts(block_m), torch.arange(most, dtype=torch.int32, device=hist.device)
+        expert = torch.searchsorted(first[1:], tile, right=True, out_int32=True).clamp(max=num_experts - 1)
+        return torch.where(tile < first[-1], ((tile - first[expert]) << 16) + expert, -1)
+
+    return ExptData(hist, group_start, _ByHeight(tile_starts), _ByHeight(tiles))
+
+
+def sorted_by_expert(
+    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, absent: float | None
+) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
+    """Rows of ids int32 and weights fp32 `[M, topk]`; absent: the weight of rows without an expert, None if all have
+    one."""
+    layout = ops.make_layout(ids, num_experts)
+    slots = layout.slot_of_row
+    gate_scal = weights.reshape(-1)[slots] if absent is None else weight_of_row(weights, slots, absent)
+    data = expert_data(layout.group_sizes, layout.group_start, slots.shape[0])
+    routing_data = RoutingData(gate_scal, layout.group_sizes, num_experts, ids.shape[1], data)
+    return routing_data, GatherIndx(slots, layout.row_of_slot), ScatterIndx(layout.row_of_slot, slots)
 
 
 def make_routing_data(
@@ -55,31 +143,40 @@ def make_routing_data(
     weights as fp32, any topk works. Apply an expert_map to the ids before. Raises InvalidInput.
     """
     ids = as_ids(topk_ids)
-    weights = as_weights(topk_weights, ids)
-    layout = ops.make_layout(ids, num_local_experts)
-    slots = layout.slot_of_row
-    gate_scal = weight_of_row(weights, slots, absent=-1.0) if slots.shape[0] else weights.new_empty(0)
-    routing_data = RoutingData(gate_scal, layout.group_sizes, num_local_experts, ids.shape[1], layout)
-    return (routing_data, GatherIndx(slots, layout.row_of_slot), ScatterIndx(layout.row_of_slot, slots))
+    return sorted_by_expert(ids, as_weights(topk_weights, ids), num_local_experts, absent=-1.0)
+
+
+def group_starts(routing_data: RoutingData) -> torch.Tensor:
+    """int32 `[E + 1]`: where the rows of each expert begin. Raises InvalidInput where nothing says it."""
+    if routing_data.expt_hist is None:
+        raise InvalidInput("expt_hist of routing_data must be a tensor, got None; pass the rows of each expert")
+    data = routing_data.expt_data
+    return starts(routing_data.expt_hist) if data is None or data.token_offs_raw is None else data.token_offs_raw
+
+
+def layout_of(
+    routing_data: RoutingData, slot_of_row: torch.Tensor, row_of_slot: torch.Tensor, top_k: int
+) -> ops.RaggedLayout:
+    """The layout of a routing and its indices int32 `[M * top_k]`; InvalidInput where they do not fit."""
+    group_start, count = group_starts(routing_data), slot_of_row.shape[0]
+    if row_of_slot.shape[0] != count or count % routing_data.n_expts_act:
+        raise InvalidInput(
+            f"src_indx and dst_indx must have as many elements as each other, a multiple of n_expts_act = "
+            f"{routing_data.n_expts_act}, got {count} and {row_of_slot.shape[0]}; pass those of routing"
+        )
+    spec = layout_spec(count // top_k, top_k, routing_data.n_expts_tot, 1, None)
+    absent = torch.zeros(1, dtype=torch.int32, device=slot_of_row.device)
+    return ops.RaggedLayout(spec, routing_data.expt_hist, group_start, slot_of_row, row_of_slot, absent)
 
 
 def layout_and_weights(
     routing_data: RoutingData, gather_indx: GatherIndx, scatter_indx: ScatterIndx
 ) -> tuple[ops.RaggedLayout, torch.Tensor]:
-    """The layout and the weights by slot, fp32 `[M * topk]`, that three such objects describe together.
-
-    Weights of slots without a row are 0.
-    """
-    layout = dataclasses.replace(
-        routing_data.expt_data,
-        group_sizes=routing_data.expt_hist,
-        slot_of_row=gather_indx.src_indx,
-        row_of_slot=scatter_indx.src_indx,
-    )
-    rows = layout.row_of_slot
-    if not rows.shape[0]:
-        return layout, routing_data.gate_scal
-    return layout, weight_of_row(routing_data.gate_scal, rows)
+    """The layout, and the weights by slot fp32 `[M * topk]` (0 without a row); InvalidInput where one is missing."""
+    if routing_data.gate_scal is None:
+        raise InvalidInput("gate_scal of routing_data must be a tensor, got None; pass the weight of each row")
+    slots, rows = gather_indx.src_indx, scatter_indx.src_indx
+    return layout_of(routing_data, slots, rows, routing_data.n_expts_act), weight_of_row(routing_data.gate_scal, rows)
 
 
 def pack_bitmatrix(

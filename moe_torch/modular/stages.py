@@ -1,97 +1,162 @@
-"""The stages of experts, one after another, on a layout that is given."""
+"""The stages of experts on a layout that is given, and the small steps on rows that they share: ids and weights as the
+ops take them, weighting, sums by token."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from moe_core.formats import Format
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.quantize.rows import chooses_one_scale
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands
+from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import MatmulTuning
-from moe_torch.modular.into import result_in
-from moe_torch.modular.rows import sum_by_token
+from moe_torch import ops
+from moe_torch.bridge.options import encode
+from moe_torch.modular.into import result_in, write_into
 from moe_torch.operators.requests import matmul_request
-from moe_torch.ops import RaggedLayout, quantize_rows
+from moe_torch.operators.table import REDUCE
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_INT32_MAX = 2**31 - 1
 
 
-def product(
-    memory: Mapping[str, torch.Tensor],
-    operands: MatmulOperands,
-    layout: RaggedLayout,
-    spec: MatmulSpec,
-    activations: Format | None = None,
-    input_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`matmul_ogs`, in memory's `y` where the call is plain and memory has one.
+def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
+    """ids `[M, topk]` as contiguous int32. An int64 id that int32 cannot hold stays one that is out of range."""
+    if topk_ids.dtype == torch.int32 and topk_ids.dim() == 2:
+        return topk_ids.contiguous()
+    if topk_ids.dim() != 2 or topk_ids.dtype not in _INTEGERS:
+        raise InvalidInput(
+            f"topk_ids must be integers [num_tokens, topk], got {topk_ids.dtype} {list(topk_ids.shape)}; pass the ids "
+            "of a top-k"
+        )
+    if topk_ids.dtype == torch.int64:
+        topk_ids = topk_ids.clamp(-2, _INT32_MAX)
+    return topk_ids.to(torch.int32).contiguous()
 
-    activations: x is quantised to this format first, with input_scale fp32 `[1]` or one that is found.
+
+def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    """weights `[M, topk]` as contiguous fp32, in which every bf16 and fp16 number is exact."""
+    if topk_weights.dtype == torch.float32 and topk_weights.shape == topk_ids.shape:
+        return topk_weights.contiguous()
+    if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
+        raise InvalidInput(
+            f"topk_weights must be floats {list(topk_ids.shape)} like topk_ids, got {topk_weights.dtype} "
+            f"{list(topk_weights.shape)}; pass the weights of the same top-k"
+        )
+    return topk_weights.to(torch.float32).contiguous()
+
+
+def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows; a new tensor. Where a gradient is
+    asked for it is torch's own product, of the same bits."""
+    if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+        return (rows.float() * weights).to(rows.dtype)
+    return ops.scale_rows(rows, weights)
+
+
+def sum_by_token(output: torch.Tensor, rows: torch.Tensor, row_of_slot: torch.Tensor, top_k: int, order: str) -> None:
+    """Write to output `[M, D]` each token's rows added in fp32 in the order k = 0..topk-1, one cast.
+
+    rows `[M * topk, D]` by slot (order `slot`) or `[capacity, D]` by layout row (`row`); row_of_slot int32
+    `[M * topk]`, -1 = adds nothing and is not read.
     """
-    if activations is not None:
-        dtype = str(operands.x.dtype).removeprefix("torch.")
-        # One scale is found from rows that a slot reads: what else lies in memory must not have a say.
-        slots = layout.slot_of_row if spec.gather == "row" else layout.row_of_slot
-        used_by = slots if chooses_one_scale(activations, input_scale is not None) else None
-        rows = quantize_rows(operands.x, activations, scales=input_scale, used_by=used_by)
-        operands, spec = dataclasses.replace(operands, x=rows), dataclasses.replace(spec, out_dtype=dtype)
-    operator, arrays, text = matmul_request(operands, layout, spec)
-    return result_in(operator, memory, *arrays, text)
+    dtype = str(output.dtype).removeprefix("torch.")
+    write_into(REDUCE, {"out": output}, rows, row_of_slot, None, None, encode(top_k, order, dtype))
+
+
+def slots_with_expert(topk_ids: torch.Tensor) -> torch.Tensor:
+    """row_of_slot int32 `[M * topk]` of rows that lie by slot: the slot, -1 where the id is negative."""
+    ids = topk_ids.reshape(-1)
+    slots = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+    return torch.where(ids >= 0, slots, -1)
+
+
+def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Global ids as local ones: -1 for those of other ranks, for -1, and for ids that the map does not have."""
+    if expert_map is None:
+        return topk_ids
+    known = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
+    mapped = expert_map[topk_ids.clamp(0, expert_map.shape[0] - 1).long()]
+    return torch.where(known, mapped, -1).to(torch.int32)
+
+
+def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -> ops.RaggedLayout:
+    """The layout of `[E, max_rows, D]` of which group_sizes int32 `[E]` rows each are used; every row is its own
+    slot."""
+    spec = LayoutSpec(num_experts * max_rows, 1, num_experts, max_rows=max_rows)
+    rows = torch.arange(num_experts * max_rows, dtype=torch.int32, device=group_sizes.device)
+    starts = torch.arange(num_experts + 1, dtype=torch.int32, device=group_sizes.device) * max_rows
+    used = (rows % max_rows).view(num_experts, max_rows) < group_sizes[:, None]
+    slots = torch.where(used.view(-1), rows, -1)
+    none_invalid = torch.zeros(1, dtype=torch.int32, device=group_sizes.device)
+    return ops.RaggedLayout(spec, group_sizes, starts, slots, slots, none_invalid)
+
+
+def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: float = 0.0) -> torch.Tensor:
+    """fp32 `[rows]` of weights fp32 `[M, topk]` or by slot: that of each row's slot, `absent` of a row without one."""
+    # -1 is an index too: of the last weight, which is not taken.
+    return torch.where(slot_of_row >= 0, weights.reshape(-1)[slot_of_row], absent)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What both products of some experts have in common. tunings, input_scales: of the first and of the second."""
+    """What both products of some experts have in common. tunings: of the first and of the second. activations: what
+    their rows are quantised to first, with the weights' input scale or one that is found."""
 
     weights: ExpertWeights
     weight_layout: str
     tunings: tuple[MatmulTuning | None, MatmulTuning | None] = (None, None)
     activations: Format | None = None
 
-    def first(
+    def product(
         self,
+        number: int,
         memory: Mapping[str, torch.Tensor],
-        x: torch.Tensor,
-        layout: RaggedLayout,
-        activation: Activation | None,
-        gather: str = "token",
-        scatter: str = "row",
+        x: Any,
+        layout: ops.RaggedLayout,
+        places: tuple[str, str],
+        activation: Activation | None = None,
+        row_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The first product, with its activation or without."""
-        spec = MatmulSpec(self.weight_layout, gather, scatter, activation, tuning=self.tunings[0])
-        operands = MatmulOperands(x, self.weights.gate_up, bias=self.weights.gate_up_bias)
-        return product(memory, operands, layout, spec, self.activations, self.weights.gate_up_input_scale)
-
-    def second(
-        self,
-        memory: Mapping[str, torch.Tensor],
-        rows: torch.Tensor,
-        layout: RaggedLayout,
-        row_weight: torch.Tensor | None,
-        gather: str = "row",
-        scatter: str = "slot",
-    ) -> torch.Tensor:
-        """The second product, times row_weight fp32 `[M * topk]` by slot (None: not weighted)."""
-        spec = MatmulSpec(self.weight_layout, gather, scatter, tuning=self.tunings[1])
-        operands = MatmulOperands(rows, self.weights.down, bias=self.weights.down_bias, row_weight=row_weight)
-        return product(memory, operands, layout, spec, self.activations, self.weights.down_input_scale)
+        """Product 1 or 2, in memory's `y` where the call is plain and memory has one. places: gather and scatter. x:
+        rows, or quantised rows, whose product has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot, or None."""
+        weight, bias, scale = self.weights.gate_up, self.weights.gate_up_bias, self.weights.gate_up_input_scale
+        if number == 2:
+            weight, bias, scale = self.weights.down, self.weights.down_bias, self.weights.down_input_scale
+        dtype = None
+        if isinstance(x, QuantizedTensor):
+            dtype = memory["y"].dtype
+        elif self.activations is not None:
+            dtype = x.dtype
+            # One scale is found from rows that a slot reads: what else lies in memory must not have a say.
+            slots = layout.slot_of_row if places[0] == "row" else layout.row_of_slot
+            used_by = slots if chooses_one_scale(self.activations, scale is not None) else None
+            x = ops.quantize_rows(x, self.activations, scales=scale, used_by=used_by)
+        spec = MatmulSpec(self.weight_layout, *places, activation, tuning=self.tunings[number - 1])
+        if dtype is not None:
+            spec = dataclasses.replace(spec, out_dtype=str(dtype).removeprefix("torch."))
+        operands = MatmulOperands(x, weight, bias=bias, row_weight=row_weight)
+        operator, arrays, text = matmul_request(operands, layout, spec)
+        return result_in(operator, memory, *arrays, text)
 
     def run(
         self,
         output: torch.Tensor,
         x: torch.Tensor,
-        layout: RaggedLayout,
+        layout: ops.RaggedLayout,
         row_weight: torch.Tensor | None,
         activation: Activation,
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Both products, the activation fused into the first, and the sum by token, written to output `[M, K]`.
-
-        hidden: memory `[M * topk, F]` for the rows between.
-        """
-        rows = self.first({} if hidden is None else {"y": hidden}, x, layout, activation)
-        slots = self.second({}, rows, layout, row_weight)
+        """Both products, the activation fused into the first, and the sum by token, written to output `[M, K]`. hidden:
+        memory `[M * topk, F]` for the rows between."""
+        rows = self.product(1, {} if hidden is None else {"y": hidden}, x, layout, ("token", "row"), activation)
+        slots = self.product(2, {}, rows, layout, ("row", "slot"), row_weight=row_weight)
         sum_by_token(output, slots, layout.row_of_slot, layout.spec.top_k, "slot")

@@ -1,24 +1,167 @@
-"""Experts in the family's layout, on Triton kernels: tokens in the Standard and in the batched format."""
+"""Experts on Triton kernels: what all on the grouped matmul share, and the family's layout in either format."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import functools
+from typing import Any, TypeVar
+
+import torch
 
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
+from moe_core.formats import Format
 from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize
-from moe_core.modular.weights import activation_of
-from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
-from moe_torch.modular.grouped_experts import GroupedExperts, view_as
-from moe_torch.modular.rows import batched_layout
+from moe_core.modular.weights import activation_of, activation_quantization, rows_are_alone, tuning_of_whole
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import TopK, map_arrays
+from moe_core.specs.tuning import tunings_of
+from moe_torch import ops
+from moe_torch.bridge import eager
+from moe_torch.bridge.operator import array_spec, target_of_device
+from moe_torch.modular.experts import ExpertsCall, StandardExperts, WorkspaceShapes
+from moe_torch.modular.into import KnownRun, known_run, remember, write_into
+from moe_torch.modular.stages import Stages, batched_layout
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Composed forwards that have run, by what decides about them: see `GroupedExperts.run_composed`.
+_known: dict[Any, KnownRun] = {}
+Self = TypeVar("Self", bound="GroupedExperts")
+
+
+def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The beginning of a workspace as a dense tensor of that shape. Raises InvalidInput where it is too small."""
+    rows, columns = shape
+    if torch.compiler.is_compiling():
+        return workspace.reshape(-1)[: rows * columns].view(rows, columns)
+    if workspace.shape == shape:
+        return workspace
+    if workspace.numel() < rows * columns:
+        raise InvalidInput(
+            f"the workspace must have {rows * columns} elements, got {list(workspace.shape)}; allocate what "
+            "workspace_shapes says"
+        )
+    return workspace.view(-1)[: rows * columns].view(rows, columns)
+
+
+#: One object for equal values, as its text is remembered by object.
+_known_moe_spec = functools.lru_cache(maxsize=1024)(MoESpec)
+
+
+class GroupedExperts(StandardExperts):
+    """Experts whose products are the core's grouped matmuls."""
+
+    #: Gather and scatter of both products.
+    places = (("token", "row"), ("row", "slot"))
+
+    def supports_chunking(self) -> bool:
+        return rows_are_alone(self.quant_config)
+
+    def require_input(self, call: ExpertsCall) -> None:
+        """Raise InvalidInput for hidden states or scales that are not what the configuration says."""
+        hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
+        if call.a1q_scale is not None:
+            raise InvalidInput(
+                "a1q_scale must be None, as these experts quantise activations themselves, got a tensor; pass "
+                "hidden states in bf16, fp16 or fp32"
+            )
+        if a2_scale is not None and a2_scale is not self.quant_config.a2_scale:
+            raise InvalidInput("a2_scale must be that of quant_config, got another tensor; put it there")
+        if hidden_states.dtype not in _DTYPES:
+            raise InvalidInput(f"hidden_states must be bf16, fp16 or fp32, got {hidden_states.dtype}; cast them")
+        if self.quant_config.scheme is None and hidden_states.dtype != w1.dtype:
+            raise InvalidInput(
+                f"hidden_states must have the dtype of w1, {w1.dtype}, got {hidden_states.dtype}; cast one of them, or "
+                "pass a quant_config that says how w1 is quantised"
+            )
+
+    def require_experts(self, call: ExpertsCall) -> None:
+        """Raise InvalidInput where ids cannot be of so many experts."""
+        local, expert_map, global_num_experts = call.w1.shape[0], call.expert_map, call.global_num_experts
+        if expert_map is not None:
+            if global_num_experts not in (-1, local, expert_map.shape[0]):
+                raise InvalidInput(
+                    f"global_num_experts must be {expert_map.shape[0]}, the entries of expert_map, got "
+                    f"{global_num_experts}; pass the map of all experts"
+                )
+        elif global_num_experts not in (-1, local):
+            raise InvalidInput(
+                f"global_num_experts must be {local}, the experts of w1, or -1 without an expert_map, got "
+                f"{global_num_experts}; pass expert_map"
+            )
+
+    def run_composed(self, call: ExpertsCall, slots: torch.Tensor | None = None) -> None:
+        """One composed plan from ids to output `[M, K]`, found once for calls that look alike. workspace2 holds its `[M
+        * topk, F]` after the activation; slots, or else memory of its own, `[M * topk, K]` before the sum."""
+        config, hidden, on_input = self.quant_config, call.workspace2, call.apply_router_weight_on_input
+        places = (call.output, hidden) if slots is None else (call.output, hidden, slots)
+        tensors = (call.hidden_states, call.w1, call.w2, call.topk_weights, call.topk_ids, call.expert_map)
+        tensors += config.arrays
+        choices = (call.activation, call.global_num_experts, on_input, self.weight_layout, self.tuning)
+        key = None
+        if not torch.compiler.is_compiling():
+            key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))
+        known = None if key is None else _known.get(key)
+        if known is not None and known.run(tensors, places):
+            return
+        self.require_experts(call)
+        _, M, N, K, topk = self.size_of(call)
+        F = self.adjust_N_for_activation(N, call.activation)
+        memory = {"output": call.output, "hidden": view_as(hidden, M * topk, F)}
+        if slots is not None:
+            memory["slots"] = view_as(slots, M * topk, K)
+        routing, weights = TopK(call.topk_ids, weights_left(call)), self.weights(call.w1, call.w2)
+        make, activation = MoESpec if torch.compiler.is_compiling() else _known_moe_spec, activation_of(call.activation)
+        spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
+        asked = ops.moe_request(call.hidden_states, weights, routing, spec, None, call.expert_map, None)
+        operator, arrays, text = asked
+        write_into(operator, memory, *arrays, text)
+        found = None if key is None else known_run(operator, memory, (*arrays, text), tensors)
+        if found is not None:
+            remember(_known, key, found)
+
+    def size_of(self, call: ExpertsCall) -> ProblemSize:
+        """`moe_problem_size` of a call."""
+        return self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
+
+    @property
+    def activations(self) -> Format | None:
+        """What the rows of both products are quantised to."""
+        return activation_quantization(self.quant_config)
+
+    def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
+        """The specs of both products, as `run` asks for them."""
+        fused, tunings = activation_of(activation) if self.fuses_activation else None, tunings_of(self.tuning)
+        first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=tunings[0])
+        return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=tunings[1])
+
+    def stages(self, weights: ops.ExpertWeights) -> Stages:
+        """Both products one by one."""
+        return Stages(weights, self.weight_layout, tunings_of(self.tuning), self.activations)
+
+    def chunked_as_whole(
+        self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
+    ) -> Self:
+        specs = map_arrays(self.weights(w1, w2), lambda array: array_spec("weights", array))
+        rows, target = array_spec("hidden_states", x), target_of_device(x.device)
+        found = tuning_of_whole(rows, specs, size, self.products(activation), target, self.activations)
+        if found is None:
+            return self
+        changed = copy.copy(self)
+        changed.tuning = found
+        return changed
+
+
+def weights_left(call: ExpertsCall) -> torch.Tensor:
+    """The weights that the experts apply: ones, which change no bit, where the weight is on the input already."""
+    return torch.ones_like(call.topk_weights) if call.apply_router_weight_on_input else call.topk_weights
 
 
 class TritonExperts(GroupedExperts):
     """w1 `[E, N, K]`, w2 `[E, K, F]` (weight_layout `out_in`): one composed plan from ids to weighted, reduced tokens.
-
-    The activation is fused into the first product, so that what it reads is never rounded or stored.
-    """
+    The activation is fused into the first product: what it reads is never rounded or stored."""
 
     default_weight_layout = "out_in"
     fuses_activation = True
@@ -40,15 +183,13 @@ class BatchedExperts(GroupedExperts):
     the tokens. Further arguments are those of experts in the Standard format.
     """
 
+    activation_formats = property(lambda self: (FusedMoEActivationFormat.BatchedExperts,) * 2)
+
     def __init__(self, max_num_tokens: int, num_dispatchers: int = 1, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         require_at_least("max_num_tokens", max_num_tokens, 1)
         require_at_least("num_dispatchers", num_dispatchers, 1)
         self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
-
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        return FusedMoEActivationFormat.BatchedExperts, FusedMoEActivationFormat.BatchedExperts
 
     def supports_chunking(self) -> bool:
         return False
@@ -90,8 +231,8 @@ class BatchedTritonExperts(BatchedExperts):
         weights, layout = self.weights(call.w1, call.w2), batched_layout(E, rows, meta.expert_num_tokens)
         stages, x = self.stages(weights), call.hidden_states.reshape(E * rows, K)
         memory = {"y": view_as(call.workspace2, E * rows, self.adjust_N_for_activation(N, call.activation))}
-        hidden = stages.first(memory, x, layout, activation_of(call.activation), "row", "row")
+        hidden = stages.product(1, memory, x, layout, ("row", "row"), activation_of(call.activation))
         places = {"y": call.output.view(E * rows, K)}
-        found = stages.second(places, hidden, layout, None, "row", "row")
+        found = stages.product(2, places, hidden, layout, ("row", "row"))
         if found is not places["y"]:
             call.output.copy_(found.view_as(call.output))

@@ -10,7 +10,7 @@ import torch
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import ops
-from moe_torch.modular.rows import as_ids, as_weights, slots_with_expert, sum_by_token, weight_of_row, weighted_rows
+from moe_torch.modular.stages import as_ids, as_weights, slots_with_expert, sum_by_token, weight_of_row, weighted_rows
 
 
 class TopKWeightAndReduce(abc.ABC):
@@ -42,14 +42,7 @@ def _output_for(output: torch.Tensor | None, fused_expert_output: torch.Tensor, 
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
     """The experts have weighted and reduced: fused_expert_output is `[M, K]`; copied unless it is the output."""
 
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         if output is None or output is fused_expert_output:
             return fused_expert_output
         if output.shape != fused_expert_output.shape:
@@ -64,14 +57,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
     """The experts have done neither, and prepare_finalize chooses how: it knows the format."""
 
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         raise Unsupported(
             "TopKWeightAndReduceDelegate leaves the choice to prepare_finalize, whose finalize must replace it, by "
             "TopKWeightAndReduceContiguous for example"
@@ -86,14 +72,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     Rows whose id is negative are not read.
     """
 
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         ids = as_ids(topk_ids)
         rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
         if rows.shape[0] != ids.numel():
@@ -110,31 +89,37 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """fused_expert_output is `[E, max_num_tokens, K]`, not weighted; rank's experts are E ids from rank * E on.
-
-    An expert's rows are those of its tokens in order, as `BatchedPrepareAndFinalize` puts them. Rounding as in
-    TopKWeightAndReduceContiguous.
-    """
+    """fused_expert_output is `[E, max_num_tokens, K]` as `BatchedPrepareAndFinalize` places rows, not weighted; rank's
+    experts are E ids from rank * E on. Rounding as in TopKWeightAndReduceContiguous."""
 
     rank: int = 0
 
     def __post_init__(self) -> None:
         require_at_least("rank", self.rank, 0)
 
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         num_experts, max_rows, _ = fused_expert_output.shape
         ids = as_ids(topk_ids)
         layout = ops.make_layout(ids_of_rank(ids, self.rank, num_experts), num_experts, max_rows=max_rows)
-        output = _output_for(output, fused_expert_output, ids)
-        weights = None if apply_router_weight_on_input else as_weights(topk_weights, ids)
-        reduce_batched(output, fused_expert_output, layout, weights)
+        placed = PlacedRows(layout)
+        return placed.apply(output, fused_expert_output, topk_weights, ids, apply_router_weight_on_input)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedRows(TopKWeightAndReduce):
+    """`TopKWeightAndReduceNaiveBatched` for a batched layout that is known."""
+
+    layout: ops.RaggedLayout
+
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
+        output = _output_for(output, fused_expert_output, topk_ids)
+        weights = None if apply_router_weight_on_input else as_weights(topk_weights, topk_ids)
+        if not output.shape[0]:
+            return output
+        rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
+        if weights is not None:
+            rows = weighted_rows(rows, weight_of_row(weights, self.layout.slot_of_row)[:, None])
+        sum_by_token(output, rows, self.layout.row_of_slot, self.layout.spec.top_k, "row")
         return output
 
 
@@ -142,16 +127,3 @@ def ids_of_rank(topk_ids: torch.Tensor, rank: int, num_experts: int) -> torch.Te
     """Global ids int32 as ids of a rank that has num_experts experts from rank * num_experts on; others -1."""
     own = topk_ids - rank * num_experts
     return torch.where((own >= 0) & (own < num_experts), own, -1)
-
-
-def reduce_batched(
-    output: torch.Tensor, rows: torch.Tensor, layout: ops.RaggedLayout, weights: torch.Tensor | None
-) -> None:
-    """Weight the rows `[E, max_num_tokens, K]` of a batched layout (weights `[M, topk]`; None: as they are), and sum
-    them by token into output."""
-    if not output.shape[0]:
-        return
-    rows = rows.reshape(-1, rows.shape[-1])
-    if weights is not None:
-        rows = weighted_rows(rows, weight_of_row(weights, layout.slot_of_row)[:, None])
-    sum_by_token(output, rows, layout.row_of_slot, layout.spec.top_k, "row")

@@ -11,6 +11,13 @@ import torch
 from moe_torch.bridge import eager
 
 
+class _Local(threading.local):
+    """The scratch of a thread, by device and stream."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Scratch] = {}
+
+
 class Workspaces:
     """Scratch tensors that grow and are kept until `clear`, one set per thread, device and stream.
 
@@ -24,7 +31,7 @@ class Workspaces:
     """
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = _Local()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A dense tensor of that shape, its values anything; valid until the next `take` of the same name."""
@@ -42,44 +49,28 @@ class Workspaces:
             if torch.cuda.is_current_stream_capturing():
                 return Scratch(device, owned=None)
             key = (*key, eager.current_stream(device.index or 0))
-        known = self._known()
-        found = known.get(key)
+        found = self._local.known.get(key)
         if found is None:
-            found = known[key] = Scratch(device, owned={})
+            found = self._local.known[key] = Scratch(device, owned={})
         return found
 
     @property
     def nbytes(self) -> int:
         """Bytes that this thread owns."""
-        return sum(scratch.nbytes for scratch in self._known().values())
+        return sum(scratch.nbytes for scratch in self._local.known.values())
 
     def clear(self) -> None:
         """Give back what this thread owns."""
-        self._known().clear()
-
-    def _known(self) -> dict[Any, Scratch]:
-        """By device and stream."""
-        try:
-            return self._local.known
-        except AttributeError:
-            known: dict[Any, Scratch] = {}
-            self._local.known = known
-            return known
-
-    def __deepcopy__(self, memo: Any) -> Workspaces:
-        """Scratch is not copied with the module that owns it."""
-        return Workspaces()
+        self._local.known.clear()
 
     def __reduce__(self) -> Any:
+        """Scratch is not copied with the module that owns it."""
         return Workspaces, ()
 
 
 class Scratch:
-    """Where one forward takes its memory from; made by `Workspaces.here`.
-
-    owned: by name the bytes, and as what they were taken last; None = nothing is kept. plain: nothing on this thread
-    watches allocations.
-    """
+    """Where one forward takes its memory from. owned: by name the bytes, and as what they were taken last; None =
+    nothing is kept. plain: nothing on this thread watches allocations."""
 
     def __init__(
         self,

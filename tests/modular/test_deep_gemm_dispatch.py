@@ -214,7 +214,7 @@ def test_jax_chooses_alike(monkeypatch: pytest.MonkeyPatch) -> None:
             "got plain rows": lambda: other.deep_gemm_experts(
                 x, w1, w2, *routing, quant_config=other.FUSED_MOE_UNQUANTIZED_CONFIG
             ),
-            "without a1q_scale": lambda: other.deep_gemm_experts(
+            "a1q_scale must be given": lambda: other.deep_gemm_experts(
                 w1[0, :128], w1, w2, *routing, quant_config=options["quant_config"]
             ),
             "a1q_scale must be float32": lambda: other.deep_gemm_experts(

@@ -14,7 +14,7 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_torch import modular, ops
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP
-from moe_torch.modular.rows import as_ids, as_weights
+from moe_torch.modular.stages import as_ids, as_weights
 from tests.support.torch import require_equal, running_on
 
 E, K = 5, 16

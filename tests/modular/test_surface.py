@@ -64,7 +64,7 @@ SIGNATURES = {
         "per_act_token_quant=False, block_shape=None"
     ),
     "make_routing_data": "topk_ids, topk_weights, num_local_experts",
-    "RoutingData": "gate_scal, expt_hist, n_expts_tot, n_expts_act, expt_data",
+    "RoutingData": "gate_scal, expt_hist, n_expts_tot, n_expts_act, expt_data=None",
     "GatherIndx": "src_indx, dst_indx",
     "ScatterIndx": "src_indx, dst_indx",
     "BaseOAITritonExperts._make_routing_data": "topk_ids, topk_weights, num_local_experts",

@@ -21,26 +21,17 @@ _INSTALL = (
     "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
     "distribution named triton-kernels on the package index is an unrelated project"
 )
+#: The modules there, each with ours and the classes in it.
+_MODULES = {
+    "routing": (routing, "RoutingData GatherIndx ScatterIndx ExptData"),
+    "matmul_ogs": (matmul_ogs, "FnSpecs FusedActivation Epilogue FlexCtx PrecisionConfig"),
+    "swiglu": (swiglu, "FlexCtx PrecisionConfig"),
+    "numerics": (numerics, "InFlexData OutFlexData"),
+    "tensor": (tensor, "Storage IntegerType FloatType Tensor Bitmatrix"),
+}
 #: The module and name of every class there, and ours.
 _CLASSES: dict[tuple[str, str], type] = {
-    ("routing", "RoutingData"): routing.RoutingData,
-    ("routing", "GatherIndx"): routing.GatherIndx,
-    ("routing", "ScatterIndx"): routing.ScatterIndx,
-    ("routing", "ExptData"): routing.ExptData,
-    ("matmul_ogs", "FnSpecs"): matmul_ogs.FnSpecs,
-    ("matmul_ogs", "FusedActivation"): matmul_ogs.FusedActivation,
-    ("matmul_ogs", "Epilogue"): matmul_ogs.Epilogue,
-    ("matmul_ogs", "FlexCtx"): matmul_ogs.FlexCtx,
-    ("matmul_ogs", "PrecisionConfig"): matmul_ogs.PrecisionConfig,
-    ("swiglu", "FlexCtx"): swiglu.FlexCtx,
-    ("swiglu", "PrecisionConfig"): swiglu.PrecisionConfig,
-    ("numerics", "InFlexData"): numerics.InFlexData,
-    ("numerics", "OutFlexData"): numerics.OutFlexData,
-    ("tensor", "Storage"): tensor.Storage,
-    ("tensor", "IntegerType"): tensor.IntegerType,
-    ("tensor", "FloatType"): tensor.FloatType,
-    ("tensor", "Tensor"): tensor.Tensor,
-    ("tensor", "Bitmatrix"): tensor.Bitmatrix,
+    (module, name): getattr(ours, name) for module, (ours, names) in _MODULES.items() for name in names.split()
 }
 _NAMES = {ours: name for name, ours in _CLASSES.items()}
 _PLAIN_TYPES = (torch.dtype, bool, int, float, str, tuple, type(None))
@@ -61,8 +52,8 @@ def from_upstream(value: Any) -> Any:
     found = _elements(value, from_upstream)
     if found is not None:
         return found
-    name = (type(value).__module__.rpartition(".")[2], type(value).__name__)
-    ours = _CLASSES.get(name)
+    kind = type(value)
+    ours = kind if kind in _NAMES else _CLASSES.get((kind.__module__.rpartition(".")[2], kind.__name__))
     if ours is None:
         raise InvalidInput(
             f"value must be an object of {', '.join(sorted({kind for _, kind in _CLASSES}))}, or of these, got "
@@ -71,7 +62,8 @@ def from_upstream(value: Any) -> Any:
     if ours is tensor.Storage:
         return tensor.Storage(_plain_memory(value))
     if ours is matmul_ogs.FnSpecs:
-        return dataclasses.replace(_rebuilt(_without_fn(value), ours, from_upstream), fn=_our_function(value.fn))
+        bare = _rebuilt(dataclasses.replace(value, fn=None), ours, from_upstream)
+        return dataclasses.replace(bare, fn=_our_function(value.fn))
     return _rebuilt(value, ours, from_upstream)
 
 
@@ -99,11 +91,10 @@ def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
         if isinstance(value, tensor.Storage):
             return target(value.data)
         if isinstance(value, matmul_ogs.FnSpecs):
-            fields = _rebuilt(_without_fn(value), target, convert)
-            fn = None if value.fn is None else _upstream_class(package, "swiglu", "swiglu_fn")
             if value.fn not in (None, swiglu.swiglu_fn):
                 raise Unsupported(f"{value.name!r} has no counterpart in {package}, which has that of swiglu_fn")
-            return dataclasses.replace(fields, fn=fn)
+            fn = None if value.fn is None else _upstream_class(package, "swiglu", "swiglu_fn")
+            return dataclasses.replace(_rebuilt(dataclasses.replace(value, fn=None), target, convert), fn=fn)
         return _rebuilt(value, target, convert)
 
     return convert(value)
@@ -136,10 +127,6 @@ def _fields(kind: type) -> dict[str, Any]:
         # Unlike its base it says by itself what its elements are.
         return dict.fromkeys(("storage", "shape", "shape_max", "scratchpad"))
     return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
-
-
-def _without_fn(specs: Any) -> Any:
-    return dataclasses.replace(specs, fn=None)
 
 
 def _our_function(fn: Any) -> Any:

@@ -17,9 +17,12 @@ import torch
 from moe_core.base.checks import finite_float
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
-from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Weight, memory_of, rows_of, weight_of
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.compat.triton_kernels.matmul_ogs_details import operands as inputs
+from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Rows, Weight, memory_of
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     Epilogue,
     EpilogueSpecs,
@@ -31,38 +34,15 @@ from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     activation_of,
     checked_precision,
     require_no_epilogue,
-    tuning_of,
-)
-from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import (
-    Rows,
-    batched_rows,
-    dense_rows,
-    ragged_rows,
-    require_indices,
-    scattered,
 )
 from moe_torch.compat.triton_kernels.numerics import InFlexData, OutFlexData
 from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx
 from moe_torch.compat.triton_kernels.tensor import FP4, Tensor, wrap_torch_tensor
 
 __all__ = [
-    "FP4",
-    "Epilogue",
-    "EpilogueSpecs",
-    "FlexCtx",
-    "FnName",
-    "FnSpecs",
-    "FusedActivation",
-    "GatherIndx",
-    "InFlexData",
-    "OutFlexData",
-    "PrecisionConfig",
-    "RoutingData",
-    "ScatterIndx",
-    "Tensor",
-    "matmul_ogs",
-    "wrap_torch_tensor",
-]
+    "FP4", "Epilogue", "EpilogueSpecs", "FlexCtx", "FnName", "FnSpecs", "FusedActivation", "GatherIndx", "InFlexData",
+    "OutFlexData", "PrecisionConfig", "RoutingData", "ScatterIndx", "Tensor", "matmul_ogs", "wrap_torch_tensor",
+]  # fmt: skip
 
 
 def matmul_ogs(
@@ -93,18 +73,22 @@ def matmul_ogs(
     """
     precision, activation = checked_precision(precision_config), activation_of(fused_activation)
     require_no_epilogue(epilogue)
-    routing = require_indices(routing_data, gather_indx, scatter_indx)
-    weight, shape = weight_of(w, precision), memory_of("x", x).shape
+    routing = inputs.require_indices(routing_data, gather_indx, scatter_indx)
+    weight, shape = inputs.weight_of(w, precision), memory_of("x", x).shape
     alpha = None if out_alpha is None else finite_float("out_alpha", out_alpha)
     batch = shape[0] if len(shape) == 3 else None
     values, rows = _rows(x, weight, precision, routing, (gather_indx, scatter_indx), routing_data is not None)
     if rows.layout is None:
         weight = weight._replace(array=_only(weight.array, len(weight.shape)), shape=weight.shape[-2:])
-    product = _Product(values, weight, _bias(bias, weight, values, rows), rows, precision, activation)
-    row_betas, row_gammas = _factors("betas", betas, rows.count, batch), _factors("gammas", gammas, rows.count, batch)
-    result, order = product.run(row_betas, row_gammas, alpha, scatter_indx)
+    out_dtype = str(values.dtype if precision.out_dtype is None else precision.out_dtype).removeprefix("torch.")
+    tuning = MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
+    choices = (rows.gather, "row", activation, out_dtype, precision.allow_tf32, tuning)
+    spec = MatmulSpec(weight.weight_layout, *choices)
+    operands = ops.MatmulOperands(values, weight.array, bias=_bias(bias, weight, values, rows))
+    factors = (_factors("betas", betas, rows.count, batch), _factors("gammas", gammas, rows.count, batch), alpha)
+    result, order = _product(operands, rows, spec, factors, scatter_indx)
     if scatter_indx is not None:
-        result = ops.reduce(result, scattered(scatter_indx, routing.n_expts_act), order=order)
+        result = ops.reduce(result, inputs.scattered(scatter_indx, routing.n_expts_act), order=order)
     result = result[None] if batch is None else result.reshape(batch, shape[1], result.shape[-1])
     if y is not None:
         if y.shape != result.shape or y.dtype != result.dtype:
@@ -134,11 +118,11 @@ def _rows(
             )
         if weight.shape[:-2] != shape[:1]:
             raise InvalidInput(f"w must be [{shape[0]}, K, N] like x, got {list(weight.shape)}; pass a matrix for each")
-        values = rows_of(memory_of("x", x).reshape(-1, shape[-1]), precision)
-        return values, batched_rows(shape[0], shape[1], memory_of("x", x).device)
+        values = inputs.rows_of(memory_of("x", x).reshape(-1, shape[-1]), precision)
+        return values, inputs.batched_rows(shape[0], shape[1], memory_of("x", x).device)
     if len(shape) != 2:
         raise InvalidInput(f"x must be [M, K] or [B, M, K], got {list(shape)}; reshape it")
-    values = rows_of(x, precision)
+    values = inputs.rows_of(x, precision)
     if routing.expt_hist is None:
         if len(weight.shape) == 3 and weight.shape[0] != 1:
             raise InvalidInput(
@@ -147,12 +131,12 @@ def _rows(
             )
         if gather is not None:
             values = _gathered(values, gather.src_indx, routing.n_expts_act)
-        return values, dense_rows(values.shape[0])
+        return values, Rows(None, "row", values.shape[0])
     if weight.shape[:-2] != (routing.n_expts_tot,):
         raise InvalidInput(
             f"w must be [{routing.n_expts_tot}, K, N] for this routing, got {list(weight.shape)}; pass every expert's"
         )
-    rows = ragged_rows(routing, gather, scatter, shape[0])
+    rows = inputs.ragged_rows(routing, gather, scatter, shape[0])
     assert rows.layout is not None
     wanted = rows.layout.spec.num_tokens
     if shape[0] < wanted:
@@ -213,51 +197,32 @@ def _bias(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) ->
     return bias.contiguous()
 
 
-class _Product:
-    """The rows of a product, before they are added up."""
-
-    def __init__(
-        self,
-        values: Any,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        rows: Rows,
-        precision: PrecisionConfig,
-        activation: Activation | None,
-    ) -> None:
-        self._values, self._weight, self._bias, self._rows = values, weight, bias, rows
-        self._activation = activation
-        self._out_dtype = values.dtype if precision.out_dtype is None else precision.out_dtype
-        self._spec = MatmulSpec(
-            weight.weight_layout,
-            gather=rows.gather,
-            activation=activation,
-            out_dtype=str(self._out_dtype).removeprefix("torch."),
-            allow_tf32=precision.allow_tf32,
-            tuning=tuning_of(precision),
-        )
-
-    def run(
-        self, betas: torch.Tensor | None, gammas: torch.Tensor | None, alpha: float | None, scatter: ScatterIndx | None
-    ) -> tuple[torch.Tensor, str]:
-        """(`[rows, N]`, their order): one op, unless something that ours does not fuse comes before the activation."""
-        betas = None if self._bias is None else betas
-        if betas is None and alpha in (None, 1.0):
-            row_weight = None if gammas is None else self._rows.by_slot(gammas)
-            operands = ops.MatmulOperands(self._values, self._weight.array, bias=self._bias, row_weight=row_weight)
-            # Written where they are added up if the way back is that of the rows: then weights have gradients too.
-            order = "slot" if scatter is not None and self._rows.leads_back(scatter) else "row"
-            return ops.matmul_ogs(operands, self._rows.layout, replace(self._spec, scatter=order)), order
-        spec = replace(self._spec, activation=None, out_dtype="float32")
-        result = ops.matmul_ogs(ops.MatmulOperands(self._values, self._weight.array), self._rows.layout, spec)
-        if self._bias is not None:
-            expert = self._rows.expert_of_row()
-            bias = self._bias.float() if expert is None else self._bias.float()[expert]
-            result = result + (bias if betas is None else bias * betas[:, None])
-        if alpha is not None:
-            result = result * alpha
-        if self._activation is not None:
-            result = ops.activation(result, self._activation)
-        if gammas is not None:
-            result = result * gammas[:, None]
-        return self._rows.without_absent(result).to(self._out_dtype), "row"
+def _product(
+    operands: ops.MatmulOperands,
+    rows: Rows,
+    spec: MatmulSpec,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
+    scatter: ScatterIndx | None,
+) -> tuple[torch.Tensor, str]:
+    """(`[rows, N]`, their order) for betas, gammas and alpha: one op, unless one of them comes before the
+    activation."""
+    (betas, gammas, alpha), bias = factors, operands.bias
+    if (betas is None or bias is None) and alpha in (None, 1.0):
+        operands = replace(operands, row_weight=None if gammas is None else rows.by_slot(gammas))
+        # Written where they are added up if the way back is that of the rows: then weights have gradients too.
+        order = "slot" if scatter is not None and rows.leads_back(scatter) else "row"
+        return ops.matmul_ogs(operands, rows.layout, replace(spec, scatter=order)), order
+    plain = replace(spec, activation=None, out_dtype="float32")
+    result = ops.matmul_ogs(replace(operands, bias=None), rows.layout, plain)
+    if bias is not None:
+        expert = rows.expert_of_row()
+        added = bias.float() if expert is None else bias.float()[expert]
+        result = result + (added if betas is None else added * betas[:, None])
+    if alpha is not None:
+        result = result * alpha
+    if spec.activation is not None:
+        result = ops.activation(result, spec.activation)
+    if gammas is not None:
+        result = result * gammas[:, None]
+    assert spec.out_dtype is not None
+    return rows.without_absent(result).to(TORCH_DTYPES[spec.out_dtype]), "row"

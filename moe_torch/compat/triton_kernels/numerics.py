@@ -54,11 +54,7 @@ PLAIN_INPUT, PLAIN_OUTPUT = InFlexData(), OutFlexData()
 
 def why_not_plain_output(data: OutFlexData, saturate_inf: bool) -> str | None:
     """The reason a result cannot be written as these options say, None where they are the defaults."""
-    given = [
-        name
-        for name in ("dtype", "expected_scale", "actual_scale", "checksum_scale")
-        if getattr(data, name) is not None
-    ]
+    given = [name for name in data.__match_args__ if getattr(data, name) is not None]
     if given:
         return f"results are bf16, fp16 or fp32 and have no scale, so {given[0]} of the output's flex data must be None"
     if saturate_inf:

@@ -10,20 +10,14 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.matmul import Activation
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
-from moe_torch.compat.triton_kernels.numerics import (
-    PLAIN_INPUT,
-    PLAIN_OUTPUT,
-    InFlexData,
-    OutFlexData,
-    why_not_plain_output,
-)
+from moe_torch.compat.triton_kernels import numerics
 from moe_torch.compat.triton_kernels.routing import RoutingData
 
 
 @dataclass(frozen=True, eq=False)
 class FlexCtx:
-    out_data: OutFlexData = PLAIN_OUTPUT
-    inp_data: InFlexData = PLAIN_INPUT
+    out_data: numerics.OutFlexData = numerics.PLAIN_OUTPUT
+    inp_data: numerics.InFlexData = numerics.PLAIN_INPUT
     saturate_inf: bool = False
 
 
@@ -59,7 +53,7 @@ def swiglu(
     if routing_data is not None:
         require_instance("routing_data", routing_data, RoutingData)
     flex = precision_config.flex_ctx
-    reason = why_not_plain_output(flex.out_data, flex.saturate_inf)
+    reason = numerics.why_not_plain_output(flex.out_data, flex.saturate_inf)
     if reason is None and (flex.inp_data.dtype is not None or flex.inp_data.scale is not None):
         reason = "activations are bf16, fp16 or fp32 and have no scale, so inp_data must be InFlexData()"
     if reason is not None:

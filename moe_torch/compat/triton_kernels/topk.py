@@ -54,10 +54,8 @@ def topk(
 def choose(
     logits: torch.Tensor, k: int, softmax: str, given: torch.Tensor | None, n_rows: int | torch.Tensor | None
 ) -> Choice:
-    """The choice of k columns of logits `[T, E]`, or of given ids.
-
-    softmax: over the `chosen` logits of a token, over `all` of them, or `none`.
-    """
+    """k columns of logits `[T, E]`, or given ids. softmax: over the `chosen` logits of a token, over `all`, or
+    `none`."""
     if logits.ndim != 2:
         raise InvalidInput(f"logits must be [T, E], got {list(logits.shape)}; flatten the leading axes first")
     logits = logits.to(torch.float32).contiguous()

@@ -1,19 +1,23 @@
-"""Where x, w and their scales become operands of our ops: arrays, or `QuantizedTensor`s.
+"""Where x, w, their scales and a routing become operands of our ops: arrays or `QuantizedTensor`s, and layouts.
 
 Bytes of w are mxfp4 codes, two along the reduction; fp8 has one scale for each tensor (or expert), or mxfp8 scales.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import FP8_TENSOR, MXFP4, MXFP8, Format, QuantizedSpec, QuantizedTensor
+from moe_core.formats import FP8_TENSOR, MXFP4, MXFP8, QuantizedSpec, QuantizedTensor
+from moe_torch.bridge.options import layout_spec, require_instance
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import PrecisionConfig
 from moe_torch.compat.triton_kernels.numerics import InFlexData
 from moe_torch.compat.triton_kernels.tensor import FP4, Tensor
+from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, group_starts, layout_of
+from moe_torch.ops import RaggedLayout
 
 _FP8 = torch.float8_e4m3fn
 
@@ -69,10 +73,8 @@ def _is_pairs(array: Tensor) -> bool:
 
 
 def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
-    """w `[(E,) K, N]` with its scales. Column-major memory (stride(-2) == 1) is our `out_in`: nothing is copied.
-
-    Raises InvalidInput, and Unsupported for formats and layouts without kernels.
-    """
+    """w `[(E,) K, N]` with its scales; column-major memory is our `out_in`. Raises InvalidInput, and Unsupported for
+    formats and layouts without kernels."""
     flex = precision.flex_ctx.rhs_data
     data = flex.reinterpret(memory_of("w", w))
     if data.ndim not in (2, 3):
@@ -84,7 +86,8 @@ def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
         if flex.scale is not None:
             raise InvalidInput("flex_ctx.rhs_data.scale must be None beside weight_scale, got both; keep one of them")
         quantized = _microscaled("w", data, held, precision.weight_scale, layout)
-        return Weight(quantized, layout, _outputs_last(quantized))
+        *stack, rows, columns = quantized.shape
+        return Weight(quantized, layout, (*stack, columns, rows) if layout == "out_in" else (*stack, rows, columns))
     if data.dtype == _FP8:
         scales = _per_tensor("flex_ctx.rhs_data.scale", flex, data, (*data.shape[:-2], 1, 1))
         _require_dense("w", held)
@@ -117,7 +120,11 @@ def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTenso
 
 def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, layout: str) -> QuantizedTensor:
     """held, with a scale for every 32 elements along the reduction; data: the same, K before the last axis."""
-    format = _microscaled_format(name, data)
+    format = {torch.uint8: MXFP4, _FP8: MXFP8}.get(data.dtype)
+    if format is None:
+        raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
+    if format is MXFP4 and name == "x":
+        raise Unsupported("x must be fp8 e4m3 with act_scale, got bytes: activations in mxfp4 come from quantize_rows")
     if format is MXFP4 and layout != "out_in":
         raise Unsupported(
             f"{name} must have two mxfp4 codes of neighbours along K in a byte and K contiguous (stride(-2) == 1), got "
@@ -129,23 +136,6 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
     _require_dense(name, held)
     _require_dense(option, scales)
     return QuantizedTensor(QuantizedSpec(format, layout), held, scales)
-
-
-def _microscaled_format(name: str, data: torch.Tensor) -> Format:
-    if data.dtype == torch.uint8:
-        if name == "x":
-            raise Unsupported(
-                "x must be fp8 e4m3 with act_scale, got bytes: activations in mxfp4 come from quantize_rows"
-            )
-        return MXFP4
-    if data.dtype == _FP8:
-        return MXFP8
-    raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
-
-
-def _outputs_last(tensor: QuantizedTensor) -> tuple[int, ...]:
-    *stack, first, second = tensor.shape
-    return (*stack, second, first) if tensor.layout == "out_in" else (*stack, first, second)
 
 
 def _per_tensor(name: str, flex: InFlexData, data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -173,3 +163,96 @@ def _require_dense(name: str, held: torch.Tensor) -> None:
             f"{name} must be dense, values and scales of one tensor in the same order of axes, got strides "
             f"{held.stride()}; write x.mT.contiguous().mT for memory with K contiguous"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """layout: the rows by expert, None = those of one matrix. gather: `token` or `row`. count: how many rows."""
+
+    layout: RaggedLayout | None
+    gather: str
+    count: int
+
+    def leads_back(self, scatter: ScatterIndx) -> bool:
+        """Whether the scatter's rows of slots are those of the layout."""
+        return self.layout is not None and scatter.src_indx is self.layout.row_of_slot
+
+    def by_slot(self, factors: torch.Tensor) -> torch.Tensor:
+        """fp32 factors of rows `[count]` in the order of slots; a slot without a row, never multiplied, gets any
+        other's."""
+        if self.layout is None or self.layout.slot_of_row is self.layout.row_of_slot:
+            return factors
+        return factors[self.layout.row_of_slot]
+
+    def expert_of_row(self) -> torch.Tensor | None:
+        """int32 `[count]`, rows without one get the last; None where there is one matrix."""
+        if self.layout is None:
+            return None
+        ends = self.layout.group_start[1:]
+        rows = torch.arange(self.count, dtype=torch.int32, device=ends.device)
+        return torch.searchsorted(ends, rows, right=True, out_int32=True).clamp(max=ends.shape[0] - 1)
+
+    def without_absent(self, y: torch.Tensor) -> torch.Tensor:
+        """y `[count, N]` with exact zeros in rows without an expert."""
+        if self.layout is None:
+            return y
+        exists = torch.arange(self.count, device=y.device) < self.layout.group_start[-1]
+        return torch.where(exists[:, None], y, 0)
+
+
+def batched_rows(batch: int, rows: int, device: torch.device) -> Rows:
+    """The rows of `batch` matrices, one after the other."""
+    integers = {"dtype": torch.int32, "device": device}
+    slots = torch.arange(batch * rows, **integers)
+    layout = RaggedLayout(
+        layout_spec(batch * rows, 1, batch, 1, None),
+        torch.full((batch,), rows, **integers),
+        torch.arange(batch + 1, **integers) * rows,
+        slots,
+        slots,
+        torch.zeros(1, **integers),
+    )
+    return Rows(layout, "row", batch * rows)
+
+
+def ragged_rows(
+    routing_data: RoutingData, gather: GatherIndx | None, scatter: ScatterIndx | None, num_rows: int
+) -> Rows:
+    """The rows of a routing; num_rows: those of x, which count where nothing else says it."""
+    top_k = 1
+    if gather is not None:
+        slot_of_row, row_of_slot, top_k = gather.src_indx, gather.dst_indx, routing_data.n_expts_act
+    elif scatter is not None:
+        slot_of_row, row_of_slot = scatter.dst_indx, scatter.src_indx
+    else:
+        group_start = group_starts(routing_data)
+        rows = torch.arange(num_rows, dtype=torch.int32, device=group_start.device)
+        slot_of_row = row_of_slot = torch.where(rows < group_start[-1], rows, -1)
+    layout = layout_of(routing_data, slot_of_row, row_of_slot, top_k)
+    return Rows(layout, "row" if gather is None else "token", slot_of_row.shape[0])
+
+
+def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
+    """What `ops.reduce` reads of a layout: the row of each slot."""
+    row_of_slot = scatter.src_indx
+    if row_of_slot.shape[0] % top_k:
+        raise InvalidInput(
+            f"scatter_indx.src_indx must have a multiple of n_expts_act = {top_k} elements, got "
+            f"{row_of_slot.shape[0]}; pass that of routing"
+        )
+    spec = layout_spec(row_of_slot.shape[0] // top_k, top_k, 1, 1, None)
+    return RaggedLayout(spec, None, None, scatter.dst_indx, row_of_slot, None)
+
+
+def require_indices(
+    routing_data: RoutingData | None, gather: GatherIndx | None, scatter: ScatterIndx | None
+) -> RoutingData:
+    """Check the kinds of the three; the routing, or that of one matrix."""
+    for name, value, kind in (
+        ("routing_data", routing_data, RoutingData),
+        ("gather_indx", gather, GatherIndx),
+        ("scatter_indx", scatter, ScatterIndx),
+    ):
+        if value is not None and not isinstance(value, kind):
+            require_instance(f"{name} (else convert it with from_upstream)", value, kind)
+    return RoutingData(None, None, 1, 1) if routing_data is None else routing_data

@@ -11,15 +11,8 @@ import torch
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.matmul import Activation
-from moe_core.specs.tuning import MatmulTuning
 from moe_torch.bridge.options import require_instance
-from moe_torch.compat.triton_kernels.numerics import (
-    PLAIN_INPUT,
-    PLAIN_OUTPUT,
-    InFlexData,
-    OutFlexData,
-    why_not_plain_output,
-)
+from moe_torch.compat.triton_kernels import numerics
 from moe_torch.compat.triton_kernels.swiglu import swiglu_activation, swiglu_fn
 from moe_torch.compat.triton_kernels.tensor import Tensor
 
@@ -76,9 +69,9 @@ EpilogueSpecs = FnSpecs
 class FlexCtx:
     """Scales of x, w and the result, each of a whole tensor (w: or of every expert)."""
 
-    lhs_data: InFlexData = PLAIN_INPUT
-    rhs_data: InFlexData = PLAIN_INPUT
-    out_data: OutFlexData = PLAIN_OUTPUT
+    lhs_data: numerics.InFlexData = numerics.PLAIN_INPUT
+    rhs_data: numerics.InFlexData = numerics.PLAIN_INPUT
+    out_data: numerics.OutFlexData = numerics.PLAIN_OUTPUT
 
 
 PLAIN_FLEX = FlexCtx()
@@ -123,7 +116,7 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
     require_instance("flex_ctx", precision.flex_ctx, FlexCtx)
     require_flag("allow_tf32", precision.allow_tf32)
     require_flag("enforce_bitwise_invariance", precision.enforce_bitwise_invariance)
-    reason = why_not_plain_output(precision.flex_ctx.out_data, precision.flexpoint_saturate_inf)
+    reason = numerics.why_not_plain_output(precision.flex_ctx.out_data, precision.flexpoint_saturate_inf)
     if precision.acc_scale != 1.0:
         reason = f"acc_scale must be 1, got {precision.acc_scale}: sums are not scaled while they grow; use out_alpha"
     if precision.report_quantization_err_fn is not None:
@@ -137,13 +130,8 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
     return precision
 
 
-def tuning_of(precision: PrecisionConfig) -> MatmulTuning | None:
-    return MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
-
-
 def activation_of(fused: FusedActivation | None) -> Activation | None:
-    """What a fused activation is for our kernels, None for none. Raises InvalidInput; Unsupported for a function that
-    is not `swiglu_fn`."""
+    """A fused activation for our kernels, None for none. Raises InvalidInput; Unsupported for other functions."""
     if fused is None:
         return None
     require_instance("fused_activation", fused, FusedActivation)

@@ -1,4 +1,4 @@
-"""What comes before the experts: the router's weight on the input, and the format of the tokens."""
+"""What comes before the experts and after them: the format of the tokens, and the router's weight on either side."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.specs.operands import RaggedLayout
+from moe_core.specs.routing import LayoutSpec
 from moe_jax import ops
 
 _INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
@@ -114,3 +115,70 @@ def prepare_batched(
     rows = source[tokens]
     blocks = rows.reshape(num_local_experts, max_num_tokens, a1.shape[1])
     return PreparedTokens(blocks, layout.group_sizes, layout)
+
+
+def rows_by_slot(row_of_slot: jax.Array, top_k: int) -> RaggedLayout:
+    """A layout as `ops.reduce` reads it, of rows that lie by slot: int32 `[M * topk]`, -1 = adds nothing."""
+    spec = LayoutSpec(row_of_slot.shape[0] // top_k, top_k, 1)
+    nothing = jnp.zeros(1, jnp.int32)
+    return RaggedLayout(spec, nothing, nothing, row_of_slot, row_of_slot, nothing)
+
+
+def blocks_layout(groups: int, rows: int, sizes: jax.Array) -> RaggedLayout:
+    """The layout of `[groups, rows, D]` whose first sizes int32 `[groups]` rows are used; every row is its own slot."""
+    total = groups * rows
+    places = jnp.arange(total, dtype=jnp.int32)
+    starts = jnp.arange(groups + 1, dtype=jnp.int32) * rows
+    used = places.reshape(groups, rows) - starts[:-1, None] < sizes[:, None]
+    slots = jnp.where(used.reshape(-1), places, -1)
+    spec = LayoutSpec(total, 1, groups, max_rows=rows)
+    return RaggedLayout(spec, sizes, starts, slots, slots, jnp.zeros(1, jnp.int32))
+
+
+def finalize(
+    fused_expert_output: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    apply_router_weight_on_input: bool = False,
+) -> jax.Array:
+    """output `[M, K]` of slots `[M, topk, K]` that are neither weighted nor reduced.
+
+    Each row times its weight in fp32, unless that was on the input, rounded to its dtype; then the sum in fp32 in the
+    order k = 0..topk-1, one cast. Rows whose id is negative add nothing. Experts of this package that return `[M, K]`
+    leave nothing to finalize.
+    """
+    weights, ids = as_routing(topk_weights, topk_ids)
+    rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
+    if rows.shape[0] != ids.size:
+        raise InvalidInput(
+            f"fused_expert_output must be [M, topk, K] with [M, topk] = {ids.shape}, got {fused_expert_output.shape}; "
+            "pass a row for every slot"
+        )
+    if not apply_router_weight_on_input:
+        rows = weighted_rows(rows, weights.reshape(-1, 1))
+    slots = jnp.where(ids.reshape(-1) >= 0, jnp.arange(ids.size, dtype=jnp.int32), -1)
+    return ops.reduce(rows, rows_by_slot(slots, ids.shape[1]))
+
+
+def finalize_batched(
+    fused_expert_output: jax.Array,
+    topk_weights: jax.Array,
+    prepared: PreparedTokens,
+    apply_router_weight_on_input: bool = False,
+) -> jax.Array:
+    """output `[M, K]` of blocks `[E, max_num_tokens, K]` that `prepare_batched` placed; rounded as in `finalize`."""
+    layout = prepared.layout
+    if layout is None:
+        raise InvalidInput("prepared must come from prepare_batched, got one without a layout; pass what it returned")
+    tokens = (layout.spec.num_tokens, layout.spec.top_k)
+    if topk_weights.shape != tokens:
+        raise InvalidInput(
+            f"topk_weights must be {tokens}, those of the tokens that were prepared, got {topk_weights.shape}; pass "
+            "those"
+        )
+    rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
+    if not apply_router_weight_on_input and topk_weights.size:
+        slots = layout.slot_of_row
+        by_row = jnp.where(slots >= 0, topk_weights.astype(jnp.float32).reshape(-1)[jnp.maximum(slots, 0)], 0.0)
+        rows = weighted_rows(rows, by_row[:, None])
+    return ops.reduce(rows, layout, order="row")
