@@ -37,7 +37,6 @@ from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitm
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_routing
-from moe_core.specs.descriptions import described
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
@@ -84,16 +83,24 @@ __all__ = [
 _PLAIN_LOGITS = LogitsSpec()
 
 
-@described
 def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS) -> jax.Array:
-    """Compute the router's logits, accumulated in fp32."""
+    """Compute the router's logits, accumulated in fp32.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`.
+        weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
+        bias: bf16, fp16 or fp32 `[E]`.
+        spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
+
+    Returns:
+        logits fp32 `[T, E]`.
+    """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
     arrays = (call.array("x", x), call.array("weight", weight), call.optional("bias", bias))
     return run_stage(call, plan_router, *arrays, spec)[0]
 
 
-@described
 def route(
     logits: Array,
     spec: RouterSpec,
@@ -101,7 +108,20 @@ def route(
     correction_bias: Array | None = None,
     token_mask: Array | None = None,
 ) -> Routing:
-    """Choose each token's experts and their weights from logits."""
+    """Choose each token's experts and their weights from logits.
+
+    Args:
+        logits: fp32 `[T, E]`.
+        spec: the rules of the choice.
+        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
+        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
+
+    Returns:
+        ids int32 `[T, K]` and weights fp32 `[T, K]`.
+
+    Raises:
+        InvalidInput: K > E, or groups that do not fit E.
+    """
     call = OpCall("route")
     require_type("spec", spec, RouterSpec)
     array = call.array("logits", logits)
@@ -109,7 +129,6 @@ def route(
     return Routing(*run_stage(call, plan_routing, array, spec, correction_bias=bias, token_mask=mask))
 
 
-@described
 def make_layout(
     ids: Array,
     num_experts: int,
@@ -120,7 +139,24 @@ def make_layout(
     max_rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
-    """Group the slots of ids by expert. An expert's rows are in slot order."""
+    """Group the slots of ids by expert. An expert's rows are in slot order.
+
+    Args:
+        ids: int32 `[T, K]`. -1 means no expert, and such a slot has no row.
+        num_experts: E, the local experts.
+        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
+        token_mask: bool `[T]`. Tokens that are False have no rows.
+        alignment: each expert's rows start at a multiple of it.
+        max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
+        checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the result, so it works eagerly only.
+
+    Returns:
+        the layout. An id outside [-1, E), or [-1, E_global) with an expert_map, acts as -1 and counts in
+        `invalid_ids`.
+
+    Raises:
+        Unsupported: `checked` in a traced or captured program.
+    """
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
     num_tokens, top_k = shape.shape
@@ -134,9 +170,24 @@ def make_layout(
     return result
 
 
-@described
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
-    """Pack ids into one bit per token and expert."""
+    """Pack ids into one bit per token and expert.
+
+    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated
+    id sets its bit once.
+
+    Args:
+        ids: int32 `[T, K]`.
+        num_experts: E.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the result, so it works
+            eagerly only.
+
+    Returns:
+        bitmatrix uint32 `[T, ceil(E / 32)]`.
+
+    Raises:
+        Unsupported: `checked` in a traced or captured program.
+    """
     call = OpCall("pack_bitmatrix")
     bitmatrix, duplicates, invalid_ids = call.run(plan_pack_bitmatrix, call.array("ids", ids), num_experts)
     if checked:
@@ -145,17 +196,38 @@ def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> ja
     return bitmatrix
 
 
-@described
 def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Array:
-    """Unpack a bitmatrix into ids."""
+    """Unpack a bitmatrix into ids.
+
+    Args:
+        bitmatrix: uint32 `[T, ceil(E / 32)]`.
+        num_experts: E.
+        top_k: K. A token with more bits keeps its K lowest ids.
+
+    Returns:
+        ids int32 `[T, K]`, ascending, then -1.
+    """
     call = OpCall("unpack_bitmatrix")
     (ids,) = call.run(plan_unpack_bitmatrix, call.array("bitmatrix", bitmatrix), num_experts, top_k)
     return ids
 
 
-@described
 def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> jax.Array:
-    """Multiply the rows of each expert with its weight: a ragged grouped matmul."""
+    """Multiply the rows of each expert with its weight: a ragged grouped matmul.
+
+    `y[row] = cast(act(x[source of row] @ weight[expert of row] + bias) * row_weight)`, in fp32 up to the cast.
+    Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
+
+    Args:
+        operands: see MatmulOperands. x is bf16, fp16 or fp32. weight with up, and x with them, may be
+            `QuantizedTensor`s (docs/user/quantization.md).
+        layout: the rows' experts. None = one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
+        spec: gather, scatter, fused activation, weight layout, dtypes.
+
+    Returns:
+        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
+        width after gating. Rows without an expert are exact zeros.
+    """
     call = OpCall("matmul_ogs")
     require_type("operands", operands, MatmulOperands)
     require_type("spec", spec, MatmulSpec)
@@ -168,9 +240,18 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     return run_stage(call, plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)[0]
 
 
-@described
 def activation(x: Array, activation: Activation, *, up: Array | None = None, out_dtype: Any = None) -> jax.Array:
-    """Apply an activation in fp32, with one cast at the end."""
+    """Apply an activation in fp32, with one cast at the end.
+
+    Args:
+        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate beside `up`).
+        activation: its name, gating and gate layout.
+        up: `[R, F]`, the second buffer of gate_layout `separate`.
+        out_dtype: a dtype. None = the dtype of x.
+
+    Returns:
+        y `[R, F]`.
+    """
     call = OpCall("activation")
     require_type("activation", activation, Activation)
     rows, other = call.array("x", x), call.optional("up", up)
@@ -178,7 +259,6 @@ def activation(x: Array, activation: Activation, *, up: Array | None = None, out
     return run_stage(call, plan_activation, rows, activation, up=other, out_dtype=dtype)[0]
 
 
-@described
 def reduce(
     y: Array,
     layout: RaggedLayout,
@@ -188,7 +268,19 @@ def reduce(
     shared_gate: Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end."""
+    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end.
+
+    Args:
+        y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
+        layout: which row each slot has.
+        order: `slot` or `row`: how the rows of y lie.
+        shared: `[T, D]`, added last.
+        shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
+        out_dtype: a dtype. None = the dtype of y.
+
+    Returns:
+        out `[T, D]`.
+    """
     call = OpCall("reduce")
     require_type("layout", layout, RaggedLayout)
     rows = call.array("y", y)
@@ -201,16 +293,22 @@ def reduce(
     return run_stage(call, plan_reduce, rows, slots, layout.spec.top_k, **options)[0]
 
 
-@described
 def scale_rows(x: Array, weights: Array) -> jax.Array:
-    """Multiply each row with its weight in fp32, with one cast at the end."""
+    """Multiply each row with its weight in fp32, with one cast at the end.
+
+    Args:
+        x: `[T, D]`.
+        weights: fp32 `[T, 1]`.
+
+    Returns:
+        y `[T, D]` in the dtype of x.
+    """
     call = OpCall("scale_rows")
     (y,) = call.run(plan_scale_rows, call.array("x", x), call.array("weights", weights))
     return y
 
 
 @watched(run_moe)
-@described
 def moe(
     x: Array,
     experts: ExpertWeights,
@@ -222,12 +320,46 @@ def moe(
     shared: SharedExpert | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """Run one whole MoE forward as one custom call; its gradients are one more."""
+    """Run one whole MoE forward as one custom call; its gradients are one more.
+
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x,
+    after bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast
+    once.
+
+    Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
+    weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
+    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what
+    these need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
+    `spec.activations` nothing has a gradient.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`.
+        experts: weights and biases of the local experts. Matrices may be `QuantizedTensor`s
+            (docs/user/quantization.md).
+        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights are
+            given).
+        spec: options of the whole forward. `spec.activations` is the format that x and the hidden rows are
+            quantised to.
+        token_mask: bool `[T]`. A token that is False has no expert: its row is zero (plus shared), and it counts in
+            no statistic.
+        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
+        shared: a dense expert that every token visits.
+        checked: raise InvalidInput for an id outside [-1, E_global). This waits for the result, so it works eagerly
+            only.
+
+    Returns:
+        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids;
+        see MoEOutput. Given ids and weights are returned as they are.
+
+    Raises:
+        InvalidInput: as the module says.
+        Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
+            exist.
+    """
     options = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
     return run_moe(x, experts, routing, spec, **options)
 
 
-@described
 def explain_moe(
     x: Array,
     experts: ExpertWeights,
@@ -239,7 +371,18 @@ def explain_moe(
     shared: SharedExpert | None = None,
     training: bool = False,
 ) -> str:
-    """Describe what `moe` would run for these arguments."""
+    """Describe what `moe` would run for these arguments.
+
+    Every buffer, kernel, decision and summation order. Runs nothing. The arguments are those of `moe`. Arrays may be
+    `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it explains that
+    target's plan.
+
+    Args:
+        training: explain the forward of a training step, then its backward with every gradient.
+
+    Returns:
+        the plan as text.
+    """
     call, arguments, keywords = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     if training:
         return explain_training(training_plans(call, arguments, keywords))

@@ -23,7 +23,6 @@ from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
-from moe_core.specs.descriptions import described
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
@@ -59,16 +58,24 @@ __all__ = [
 _DEFAULT_LOGITS = LogitsSpec()
 
 
-@described
 def router(
     x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, spec: LogitsSpec = _DEFAULT_LOGITS
 ) -> torch.Tensor:
-    """Compute the router's logits, accumulated in fp32."""
+    """Compute the router's logits, accumulated in fp32.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`.
+        weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
+        bias: bf16, fp16 or fp32 `[E]`.
+        spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
+
+    Returns:
+        logits fp32 `[T, E]`.
+    """
     require_instance("spec", spec, LogitsSpec)
     return call(operators.ROUTER, x, weight, bias, encode(spec))
 
 
-@described
 def route(
     logits: torch.Tensor,
     spec: RouterSpec,
@@ -76,12 +83,24 @@ def route(
     correction_bias: torch.Tensor | None = None,
     token_mask: torch.Tensor | None = None,
 ) -> Routing:
-    """Choose each token's experts and their weights from logits."""
+    """Choose each token's experts and their weights from logits.
+
+    Args:
+        logits: fp32 `[T, E]`.
+        spec: the rules of the choice.
+        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
+        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
+
+    Returns:
+        ids int32 `[T, K]` and weights fp32 `[T, K]`.
+
+    Raises:
+        InvalidInput: K > E, or groups that do not fit E.
+    """
     require_instance("spec", spec, RouterSpec)
     return Routing(*call(operators.ROUTE, logits, correction_bias, token_mask, encode(spec)))
 
 
-@described
 def make_layout(
     ids: torch.Tensor,
     num_experts: int,
@@ -92,7 +111,24 @@ def make_layout(
     max_rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
-    """Group the slots of ids by expert. An expert's rows are in slot order."""
+    """Group the slots of ids by expert. An expert's rows are in slot order.
+
+    Args:
+        ids: int32 `[T, K]`. -1 means no expert, and such a slot has no row.
+        num_experts: E, the local experts.
+        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
+        token_mask: bool `[T]`. Tokens that are False have no rows.
+        alignment: each expert's rows start at a multiple of it.
+        max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
+        checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the device.
+
+    Returns:
+        the layout. An id outside [-1, E), or [-1, E_global) with an expert_map, acts as -1 and counts in
+        `invalid_ids`.
+
+    Raises:
+        Unsupported: `checked` in a traced or captured program.
+    """
     _require_checkable(checked)
     text = encode(num_experts, alignment, max_rows)
     arrays = call(operators.MAKE_LAYOUT, ids, expert_map, token_mask, text)
@@ -102,9 +138,23 @@ def make_layout(
     return RaggedLayout(layout, *arrays)
 
 
-@described
 def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False) -> torch.Tensor:
-    """Pack ids into one bit per token and expert."""
+    """Pack ids into one bit per token and expert.
+
+    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated
+    id sets its bit once.
+
+    Args:
+        ids: int32 `[T, K]`.
+        num_experts: E.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the device.
+
+    Returns:
+        bitmatrix uint32 `[T, ceil(E / 32)]`.
+
+    Raises:
+        Unsupported: `checked` in a traced or captured program.
+    """
     _require_checkable(checked)
     bitmatrix, duplicates, invalid_ids = call(operators.PACK_BITMATRIX, ids, encode(num_experts))
     if checked:
@@ -113,20 +163,40 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
     return bitmatrix
 
 
-@described
 def unpack_bitmatrix(bitmatrix: torch.Tensor, num_experts: int, top_k: int) -> torch.Tensor:
-    """Unpack a bitmatrix into ids."""
+    """Unpack a bitmatrix into ids.
+
+    Args:
+        bitmatrix: uint32 `[T, ceil(E / 32)]`.
+        num_experts: E.
+        top_k: K. A token with more bits keeps its K lowest ids.
+
+    Returns:
+        ids int32 `[T, K]`, ascending, then -1.
+    """
     return call(operators.UNPACK_BITMATRIX, bitmatrix, encode(num_experts, top_k))
 
 
-@described
 def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> torch.Tensor:
-    """Multiply the rows of each expert with its weight: a ragged grouped matmul."""
+    """Multiply the rows of each expert with its weight: a ragged grouped matmul.
+
+    `y[row] = cast(act(x[source of row] @ weight[expert of row] + bias) * row_weight)`, in fp32 up to the cast.
+    Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
+
+    Args:
+        operands: see MatmulOperands. x is bf16, fp16 or fp32. Rows may be strided. weight with up, and x with them, may
+            be `QuantizedTensor`s (docs/user/quantization.md).
+        layout: the rows' experts. None = one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
+        spec: gather, scatter, fused activation, weight layout, dtypes.
+
+    Returns:
+        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
+        width after gating. Rows without an expert are exact zeros.
+    """
     operator, arrays, text = matmul_request(operands, layout, spec)
     return call(operator, *arrays, text)
 
 
-@described
 def activation(
     x: torch.Tensor,
     activation: Activation,
@@ -134,12 +204,21 @@ def activation(
     up: torch.Tensor | None = None,
     out_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """Apply an activation in fp32, with one cast at the end."""
+    """Apply an activation in fp32, with one cast at the end.
+
+    Args:
+        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate beside `up`). Rows may be strided.
+        activation: its name, gating and gate layout.
+        up: `[R, F]`, the second buffer of gate_layout `separate`.
+        out_dtype: a torch dtype or its name. None = the dtype of x.
+
+    Returns:
+        y `[R, F]`.
+    """
     require_instance("activation", activation, Activation)
     return call(operators.ACTIVATION, x, up, encode(activation, dtype_name("out_dtype", out_dtype)))
 
 
-@described
 def reduce(
     y: torch.Tensor,
     layout: RaggedLayout,
@@ -149,19 +228,37 @@ def reduce(
     shared_gate: torch.Tensor | None = None,
     out_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end."""
+    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end.
+
+    Args:
+        y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
+        layout: which row each slot has.
+        order: `slot` or `row`: how the rows of y lie.
+        shared: `[T, D]`, added last.
+        shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
+        out_dtype: a torch dtype or its name. None = the dtype of y.
+
+    Returns:
+        out `[T, D]`.
+    """
     require_instance("layout", layout, RaggedLayout)
     text = encode(layout.spec.top_k, order, dtype_name("out_dtype", out_dtype))
     return call(operators.REDUCE, y, layout.row_of_slot, shared, shared_gate, text)
 
 
-@described
 def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply each row with its weight in fp32, with one cast at the end."""
+    """Multiply each row with its weight in fp32, with one cast at the end.
+
+    Args:
+        x: `[T, D]`.
+        weights: fp32 `[T, 1]`.
+
+    Returns:
+        y `[T, D]` in the dtype of x.
+    """
     return call(operators.SCALE_ROWS, x, weights, encode())
 
 
-@described
 def moe(
     x: torch.Tensor,
     experts: ExpertWeights,
@@ -173,7 +270,41 @@ def moe(
     shared: SharedExpert | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """Run one whole MoE forward as one operator and one plan."""
+    """Run one whole MoE forward as one operator and one plan.
+
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x,
+    after bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast
+    once.
+
+    Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
+    weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
+    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what
+    these need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
+    `spec.activations` nothing has a gradient.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`.
+        experts: weights and biases of the local experts. Matrices may be `QuantizedTensor`s
+            (docs/user/quantization.md).
+        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights are
+            given).
+        spec: options of the whole forward. `spec.activations` is the format that x and the hidden rows are
+            quantised to.
+        token_mask: bool `[T]`. A token that is False has no expert: its row is zero (plus shared), and it counts in
+            no statistic.
+        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
+        shared: a dense expert that every token visits.
+        checked: raise InvalidInput for an id outside [-1, E_global). This waits for the device.
+
+    Returns:
+        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids;
+        see MoEOutput. Given ids and weights are returned as they are.
+
+    Raises:
+        InvalidInput: as the module says.
+        Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
+            exist.
+    """
     _require_checkable(checked)
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     results = call(operator, *arrays, text)
@@ -190,7 +321,6 @@ def moe(
     return MoEOutput(output, ids, weights, logits, tokens_per_expert, invalid_ids)
 
 
-@described
 def explain_moe(
     x: torch.Tensor,
     experts: ExpertWeights,
@@ -202,7 +332,16 @@ def explain_moe(
     shared: SharedExpert | None = None,
     training: bool = False,
 ) -> str:
-    """Describe what `moe` would run for these arguments."""
+    """Describe what `moe` would run for these arguments.
+
+    Every buffer, kernel, decision and summation order. Runs nothing. The arguments are those of `moe`.
+
+    Args:
+        training: explain the forward of a training step, then its backward with every gradient.
+
+    Returns:
+        the plan as text.
+    """
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     target = target_of_device(operator.device_of(arrays))
     if training:

@@ -18,7 +18,6 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.prepack import prepack as core
 from moe_core.specs import MoESpec
-from moe_core.specs.descriptions import described
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_torch.bridge.operator import array_spec, call
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
@@ -34,11 +33,25 @@ _SMALLEST_AMAX = 1e-10
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-@described
 def quantize_rows(
     x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Quantise rows to a format of activations: one operator, in compiled and exported programs and CUDA graphs too."""
+    """Quantise rows to a format of activations: one operator, in compiled and exported programs and CUDA graphs too.
+
+    Args:
+        x: bf16, fp16 or fp32 `[R, D]`. Rows may be strided.
+        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or
+            for all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
+        scales: fp32 `[1]`, a static scale, of formats with one per tensor. None = found from x.
+        used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative are not
+            read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows).
+
+    Returns:
+        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+
+    Raises:
+        InvalidInput, Unsupported.
+    """
     require_instance("format", format, Format)
     values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))
     # Shapes are the operator's; a check would fix a symbolic number of rows.
@@ -249,9 +262,29 @@ def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-@described
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them."""
+    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them.
+
+    Do this once, when weights are loaded. It runs on the weights' device, a matrix at a time. No number changes, and
+    `restore_weights` is the inverse.
+    Prepacked weights come back as they are. They go wherever the published ones go, except into gradients
+    (docs/user/quantization.md).
+
+    Args:
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format
+            is mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ...
+            columns of it. `in_out` tensors are transposed, exactly.
+        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up lie.
+        gate_layout: with a tensor, `interleaved` or `halves` where its rows are gate and up, else None.
+
+    Returns:
+        the weights, `out_in`, as `MoESpec.weight_layout` then must be. Biases, plain matrices and the logical shape
+        stay what they are.
+
+    Raises:
+        InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
+            (`moe_core.formats.Tiling`), and weights prepacked for another gate_layout.
+    """
     return core.prepack_weights(weights, spec, gate_layout=gate_layout, tile=tile)
 
 
