@@ -133,10 +133,14 @@ def _run(options: argparse.Namespace) -> Iterator[CaseReport]:
         say("inputs")
         case = make()
         yield run_case(case, engines, say)
-        unasked = options.checkpoint is None and not options.case and case.name in _BACKWARD_CASES
-        if unasked if options.backward is None else options.backward:
+        if _with_backward(options, case):
             say("backward")
             yield run_gradients(case, engines, say)
+
+
+def _with_backward(options: argparse.Namespace, case: Case) -> bool:
+    unasked = options.checkpoint is None and not options.case and case.name in _BACKWARD_CASES
+    return unasked if options.backward is None else options.backward
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, Callable[[], Case]]]:

@@ -99,8 +99,6 @@ class Builder(InterpreterBuilder):
     def get_all_ones_value(self, type: Any) -> TensorHandle:
         return TensorHandle(np.array([-1]).astype(numpy_dtype(type)), type.scalar)
 
-    # Casts.
-
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         return TensorHandle(convert(src.data, numpy_dtype(dst_type)), dst_type.scalar)
 
