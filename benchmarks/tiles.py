@@ -33,7 +33,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_M, SM90_STAGES, SM90_TALL_BLOCK_M, SM90_TALL_STAGES, sm90_config
+from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_TALL_BLOCK_M, SM90_TALL_STAGES, sm90_config
 from moe_core.ops.matmul.tile_choice import choose_tile, heuristic_tile
 from moe_core.runtime.devices import target_of
 from moe_core.specs.matmul import MatmulSpec

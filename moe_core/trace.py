@@ -24,6 +24,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
 
 _FORMAT, _VERSION = "moebius.routing_trace", "1"
+_ARRAYS = ("ids", "weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +106,9 @@ class RoutingTrace:
                 f"(num_tokens, top_k, num_experts), got {len(self.layers)} layers with {kinds}; take the scanned "
                 "ones alone: RoutingTrace(trace.layers[first:last])"
             )
-        return tuple(
-            LayerRouting(
-                np.stack([layer.ids for layer in group]),
-                np.stack([layer.weights for layer in group]),
-                group[0].num_experts,
-            )
-            for group in groups
-        )
+        stacks = [[np.stack([getattr(layer, name) for layer in group]) for name in _ARRAYS] for group in groups]
+        sizes = [group[0].num_experts for group in groups]
+        return tuple(LayerRouting(*stack, num_experts=size) for stack, size in zip(stacks, sizes, strict=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: `layers.0.ids`, `layers.0.weights`, ... and E of each layer in its metadata.
@@ -120,11 +116,8 @@ class RoutingTrace:
         Raises Unsupported where the package safetensors is not installed.
         """
         save_file = file_writer("a routing trace")
-        arrays = {
-            f"layers.{number}.{name}": getattr(layer, name)
-            for number, layer in enumerate(self.layers)
-            for name in ("ids", "weights")
-        }
+        layers = enumerate(self.layers)
+        arrays = {f"layers.{i}.{name}": getattr(layer, name) for i, layer in layers for name in _ARRAYS}
         sizes = json.dumps([layer.num_experts for layer in self.layers])
         save_file(arrays, os.fspath(path), {"format": _FORMAT, "version": _VERSION, "num_experts": sizes})
 
@@ -143,7 +136,7 @@ class RoutingTrace:
                     "save it with RoutingTrace.save"
                 )
             sizes = _sizes(metadata.get("num_experts", ""))
-            names = [(f"layers.{number}.ids", f"layers.{number}.weights") for number in range(len(sizes))]
+            names = [[f"layers.{number}.{name}" for name in _ARRAYS] for number in range(len(sizes))]
             missing = {name for pair in names for name in pair} - set(file.keys())
             if missing or not sizes:
                 raise InvalidInput(
@@ -173,8 +166,7 @@ class Playback:
     """Hands out a trace's layers one by one; one per replay."""
 
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
-        self._layers = layers
-        self._next = 0
+        self._layers, self._next = layers, 0
 
     def next(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
         """The routing for the next layer that runs; InvalidInput if there is none or it does not fit."""

@@ -12,16 +12,7 @@ from moe_jax.ops import *  # noqa: F403 - its `__all__`
 from moe_jax.warmup import warmup
 
 __all__ = [
-    "SAVED_NAMES",
-    "InvalidInput",
-    "Target",
-    "Unsupported",
-    "__version__",
-    "cpu_engine",
-    "export_plans",
-    "export_target",
-    "from_dlpack",
-    "load_plans",
-    "warmup",
-]
+    "SAVED_NAMES", "InvalidInput", "Target", "Unsupported", "__version__", "cpu_engine", "export_plans",
+    "export_target", "from_dlpack", "load_plans", "warmup",
+]  # fmt: skip
 __all__ += ops.__all__

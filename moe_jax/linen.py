@@ -43,21 +43,8 @@ import jax.numpy as jnp
 from moe_core.errors import Unsupported
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
-from moe_jax.layers import (
-    DEFAULT_KERNEL_INIT,
-    Activation,
-    ExpertsSpec,
-    Initializer,
-    LayerWeights,
-    Leaf,
-    MoEAux,
-    MoELayerSpec,
-    RouterSpec,
-    SharedExpertsSpec,
-    Tuning,
-    layer_spec_from_config,
-    update_correction_bias,
-)
+from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
 
 try:
@@ -68,21 +55,8 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = [
-    "QUANTIZED",
-    "STATE",
-    "Activation",
-    "ExpertsSpec",
-    "LayerWeights",
-    "MoE",
-    "MoEAux",
-    "MoELayerSpec",
-    "RouterSpec",
-    "SharedExpertsSpec",
-    "Tuning",
-    "layer_spec_from_config",
-    "update_correction_bias",
-]
+__all__ = ["QUANTIZED", "STATE", "MoE"]
+__all__ += description.__all__
 
 #: The collection of the correction bias.
 STATE = "router_state"
@@ -105,9 +79,9 @@ class MoE(nn.Module):
     num_experts: int
     top_k: int
     _: dataclasses.KW_ONLY
-    router: RouterSpec = RouterSpec()
-    experts: ExpertsSpec = ExpertsSpec()
-    shared_experts: SharedExpertsSpec | None = None
+    router: layers.RouterSpec = layers.RouterSpec()
+    experts: layers.ExpertsSpec = layers.ExpertsSpec()
+    shared_experts: layers.SharedExpertsSpec | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = DEFAULT_KERNEL_INIT
@@ -118,7 +92,7 @@ class MoE(nn.Module):
     logits_dtype: str = "float32"
     capacity_factor: float | None = None
     allow_tf32: bool = False
-    tuning: Tuning | None = None
+    tuning: layers.Tuning | None = None
     recompute: bool = False
     main_grad: bool = False
     fast_accumulate: bool = False
@@ -128,14 +102,15 @@ class MoE(nn.Module):
         super().__post_init__()
 
     @classmethod
-    def from_spec(cls, spec: MoELayerSpec, **options: Any) -> MoE:
+    def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
         """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
         num_layers, name."""
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
-    def spec(self) -> MoELayerSpec:
-        return MoELayerSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(MoELayerSpec)})
+    def spec(self) -> layers.MoELayerSpec:
+        names = [field.name for field in dataclasses.fields(layers.MoELayerSpec)]
+        return layers.MoELayerSpec(**{name: getattr(self, name) for name in names})
 
     @nn.compact
     def __call__(
@@ -151,58 +126,39 @@ class MoE(nn.Module):
         prepacked = layers.is_prepacked(self.variables.get(QUANTIZED, {}))
         places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
-        result = layers.forward(
-            _declare(self, places, self.param_dtype, self.kernel_init),
-            x,
-            spec,
-            dtype=self.dtype,
-            token_mask=token_mask,
-            layer_index=layer_index,
-            return_aux=return_aux or sows,
-        )
+        options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
+        arrays = _declare(self, places, self.param_dtype, self.kernel_init)
+        result = layers.forward(arrays, x, spec, dtype=self.dtype, **options)
         if sows:
             self.sow("intermediates", "moe_aux", result[1])
         return result[0] if sows and not return_aux else result
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
-        scratch, summation order. training: the forward of a training step, then its backward.
-
-        variables: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and
-        biases may be wider). x is taken to have the layer's dtype, or that of the experts where it is None.
-        """
+        """The plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: whose dtypes are
+        meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and biases may be wider)."""
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def warmup(self, tokens: Sequence[int], variables: Any = None, *, training: bool = False) -> WarmupReport:
-        """Compile and load the kernels of forwards of so many tokens ahead of the first, with training also those of
-        training steps; see `moe_jax.layers.warmup`. variables: as for `explain`."""
+        """Compile and load ahead of the first call; see `moe_jax.layers.warmup`. variables: as for `explain`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def _planned_for(self, variables: Any) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "num_layers": self.num_layers,
-            "parameters": None if variables is None else self._parameters(variables),
-        }
+        options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers")}
+        return options | {"parameters": None if variables is None else self._parameters(variables)}
 
     @nn.nowrap
-    def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> dict[str, Any]:
-        """Variables (unboxed) that hold the weights of a checkpoint or of another layer, in this layer's layouts.
-
-        For a stack: those of each layer. See `moe_jax.layers.load_weights`.
-        """
+    def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> dict[str, Any]:
+        """Variables (unboxed) that hold the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         return self._variables(jax.tree.map(jnp.array, arrays))
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
-        """Variables (unboxed) with the experts' quantised matrices in the order of Hopper's kernels, to be called
-        when weights are loaded: `quantized/wi/tiled_values` and so on, in checkpoints too. See
-        `moe_jax.layers.prepack_weights`. Collections of other modules are not kept. Raises InvalidInput."""
+        """Variables (unboxed) as `moe_jax.layers.prepack_weights` makes them: `quantized/wi/tiled_values` and so on,
+        in checkpoints too. Collections of other modules are not kept. Raises InvalidInput."""
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
@@ -214,16 +170,12 @@ class MoE(nn.Module):
     def _variables(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The layer's parameters as its collections."""
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(arrays))
-        collections = dict.fromkeys(_collection(leaf) for leaf in every)
-        return {
-            name: layers.nested(
-                (leaf.path, layers.find(arrays, leaf.path)) for leaf in every if _collection(leaf) == name
-            )
-            for name in collections
-        }
+        names = dict.fromkeys(_collection(leaf) for leaf in every)
+        placed = [(_collection(leaf), leaf.path, layers.find(arrays, leaf.path)) for leaf in every]
+        return {name: layers.nested((path, array) for own, path, array in placed if own == name) for name in names}
 
     @nn.nowrap
-    def export_weights(self, variables: Any) -> LayerWeights | list[LayerWeights]:
+    def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:
         """The weights in `variables` as NumPy arrays in the canonical form, as stored; for a stack, of each layer."""
         return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
 
@@ -231,11 +183,9 @@ class MoE(nn.Module):
     def _parameters(self, variables: Any) -> dict[str, Any]:
         """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
         variables = nn.meta.unbox(variables)
-        prepacked = layers.is_prepacked(variables.get(QUANTIZED, {}))
-        every = layers.leaves(self.spec, self.num_layers, prepacked)
-        return layers.nested(
-            (leaf.path, layers.find(variables.get(_collection(leaf), {}), leaf.path)) for leaf in every
-        )
+        every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(variables.get(QUANTIZED, {})))
+        held = [(leaf.path, variables.get(_collection(leaf), {})) for leaf in every]
+        return layers.nested((path, layers.find(collection, path)) for path, collection in held)
 
 
 class ParameterGroup(nn.Module):
@@ -255,19 +205,15 @@ def _declare(module: nn.Module, places: _Places, param_dtype: Any, kernel_init: 
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)
-        if below[0][0]:
+        rest, leaf = below[0]
+        initial, collection = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes), _collection(leaf)
+        if rest:
             arrays[name] = ParameterGroup(below, param_dtype, kernel_init, name=name)()
+        elif collection == "params":
+            arrays[name] = module.param(name, initial, param_dtype, kernel_init)
         else:
-            arrays[name] = _array(module, name, below[0][1], param_dtype, kernel_init)
+            arrays[name] = module.variable(collection, name, initial, None, param_dtype, kernel_init).value
     return arrays
-
-
-def _array(module: nn.Module, name: str, leaf: Leaf, param_dtype: Any, kernel_init: Initializer) -> Any:
-    initial = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes)
-    collection = _collection(leaf)
-    if collection != "params":
-        return module.variable(collection, name, initial, None, param_dtype, kernel_init).value
-    return module.param(name, initial, param_dtype, kernel_init)
 
 
 def _collection(leaf: Leaf) -> str:

@@ -28,6 +28,7 @@ layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,21 +39,8 @@ import numpy as np
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
-from moe_jax.layers import (
-    DEFAULT_KERNEL_INIT,
-    Activation,
-    ExpertsSpec,
-    Initializer,
-    LayerWeights,
-    Leaf,
-    MoEAux,
-    MoELayerSpec,
-    RouterSpec,
-    SharedExpertsSpec,
-    Tuning,
-    layer_spec_from_config,
-    update_correction_bias,
-)
+from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
 
 try:
@@ -64,25 +52,12 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = [
-    "Activation",
-    "CorrectionBias",
-    "ExpertsSpec",
-    "LayerWeights",
-    "MoE",
-    "MoEAux",
-    "MoELayerSpec",
-    "QuantizedArray",
-    "RouterSpec",
-    "SharedExpertsSpec",
-    "Tuning",
-    "layer_spec_from_config",
-    "update_correction_bias",
-]
+__all__ = ["CorrectionBias", "MoE", "QuantizedArray"]
+__all__ += description.__all__
 
 
-_PLAIN_ROUTER = RouterSpec()
-_PLAIN_EXPERTS = ExpertsSpec()
+_PLAIN_ROUTER = layers.RouterSpec()
+_PLAIN_EXPERTS = layers.ExpertsSpec()
 
 
 class CorrectionBias(nnx.Variable):
@@ -98,8 +73,7 @@ class QuantizedArray(nnx.Variable):
 
 
 class ParameterGroup(nnx.Module):
-    """Parameters below one name: `gate` (kernel, bias, correction_bias), `shared_experts` (wi_0, wi_1, wo, gate), and
-    the quantised `wi_0`, `wi_1`, `wo` (values, scales, zero_points; prepacked: tiled_values and so on)."""
+    """Parameters below one name: `gate`, `shared_experts`, and the quantised `wi_0`, `wi_1`, `wo`."""
 
     kernel: nnx.Param
     bias: nnx.Param
@@ -149,9 +123,9 @@ class MoE(nnx.Module):
         num_experts: int,
         top_k: int,
         *,
-        router: RouterSpec = _PLAIN_ROUTER,
-        experts: ExpertsSpec = _PLAIN_EXPERTS,
-        shared_experts: SharedExpertsSpec | None = None,
+        router: layers.RouterSpec = _PLAIN_ROUTER,
+        experts: layers.ExpertsSpec = _PLAIN_EXPERTS,
+        shared_experts: layers.SharedExpertsSpec | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = DEFAULT_KERNEL_INIT,
@@ -159,39 +133,35 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        known = {field.name for field in dataclasses.fields(MoELayerSpec)}
-        for name in options:
-            if name not in known:
-                raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(sorted(known))}")
-        self.spec = MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.num_layers = num_layers
+        known = sorted(field.name for field in dataclasses.fields(layers.MoELayerSpec))
+        for name in [name for name in options if name not in known]:
+            raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(known)}")
+        self.spec = layers.MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
+        self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
         for leaf in layers.leaves(self.spec, num_layers):
             place = self
-            *above, name = leaf.path
-            for key in above:
+            for key in leaf.path[:-1]:
                 if not hasattr(place, key):
                     setattr(place, key, ParameterGroup())
                 place = getattr(place, key)
-            setattr(place, name, _variable(leaf, leaf.initial(rngs.params(), param_dtype, kernel_init)))
+            setattr(place, leaf.path[-1], _variable(leaf, leaf.initial(rngs.params(), param_dtype, kernel_init)))
 
     @classmethod
-    def from_spec(cls, spec: MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
+    def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
         """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
         num_layers."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
     @classmethod
-    def from_weights(cls, weights: LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
+    def from_weights(cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
         """A layer that holds the weights in the storage they have; nothing is drawn first.
 
         param_dtype: None = that of the weights (`LayerWeights.dtype`). Quantised experts stay as their format stores
         them. For another storage, a stack or more options make an abstract layer,
         `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
         """
-        if not isinstance(weights, LayerWeights):
+        if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
         options = {"dtype": dtype, "param_dtype": param_dtype or jnp.dtype(weights.dtype)}
         layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
@@ -207,40 +177,26 @@ class MoE(nnx.Module):
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
-        return layers.forward(
-            self.parameters(),
-            x,
-            self.spec,
-            dtype=self.dtype,
-            token_mask=token_mask,
-            layer_index=layer_index,
-            return_aux=return_aux,
-        )
+        options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
+        return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:
         """Every array of the layer as nested dicts, for the functions of `moe_jax.layers`."""
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in self._leaves())
 
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
-        """The plan of a forward for x of shape `tokens`, or for so many tokens, on the default device: kernels,
-        scratch, summation order. x is taken to have the layer's dtype, or that of the experts where it is None.
-        training: the forward of a training step, then its backward."""
+        """The plan of a forward, or of a training step, for this layer's parameters; see `moe_jax.layers.explain`."""
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
-        """Compile and load, ahead of the first call, the kernels for so many tokens, with training also those of
-        training steps; see `moe_jax.layers.warmup`."""
+        """Compile and load ahead of the first call; see `moe_jax.layers.warmup`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(), training=training)
 
     def _planned_for(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "num_layers": self.num_layers,
-            "parameters": self.parameters(),
-        }
+        options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers")}
+        return options | {"parameters": self.parameters()}
 
-    def load_weights(self, weights: LayerWeights | Iterable[LayerWeights]) -> None:
+    def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> None:
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
 
         Every array goes where the one it replaces was, and shares no memory with `weights`; a layer made by
@@ -255,10 +211,7 @@ class MoE(nnx.Module):
             return
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         for leaf in layers.leaves(self.spec, self.num_layers):
-            variable = self._variable_of(leaf)
-            value: Any = arrays
-            for key in leaf.path:
-                value = value[key]
+            variable, value = self._variable_of(leaf), layers.find(arrays, leaf.path)
             place = getattr(variable.get_value(), "sharding", None)
             placed = jax.device_put(value, place)
             if any(device.platform == "cpu" for device in placed.devices()):
@@ -266,7 +219,7 @@ class MoE(nnx.Module):
                 placed = jax.device_put(np.array(value), place)
             variable.set_value(placed)
 
-    def export_weights(self) -> LayerWeights | list[LayerWeights]:
+    def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
         """The weights as NumPy arrays in the canonical form, as stored here (prepacked ones as published); for a stack,
         of each layer."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
@@ -274,15 +227,12 @@ class MoE(nnx.Module):
     @property
     def is_prepacked(self) -> bool:
         """Whether the experts' matrices lie as `prepack_weights` puts them. InvalidInput for both layouts at once."""
-        groups = {name: getattr(self, name, None) for name in ("wi", "wo")}
-        return layers.is_prepacked(
-            {name: vars(group) for name, group in groups.items() if isinstance(group, ParameterGroup)}
-        )
+        groups = [(name, getattr(self, name, None)) for name in ("wi", "wo")]
+        return layers.is_prepacked({name: vars(group) for name, group in groups if isinstance(group, ParameterGroup)})
 
     def prepack_weights(self) -> None:
-        """Put the experts' quantised matrices into the order of Hopper's kernels, in place; call it when the weights
-        are loaded. `wi.values` becomes `wi.tiled_values`, scales and zero points likewise, in states and
-        checkpoints too. See `moe_jax.layers.prepack_weights`. Raises InvalidInput."""
+        """`moe_jax.layers.prepack_weights` in place, when the weights are loaded: `wi.values` becomes
+        `wi.tiled_values`, scales and zero points likewise, in states and checkpoints too. Raises InvalidInput."""
         self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers))
 
     def restore_weights(self) -> None:
@@ -291,24 +241,19 @@ class MoE(nnx.Module):
 
     def _hold(self, parameters: dict[str, Any]) -> None:
         """Take over quantised matrices from parameters that may have other names for their arrays."""
-        before = [leaf for leaf in self._leaves() if leaf.is_quantized]
-        after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
-        for leaf in before:
+        before, after = self._leaves(), layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
+        for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])
-        for leaf in after:
-            if leaf.is_quantized:
-                variable = _variable(leaf, layers.find(parameters, leaf.path))
-                setattr(self._group_of(leaf), leaf.path[-1], variable)
+        for leaf in filter(lambda leaf: leaf.is_quantized, after):
+            variable = _variable(leaf, layers.find(parameters, leaf.path))
+            setattr(self._group_of(leaf), leaf.path[-1], variable)
 
     def _leaves(self) -> tuple[Leaf, ...]:
         return layers.leaves(self.spec, self.num_layers, self.is_prepacked)
 
     def _group_of(self, leaf: Leaf) -> Any:
         """What has the leaf's variable."""
-        place: Any = self
-        for key in leaf.path[:-1]:
-            place = getattr(place, key)
-        return place
+        return functools.reduce(getattr, leaf.path[:-1], self)
 
     def _variable_of(self, leaf: Leaf) -> nnx.Variable:
         return getattr(self._group_of(leaf), leaf.path[-1])

@@ -58,11 +58,17 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_jax.autodiff.moe import run_moe
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge import pytrees as pytrees
-from moe_jax.bridge.calls import Array, OpCall, require_type
-from moe_jax.bridge.checks import dtype_name, on_host, require_layout_array
-from moe_jax.bridge.requests import moe_request, training_plans
-from moe_jax.prepack import prepack_weights, restore_weights
-from moe_jax.quantize import dequantize, quantize, quantize_rows
+from moe_jax.bridge.calls import (
+    Array,
+    OpCall,
+    dtype_name,
+    moe_request,
+    on_host,
+    require_layout_array,
+    require_type,
+    training_plans,
+)
+from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.trace import watched
 
 __all__ = [
@@ -149,7 +155,7 @@ def make_layout(
         `invalid_ids`.
 
     Raises:
-        Unsupported: `checked` while tracing.
+        Unsupported: `checked` in a traced or captured program.
     """
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
@@ -167,20 +173,20 @@ def make_layout(
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
     """Pack ids into one bit per token and expert.
 
-    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated id
-    sets its bit once.
+    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated
+    id sets its bit once.
 
     Args:
         ids: int32 `[T, K]`.
         num_experts: E.
-        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the result, so it
-            works eagerly only.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the result, so it works
+            eagerly only.
 
     Returns:
         bitmatrix uint32 `[T, ceil(E / 32)]`.
 
     Raises:
-        Unsupported: `checked` while tracing.
+        Unsupported: `checked` in a traced or captured program.
     """
     call = OpCall("pack_bitmatrix")
     bitmatrix, duplicates, invalid_ids = call.run(plan_pack_bitmatrix, call.array("ids", ids), num_experts)
@@ -316,13 +322,14 @@ def moe(
 ) -> MoEOutput:
     """Run one whole MoE forward as one custom call; its gradients are one more.
 
-    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
-    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x,
+    after bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast
+    once.
 
     Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
     weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
-    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what these
-    need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
+    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what
+    these need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
     `spec.activations` nothing has a gradient.
 
     Args:
@@ -345,8 +352,9 @@ def moe(
         see MoEOutput. Given ids and weights are returned as they are.
 
     Raises:
-        InvalidInput: arguments that do not fit each other.
-        Unsupported: `checked` while tracing, second derivatives, and a gradient that does not exist.
+        InvalidInput: as the module says.
+        Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
+            exist.
     """
     options = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
     return run_moe(x, experts, routing, spec, **options)
@@ -365,9 +373,9 @@ def explain_moe(
 ) -> str:
     """Describe what `moe` would run for these arguments.
 
-    Every buffer, kernel, decision and summation order where the arrays are. Runs nothing. The arguments are those of
-    `moe`. Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it
-    explains that target's plan.
+    Every buffer, kernel, decision and summation order. Runs nothing. The arguments are those of `moe`. Arrays may be
+    `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it explains that
+    target's plan.
 
     Args:
         training: explain the forward of a training step, then its backward with every gradient.

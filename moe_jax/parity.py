@@ -11,7 +11,7 @@ import numpy as np
 from moe_core.parity.case import Case
 from moe_core.parity.devices import describe, use_gpu
 from moe_core.parity.engines import EngineRun
-from moe_core.parity.gradients import GradientRun, differentiated, operands_of, upstream
+from moe_core.parity.gradients import GradientRun, arguments_of, differentiated, upstream
 from moe_core.parity.stage_ops import FrontEnd, run_stages
 from moe_jax import ops
 
@@ -64,15 +64,10 @@ class JaxEngine:
         leaves = {name: put(array) for name, array in differentiated(case).items()}
         flowing = {name: put(array) for name, array in upstream(case).items()}
 
-        def arguments(leaves: dict[str, jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            given = operands_of(case, leaves, put)
-            options = {"token_mask": given.token_mask, "shared": given.shared}
-            return (given.x, given.experts, given.routing, case.spec), options
-
         @jax.jit
         def step(leaves: dict[str, jax.Array]) -> Any:
             def outputs(leaves: dict[str, jax.Array]) -> Any:
-                positional, options = arguments(leaves)
+                positional, options = arguments_of(case, leaves, put)
                 result = ops.moe(*positional, **options)
                 return {name: getattr(result, name) for name in flowing}, result
 
@@ -82,7 +77,7 @@ class JaxEngine:
         with jax.default_device(self._device):
             found, forward = step(leaves)
             progress("gradients")
-            positional, options = arguments(leaves)
+            positional, options = arguments_of(case, leaves, put)
             device, is_reference = self._describe(ops.explain_moe(*positional, **options, training=True))
         gradients = {f"d_{name}": np.asarray(found[name]) for name in leaves}
         forward = {name: np.asarray(array) for name, array in forward.items()}

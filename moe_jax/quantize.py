@@ -1,8 +1,8 @@
-"""Quantising on JAX arrays: rows in any program, weights once, when they are loaded."""
+"""Quantising JAX arrays (rows in any program, weights once, when they are loaded), and prepacking, in any program."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +10,40 @@ import numpy as np
 from jax.core import Tracer
 
 from moe_core.base import dtypes
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
+from moe_core.ops.prepack import prepack as core
 from moe_core.ops.quantize import reference
 from moe_core.ops.quantize.rows import plan_quantize_rows
-from moe_core.specs.operands import map_arrays
+from moe_core.specs import MoESpec
+from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_jax.bridge.calls import Array, OpCall, require_type
+
+Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
+_JAX = core.ArrayFunctions(jnp.transpose, jnp.stack, core.pad_with(jnp.pad))
+# Jitted, so that intermediate results take no memory.
+_tile = jax.jit(lambda tensor, order: core.tile(tensor, order, _JAX), static_argnums=1)
+_untile = jax.jit(lambda tensor: core.untile(tensor, _JAX))
 
 
 def quantize_rows(
     x: Array, format: Format, *, scales: Array | None = None, used_by: Array | None = None
 ) -> QuantizedTensor:
-    """Activations x `[R, D]` in a format, `out_in`: one custom call, under every transformation the ops work in.
+    """Quantise rows to a format of activations: one custom call, under every transformation the ops work in.
 
-    x: bf16, fp16 or fp32. format: of rows, groups of columns or the whole (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`,
-    `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...). scales: fp32 `[1]`, a static scale, for formats with one per tensor; None =
-    found from x. used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative
-    are not read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows). Equals
-    `moe_core.ops.quantize.reference.quantize_rows` bit for bit. It has no derivative. Raises InvalidInput, Unsupported.
+    Args:
+        x: bf16, fp16 or fp32 `[R, D]`.
+        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or
+            for all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
+        scales: fp32 `[1]`, a static scale, of formats with one per tensor. None = found from x.
+        used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative are not
+            read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows).
+
+    Returns:
+        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+
+    Raises:
+        InvalidInput, Unsupported.
     """
     call = OpCall("quantize_rows")
     require_type("format", format, Format)
@@ -78,3 +94,57 @@ def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
     if not array.committed:
         return jnp.asarray, np.asarray(array)
     return lambda result: jax.device_put(result, sharding), np.asarray(array)
+
+
+def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
+    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them.
+
+    Do this once, when weights are loaded. It works eagerly and in any program. No number changes, and `restore_weights`
+    is the inverse.
+    Prepacked weights come back as they are. They go wherever the published ones go, except into gradients
+    (docs/user/quantization.md).
+
+    Args:
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format
+            is mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ...
+            columns of it. `in_out` tensors are transposed, exactly.
+        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up lie.
+        gate_layout: with a tensor, `interleaved` or `halves` where its rows are gate and up, else None.
+
+    Returns:
+        the weights, `out_in`, as `MoESpec.weight_layout` then must be. Biases, plain matrices and the logical shape
+        stay what they are.
+
+    Raises:
+        InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
+            (`moe_core.formats.Tiling`), and weights prepacked for another gate_layout.
+    """
+    return core.prepack_weights(weights, spec, gate_layout=gate_layout, tile=tile)
+
+
+def restore_weights(weights: Weights) -> Weights:
+    """Put prepacked weights back into the published layout, `out_in`: the inverse of `prepack_weights`, bit by bit.
+
+    Weights that are not prepacked come back as they are. Raises InvalidInput.
+    """
+    return core.restore_weights(weights, untile)
+
+
+def tile(tensor: QuantizedTensor, order: str) -> QuantizedTensor:
+    """See `moe_core.ops.prepack.prepack.tile`."""
+    return _tile(_of_jax("prepack_weights", tensor), order)
+
+
+def untile(tensor: QuantizedTensor) -> QuantizedTensor:
+    """See `moe_core.ops.prepack.prepack.untile`."""
+    return _untile(_of_jax("restore_weights", tensor))
+
+
+def _of_jax(op: str, tensor: QuantizedTensor) -> QuantizedTensor:
+    """The tensor checked, NumPy arrays in it as JAX's. Raises InvalidInput, also for shapes without numbers."""
+    call = OpCall(op)
+    for name, array in named_arrays(tensor, "weights."):
+        call.array(name, array)
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise InvalidInput(f"{name} must be an array, got {array}; load the weights first")
+    return map_arrays(tensor, jnp.asarray)

@@ -17,7 +17,7 @@ from moe_core.runtime.warmup import WarmupReport
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, array_fields
 from moe_jax.bridge import ffi, platforms
-from moe_jax.bridge.requests import moe_request, training_plans
+from moe_jax.bridge.calls import moe_request, training_plans
 from moe_jax.ops import Array
 
 #: What may be given: arrays, or only what they would be.

@@ -3,24 +3,13 @@
 from moe_core import __version__
 from moe_core.base.target import cpu_engine
 from moe_core.errors import InvalidInput, Unsupported
-from moe_torch import ops
+from moe_torch import layers, ops
 from moe_torch.autograd.moe import define_moe_gradients
 from moe_torch.autograd.stages import define_stage_gradients
 from moe_torch.bridge.dlpack import from_dlpack
 from moe_torch.bridge.pytrees import register_pytrees
 from moe_torch.launcher import MoELauncher, prepare_moe
-from moe_torch.layers import (
-    HUGGING_FACE,
-    MAXTEXT,
-    ExpertsSpec,
-    LayerWeights,
-    MoE,
-    MoEAux,
-    MoELayerSpec,
-    SharedExpertsSpec,
-    Storage,
-    layer_spec_from_config,
-)
+from moe_torch.layers import *  # noqa: F403 - its `__all__`
 from moe_torch.ops import *  # noqa: F403 - its `__all__`
 from moe_torch.warmup import warmup
 
@@ -29,23 +18,7 @@ define_stage_gradients()
 register_pytrees()
 
 __all__ = [
-    "HUGGING_FACE",
-    "MAXTEXT",
-    "ExpertsSpec",
-    "InvalidInput",
-    "LayerWeights",
-    "MoE",
-    "MoEAux",
-    "MoELauncher",
-    "MoELayerSpec",
-    "SharedExpertsSpec",
-    "Storage",
-    "Unsupported",
-    "__version__",
-    "cpu_engine",
-    "from_dlpack",
-    "layer_spec_from_config",
-    "prepare_moe",
-    "warmup",
-]
+    "InvalidInput", "MoELauncher", "Unsupported", "__version__", "cpu_engine", "from_dlpack", "prepare_moe", "warmup",
+]  # fmt: skip
+__all__ += layers.__all__
 __all__ += ops.__all__

@@ -11,7 +11,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_torch.bridge import eager
-from moe_torch.bridge.operator import Operator, Ready, array_spec, call_first, require_one_device, target_of_device
+from moe_torch.bridge.operator import Operator, Ready, call_first, target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators.requests import moe_request, routing_arrays
 
@@ -65,12 +65,10 @@ class MoELauncher:
     """
 
     def __init__(self, kind: type, operator: Operator, arrays: Sequence[Any], options: str) -> None:
-        names = operator.names
-        named = [(name, array) for name, array in zip(names, arrays, strict=True) if array is not None]
-        for name, tensor in named:
-            array_spec(name, tensor)
-        # Refuses devices without kernels.
-        target_of_device(require_one_device(named))
+        names, named = operator.names, operator.present(arrays)
+        # What is no tensor, and devices without kernels, are refused.
+        operator.specs(arrays)
+        target_of_device(operator.device_of(arrays))
         for name, tensor in named:
             if not eager.plain_tensor(tensor):
                 raise Unsupported(
@@ -108,7 +106,7 @@ class MoELauncher:
         if torch.compiler.is_compiling():
             return call_first(self._operator, *self._arguments(self._arrays, given))
         key = eager.plain_key((*given, self._options))
-        if key is None or self._asks_for_gradient():
+        if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
             return call_first(self._operator, *self._arguments(self._arrays, given))
         addresses = [tensor.data_ptr() for tensor in self._bound]
         if addresses != self._addresses or [_form(tensor) for tensor in self._bound] != self._forms:
@@ -128,26 +126,20 @@ class MoELauncher:
             arrays[place] = array
         return (*arrays, self._options)
 
-    def _asks_for_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)
-
     def _refuse_replaced(self) -> NoReturn:
         for name, tensor, address, form in zip(self._names, self._bound, self._addresses, self._forms, strict=True):
             if tensor.data_ptr() != address:
-                raise InvalidInput(
-                    f"{name} must keep the memory it was bound with, at {address:#x}, got {tensor.data_ptr():#x}; "
-                    "call prepare_moe again"
-                )
-            if _form(tensor) != form:
-                raise InvalidInput(
-                    f"{name} must keep the shape, strides and dtype it was bound with, {form}, got {_form(tensor)}; "
-                    "call prepare_moe again"
-                )
+                kept, got = f"memory it was bound with, at {address:#x}", f"{tensor.data_ptr():#x}"
+            elif _form(tensor) != form:
+                kept, got = f"shape, strides and dtype it was bound with, {form}", str(_form(tensor))
+            else:
+                continue
+            raise InvalidInput(f"{name} must keep the {kept}, got {got}; call prepare_moe again")
         raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
         """The plan for what a call brings, reading addresses of the bound tensors first, then of those given."""
-        ready = self._operator.ready_first(self._arguments(self._kept, given))
+        ready = self._operator.ready(self._arguments(self._kept, given), first=True)
         places = [self._operator.names.index(name) for name in self._names] + list(self._given)
         ready = ready._replace(selection=tuple(places.index(place) for place in ready.selection))
         if len(self._ready) >= _READY_LIMIT:

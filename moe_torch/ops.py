@@ -7,7 +7,7 @@ the NumPy reference runs, or the real kernels in Triton's interpreter under TRIT
   function once before capturing it, because kernels are compiled and loaded then. A changing number of tokens
   recompiles nothing.
 - Gradients: `moe`, `router`, `route`, `matmul_ogs`, `activation` and `reduce` have them (docs/user/training.md).
-  `scale_rows` refuses a tensor that requires one in grad mode.
+  `scale_rows` refuses a tensor that requires one in grad mode. Forward mode raises Unsupported.
 - Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides,
   device or alignment, and for options that contradict each other. It raises Unsupported for a device without kernels,
   and for a required gradient where there is none.
@@ -40,12 +40,11 @@ from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable
 from moe_core.specs.tuning import MatmulTuning, Tuning
-from moe_torch.bridge.operator import call, require_one_device, target_of_device
+from moe_torch.bridge.operator import call, target_of_device
 from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_instance
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import matmul_request, moe_request, training_plans
-from moe_torch.prepack import prepack_weights, restore_weights
-from moe_torch.quantize import dequantize, quantize, quantize_rows
+from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
@@ -126,6 +125,9 @@ def make_layout(
     Returns:
         the layout. An id outside [-1, E), or [-1, E_global) with an expert_map, acts as -1 and counts in
         `invalid_ids`.
+
+    Raises:
+        Unsupported: `checked` in a traced or captured program.
     """
     _require_checkable(checked)
     text = encode(num_experts, alignment, max_rows)
@@ -139,8 +141,8 @@ def make_layout(
 def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False) -> torch.Tensor:
     """Pack ids into one bit per token and expert.
 
-    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated id
-    sets its bit once.
+    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated
+    id sets its bit once.
 
     Args:
         ids: int32 `[T, K]`.
@@ -149,6 +151,9 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
 
     Returns:
         bitmatrix uint32 `[T, ceil(E / 32)]`.
+
+    Raises:
+        Unsupported: `checked` in a traced or captured program.
     """
     _require_checkable(checked)
     bitmatrix, duplicates, invalid_ids = call(operators.PACK_BITMATRIX, ids, encode(num_experts))
@@ -179,8 +184,8 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
 
     Args:
-        operands: see MatmulOperands. x is bf16, fp16 or fp32; its rows may be strided. weight with up, and x with
-            them, may be `QuantizedTensor`s (docs/user/quantization.md).
+        operands: see MatmulOperands. x is bf16, fp16 or fp32. Rows may be strided. weight with up, and x with them, may
+            be `QuantizedTensor`s (docs/user/quantization.md).
         layout: the rows' experts. None = one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
         spec: gather, scatter, fused activation, weight layout, dtypes.
 
@@ -267,13 +272,14 @@ def moe(
 ) -> MoEOutput:
     """Run one whole MoE forward as one operator and one plan.
 
-    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
-    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x,
+    after bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast
+    once.
 
     Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
     weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
-    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what these
-    need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
+    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what
+    these need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
     `spec.activations` nothing has a gradient.
 
     Args:
@@ -296,7 +302,8 @@ def moe(
 
     Raises:
         InvalidInput: as the module says.
-        Unsupported: second derivatives, forward mode, and a tensor that requires a gradient it cannot have.
+        Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
+            exist.
     """
     _require_checkable(checked)
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
@@ -336,8 +343,7 @@ def explain_moe(
         the plan as text.
     """
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
-    present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
-    target = target_of_device(require_one_device(present))
+    target = target_of_device(operator.device_of(arrays))
     if training:
         return explain_training(training_plans(operator, arrays, text, target))
     return operator.plan(arrays, text, target).explain()

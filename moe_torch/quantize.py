@@ -1,4 +1,4 @@
-"""Quantising and dequantising torch tensors, on their own device, with the bits of `moe_core.ops.quantize.reference`.
+"""Quantising, dequantising and prepacking torch tensors, where they are, with the bits of the references in the core.
 
 Rows are quantised by an operator of the library, weights by operations of torch, a matrix at a time: fp32, one rounding
 each, half to even.
@@ -7,8 +7,8 @@ each, half to even.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -16,12 +16,15 @@ from torch.nn.functional import pad
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
-from moe_core.specs.operands import named_arrays
+from moe_core.ops.prepack import prepack as core
+from moe_core.specs import MoESpec
+from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_torch.bridge.operator import array_spec, call
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
 from moe_torch.operators.table import QUANTIZE_ROWS
-from moe_torch.prepack import restore_weights
 
+Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
+_TORCH = core.ArrayFunctions(torch.permute, torch.stack, lambda array, rows, columns: pad(array, (0, columns, 0, rows)))
 _MANTISSA_BITS, _MANTISSA_MASK = 23, 2**23 - 1
 _E8M0_ONE, _E8M0_NAN = 127, 255
 #: Scales are chosen for at least this amax, so that zeros divide.
@@ -33,14 +36,21 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def quantize_rows(
     x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """x `[R, D]` (bf16, fp16 or fp32; rows may be strided) in a format of activations, `out_in`.
+    """Quantise rows to a format of activations: one operator, in compiled and exported programs and CUDA graphs too.
 
-    format: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or for all of x. scales:
-    fp32 `[1]`, a static scale, of formats with one per tensor; None = found from x. used_by: int32 `[R * n]`, where one
-    scale is found from x: rows all of whose n entries are negative are not read, and become zeros (a layout's
-    row_of_slot for tokens, slot_of_row for its rows). Bits of `moe_core.ops.quantize.reference.quantize_rows`. An
-    operator: it works in compiled and exported programs and in CUDA graphs. It has no gradient. Raises InvalidInput,
-    Unsupported.
+    Args:
+        x: bf16, fp16 or fp32 `[R, D]`. Rows may be strided.
+        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or
+            for all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
+        scales: fp32 `[1]`, a static scale, of formats with one per tensor. None = found from x.
+        used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative are not
+            read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows).
+
+    Returns:
+        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+
+    Raises:
+        InvalidInput, Unsupported.
     """
     require_instance("format", format, Format)
     values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))
@@ -249,3 +259,70 @@ def _packed(codes: torch.Tensor, axis: int) -> torch.Tensor:
 def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
     """The inverse of `_packed`, of an even length."""
     return torch.stack((packed % 16, packed // 16), axis + 1).flatten(axis, axis + 1)
+
+
+@torch.no_grad()
+def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
+    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them.
+
+    Do this once, when weights are loaded. It runs on the weights' device, a matrix at a time. No number changes, and
+    `restore_weights` is the inverse.
+    Prepacked weights come back as they are. They go wherever the published ones go, except into gradients
+    (docs/user/quantization.md).
+
+    Args:
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format
+            is mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ...
+            columns of it. `in_out` tensors are transposed, exactly.
+        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up lie.
+        gate_layout: with a tensor, `interleaved` or `halves` where its rows are gate and up, else None.
+
+    Returns:
+        the weights, `out_in`, as `MoESpec.weight_layout` then must be. Biases, plain matrices and the logical shape
+        stay what they are.
+
+    Raises:
+        InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
+            (`moe_core.formats.Tiling`), and weights prepacked for another gate_layout.
+    """
+    return core.prepack_weights(weights, spec, gate_layout=gate_layout, tile=tile)
+
+
+@torch.no_grad()
+def restore_weights(weights: Weights) -> Weights:
+    """Put prepacked weights back into the published layout, `out_in`: the inverse of `prepack_weights`, bit by bit.
+
+    Weights that are not prepacked come back as they are. Raises InvalidInput.
+    """
+    return core.restore_weights(weights, untile)
+
+
+def tile(tensor: QuantizedTensor, order: str) -> QuantizedTensor:
+    """See `moe_core.ops.prepack.prepack.tile`."""
+    return _by_matrix(tensor, lambda matrix: core.tile(matrix, order, _TORCH))
+
+
+def untile(tensor: QuantizedTensor) -> QuantizedTensor:
+    """See `moe_core.ops.prepack.prepack.untile`."""
+    return _by_matrix(tensor, lambda matrix: core.untile(matrix, _TORCH))
+
+
+def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
+    """`change` of every matrix of a stack: one at a time, as intermediate results take a few times its memory."""
+    for name, array in named_arrays(tensor, "weights."):
+        array_spec(name, array)
+    lead = tuple(tensor.shape[:-2])
+    if not lead or 0 in lead:
+        return map_arrays(change(tensor), torch.Tensor.contiguous)
+    made = None
+    for place in itertools.product(*(range(size) for size in lead)):
+        matrix = map_arrays(tensor, lambda array, place=place: array[place])
+        changed = change(matrix)
+        if changed is matrix:
+            return tensor
+        if made is None:
+            made = map_arrays(changed, lambda array: array.new_empty((*lead, *array.shape)))
+        for (_, target), (_, array) in zip(named_arrays(made), named_arrays(changed), strict=True):
+            target[place].copy_(array)
+    assert made is not None
+    return made

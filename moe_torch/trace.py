@@ -35,21 +35,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.operands import ExpertWeights, RouterWeights, TopK
+from moe_core.specs.operands import RouterWeights, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
+from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, encode
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
-_FORWARDS: tuple[dict[type, Any], ...] = (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
-_KINDS: dict[Any, type] = {operator.overload: kind for forwards in _FORWARDS for kind, operator in forwards.items()}
-#: Forward -> the one of its sort that takes ids and weights.
-_TOP_K: dict[Any, Any] = {
-    operator.overload: forwards[TopK].overload for forwards in _FORWARDS for operator in forwards.values()
+#: Forward -> the class of its routing, its operator, and the one of its sort that takes ids and weights.
+_FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
+    operator.overload: (kind, operator, forwards[TopK])
+    for forwards in (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
+    for kind, operator in forwards.items()
 }
-_ROUTER = operators.ROUTER.overload
 
 
 class Recording:
@@ -64,11 +64,8 @@ class Recording:
 
     def trace(self) -> RoutingTrace:
         """The layers in NumPy; waits for the device."""
-        layers = [
-            LayerRouting(layer.ids.cpu().numpy(), layer.weights.cpu().numpy(), layer.num_experts)
-            for layer in self._layers
-        ]
-        return RoutingTrace(tuple(layers))
+        layers = [(layer.ids.cpu().numpy(), layer.weights.cpu().numpy(), layer.num_experts) for layer in self._layers]
+        return RoutingTrace(tuple(LayerRouting(*layer) for layer in layers))
 
 
 @contextlib.contextmanager
@@ -79,7 +76,7 @@ def capture() -> Iterator[Recording]:
     def record(call: _Call) -> Any:
         results = call.run()
         given = call.arguments
-        ids, weights = (given["routing_ids"], given["routing_weights"]) if call.kind is TopK else results[3:5]
+        ids, weights = (given["routing.ids"], given["routing.weights"]) if call.kind is TopK else results[3:5]
         _, num_experts = call.sizes
         # Copies: the model may reuse the memory, compiled code does.
         recording._layers.append(LayerRouting(ids.clone(), weights.clone(), num_experts))
@@ -114,23 +111,20 @@ def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Itera
 
 
 class _Call:
-    """One call of a whole MoE forward. kind: of its routing; arguments: by their names in the schema."""
+    """One call of a whole MoE forward. kind: of its routing; arguments: by name, with its options."""
 
-    def __init__(self, overload: Any, kind: type, arguments: tuple[Any, ...]) -> None:
-        self._overload, self.kind = overload, kind
-        self.arguments = dict(zip(_names(overload), arguments, strict=True))
+    def __init__(self, overload: Any, arguments: tuple[Any, ...]) -> None:
+        self._overload = overload
+        self.kind, self._operator, self._forward = _FORWARDS[overload]
+        self.arguments = dict(zip((*self._operator.names, "options"), arguments, strict=True))
         self._spec, *self._formats = decode(self.arguments["options"])
 
     @property
     def sizes(self) -> tuple[int, int]:
         """(K, E)."""
-        experts, routing = self._bundle(ExpertWeights, "experts"), self._bundle(self.kind, "routing")
-        return sizes_of(experts, routing, self._spec, self.arguments["expert_map"])
-
-    def _bundle(self, kind: type, prefix: str) -> Any:
-        names = [field.name for field in dataclasses.fields(kind)]
-        given = {name: self.arguments[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in self.arguments}
-        return kind(**given)
+        *tensors, _ = self.arguments.values()
+        given = self._operator.signature.shapes(tensors, (self._spec, *self._formats))
+        return sizes_of(given["experts"], given["routing"], self._spec, given["expert_map"])
 
     def run(self) -> Any:
         return self._overload(*self.arguments.values())
@@ -138,9 +132,8 @@ class _Call:
     def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         """What the call returns with these ids and weights as its routing."""
         options = encode(dataclasses.replace(self._spec, router=None), *self._formats)
-        given = {**self.arguments, "routing_ids": ids, "routing_weights": weights, "options": options}
-        forward = _TOP_K[self._overload]
-        results = forward(*[given[name] for name in _names(forward)])
+        given = {**self.arguments, "routing.ids": ids, "routing.weights": weights}
+        results = self._forward.overload(*[given[name] for name in self._forward.names], options)
         if self.kind is TopK:
             return results
         # In training ids, weights and what is kept follow. Else results must be the caller's own: ids and weights may
@@ -149,13 +142,9 @@ class _Call:
         if len(results) == 3:
             routed = (*results, ids.clone(), weights.clone())
         if self.kind is RouterWeights:
-            router = [self.arguments[name] for name in ("x", "routing_weight", "routing_bias")]
-            routed = (*routed, _ROUTER(*router, encode(self._spec.logits_spec())))
+            router = [self.arguments[name] for name in ("x", "routing.weight", "routing.bias")]
+            routed = (*routed, operators.ROUTER.overload(*router, encode(self._spec.logits_spec())))
         return [*routed, *kept] if kept else routed
-
-
-def _names(overload: Any) -> list[str]:
-    return [argument.name for argument in overload._schema.arguments]
 
 
 class _Observer(TorchDispatchMode):
@@ -173,20 +162,15 @@ class _Observer(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = _KINDS.get(func)
-        if kind is None:
+        if func not in _FORWARDS:
             return func(*args, **(kwargs or {}))
-        _refuse_recorded_programs(args[0])
-        return self._visit(_Call(func, kind, tuple(args)))
-
-
-def _refuse_recorded_programs(x: torch.Tensor) -> None:
-    """Refuse calls that stand for later ones, which nobody will see."""
-    if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        raise Unsupported(
-            "capture() and replay() see layers that run, got one that is being exported or captured into a CUDA graph, "
-            "whose later runs they could not see; do that outside of the block"
-        )
+        x = args[0]
+        if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise Unsupported(
+                "capture() and replay() see layers that run, got one that is being exported or captured into a CUDA "
+                "graph, whose later runs they could not see; do that outside of the block"
+            )
+        return self._visit(_Call(func, tuple(args)))
 
 
 def _tensor(array: Any, device: torch.device) -> torch.Tensor:

@@ -23,8 +23,7 @@ import torch
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, constant_result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from moe_core.runtime import warmup as core
 from moe_core.runtime.warmup import WarmupReport
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_torch.bridge.operator import require_one_device, target_of_device
+from moe_torch.bridge.operator import target_of_device
 from moe_torch.operators.requests import moe_request, training_plans
 
 
@@ -39,20 +38,15 @@ def warmup(
     InvalidInput, Unsupported.
     """
     operator, arrays, options = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
-    present = [(name, array) for name, array in zip(operator.names, arrays, strict=True) if array is not None]
-    device = require_one_device(present)
-    plans, target = [], target_of_device(device)
+    device, plans, resized = operator.device_of(arrays), [], list(arrays)
+    target = target_of_device(device)
     for count in core.token_counts(tokens):
-        resized = [
-            _with_tokens(array, count) if name in BY_TOKEN and isinstance(array, torch.Tensor) else array
-            for name, array in zip(operator.names, arrays, strict=True)
-        ]
+        for place, (name, array) in enumerate(zip(operator.names, arrays, strict=True)):
+            if name in BY_TOKEN and isinstance(array, torch.Tensor):
+                # Rows as far apart as those given, without memory.
+                shape, like = (count, *array.shape[1:]), {"dtype": array.dtype, "device": "meta"}
+                resized[place] = torch.empty_strided(shape, array.stride(), **like)
         plans.append(operator.plan(resized, options, target))
         if training:
             plans += training_plans(operator, resized, options, target)
     return core.warmup(plans, (device.index or 0,))
-
-
-def _with_tokens(tensor: torch.Tensor, count: int) -> Any:
-    """A tensor without memory that has `count` rows as far apart as those of the given one."""
-    return torch.empty_strided((count, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device="meta")

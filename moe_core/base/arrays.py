@@ -51,13 +51,10 @@ class ArraySpec:
             raise InvalidInput(
                 f"strides must have one entry per axis of shape {self.shape}, got {self.strides}; pass both as they are"
             )
-        packed = contiguous_strides(self.shape)
-        if self.strides is None or 0 in self.shape:
-            strides = packed
-        else:
-            strides = tuple(
-                packed[axis] if self.shape[axis] == 1 else int(step) for axis, step in enumerate(self.strides)
-            )
+        strides = packed = contiguous_strides(self.shape)
+        if self.strides is not None and 0 not in self.shape:
+            axes = zip(self.shape, self.strides, packed, strict=True)
+            strides = tuple(dense if size == 1 else int(step) for size, step, dense in axes)
         object.__setattr__(self, "strides", strides)
 
     @property
@@ -102,15 +99,11 @@ def require_spec(
     if not isinstance(spec, ArraySpec):
         fix = "pass the array" if spec is None else "pass a plain array"
         raise InvalidInput(f"{name} must be {wanted} of {' or '.join(allowed)}, got {spec}; {fix}")
-    matches = len(shape) == spec.rank and all(
-        isinstance(want, str) or want == got for want, got in zip(shape, spec.shape, strict=True)
-    )
-    if not matches:
-        if spec.rank != len(shape):
-            fix = "reshape it" if spec.rank < len(shape) else "flatten the leading axes first"
-        else:
-            fix = "pass an array of that shape"
+    if spec.rank != len(shape):
+        fix = "reshape it" if spec.rank < len(shape) else "flatten the leading axes first"
         raise InvalidInput(f"{name} must be {wanted}, got {spec.shape}; {fix}")
+    if any(want != got and not isinstance(want, str) for want, got in zip(shape, spec.shape, strict=True)):
+        raise InvalidInput(f"{name} must be {wanted}, got {spec.shape}; pass an array of that shape")
     if spec.dtype not in allowed:
         raise InvalidInput(f"{name} must be {' or '.join(allowed)}, got {spec.dtype}; cast it to {allowed[0]}")
     if contiguous and not spec.is_contiguous:
@@ -192,8 +185,7 @@ class TensorView:
                 f"array must have strides that are multiples of its {array.itemsize}-byte elements, "
                 f"got {array.strides} bytes; copy it first"
             )
-        strides = tuple(step // array.itemsize for step in array.strides)
-        spec = ArraySpec(array.shape, dtype, strides)
+        spec = ArraySpec(array.shape, dtype, tuple(step // array.itemsize for step in array.strides))
         return cls(array.ctypes.data, spec, ("cpu", 0), array, not array.flags.writeable)
 
     def numpy(self) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 
 _NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None))
@@ -32,6 +33,19 @@ def require_flag(name: str, value: object) -> None:
     """Raise InvalidInput unless `value` is True or False."""
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} must be True or False, got {value!r}; pass one of them")
+
+
+def require_flags(options: object, *names: str) -> None:
+    """`require_flag` for several fields of a dataclass."""
+    for name in names:
+        require_flag(name, getattr(options, name))
+
+
+def set_matmul_dtype(options: object, name: str, optional: bool = False) -> None:
+    """Make a dataclass field canonical; InvalidInput unless it is a matmul dtype (or None where optional)."""
+    if getattr(options, name) is not None or not optional:
+        object.__setattr__(options, name, dtypes.canonical(getattr(options, name)))
+        require_choice(name, getattr(options, name), dtypes.MATMUL_DTYPES)
 
 
 def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:

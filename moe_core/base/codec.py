@@ -43,9 +43,7 @@ def decode(value: Any) -> Any:
     Raises InvalidInput for a type, or a field of one, that this version does not know.
     """
     if isinstance(value, dict):
-        if "float" in value:
-            return float.fromhex(value["float"])
-        return _decode_dataclass(value)
+        return float.fromhex(value["float"]) if "float" in value else _decode_dataclass(value)
     if isinstance(value, list):
         return tuple(decode(item) for item in value)
     return value

@@ -17,17 +17,10 @@ _SMALL_FLOATS = (
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
 )
 _DTYPES = {
-    (0, 8): "int8",
-    (0, 32): "int32",
-    (0, 64): "int64",
-    (1, 8): "uint8",
-    (1, 32): "uint32",
-    (2, 16): "float16",
-    (2, 32): "float32",
-    (2, 64): "float64",
-    (4, 16): "bfloat16",
-    (6, 8): "bool",
-    (10, 8): "float8_e4m3fn",
+    **{(0, bits): f"int{bits}" for bits in (8, 32, 64)},
+    **{(1, bits): f"uint{bits}" for bits in (8, 32)},
+    **{(2, bits): f"float{bits}" for bits in (16, 32, 64)},
+    **{(4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn"},
 }
 # Page-locked host memory (3) is ordinary memory to a CPU.
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}
@@ -103,10 +96,8 @@ def import_array(exporter: Any, stream: int | None) -> Imported:
             "NumPy, torch, JAX or another library with DLPack"
         )
     kind, _ = _guarded(exporter, exporter.__dlpack_device__)
-    device = _device(int(kind))
-    consumer = None if device == "cpu" else stream or _LEGACY_DEFAULT_STREAM
-    capsule = _guarded(exporter, lambda: _capsule(exporter, consumer))
-    return _read(capsule)
+    consumer = None if _device(int(kind)) == "cpu" else stream or _LEGACY_DEFAULT_STREAM
+    return _read(_guarded(exporter, lambda: _capsule(exporter, consumer)))
 
 
 def _guarded(exporter: Any, call: Any) -> Any:
@@ -145,25 +136,23 @@ def _read(capsule: Any) -> Imported:
         raise InvalidInput(
             f"__dlpack__ must return a capsule that nobody has consumed, got {capsule!r}; export it again"
         )
-    device = _device(tensor.device.kind)
+    kind, pointer = _device(tensor.device.kind), (tensor.data or 0) + tensor.byte_offset
     shape = tuple(tensor.shape[: tensor.rank])
     strides = tuple(tensor.strides[: tensor.rank]) if tensor.strides else None
-    pointer = (tensor.data or 0) + tensor.byte_offset
-    index = tensor.device.index if device == "cuda" else 0
-    return Imported(pointer, shape, strides, _dtype(tensor.dtype), (device, index), read_only, capsule)
+    device = (kind, tensor.device.index if kind == "cuda" else 0)
+    return Imported(pointer, shape, strides, _dtype(tensor.dtype), device, read_only, capsule)
 
 
 def _dtype(dtype: _DataType) -> str:
     if dtype.lanes != 1:
         raise InvalidInput(f"exporter must have elements of 1 lane, got {dtype.lanes}; view it as a scalar dtype first")
-    name = _DTYPES.get((dtype.code, dtype.bits))
-    if name is None:
+    if (dtype.code, dtype.bits) not in _DTYPES:
         got = _describe(dtype.code, dtype.bits)
         raise InvalidInput(
             f"exporter must have one of the dtypes {', '.join(_DTYPES.values())}, got {got}; cast it first "
             "(sub-byte data travels packed as uint8)"
         )
-    return name
+    return _DTYPES[dtype.code, dtype.bits]
 
 
 def _describe(code: int, bits: int) -> str:

@@ -13,31 +13,19 @@ import numpy as np
 
 from moe_core.errors import InvalidInput
 
-_NUMPY: dict[str, Any] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float64": np.float64,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "int64": np.int64,
-    "int32": np.int32,
-    "int8": np.int8,
-    "uint32": np.uint32,
-    "uint8": np.uint8,
-    "bool": np.bool_,
-}
-_TRITON = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float64": "fp64",
-    "float8_e4m3fn": "u8",
-    "int64": "i64",
-    "int32": "i32",
-    "int8": "i8",
-    "uint32": "u32",
-    "uint8": "u8",
-    "bool": "u8",
+#: Canonical name -> (NumPy's or ml_dtypes' type, Triton's name).
+_NAMES: dict[str, tuple[Any, str]] = {
+    "float32": (np.float32, "fp32"),
+    "float16": (np.float16, "fp16"),
+    "bfloat16": (ml_dtypes.bfloat16, "bf16"),
+    "float64": (np.float64, "fp64"),
+    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "u8"),
+    "int64": (np.int64, "i64"),
+    "int32": (np.int32, "i32"),
+    "int8": (np.int8, "i8"),
+    "uint32": (np.uint32, "u32"),
+    "uint8": (np.uint8, "u8"),
+    "bool": (np.bool_, "u8"),
 }
 #: dtypes a matrix product takes and gives.
 MATMUL_DTYPES = ("bfloat16", "float16", "float32")
@@ -47,22 +35,22 @@ def canonical(dtype: Any) -> str:
     """The canonical name of a NumPy, ml_dtypes, torch or JAX dtype, or of a name: `torch.bfloat16` -> `"bfloat16"`."""
     name = dtype if isinstance(dtype, str) else str(getattr(dtype, "name", dtype))
     name = name.removeprefix("torch.")
-    if name not in _NUMPY:
+    if name not in _NAMES:
         with contextlib.suppress(TypeError):
             name = np.dtype(dtype).name
-    if name not in _NUMPY:
-        raise InvalidInput(f"dtype must be one of {', '.join(_NUMPY)}, got {dtype!r}; convert the array first")
+    if name not in _NAMES:
+        raise InvalidInput(f"dtype must be one of {', '.join(_NAMES)}, got {dtype!r}; convert the array first")
     return name
 
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""
-    return np.dtype(_NUMPY[dtype]).itemsize
+    return np.dtype(_NAMES[dtype][0]).itemsize
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
     """The NumPy (or ml_dtypes) dtype of a canonical name."""
-    return np.dtype(_NUMPY[dtype])
+    return np.dtype(_NAMES[dtype][0])
 
 
 def triton_name(dtype: str) -> str:
@@ -70,4 +58,4 @@ def triton_name(dtype: str) -> str:
 
     Booleans are bytes, so kernels see `"u8"`, and fp8 too, which older architectures do not have: kernels cast the
     pointer where they want the type."""
-    return _TRITON[dtype]
+    return _NAMES[dtype][1]

@@ -16,10 +16,7 @@ def open_file(path: Path) -> Iterator[Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise Unsupported(
-            "reading .safetensors files needs the package safetensors, which is not installed; "
-            "pip install 'moebius[checkpoint]'"
-        ) from error
+        raise _missing("reading .safetensors files") from error
     try:
         handle = safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
@@ -33,7 +30,11 @@ def file_writer(what: str) -> Callable[..., None]:
     try:
         from safetensors.numpy import save_file
     except ImportError as error:
-        raise Unsupported(
-            f"writing {what} needs the package safetensors, which is not installed; pip install 'moebius[checkpoint]'"
-        ) from error
+        raise _missing(f"writing {what}") from error
     return save_file
+
+
+def _missing(what: str) -> Unsupported:
+    return Unsupported(
+        f"{what} needs the package safetensors, which is not installed; pip install 'moebius[checkpoint]'"
+    )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_core.base.checks import require_choice
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 
@@ -51,8 +52,7 @@ class Target:
     num_sms: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidInput(f"target kind must be one of {', '.join(KINDS)}, got {self.kind!r}; name one of these")
+        require_choice("target kind", self.kind, KINDS)
         gpus = _GPUS.get(self.kind)
         if gpus is not None and (self.arch < gpus.first_arch or self.num_sms < 1):
             raise InvalidInput(

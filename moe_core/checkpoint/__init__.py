@@ -15,27 +15,18 @@ layers of both frameworks export, whatever their storage; `from_maxtext` and `to
 (`pip install 'moebius[checkpoint]'`); nothing here needs torch or jax.
 """
 
-from moe_core.checkpoint.convert import ConversionProgress, ConversionReport, LayerError, convert_checkpoint
-from moe_core.checkpoint.hidden_states import load_hidden_states
-from moe_core.checkpoint.layer import Checkpoint, MoELayer, open_checkpoint
-from moe_core.checkpoint.maxtext import from_maxtext, to_maxtext
-from moe_core.checkpoint.storage import ReadProgress
-from moe_core.checkpoint.write import WriteProgress, layer_tensors, other_tensors, save_checkpoint
-
-__all__ = [
-    "Checkpoint",
-    "ConversionProgress",
-    "ConversionReport",
-    "LayerError",
-    "MoELayer",
-    "ReadProgress",
-    "WriteProgress",
-    "convert_checkpoint",
-    "from_maxtext",
-    "layer_tensors",
-    "load_hidden_states",
-    "open_checkpoint",
-    "other_tensors",
-    "save_checkpoint",
-    "to_maxtext",
-]
+from moe_core.checkpoint.convert import ConversionProgress as ConversionProgress
+from moe_core.checkpoint.convert import ConversionReport as ConversionReport
+from moe_core.checkpoint.convert import LayerError as LayerError
+from moe_core.checkpoint.convert import convert_checkpoint as convert_checkpoint
+from moe_core.checkpoint.hidden_states import load_hidden_states as load_hidden_states
+from moe_core.checkpoint.layer import Checkpoint as Checkpoint
+from moe_core.checkpoint.layer import MoELayer as MoELayer
+from moe_core.checkpoint.layer import open_checkpoint as open_checkpoint
+from moe_core.checkpoint.maxtext import from_maxtext as from_maxtext
+from moe_core.checkpoint.maxtext import to_maxtext as to_maxtext
+from moe_core.checkpoint.storage import ReadProgress as ReadProgress
+from moe_core.checkpoint.write import WriteProgress as WriteProgress
+from moe_core.checkpoint.write import layer_tensors as layer_tensors
+from moe_core.checkpoint.write import other_tensors as other_tensors
+from moe_core.checkpoint.write import save_checkpoint as save_checkpoint

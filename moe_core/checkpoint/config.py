@@ -92,8 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def settings_of(config: Any) -> Mapping[str, Any]:
     """The settings of a dict, a config object with `to_dict`, or a path to config.json or its directory."""
     if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
+        path = Path(config, "config.json") if Path(config).is_dir() else Path(config)
         if not path.is_file():
             raise InvalidInput(f"config must be a config.json or a directory with one, got {path}; correct the path")
         return read_json(path)
@@ -122,8 +121,7 @@ def read_config(directory: Path, known: Collection[str]) -> ModelConfig:
             "pass the directory that holds config.json"
         )
     settings = read_json(path)
-    quantisation = settings.get("quantization_config")
-    nested = settings.get("text_config")
+    quantisation, nested = settings.get("quantization_config"), settings.get("text_config")
     model_types = [settings.get("model_type")]
     if model_types[0] not in known and isinstance(nested, dict):
         settings = nested

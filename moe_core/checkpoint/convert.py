@@ -31,10 +31,13 @@ from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import ErrorSum, dequantize, quantize
+from moe_core.specs.operands import named_fields
 
 #: Files beside the weights that belong to a model: tokenizers, templates, generation settings.
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
 _OWN_FILES = ("config.json", "model.safetensors.index.json")
+#: The weights of experts.
+_FIELDS = ("gate_up", "down")
 
 
 class ConversionProgress(NamedTuple):
@@ -63,23 +66,16 @@ class ConversionReport:
     bytes_after: int
 
     def __str__(self) -> str:
+        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         smaller = self.bytes_before / max(self.bytes_after, 1)
-        head = (
-            f"{self.format.name}: experts {self.bytes_before / 2**20:.1f} MiB -> {self.bytes_after / 2**20:.1f} MiB "
-            f"({smaller:.2f} times smaller)"
-        )
+        head = f"{self.format.name}: experts {before:.1f} MiB -> {after:.1f} MiB ({smaller:.2f} times smaller)"
         rows = [f"{'layer':>7}{'gate_up':>12}{'down':>12}   relative Frobenius error"]
         rows += [f"{error.layer:>7}{error.gate_up:>12.3e}{error.down:>12.3e}" for error in self.layers]
         return "\n".join([head, *rows])
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
-        return {
-            "format": self.format.name,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "layers": [error._asdict() for error in self.layers],
-        }
+        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {"format": self.format.name, **sizes, "layers": [error._asdict() for error in self.layers]}
 
 
 def convert_checkpoint(
@@ -113,18 +109,9 @@ def convert_checkpoint(
         shards.finish(conversion.settings())
         for file in checkpoint.path.iterdir():
             if file.suffix in _SIDE_FILES and file.name not in _OWN_FILES and file.is_file():
-                shards.adopt(file.name)
+                shards.files.append(file.name)
                 shutil.copyfile(file, Path(destination) / file.name)
     return conversion.report()
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A tensor of the source that holds weights of experts. divided: gate and up are its halves."""
-
-    layer: int
-    field: str
-    divided: bool
 
 
 class _Conversion:
@@ -134,24 +121,23 @@ class _Conversion:
         self, checkpoint: Checkpoint, packing: Packing, progress: Callable[[ConversionProgress], object] | None
     ) -> None:
         self._checkpoint, self._packing, self._progress = checkpoint, packing, progress
-        self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in ("gate_up", "down")}
-        self._weights: dict[str, _Weight] = {}
+        self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
+        #: (layer, field) of every tensor that holds weights of experts.
+        self._weights: dict[str, tuple[int, str]] = {}
         self._kept: list[str] = []
         self._before = self._after = 0
         for layer in checkpoint.moe_layers:
             stacks = checkpoint.stacks(layer)
-            for field in ("gate_up", "down"):
-                for part in stacks[f"experts.{field}"].parts:
-                    fused = module_of(part.tensor)[1]
-                    self._weights[part.tensor] = _Weight(layer, field, fused and field == "gate_up")
+            for field in _FIELDS:
+                self._weights |= {part.tensor: (layer, field) for part in stacks[f"experts.{field}"].parts}
 
     def require_sizes(self) -> None:
         """Raise InvalidInput, naming the tensor, where the format's padding rule refuses its sizes."""
         sizes = self._checkpoint.architecture
         shapes = {"gate_up": (sizes.d_ff, sizes.d_model), "down": (sizes.d_model, sizes.d_ff)}
-        for name, weight in self._weights.items():
+        for name, (_, field) in self._weights.items():
             try:
-                quantized_shapes(QuantizedSpec(self._packing.format), shapes[weight.field])
+                quantized_shapes(QuantizedSpec(self._packing.format), shapes[field])
             except InvalidInput as problem:
                 raise InvalidInput(f"{name} cannot be quantised: {problem}") from problem
 
@@ -176,36 +162,31 @@ class _Conversion:
         """The tensors that take the place of one that holds weights."""
         if tensor.get_dtype() not in FLOATING:
             raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; cast it first")
-        weight, naming = self._weights[name], self._checkpoint.architecture.naming
+        weight, per_expert = self._weights[name], self._checkpoint.architecture.naming.per_expert
         module, fused = module_of(name)
         if not fused:
-            yield from self._packed(module, self._matrix(weight, tensor[:]), fused=False)
+            yield from self._packing.tensors(module, self._matrix(weight, tensor[:]), fused=False)
             return
         matrices = (tensor[expert : expert + 1][0] for expert in range(tensor.get_shape()[0]))
-        if naming.per_expert is None:
+        if per_expert is None:
             quantized = [self._matrix(weight, matrix.T) for matrix in matrices]
-            yield from self._packed(module, _stacked(quantized), fused=True)
+            yield from self._packing.tensors(module, _stacked(quantized), fused=True)
             return
-        gate, up, down = naming.per_expert
+        gate, up, down = per_expert
         experts = module.rpartition(".")[0]
         for expert, matrix in enumerate(matrices):
-            parts = {down: matrix}
-            if weight.divided:
-                half = len(matrix) // 2
-                parts = {gate: matrix[:half], up: matrix[half:]}
+            half = len(matrix) // 2
+            parts = {down: matrix} if weight[1] == "down" else {gate: matrix[:half], up: matrix[half:]}
             for part, rows in parts.items():
-                yield from self._packed(f"{experts}.{expert}.{part}", self._matrix(weight, rows), fused=False)
+                yield from self._packing.tensors(f"{experts}.{expert}.{part}", self._matrix(weight, rows), fused=False)
 
-    def _matrix(self, weight: _Weight, matrix: np.ndarray) -> QuantizedTensor:
+    def _matrix(self, weight: tuple[int, str], matrix: np.ndarray) -> QuantizedTensor:
         """A matrix `[N, D]` quantised and its error counted."""
         quantized = quantize(matrix, self._packing.format)
-        self._errors[weight.layer, weight.field].add(matrix, dequantize(quantized))
+        self._errors[weight].add(matrix, dequantize(quantized))
         self._before += matrix.nbytes
         self._after += quantized.nbytes
         return quantized
-
-    def _packed(self, module: str, quantized: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
-        return self._packing.tensors(module, quantized, fused)
 
     def settings(self) -> dict[str, Any]:
         """config.json of the converted checkpoint; to be asked for when every tensor has been made."""
@@ -215,16 +196,12 @@ class _Conversion:
 
     def report(self) -> ConversionReport:
         layers = tuple(
-            LayerError(layer, *(self._errors[layer, field].relative_frobenius for field in ("gate_up", "down")))
+            LayerError(layer, *(self._errors[layer, field].relative_frobenius for field in _FIELDS))
             for layer in self._checkpoint.moe_layers
         )
         return ConversionReport(self._packing.format, layers, self._before, self._after)
 
 
 def _stacked(tensors: list[QuantizedTensor]) -> QuantizedTensor:
-    """Tensors of one shape as a stack."""
-
-    def stack(name: str) -> np.ndarray | None:
-        return None if getattr(tensors[0], name) is None else np.stack([getattr(tensor, name) for tensor in tensors])
-
-    return QuantizedTensor(tensors[0].spec, stack("values"), stack("scales"), stack("zero_points"))
+    arrays = zip(*(dict(named_fields(tensor)).values() for tensor in tensors), strict=True)
+    return QuantizedTensor(tensors[0].spec, *map(np.stack, arrays))

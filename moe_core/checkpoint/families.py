@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.errors import Unsupported
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 
 #: hidden_act of a config.json -> name of the activation.
-_HIDDEN_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
-}
+_HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+_HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -59,18 +51,15 @@ class Architecture:
     naming: Naming
 
 
-def _gated(config: ModelConfig) -> Activation:
+def _gated(config: ModelConfig, router: RouterSpec) -> MoESpec:
+    """The spec of gated experts, all weights `out_in`."""
     name = config.find("hidden_act")
     if name not in _HIDDEN_ACTIVATIONS:
         raise Unsupported(
             f"hidden_act in config.json must be one of {', '.join(_HIDDEN_ACTIVATIONS)}, got {name!r}; "
             "this activation cannot be computed"
         )
-    return Activation(_HIDDEN_ACTIVATIONS[name], gate_layout="halves")
-
-
-def _out_in(activation: Activation, router: RouterSpec) -> MoESpec:
-    return MoESpec(activation, router, weight_layout="out_in", router_weight_layout="out_in")
+    return MoESpec(Activation(_HIDDEN_ACTIVATIONS[name]), router, "out_in", router_weight_layout="out_in")
 
 
 def _architecture(
@@ -86,24 +75,16 @@ def _architecture(
 ) -> Architecture:
     """moe_layers: whether a layer has experts, as `rule` says; width, experts: the settings that give d_ff and E."""
     num_layers, d_ff = config.integer("num_hidden_layers"), config.integer(width)
-    return Architecture(
-        num_layers=num_layers,
-        moe_layers=tuple(filter(moe_layers, range(num_layers))),
-        moe_layers_rule=rule,
-        d_model=config.integer("hidden_size"),
-        d_ff=d_ff,
-        num_experts=config.integer(*experts),
-        shared_d_ff=d_ff * num_shared,
-        spec=spec,
-        naming=naming,
-    )
+    layers = tuple(filter(moe_layers, range(num_layers)))
+    d_model, num_experts = config.integer("hidden_size"), config.integer(*experts)
+    return Architecture(num_layers, layers, rule, d_model, d_ff, num_experts, d_ff * num_shared, spec, naming)
 
 
 def _mixtral(config: ModelConfig) -> Architecture:
     """Softmax over all experts, then top-k, renormalised."""
     router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=True)
     naming = Naming(blocks=("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
-    return _architecture(config, _out_in(_gated(config), router), naming)
+    return _architecture(config, _gated(config, router), naming)
 
 
 def _qwen3_moe(config: ModelConfig) -> Architecture:
@@ -116,7 +97,7 @@ def _qwen3_moe(config: ModelConfig) -> Architecture:
     router = RouterSpec(config.integer("num_experts_per_tok"), renormalize=config.boolean("norm_topk_prob"))
     return _architecture(
         config,
-        _out_in(_gated(config), router),
+        _gated(config, router),
         Naming(),
         lambda layer: (layer + 1) % step == 0 and layer not in dense,
         f"decoder_sparse_step = {step}, mlp_only_layers = {list(dense)}",
@@ -131,12 +112,9 @@ def _gpt_oss(config: ModelConfig) -> Architecture:
     Files hold `[E, D, 2F]` and `[E, F, D]` with gate and up columns interleaved.
     """
     limit = config.settings.get("swiglu_limit", 7.0)
-    activation = Activation(
-        "swiglu_oai",
-        gate_layout="interleaved",
-        alpha=config.number("swiglu_alpha", default=1.702),
-        limit=None if limit is None else config.number("swiglu_limit", default=7.0),
-    )
+    alpha = config.number("swiglu_alpha", default=1.702)
+    limit = None if limit is None else config.number("swiglu_limit", default=7.0)
+    activation = Activation("swiglu_oai", gate_layout="interleaved", alpha=alpha, limit=limit)
     router = RouterSpec(config.integer("num_experts_per_tok", "experts_per_token"), order="topk_then_softmax")
     spec = MoESpec(activation, router, weight_layout="in_out", router_weight_layout="out_in")
     return _architecture(config, spec, Naming(router="router", per_expert=None, router_bias=True, expert_bias=True))
@@ -151,17 +129,13 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
     config.require("topk_method", "noaux_tc")
     first = config.integer("first_k_dense_replace", least=0, null=0)
     frequency = config.integer("moe_layer_freq") if "moe_layer_freq" in config.settings else 1
-    router = RouterSpec(
-        config.integer("num_experts_per_tok"),
-        scoring="sigmoid",
-        renormalize=config.boolean("norm_topk_prob"),
-        scale=config.number("routed_scaling_factor"),
-        num_groups=config.integer("n_group", null=1),
-        topk_group=config.integer("topk_group", null=1),
-    )
+    top_k, renormalize = config.integer("num_experts_per_tok"), config.boolean("norm_topk_prob")
+    scale, num_groups = config.number("routed_scaling_factor"), config.integer("n_group", null=1)
+    topk_group = config.integer("topk_group", null=1)
+    router = RouterSpec(top_k, "sigmoid", None, renormalize, scale, num_groups, topk_group)
     return _architecture(
         config,
-        _out_in(_gated(config), router),
+        _gated(config, router),
         Naming(correction_bias=True),
         lambda layer: layer >= first and layer % frequency == 0,
         f"first_k_dense_replace = {first}, moe_layer_freq = {frequency}",
@@ -171,12 +145,7 @@ def _deepseek_v3(config: ModelConfig) -> Architecture:
     )
 
 
-_FAMILIES: Mapping[str, Callable[[ModelConfig], Architecture]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v3": _deepseek_v3,
-}
+_FAMILIES = {"mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3}
 #: The model types that can be read.
 FAMILY_NAMES = tuple(_FAMILIES)
 

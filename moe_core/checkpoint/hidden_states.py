@@ -24,11 +24,9 @@ def load_hidden_states(path: str | os.PathLike[str], d_model: int | None = None)
     file = Path(path)
     if not file.is_file():
         raise InvalidInput(f"hidden states must be an existing .npy or .safetensors file, got {file}; correct the path")
-    if file.suffix == ".npy":
-        return _load_npy(file, d_model)
-    if file.suffix == ".safetensors":
-        return _load_safetensors(file, d_model)
-    raise InvalidInput(f"hidden states must be a .npy or .safetensors file, got {file}; save them as one of these")
+    if file.suffix not in (".npy", ".safetensors"):
+        raise InvalidInput(f"hidden states must be a .npy or .safetensors file, got {file}; save them as one of these")
+    return (_load_npy if file.suffix == ".npy" else _load_safetensors)(file, d_model)
 
 
 def _require_shape(file: Path, shape: tuple[int, ...], d_model: int | None) -> None:

@@ -10,19 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_core.base import dtypes
+from moe_core.checkpoint import quantized
 from moe_core.checkpoint.config import read_config
 from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantization import read_quantization
-from moe_core.checkpoint.quantized import (
-    ARRAYS,
-    assemble,
-    is_quantized,
-    plain_array,
-    quantized_architecture,
-    quantized_stacks,
-    refuse_unread,
-)
 from moe_core.checkpoint.storage import Part, ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
@@ -63,8 +55,8 @@ class MoELayer:
     @property
     def dtype(self) -> str:
         """Canonical dtype of the experts' weights; of quantised ones, that of the router's weight."""
-        quantized = isinstance(self.experts.gate_up, QuantizedTensor)
-        return dtypes.canonical((self.router.weight if quantized else self.experts.gate_up).dtype)
+        weight = self.experts.gate_up
+        return dtypes.canonical((self.router.weight if isinstance(weight, QuantizedTensor) else weight).dtype)
 
     def dequantized(self, dtype: str = "bfloat16") -> MoELayer:
         """The layer with plain weights in `dtype`: each is code x scale in fp32, cast once.
@@ -74,8 +66,9 @@ class MoELayer:
 
         def bundle(weights: Any) -> Any:
             plain = {
-                name: array if name.endswith("_bias") and array.dtype.name == "float32" else plain_array(array, dtype)
+                name: quantized.plain_array(array, dtype)
                 for name, array in named_fields(weights)
+                if not (name.endswith("_bias") and array.dtype.name == "float32")
             }
             return dataclasses.replace(weights, **plain)
 
@@ -130,23 +123,16 @@ class Checkpoint:
             arrays: dict[str, Any] = reader.read(stacks, stored, progress)
         is_packed = "experts.gate_up" not in arrays
         if self.packing is not None:
-            arrays = assemble(arrays, self.packing)
+            arrays = quantized.assemble(arrays, self.packing)
 
         def bundle(kind: type, prefix: str) -> Any:
             return kind(**{name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)})
 
-        return MoELayer(
-            layer=layer,
-            family=self.family,
-            spec=architecture.spec,
-            experts=bundle(ExpertWeights, "experts."),
-            router=bundle(RouterWeights, "router."),
-            shared=bundle(SharedExpert, "shared.") if self.architecture.shared_d_ff else None,
-            d_model=self.architecture.d_model,
-            d_ff=self.architecture.d_ff,
-            num_experts=self.architecture.num_experts,
-            scheme=self.scheme if is_packed else None,
-        )
+        experts, router = bundle(ExpertWeights, "experts."), bundle(RouterWeights, "router.")
+        shared = bundle(SharedExpert, "shared.") if architecture.shared_d_ff else None
+        sizes = (architecture.d_model, architecture.d_ff, architecture.num_experts)
+        scheme = self.scheme if is_packed else None
+        return MoELayer(layer, self.family, architecture.spec, experts, router, shared, *sizes, scheme)
 
     def stacks(self, layer: int) -> dict[str, Stack]:
         """The arrays of a layer by field name, and the tensors of the files each is put together from."""
@@ -159,11 +145,11 @@ class Checkpoint:
         stacks = layer_stacks(architecture, block, fused)
         if packing is None:
             return architecture, stacks
-        if is_quantized(stacks["experts.gate_up"].parts[0].tensor, packing, self.index):
-            architecture = quantized_architecture(architecture, stacks, packing, self.index)
+        if quantized.is_quantized(stacks["experts.gate_up"].parts[0].tensor, packing, self.index):
+            architecture = quantized.quantized_architecture(architecture, stacks, packing, self.index)
             separate = architecture.spec.activation.gate_layout == "separate"
-            stacks = quantized_stacks(layer_stacks(architecture, block, fused), packing, self.index, separate)
-        refuse_unread(self.index, block, stacks)
+            stacks = quantized.quantized_stacks(layer_stacks(architecture, block, fused), packing, self.index, separate)
+        quantized.refuse_unread(self.index, block, stacks)
         return architecture, stacks
 
     def _require_moe_layer(self, layer: int) -> None:
@@ -233,7 +219,7 @@ def _is_fused(architecture: Architecture, index: TensorIndex, block: str, packin
     naming, fused = architecture.naming, f"{block}experts.gate_up_proj"
 
     def holds(weight: str) -> bool:
-        return weight in index.files or (packing is not None and is_quantized(weight, packing, index))
+        return weight in index.files or (packing is not None and quantized.is_quantized(weight, packing, index))
 
     if naming.per_expert is None or holds(fused):
         return True
@@ -260,16 +246,14 @@ def _expert_stacks(architecture: Architecture, experts: str, fused: bool) -> dic
             name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
             for name, stack in per_expert[0].items()
         }
-    out_in = architecture.spec.weight_layout == "out_in"
-    gate_up_shape = (2 * d_ff, d_model) if out_in else (d_model, 2 * d_ff)
-    down_shape = (d_model, d_ff) if out_in else (d_ff, d_model)
+    step = 1 if architecture.spec.weight_layout == "out_in" else -1
+    shapes = {"gate_up": (2 * d_ff, d_model), "down": (d_model, d_ff)}
     stacks = {
-        "experts.gate_up": Stack.whole(f"{experts}gate_up_proj", (num_experts, *gate_up_shape)),
-        "experts.down": Stack.whole(f"{experts}down_proj", (num_experts, *down_shape)),
+        f"experts.{name}": Stack.whole(f"{experts}{name}_proj", (num_experts, *shape[::step]))
+        for name, shape in shapes.items()
     }
-    if naming.expert_bias:
-        stacks["experts.gate_up_bias"] = Stack.whole(f"{experts}gate_up_proj_bias", (num_experts, 2 * d_ff))
-        stacks["experts.down_bias"] = Stack.whole(f"{experts}down_proj_bias", (num_experts, d_model))
+    for name, shape in shapes.items() if naming.expert_bias else ():
+        stacks[f"experts.{name}_bias"] = Stack.whole(f"{experts}{name}_proj_bias", (num_experts, shape[0]))
     return stacks
 
 
@@ -305,9 +289,8 @@ def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> No
 
 def _require_one_dtype(stored: Mapping[str, str]) -> None:
     """Experts and shared experts multiply one x, so their weights have one dtype; biases may be fp32."""
-    weights = {
-        name: dtype for name, dtype in stored.items() if not name.startswith("router.") and not name.endswith(ARRAYS)
-    }
+    plain = [name for name in stored if not name.startswith("router.") and not name.endswith(quantized.ARRAYS)]
+    weights = {name: stored[name] for name in plain}
     wanted = weights.get("experts.gate_up", stored["router.weight"])
     for name, dtype in weights.items():
         if dtype != wanted and not (name.endswith("_bias") and dtype == "float32"):

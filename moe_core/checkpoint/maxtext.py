@@ -97,7 +97,9 @@ def from_maxtext(
         )
     arrays = {name: _layer_of(path, flat[path], layer) for name, path in paths.items()}
     if storage is None:
-        storage = _only_storage(arrays, spec)
+        experts = spec.experts.weight_layout or _only_layout("experts.", "d_model = d_ff", arrays, spec)
+        router = _only_layout("router.", "d_model = num_experts", arrays, spec)
+        storage = Storage(experts, MAXTEXT.gate_layout, router)
     return LayerWeights.from_named(arrays, spec.stored_as(storage), storage)
 
 
@@ -129,13 +131,6 @@ def _layer_of(path: str, value: Any, layer: int | None) -> np.ndarray:
             "arrays of one layer"
         )
     return array.take(layer, axis=SCAN_AXIS)
-
-
-def _only_storage(arrays: Mapping[str, np.ndarray], spec: MoELayerSpec) -> Storage:
-    """The one storage whose shapes the arrays have; InvalidInput where there is none or more than one."""
-    stated = spec.experts.weight_layout
-    experts = stated or _only_layout("experts.", "d_model = d_ff", arrays, spec)
-    return Storage(experts, MAXTEXT.gate_layout, _only_layout("router.", "d_model = num_experts", arrays, spec))
 
 
 def _only_layout(part: str, ambiguous: str, arrays: Mapping[str, np.ndarray], spec: MoELayerSpec) -> str:

@@ -24,16 +24,8 @@ from typing import Any
 import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_GROUP,
-    INT8_TOKEN,
-    Format,
-    QuantizedSpec,
-    QuantizedTensor,
-    Scheme,
-    format_names,
-    quantized_shapes,
-)
+from moe_core.formats import FP8_GROUP, INT8_TOKEN, Format, Scheme, format_names
+from moe_core.formats.tensor import QuantizedSpec, QuantizedTensor, quantized_shapes
 
 _SCALE_HEADERS = ("F32", "BF16", "F16")
 _E8M0_HEADERS = ("U8", "F8_E8M0")
@@ -124,14 +116,8 @@ def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str
         scales = _e8m0_scales(format, scale_suffix)
     elif format.group_rows is None:
         # One scale per tensor: files have `[1]` for a matrix, `[E, 1]` for a stack.
-        scales = Component(
-            "scales",
-            scale_suffix,
-            _SCALE_HEADERS,
-            lambda rows, columns: (1,),
-            decode=lambda scale: scale[..., None],
-            encode=lambda scale: scale[..., 0],
-        )
+        decode, encode = (lambda scale: scale[..., None]), (lambda scale: scale[..., 0])
+        scales = Component("scales", scale_suffix, _SCALE_HEADERS, lambda rows, columns: (1,), decode, encode)
     else:
         # e8m0 scales of DeepSeek's later files are numbers to us: they are cast while they are read.
         scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _scales_shape(format))
@@ -158,31 +144,23 @@ def words_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
         return as_bytes.reshape(*array.shape[:-2], -1, array.shape[-1])
 
     def pad_to_words(packed: np.ndarray) -> np.ndarray:
-        missing = -packed.shape[-1] % _WORD_BYTES
-        whole = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+        whole = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % _WORD_BYTES)])
         return np.ascontiguousarray(whole).view("<i4")
 
-    values = Component(
-        "values",
-        ".weight_packed",
-        ("I32",),
-        lambda rows, columns: (rows, words(columns)),
-        decode=lambda array: np.ascontiguousarray(array).view(np.uint8),
-        encode=pad_to_words,
-    )
-    components = [values, Component("scales", ".weight_scale", _SCALE_HEADERS, _scales_shape(format))]
-    if format.zero_points:
-        components.append(
-            Component(
-                "zero_points",
-                ".weight_zero_point",
-                ("I32",),
-                lambda rows, columns: (words(rows), _scales_shape(format)(rows, columns)[1]),
-                decode=words_to_points,
-                encode=points_to_words,
-            )
-        )
-    return Packing(scheme, tuple(components), settings, stores_shape=True)
+    def words_to_bytes(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array).view(np.uint8)
+
+    def values_shape(rows: int, columns: int) -> Shape:
+        return rows, words(columns)
+
+    def points_shape(rows: int, columns: int) -> Shape:
+        return words(rows), _scales_shape(format)(rows, columns)[1]
+
+    values = Component("values", ".weight_packed", ("I32",), values_shape, words_to_bytes, pad_to_words)
+    scales = Component("scales", ".weight_scale", _SCALE_HEADERS, _scales_shape(format))
+    points = Component("zero_points", ".weight_zero_point", ("I32",), points_shape, words_to_points, points_to_words)
+    components = (values, scales, points) if format.zero_points else (values, scales)
+    return Packing(scheme, components, settings, stores_shape=True)
 
 
 def _scales_shape(format: Format) -> Callable[[int, int], Shape]:
@@ -230,14 +208,12 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
 
 def _arguments(format: Format) -> dict[str, Any]:
     """What compressed-tensors calls the arguments of a quantisation."""
-    strategy = "group"
-    if format.group_columns is None:
-        strategy = "tensor" if format.group_rows is None else "channel"
+    whole = "tensor" if format.group_rows is None else "channel"
     arguments: dict[str, Any] = {
         "num_bits": format.bits_per_element,
         "type": "int" if "int" in format.element else "float",
         "symmetric": not format.zero_points,
-        "strategy": strategy,
+        "strategy": whole if format.group_columns is None else "group",
         "group_size": format.group_columns,
         "dynamic": False,
     }
@@ -246,9 +222,5 @@ def _arguments(format: Format) -> dict[str, Any]:
 
 def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": kind}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": kind,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-    }
+    settings = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
+    return settings | {"config_groups": {"group_0": group}}

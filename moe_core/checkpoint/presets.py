@@ -36,23 +36,16 @@ def layer_spec_from_config(config: Any) -> MoELayerSpec:
 
 def _checkpoint_family(config: ModelConfig, family: str | None = None, **changes: Any) -> MoELayerSpec:
     """The layer of a family whose checkpoints can be read; changes replace settings, None removes one."""
-    removed = {key for key, value in changes.items() if value is None}
-    settings = {key: value for key, value in {**config.settings, **changes}.items() if key not in removed}
+    given = {**config.settings, **changes}.items()
+    settings = {key: value for key, value in given if value is not None or key not in changes}
     found = architecture_of(ModelConfig(family or config.model_type, settings))
     activation, router = found.spec.activation, found.spec.router
     assert router is not None
-    return MoELayerSpec(
-        d_model=found.d_model,
-        d_ff=found.d_ff,
-        num_experts=found.num_experts,
-        top_k=router.require_top_k(),
-        router=router,
-        # The family's own gate layout is that of its files, not of the layer.
-        experts=ExpertsSpec(dataclasses.replace(activation, gate_layout="halves"), bias=found.naming.expert_bias),
-        shared_experts=SharedExpertsSpec(found.shared_d_ff) if found.shared_d_ff else None,
-        router_bias=found.naming.router_bias,
-        correction_bias=found.naming.correction_bias,
-    )
+    sizes, naming = (found.d_model, found.d_ff, found.num_experts, router.require_top_k()), found.naming
+    # The family's own gate layout is that of its files, not of the layer.
+    experts = ExpertsSpec(dataclasses.replace(activation, gate_layout="halves"), bias=naming.expert_bias)
+    shared = SharedExpertsSpec(found.shared_d_ff) if found.shared_d_ff else None
+    return MoELayerSpec(*sizes, router, experts, shared, naming.router_bias, naming.correction_bias)
 
 
 def _qwen2_moe(config: ModelConfig) -> MoELayerSpec:
@@ -92,15 +85,14 @@ def _deepseek_v2(config: ModelConfig) -> MoELayerSpec:
             "cannot be computed"
         )
     groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}
-    removed = {"scoring_func": None, "topk_method": None}
-    base = _checkpoint_family(config, "deepseek_v3", norm_topk_prob=False, **groups, **removed)
+    base = _deepseek_v3_like(config, norm_topk_prob=False, **groups)
     router = dataclasses.replace(base.router, scoring="softmax")
     return dataclasses.replace(base, router=router, correction_bias=False)
 
 
-def _deepseek_v3_like(config: ModelConfig) -> MoELayerSpec:
+def _deepseek_v3_like(config: ModelConfig, **changes: Any) -> MoELayerSpec:
     """Routed as DeepSeek-V3 whatever scoring_func and topk_method say: the models do not read them."""
-    return _checkpoint_family(config, "deepseek_v3", scoring_func=None, topk_method=None)
+    return _checkpoint_family(config, "deepseek_v3", scoring_func=None, topk_method=None, **changes)
 
 
 #: model_type -> what makes the spec from the settings.

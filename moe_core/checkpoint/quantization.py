@@ -7,21 +7,9 @@ from typing import Any
 
 from moe_core.checkpoint.packing import Packing, mxfp4_packing, plain_packing, words_packing
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import (
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    FP8_GROUP,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    INT8_CHANNEL,
-    INT8_TOKEN,
-    MXFP4,
-    MXFP8,
-    Format,
-    Scheme,
-    int4_grouped,
-    int8_grouped,
-)
+from moe_core.formats import MXFP4, MXFP8, Format, Scheme
+from moe_core.formats.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP, FP8_TENSOR, FP8_TOKEN
+from moe_core.formats.integer import INT8_CHANNEL, INT8_TOKEN, int4_grouped, int8_grouped
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
 _BLOCK = [128, 128]
@@ -78,10 +66,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise InvalidInput(
             f"config_groups in config.json must map names to objects, got {groups!r}; restore the original config.json"
         )
-    found = [
-        (group.get("format") or settings.get("format"), group.get("weights"), group.get("input_activations"))
-        for group in groups.values()
-    ]
+    names, own = ("weights", "input_activations"), settings.get("format")
+    found = [(group.get("format") or own, *map(group.get, names)) for group in groups.values()]
     if not found or any(group != found[0] for group in found):
         raise _unsupported(f"{len(found)} groups of different kinds", "every matrix must be quantised alike")
     kind, weights, activations = found[0]
@@ -91,14 +77,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise _unsupported("actorder by group", "permuted columns (weight_g_idx) cannot be read")
     format = _format(weights)
     scheme = Scheme(f"{format.name}_compressed", format, _activations(activations, format))
-    stored = {
-        "pack-quantized": ("uint4", "uint8"),
-        "int-quantized": ("int8",),
-        "float-quantized": ("e4m3",),
-        "naive-quantized": ("e4m3",),
-        "mxfp4-pack-quantized": ("e2m1",),
-        "mxfp8-quantized": ("e4m3",),
-    }
+    stored = {"pack-quantized": ("uint4", "uint8"), "int-quantized": ("int8",), "float-quantized": ("e4m3",)}
+    stored |= {"naive-quantized": ("e4m3",), "mxfp4-pack-quantized": ("e2m1",), "mxfp8-quantized": ("e4m3",)}
     element = "int8" if kind == "int-quantized" and format.element == "uint8" else format.element
     if kind not in stored or element not in stored[kind]:
         raise _unsupported(f"format {kind!r} of {format.name}", f"the formats that can be read are {', '.join(stored)}")
@@ -114,7 +94,6 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
 
 
 def _format(weights: Mapping[str, Any]) -> Format:
-    """The format of the arguments of a quantisation."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     strategy, group_size = weights.get("strategy"), weights.get("group_size")
     zero_points = weights.get("symmetric", True) is False

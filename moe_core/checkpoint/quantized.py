@@ -46,11 +46,8 @@ def quantized_architecture(
     rows of both; else they stay apart: gate_layout `separate`.
     """
     spec = dataclasses.replace(architecture.spec, weight_layout="out_in")
-    halves = [
-        stack
-        for name, stack in stacks.items()
-        if name.endswith(".gate_up") and _is_divided(stack) and is_quantized(stack.parts[0].tensor, packing, index)
-    ]
+    divided = [stack for name, stack in stacks.items() if name.endswith(".gate_up") and _is_divided(stack)]
+    halves = [stack for stack in divided if is_quantized(stack.parts[0].tensor, packing, index)]
     if all(packing.format.splits_rows(stack.parts[0].shape[-2]) for stack in halves):
         return dataclasses.replace(architecture, spec=spec)
     if not _is_divided(stacks["experts.gate_up"]):
@@ -106,9 +103,7 @@ def _apart(name: str, stack: Stack) -> dict[str, Stack]:
 def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, component: Component) -> Stack:
     """One array of a quantised weight; shapes: of the arrays of the whole weight."""
     format = packing.format
-    dtype: str | None = format.own_element.dtype
-    if component.field == "scales":
-        dtype = format.scale_dtypes[0] if len(format.scale_dtypes) == 1 else None
+    dtypes_of = format.scale_dtypes if component.field == "scales" else (format.own_element.dtype,)
     parts = []
     for part in stack.parts:
         module, fused = module_of(part.tensor)
@@ -116,6 +111,7 @@ def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, co
         shape = (*part.shape[:-2], *component.file_shape(part.shape[-2], part.shape[-1]))
         place = tuple(_scaled(index, format, component.field) for index in part.place)
         parts.append(Part(name, shape, place, component.decode))
+    dtype = dtypes_of[0] if len(dtypes_of) == 1 else None
     return Stack(getattr(shapes, component.field), tuple(parts), dtype, component.accepts)
 
 
@@ -140,14 +136,10 @@ def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -
 
 def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, Any]:
     """The arrays of a layer by field name, the arrays of a quantised weight as one QuantizedTensor."""
-    fields: dict[str, Any] = {}
-    for name, array in arrays.items():
-        field, _, component = name.rpartition(".")
-        if component == "values":
-            scales, points = arrays[f"{field}.scales"], arrays.get(f"{field}.zero_points")
-            fields[field] = QuantizedTensor(QuantizedSpec(packing.format), array, scales, points)
-        elif component not in ("scales", "zero_points"):
-            fields[name] = array
+    fields: dict[str, Any] = {name: array for name, array in arrays.items() if not name.endswith(ARRAYS)}
+    for field in [name.removesuffix(".values") for name in arrays if name.endswith(".values")]:
+        parts = (arrays.get(field + ending) for ending in ARRAYS)
+        fields[field] = QuantizedTensor(QuantizedSpec(packing.format), *parts)
     return fields
 
 

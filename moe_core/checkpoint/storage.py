@@ -7,24 +7,64 @@ pages are read-only, while every engine wants 16-byte aligned arrays it may shar
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.files import open_file
 from moe_core.checkpoint.config import read_json
-from moe_core.checkpoint.raw import RAW_DTYPES, RawTensor
 from moe_core.errors import InvalidInput, Unsupported
 
 #: dtype names of safetensors headers -> canonical names, of what is read as it is.
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+#: The same of 8-bit floats, which the safetensors package does not hand NumPy, for want of such dtypes there.
+RAW_DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+#: A file begins with the length of its JSON header, a little-endian uint64.
+_LENGTH_BYTES = 8
 #: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
 _PIECE_BYTES = 64 * 2**20
+
+
+@functools.lru_cache(maxsize=8)
+def _header(path: Path, modified: int) -> tuple[int, dict[str, Any]]:
+    """(offset of the data, header) of a file; `modified` keeps a rewritten file from being taken for the old one."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        return _LENGTH_BYTES + header_bytes, json.loads(file.read(header_bytes))
+
+
+class RawTensor:
+    """An 8-bit float tensor of a file that safetensors has validated; has the methods of its lazy slices."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        data, header = _header(path, path.stat().st_mtime_ns)
+        entry = header[name]
+        self._path, self._offset = path, data + entry["data_offsets"][0]
+        self._shape, self._dtype = tuple(entry["shape"]), entry["dtype"]
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """The rows of a slice of the first axis, copied from the file; all of a tensor without axes."""
+        dtype = RAW_DTYPES[self._dtype]
+        if 0 in self._shape:
+            return np.empty(self._shape, dtype)[rows]
+        # A tensor without axes is mapped as one element.
+        mapped = np.memmap(self._path, np.uint8, "r", self._offset, self._shape or (1,))
+        copied = np.array(mapped[rows]).view(dtype)
+        return copied if self._shape else copied.reshape(())
 
 
 class ReadProgress(NamedTuple):
@@ -104,7 +144,6 @@ class TensorIndex:
 def lazy_tensor(file: Any, path: Path, name: str) -> Any:
     """A tensor of an open file: `get_shape()`, `get_dtype()` from the header, data when indexed with a slice."""
     tensor = file.get_slice(name)
-    # safetensors cannot give NumPy these, because NumPy itself has no such dtypes.
     return RawTensor(path, name) if tensor.get_dtype() in RAW_DTYPES else tensor
 
 
@@ -135,26 +174,19 @@ def find_tensors(directory: Path) -> TensorIndex:
     return TensorIndex(directory, files)
 
 
-class StackReader:
+class StackReader(contextlib.ExitStack):
     """Reads stacks from the files of an index; a context manager that opens each needed shard once."""
 
     def __init__(self, index: TensorIndex) -> None:
+        super().__init__()
         self._index = index
         self._files: dict[Path, tuple[Any, frozenset[str]]] = {}
-        self._exit = contextlib.ExitStack()
-
-    def __enter__(self) -> StackReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._exit.close()
-        self._files.clear()
 
     def _tensor(self, name: str) -> Any:
         """The lazy slice of a tensor: shape and dtype come from the header, data when indexed."""
         path = self._index.path_of(name)
         if path not in self._files:
-            file = self._exit.enter_context(open_file(path))
+            file = self.enter_context(open_file(path))
             self._files[path] = file, frozenset(file.keys())
         file, names = self._files[path]
         if name not in names:
@@ -230,7 +262,6 @@ class StackReader:
 
 def _pieces(target: np.ndarray) -> Iterator[slice]:
     """Ranges along the first axis: one for small arrays and matrices, several for large stacks of matrices."""
-    rows = len(target) if target.ndim < 3 else _PIECE_BYTES // max(1, target[:1].nbytes)
-    rows = max(1, rows)
+    rows = max(1, len(target) if target.ndim < 3 else _PIECE_BYTES // max(1, target[:1].nbytes))
     for start in range(0, len(target), rows):
         yield slice(start, min(start + rows, len(target)))

@@ -117,7 +117,6 @@ def save_checkpoint(
 
 
 def _model(config: Any) -> _Model:
-    """What config says."""
     settings = settings_of(config)
     model_type = settings.get("model_type")
     if model_type not in FAMILY_NAMES:
@@ -165,11 +164,11 @@ class _Model:
                 "LayerWeights.from_checkpoint or a layer's export_weights"
             )
         wanted, own = (spec.stored_as(self.storage) for spec in (self.spec, weights.layer_spec()))
-        for field in dataclasses.fields(MoELayerSpec):
-            mine, theirs = getattr(wanted, field.name), getattr(own, field.name)
-            if field.name not in FREE_FIELDS and mine != theirs:
+        for name in [field.name for field in dataclasses.fields(MoELayerSpec) if field.name not in FREE_FIELDS]:
+            mine, theirs = getattr(wanted, name), getattr(own, name)
+            if mine != theirs:
                 raise InvalidInput(
-                    f"weights of layer {layer} must have {field.name} = {mine} by config, got {theirs}; pass the "
+                    f"weights of layer {layer} must have {name} = {mine} by config, got {theirs}; pass the "
                     "config that belongs to the weights"
                 )
 
@@ -202,10 +201,10 @@ class _Source:
 
     def tensors(self, name: str, stack: Stack) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors an array is put together from; of per-expert storage one expert's matrix is made at a time."""
-        expert, array = None, None
+        expert, array = None, np.empty(0)
         for part in stack.parts:
             lead = part.place[:1] if len(stack.shape) == 3 else ()
-            if array is None or lead != expert:
+            if lead != expert:
                 expert, array = lead, self._array(name, stack.shape[len(lead) :], lead)
             yield part.tensor, np.asarray(array[part.place[len(lead) :]], order="C")
 
@@ -226,13 +225,7 @@ class Shards:
     A context manager that leaves no file behind where something goes wrong. name: of the argument that path is.
     """
 
-    def __init__(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        shard_bytes: int,
-        progress: Callable[[WriteProgress], object] | None = None,
-    ) -> None:
+    def __init__(self, name: str, path: str | os.PathLike[str], shard_bytes: int, progress: Any = None) -> None:
         directory = Path(path)
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise InvalidInput(
@@ -244,7 +237,8 @@ class Shards:
         self._pending: dict[str, np.ndarray] = {}
         self._pending_bytes = self._bytes = 0
         self._weight_map: dict[str, str] = {}
-        self._files: list[str] = []
+        #: What is removed when something goes wrong.
+        self.files: list[str] = []
 
     def extend(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         for name, array in tensors:
@@ -261,13 +255,12 @@ class Shards:
                 self._write()
 
     def _write(self) -> None:
-        file = f"model-{len(self._files) + 1:05}.safetensors"
-        self._files.append(file)
+        file = f"model-{len(self.files) + 1:05}.safetensors"
+        self.files.append(file)
         self._save_file(self._pending, self._directory / file, metadata=_METADATA)
         self._weight_map |= dict.fromkeys(self._pending, file)
-        self._bytes += self._pending_bytes
+        self._bytes, self._pending_bytes = self._bytes + self._pending_bytes, 0
         self._pending.clear()
-        self._pending_bytes = 0
         if self._progress is not None:
             written = sum(file != "" for file in self._weight_map.values())
             self._progress(WriteProgress(file, written, self._bytes))
@@ -276,32 +269,27 @@ class Shards:
         """Write what is left, give the files their final names, and only then the index and config.json."""
         if self._pending:
             self._write()
-        count = len(self._files)
-        names = {file: f"{Path(file).stem}-of-{count:05}.safetensors" for file in self._files}
+        count = len(self.files)
+        names = {file: f"{Path(file).stem}-of-{count:05}.safetensors" for file in self.files}
         if count == 1:
-            names[self._files[0]] = "model.safetensors"
+            names[self.files[0]] = "model.safetensors"
         for file, name in names.items():
             (self._directory / file).rename(self._directory / name)
-        self._files = list(names.values())
+        self.files = list(names.values())
         if count > 1:
             weight_map = {name: names[file] for name, file in self._weight_map.items()}
-            self._write_json(
-                "model.safetensors.index.json", {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-            )
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            self._write_json("model.safetensors.index.json", index)
         self._write_json("config.json", dict(settings))
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        self._files.append(name)
+        self.files.append(name)
         (self._directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    def adopt(self, name: str) -> None:
-        """Count another file of the directory among those to remove when something goes wrong."""
-        self._files.append(name)
 
     def __enter__(self) -> Shards:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for file in self._files if kind is not None else ():
+        for file in self.files if kind is not None else ():
             with contextlib.suppress(FileNotFoundError):
                 (self._directory / file).unlink()

@@ -8,73 +8,40 @@ says which format weights and activations have. Adding a format is a file like `
 registers its own needs no change here.
 """
 
-from moe_core.formats.format import (
-    ELEMENTS,
-    SCALE_RULES,
-    Element,
-    Format,
-    Scheme,
-    format_named,
-    format_names,
-    known_scheme,
-    register_format,
-    register_scheme,
-    scheme_named,
-    scheme_names,
-)
-from moe_core.formats.fp8 import (
-    FP8_BLOCK,
-    FP8_BLOCK_POW2,
-    FP8_CHANNEL,
-    FP8_CHANNEL_POW2,
-    FP8_GROUP,
-    FP8_GROUP_POW2,
-    FP8_TENSOR,
-    FP8_TENSOR_POW2,
-    FP8_TOKEN,
-    FP8_TOKEN_POW2,
-)
-from moe_core.formats.integer import INT8_CHANNEL, INT8_TOKEN, int4_grouped, int8_grouped
-from moe_core.formats.mx import MXFP4, MXFP4_CEIL, MXFP8, MXFP8_CEIL
-from moe_core.formats.tensor import QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes, quantized_specs
-from moe_core.formats.tiling import Tiling, why_not_tileable
-
-__all__ = [
-    "ELEMENTS",
-    "FP8_BLOCK",
-    "FP8_BLOCK_POW2",
-    "FP8_CHANNEL",
-    "FP8_CHANNEL_POW2",
-    "FP8_GROUP",
-    "FP8_GROUP_POW2",
-    "FP8_TENSOR",
-    "FP8_TENSOR_POW2",
-    "FP8_TOKEN",
-    "FP8_TOKEN_POW2",
-    "INT8_CHANNEL",
-    "INT8_TOKEN",
-    "MXFP4",
-    "MXFP4_CEIL",
-    "MXFP8",
-    "MXFP8_CEIL",
-    "SCALE_RULES",
-    "Element",
-    "Format",
-    "QuantizedShapes",
-    "QuantizedSpec",
-    "QuantizedTensor",
-    "Scheme",
-    "Tiling",
-    "format_named",
-    "format_names",
-    "int4_grouped",
-    "int8_grouped",
-    "known_scheme",
-    "quantized_shapes",
-    "quantized_specs",
-    "register_format",
-    "register_scheme",
-    "scheme_named",
-    "scheme_names",
-    "why_not_tileable",
-]
+from moe_core.formats.format import ELEMENTS as ELEMENTS
+from moe_core.formats.format import SCALE_RULES as SCALE_RULES
+from moe_core.formats.format import Element as Element
+from moe_core.formats.format import Format as Format
+from moe_core.formats.format import Scheme as Scheme
+from moe_core.formats.format import format_named as format_named
+from moe_core.formats.format import format_names as format_names
+from moe_core.formats.format import known_scheme as known_scheme
+from moe_core.formats.format import register_format as register_format
+from moe_core.formats.format import register_scheme as register_scheme
+from moe_core.formats.format import scheme_named as scheme_named
+from moe_core.formats.format import scheme_names as scheme_names
+from moe_core.formats.fp8 import FP8_BLOCK as FP8_BLOCK
+from moe_core.formats.fp8 import FP8_BLOCK_POW2 as FP8_BLOCK_POW2
+from moe_core.formats.fp8 import FP8_CHANNEL as FP8_CHANNEL
+from moe_core.formats.fp8 import FP8_CHANNEL_POW2 as FP8_CHANNEL_POW2
+from moe_core.formats.fp8 import FP8_GROUP as FP8_GROUP
+from moe_core.formats.fp8 import FP8_GROUP_POW2 as FP8_GROUP_POW2
+from moe_core.formats.fp8 import FP8_TENSOR as FP8_TENSOR
+from moe_core.formats.fp8 import FP8_TENSOR_POW2 as FP8_TENSOR_POW2
+from moe_core.formats.fp8 import FP8_TOKEN as FP8_TOKEN
+from moe_core.formats.fp8 import FP8_TOKEN_POW2 as FP8_TOKEN_POW2
+from moe_core.formats.integer import INT8_CHANNEL as INT8_CHANNEL
+from moe_core.formats.integer import INT8_TOKEN as INT8_TOKEN
+from moe_core.formats.integer import int4_grouped as int4_grouped
+from moe_core.formats.integer import int8_grouped as int8_grouped
+from moe_core.formats.mx import MXFP4 as MXFP4
+from moe_core.formats.mx import MXFP4_CEIL as MXFP4_CEIL
+from moe_core.formats.mx import MXFP8 as MXFP8
+from moe_core.formats.mx import MXFP8_CEIL as MXFP8_CEIL
+from moe_core.formats.tensor import QuantizedShapes as QuantizedShapes
+from moe_core.formats.tensor import QuantizedSpec as QuantizedSpec
+from moe_core.formats.tensor import QuantizedTensor as QuantizedTensor
+from moe_core.formats.tensor import quantized_shapes as quantized_shapes
+from moe_core.formats.tensor import quantized_specs as quantized_specs
+from moe_core.formats.tiling import Tiling as Tiling
+from moe_core.formats.tiling import why_not_tileable as why_not_tileable

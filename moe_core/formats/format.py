@@ -7,6 +7,7 @@ matrix product sums over. A scale, and a zero point where the format has them, b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_choice, require_flag, require_kind
@@ -176,18 +177,19 @@ _SCHEMES: dict[str, Scheme] = {}
 
 def register_format(format: Format) -> Format:
     """Make a format known by its name; returns it. InvalidInput where another one has the name."""
-    require_kind("format", format, Format)
-    if _FORMATS.setdefault(format.name, format) != format:
-        raise InvalidInput(f"name must be unique among formats, got {format.name!r} again; choose another")
-    return format
+    return _register("format", format, Format, _FORMATS)
 
 
 def register_scheme(scheme: Scheme) -> Scheme:
     """Make a scheme known by its name; returns it. InvalidInput where another one has the name."""
-    require_kind("scheme", scheme, Scheme)
-    if _SCHEMES.setdefault(scheme.name, scheme) != scheme:
-        raise InvalidInput(f"name must be unique among schemes, got {scheme.name!r} again; choose another")
-    return scheme
+    return _register("scheme", scheme, Scheme, _SCHEMES)
+
+
+def _register(what: str, value: Any, kind: type, known: dict[str, Any]) -> Any:
+    require_kind(what, value, kind)
+    if known.setdefault(value.name, value) != value:
+        raise InvalidInput(f"name must be unique among {what}s, got {value.name!r} again; choose another")
+    return value
 
 
 def format_names() -> tuple[str, ...]:

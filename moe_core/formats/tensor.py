@@ -95,7 +95,6 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
 
 
 def _tiled_shapes(format: Format, tiling: Tiling, sizes: tuple[int, ...]) -> QuantizedShapes:
-    """Shapes of the arrays of a tiled tensor of logical `sizes`."""
     if sizes[-2:] != (tiling.rows, tiling.columns):
         raise InvalidInput(
             f"shape must end in {(tiling.rows, tiling.columns)}, the sizes of its tiling, got {sizes}; tile the weight "
@@ -169,11 +168,10 @@ class QuantizedTensor:
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, QuantizedTensor):
             return self is other
-        return self._described is not None and other._described is not None and self._described == other._described
+        return self._described is not None and self._described == other._described
 
     def __hash__(self) -> int:
-        described = self._described
-        return id(self) if described is None else hash(described)
+        return hash(self._described or id(self))
 
     @property
     def format(self) -> Format:
@@ -186,16 +184,14 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape: what `dequantize` gives."""
-        tiling = self.spec.tiling
-        if tiling is not None:
-            # Sizes of leading axes may be symbols of a compiler, which stay so.
-            lead = tuple(self.values.shape)[:-3]
+        if (tiling := self.spec.tiling) is not None:
             if len(self.values.shape) < 3:
                 raise InvalidInput(
                     f"values of a tiled tensor must have at least 3 axes (blocks, steps, {BLOCK_VALUES}), got "
                     f"{tuple(self.values.shape)}; pass what prepack_weights gives"
                 )
-            return (*lead, tiling.rows, tiling.columns)
+            # Sizes of leading axes may be symbols of a compiler, which stay so.
+            return (*tuple(self.values.shape)[:-3], tiling.rows, tiling.columns)
         sizes = [int(size) for size in self.values.shape]
         if len(sizes) < 2:
             raise InvalidInput(
@@ -207,12 +203,11 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = [self.values, self.scales] + ([] if self.zero_points is None else [self.zero_points])
+        arrays = (array for array in (self.values, self.scales, self.zero_points) if array is not None)
         return sum(math.prod(array.shape) * itemsize(canonical(array.dtype)) for array in arrays)
 
     def __str__(self) -> str:
-        sizes = getattr(self.values, "shape", None)
-        tiling = self.spec.tiling
+        sizes, tiling = getattr(self.values, "shape", None), self.spec.tiling
         if not isinstance(sizes, tuple) or len(sizes) < (2 if tiling is None else 3):
             # A transformation's own leaves (`unchecked`) need not have the axes of an array.
             return f"{self.format.name} {self.layout} of {type(self.values).__name__}"
@@ -222,13 +217,9 @@ class QuantizedTensor:
 
 def quantized_specs(spec: QuantizedSpec, shape: Sequence[int], scale_dtype: str | None = None) -> QuantizedTensor:
     """A quantised tensor of logical `shape` made of `ArraySpec`s; scale_dtype: None = what quantisers write."""
-    shapes, format = quantized_shapes(spec, shape), spec.format
-    return QuantizedTensor(
-        spec,
-        ArraySpec(shapes.values, format.own_element.dtype),
-        ArraySpec(shapes.scales, scale_dtype or format.scale_dtypes[0]),
-        None if shapes.zero_points is None else ArraySpec(shapes.zero_points, format.own_element.dtype),
-    )
+    values, scales, points = quantized_shapes(spec, shape)
+    dtype, scales = spec.format.own_element.dtype, ArraySpec(scales, scale_dtype or spec.format.scale_dtypes[0])
+    return QuantizedTensor(spec, ArraySpec(values, dtype), scales, points and ArraySpec(points, dtype))
 
 
 def _require_dtype(name: str, array: Any, allowed: tuple[str, ...], format: Format) -> None:

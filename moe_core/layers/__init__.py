@@ -1,32 +1,15 @@
 """What layers of every framework share: their specs, presets, canonical weights and exact conversions."""
 
-from moe_core.layers.convert import convert_weights, placements
-from moe_core.layers.spec import (
-    FREE_FIELDS,
-    HUGGING_FACE,
-    MAXTEXT,
-    ExpertsSpec,
-    MoEAux,
-    MoELayerSpec,
-    Parameter,
-    SharedExpertsSpec,
-    Storage,
-    tiled_specs,
-)
-from moe_core.layers.weights import LayerWeights
-
-__all__ = [
-    "FREE_FIELDS",
-    "HUGGING_FACE",
-    "MAXTEXT",
-    "ExpertsSpec",
-    "LayerWeights",
-    "MoEAux",
-    "MoELayerSpec",
-    "Parameter",
-    "SharedExpertsSpec",
-    "Storage",
-    "convert_weights",
-    "placements",
-    "tiled_specs",
-]
+from moe_core.layers.convert import convert_weights as convert_weights
+from moe_core.layers.convert import placements as placements
+from moe_core.layers.spec import FREE_FIELDS as FREE_FIELDS
+from moe_core.layers.spec import HUGGING_FACE as HUGGING_FACE
+from moe_core.layers.spec import MAXTEXT as MAXTEXT
+from moe_core.layers.spec import ExpertsSpec as ExpertsSpec
+from moe_core.layers.spec import MoEAux as MoEAux
+from moe_core.layers.spec import MoELayerSpec as MoELayerSpec
+from moe_core.layers.spec import Parameter as Parameter
+from moe_core.layers.spec import SharedExpertsSpec as SharedExpertsSpec
+from moe_core.layers.spec import Storage as Storage
+from moe_core.layers.spec import tiled_specs as tiled_specs
+from moe_core.layers.weights import LayerWeights as LayerWeights

@@ -79,17 +79,14 @@ def _regated(name: str, array: np.ndarray, axis: int, source: str, target: str) 
     prefix, _, field = name.partition(".")
     suffix = "_bias" if field.endswith("_bias") else ""
     if source == "separate":
-        parts = {field.startswith("up"): array}
-        width = array.shape[axis]
+        parts, width = {field.startswith("up"): array}, array.shape[axis]
     else:
         width = array.shape[axis] // 2
         parts = {is_up: array[_at(axis, gate_place(source, is_up, width))] for is_up in (False, True)}
     for is_up, part in parts.items():
-        if target == "separate":
-            yield Placement(f"{prefix}.{'up' if is_up else 'gate_up'}{suffix}", WHOLE, part)
-        else:
-            place = _at(axis, gate_place(target, is_up, width))
-            yield Placement(f"{prefix}.gate_up{suffix}", place, part)
+        name = "up" if is_up and target == "separate" else "gate_up"
+        place = WHOLE if target == "separate" else _at(axis, gate_place(target, is_up, width))
+        yield Placement(f"{prefix}.{name}{suffix}", place, part)
 
 
 def _at(axis: int, columns: slice) -> Place:

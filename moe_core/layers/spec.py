@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import WEIGHT_LAYOUTS
-from moe_core.base.checks import require_at_least, require_choice, require_flag, require_kind
+from moe_core.base.checks import require_at_least, require_choice, require_flag, require_flags, require_kind
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, Scheme, Tiling, quantized_shapes
 from moe_core.ops.prepack.prepack import order_for
+from moe_core.specs import MoESpec, RouterSpec, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 #: An activation has this layout where nobody stated one.
@@ -188,8 +186,7 @@ class MoELayerSpec:
         require_kind("experts", self.experts, ExpertsSpec)
         require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
         require_kind("tuning", self.tuning, Tuning, optional=True)
-        for name in ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32"):
-            require_flag(name, getattr(self, name))
+        require_flags(self, "router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32")
         if self.router.top_k not in (None, self.top_k):
             raise InvalidInput(
                 f"router.top_k must be the layer's top_k = {self.top_k}, got {self.router.top_k}; leave it out"
@@ -236,11 +233,8 @@ class MoELayerSpec:
 
     def storage(self, default: Storage) -> Storage:
         """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
-        return Storage(
-            self.experts.weight_layout or default.weight_layout,
-            self.experts.gate_layout or default.gate_layout,
-            default.router_weight_layout,
-        )
+        weight_layout = self.experts.weight_layout or default.weight_layout
+        return Storage(weight_layout, self.experts.gate_layout or default.gate_layout, default.router_weight_layout)
 
     def stored_as(self, storage: Storage) -> MoELayerSpec:
         """The same layer with its experts' layouts stated as those of `storage`."""
@@ -298,14 +292,10 @@ class MoELayerSpec:
             quantized = QuantizedSpec(self.experts.scheme.weights, storage.weight_layout)
             experts = [part for matrix in experts for part in _quantized(matrix, quantized)]
         if self.experts.bias:
-            width = self._gate_up_width(storage, self.d_ff)
-            sizes = {"gate_up_bias": ("d_ff", width), "up_bias": ("d_ff", self.d_ff), "down_bias": ("d_model", D)}
-            if not self._separate(storage):
-                del sizes["up_bias"]
-            experts += [
-                Parameter(f"experts.{name}", (E, size), "bias", 0, ("experts", axis))
-                for name, (axis, size) in sizes.items()
-            ]
+            up = [("up_bias", "d_ff", self.d_ff)] if self._separate(storage) else []
+            gate_up = ("gate_up_bias", "d_ff", self._gate_up_width(storage, self.d_ff))
+            for name, axis, size in (gate_up, *up, ("down_bias", "d_model", D)):
+                experts.append(Parameter(f"experts.{name}", (E, size), "bias", 0, ("experts", axis)))
         shared = []
         if self.shared_experts is not None:
             shared = self._mlp("shared_experts", storage, self.shared_experts.d_ff, ())
@@ -343,19 +333,17 @@ def _quantized(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
     # Of two codes in a byte either is the zero.
     zero = (element.zero_point or 0) * (17 if element.per_byte == 2 else 1)
     one = _E8M0_ONE if spec.format.has_e8m0_scales else 1
-    scales = ("scales", shapes.scales, spec.format.scale_dtypes[0], one)
-    arrays = [("values", shapes.values, element.dtype, zero), scales]
-    if shapes.zero_points is not None:
-        arrays.append(("zero_points", shapes.zero_points, element.dtype, zero))
     found = []
-    for name, shape, dtype, fill in arrays:
-        axes = tuple(None if size == 1 else axis for size, axis in zip(shape, matrix.axes, strict=True))
-        found.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
+    for name, shape in shapes._asdict().items():
+        if shape is not None:
+            dtype, fill = (spec.format.scale_dtypes[0], one) if name == "scales" else (element.dtype, zero)
+            axes = tuple(None if size == 1 else axis for size, axis in zip(shape, matrix.axes, strict=True))
+            found.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
     return found
 
 
 class MoEAux(NamedTuple):
-    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference_losses.router_losses`.
+    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference.router_losses`.
 
     load_balance_loss, z_loss: fp32 scalars, masked tokens left out. tokens_per_expert int32 `[E]`: slots routed to each
     expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the
@@ -384,8 +372,6 @@ def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec
         )
     order = order_for(storage.gate_layout if spec.gated else None, "experts.gate_up")
     rows = 2 * spec.d_ff if spec.gated else spec.d_ff
-    tilings = {
-        "experts.gate_up": Tiling(rows, spec.d_model, order),
-        "experts.down": Tiling(spec.d_model, spec.d_ff, "rows"),
-    }
+    gate_up, down = Tiling(rows, spec.d_model, order), Tiling(spec.d_model, spec.d_ff, "rows")
+    tilings = {"experts.gate_up": gate_up, "experts.down": down}
     return {name: QuantizedSpec(scheme.weights, tiling=tiling) for name, tiling in tilings.items()}

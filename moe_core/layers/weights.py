@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,34 +17,17 @@ from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, known_scheme
 from moe_core.layers.spec import (
+    MAXTEXT,
     MOE_SPEC_FIELDS,
     ExpertsSpec,
     MoELayerSpec,
-    Parameter,
     SharedExpertsSpec,
     Storage,
     storage_of,
 )
 from moe_core.ops.quantize.reference import dequantize
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays, named_fields
-
-
-class _CheckpointLayer(Protocol):
-    """What `moe_core.checkpoint.MoELayer` has."""
-
-    @property
-    def spec(self) -> MoESpec: ...
-    @property
-    def experts(self) -> ExpertWeights: ...
-    @property
-    def router(self) -> RouterWeights: ...
-    @property
-    def shared(self) -> SharedExpert | None: ...
-    @property
-    def scheme(self) -> Scheme | None: ...
-    @property
-    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +72,8 @@ class LayerWeights:
     def named(self) -> dict[str, Any]:
         """name -> array, by the names of `MoELayerSpec.parameters`, in its order; those of a quantised matrix too."""
         bundles = {"router.": self.router, "experts.": self.experts, "shared_experts.": self.shared}
-        arrays = {
-            name: array
-            for prefix, bundle in bundles.items()
-            if bundle is not None
-            for name, array in named_arrays(bundle, prefix)
-        }
+        given = [(prefix, bundle) for prefix, bundle in bundles.items() if bundle is not None]
+        arrays = {name: array for prefix, bundle in given for name, array in named_arrays(bundle, prefix)}
         # Arrays of one matrix stay in their order.
         return {name: arrays[name] for name in sorted(arrays, key=lambda name: _NAMES.index(_matrix_name(name)))}
 
@@ -124,33 +103,28 @@ class LayerWeights:
 
     def layer_spec(self) -> MoELayerSpec:
         """The layer these weights make, its experts' layouts stated as they are."""
-        spec, storage, shared = self.spec, self.storage, self.shared
-        in_out = spec.weight_layout == "in_out"
+        spec, shared = self.spec, self.shared
+        width_axis = -2 if spec.weight_layout == "in_out" else -1
+        d_model, num_experts = self.router.weight.shape[:: 1 if spec.router_weight_layout == "in_out" else -1]
+        gate_layout = self.storage.gate_layout if spec.activation.gated else None
+        has_bias = self.experts.down_bias is not None
         assert spec.router is not None
         return MoELayerSpec(
-            d_model=self.router.weight.shape[0 if spec.router_weight_layout == "in_out" else 1],
-            d_ff=self.experts.down.shape[-2 if in_out else -1],
-            num_experts=self.router.weight.shape[1 if spec.router_weight_layout == "in_out" else 0],
-            top_k=spec.router.require_top_k(),
-            router=spec.router,
-            experts=ExpertsSpec(
-                spec.activation,
-                bias=self.experts.down_bias is not None,
-                weight_layout=storage.weight_layout,
-                gate_layout=storage.gate_layout if spec.activation.gated else None,
-                scheme=self.scheme,
-            ),
-            shared_experts=None
-            if shared is None
-            else SharedExpertsSpec(shared.down.shape[-2 if in_out else -1], shared.gate is not None),
+            d_model,
+            self.experts.down.shape[width_axis],
+            num_experts,
+            spec.router.require_top_k(),
+            spec.router,
+            ExpertsSpec(spec.activation, has_bias, spec.weight_layout, gate_layout, self.scheme),
+            shared and SharedExpertsSpec(shared.down.shape[width_axis], shared.gate is not None),
             router_bias=self.router.bias is not None,
             correction_bias=self.router.correction_bias is not None,
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
         )
 
     @classmethod
-    def from_checkpoint(cls, layer: _CheckpointLayer) -> LayerWeights:
-        """The weights of a layer that `moe_core.checkpoint` read; no expert is copied.
+    def from_checkpoint(cls, layer: Any) -> LayerWeights:
+        """The weights of a `moe_core.checkpoint.MoELayer`; no expert is copied.
 
         A quantised layer computes as its scheme says, activations included. Its shared experts, which no op takes
         quantised, are dequantised to the dtype of the layer.
@@ -172,7 +146,6 @@ class LayerWeights:
         """
         wanted = [parameter.name for parameter in spec.parameters(default)]
         _require_names("arrays", list(arrays), wanted)
-
         scheme, layout = spec.experts.scheme, spec.storage(default).weight_layout
 
         def bundle(kind: type, prefix: str) -> Any:
@@ -231,8 +204,9 @@ class LayerWeights:
         _require_names("weights", list(arrays), list(expected))
         for name, array in arrays.items():
             if array.shape != expected[name].shape:
+                axes = ", ".join(axis or "1" for axis in expected[name].axes)
                 raise InvalidInput(
-                    f"{name} must be {_show(expected[name])} by the layouts of spec ({self.storage}), "
+                    f"{name} must be {list(expected[name].shape)} ({axes}) by the layouts of spec ({self.storage}), "
                     f"got {array.shape}; correct the tags or the array"
                 )
 
@@ -258,17 +232,9 @@ class LayerWeights:
 
 def _every_name() -> tuple[str, ...]:
     """All names a layer can have, in the order of `MoELayerSpec.parameters`."""
-    spec = MoELayerSpec(
-        d_model=1,
-        d_ff=1,
-        num_experts=1,
-        top_k=1,
-        experts=ExpertsSpec(bias=True, gate_layout="separate"),
-        shared_experts=SharedExpertsSpec(1, gate=True),
-        router_bias=True,
-        correction_bias=True,
-    )
-    return tuple(parameter.name for parameter in spec.parameters(Storage("in_out", "separate", "in_out")))
+    experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
+    spec = MoELayerSpec(1, 1, 1, 1, RouterSpec(), experts, shared, router_bias=True, correction_bias=True)
+    return tuple(parameter.name for parameter in spec.parameters(MAXTEXT))
 
 
 _NAMES = _every_name()
@@ -286,23 +252,13 @@ def _plainly(format: Format | None) -> str:
     return "plain" if format is None else f"in {format}"
 
 
-def _show(parameter: Parameter) -> str:
-    return f"{list(parameter.shape)} ({', '.join(axis or '1' for axis in parameter.axes)})"
-
-
 def _require_names(what: str, given: list[str], wanted: list[str]) -> None:
-    """Raise InvalidInput unless the names are the wanted ones, in any order."""
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
-        problem = " and ".join(
-            text
-            for text in (
-                f"lacks {', '.join(missing)}" if missing else "",
-                f"has {', '.join(unknown)}, which this layer does not" if unknown else "",
-            )
-            if text
-        )
+        problems = [f"lacks {', '.join(missing)}"] if missing else []
+        problems += [f"has {', '.join(unknown)}, which this layer does not"] if unknown else []
         raise InvalidInput(
-            f"{what} must hold {', '.join(wanted)}; got one that {problem}; make both sides the same kind of layer"
+            f"{what} must hold {', '.join(wanted)}; got one that {' and '.join(problems)}; make both sides the same "
+            "kind of layer"
         )

@@ -3,8 +3,7 @@
 Command: `moe-parity`. Library: `compare` and `assert_parity` over named stage arrays of the user's own layers.
 """
 
-from moe_core.parity.compare import assert_parity, compare
-from moe_core.parity.report import Report
-from moe_core.parity.tolerance import Tolerance
-
-__all__ = ["Report", "Tolerance", "assert_parity", "compare"]
+from moe_core.parity.compare import assert_parity as assert_parity
+from moe_core.parity.compare import compare as compare
+from moe_core.parity.report import Report as Report
+from moe_core.parity.tolerance import Tolerance as Tolerance

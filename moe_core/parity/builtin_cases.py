@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.errors import InvalidInput
+from moe_core.base.checks import require_choice
 from moe_core.formats import Scheme, scheme_named
 from moe_core.ops.quantize.reference import quantize
-from moe_core.parity.case import Case
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.parity.case import Case, token_count
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
-from moe_core.specs.routing import RouterSpec
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,11 @@ class _Generator:
     """Draws normal arrays in fp32 and casts them to the case's dtype."""
 
     def __init__(self, name: str, draw: Draw) -> None:
-        self._random = np.random.default_rng([draw.seed, *name.encode()])
-        self._dtype = dtypes.numpy_dtype(draw.dtype)
+        self._random, self._dtype = np.random.default_rng([draw.seed, *name.encode()]), draw.dtype
 
-    def normal(self, deviation: float, *shape: int, dtype: Any = None) -> np.ndarray:
+    def normal(self, deviation: float, *shape: int, dtype: str | None = None) -> np.ndarray:
         values = self._random.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
-        return values.astype(self._dtype if dtype is None else dtype)
+        return values.astype(dtypes.numpy_dtype(dtype or self._dtype))
 
     def weight(self, layout: str, gain: float, *shape: int) -> np.ndarray:
         """A matrix `[..., inputs, outputs]` that multiplies standard deviations by `gain`, stored as `layout`."""
@@ -190,50 +187,30 @@ class _Generator:
 
 def built_in_case(name: str, draw: Draw = Draw()) -> Case:
     """Make the built-in case `name` (`mixtral`, ...). Raises InvalidInput for an unknown name or bad options."""
-    if name not in BUILT_IN:
-        raise InvalidInput(f"case must be one of {', '.join(BUILT_IN)}, got {name!r}; name one of these")
-    if draw.dtype not in dtypes.MATMUL_DTYPES:
-        known = ", ".join(dtypes.MATMUL_DTYPES)
-        raise InvalidInput(f"dtype must be one of {known}, got {draw.dtype!r}; name one of these")
+    require_choice("case", name, tuple(BUILT_IN))
+    require_choice("dtype", draw.dtype, dtypes.MATMUL_DTYPES)
     model = BUILT_IN[name]
     sizes = model.large if draw.large else model.small
-    num_tokens = sizes.num_tokens if draw.num_tokens is None else draw.num_tokens
-    if num_tokens < 1:
-        raise InvalidInput(f"tokens must be at least 1, got {num_tokens}; pass such a number")
-    generator = _Generator(name, draw)
-    router_layout = "out_in"
-    mask = None
-    if model.masked_tokens:
-        mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens)
-    return Case(
-        name=name,
-        description=model.description,
-        x=generator.normal(1.0, num_tokens, sizes.d_model),
-        experts=_experts(model, sizes, generator),
-        routing=RouterWeights(
-            # Logits of standard deviation 2: scores neither flat nor saturated.
-            generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
-            generator.normal(0.5, sizes.num_experts) if model.biases else None,
-            generator.normal(0.1, sizes.num_experts, dtype=np.float32) if model.correction_bias else None,
-        ),
-        spec=MoESpec(
-            model.activation,
-            model.router(sizes),
-            weight_layout=model.weight_layout,
-            router_weight_layout=router_layout,
-            apply_router_weight_on_input=model.weight_on_input,
-            activations=None if model.scheme is None else model.scheme.activations,
-        ),
-        shared=_shared(model, sizes, generator),
-        token_mask=mask,
+    num_tokens = token_count(draw.num_tokens, sizes.num_tokens)
+    generator, router_layout = _Generator(name, draw), "out_in"
+    mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens) if model.masked_tokens else None
+    x, experts = generator.normal(1.0, num_tokens, sizes.d_model), _experts(model, sizes, generator)
+    routing = RouterWeights(
+        # Logits of standard deviation 2: scores neither flat nor saturated.
+        generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
+        generator.normal(0.5, sizes.num_experts) if model.biases else None,
+        generator.normal(0.1, sizes.num_experts, dtype="float32") if model.correction_bias else None,
     )
+    spec = MoESpec(model.activation, model.router(sizes), model.weight_layout, router_layout, model.weight_on_input)
+    spec = dataclasses.replace(spec, activations=model.scheme and model.scheme.activations)
+    shared = _shared(model, sizes, generator)
+    return Case(name, model.description, x, experts, routing, spec, shared, mask)
 
 
 def _experts(model: BuiltInCase, sizes: Sizes, generator: _Generator) -> ExpertWeights:
     experts, width, hidden = sizes.num_experts, sizes.d_model, sizes.d_ff
-    separate = model.activation.gate_layout == "separate"
+    layout, scheme, separate = model.weight_layout, model.scheme, model.activation.gate_layout == "separate"
     columns = hidden if separate else 2 * hidden
-    layout, scheme = model.weight_layout, model.scheme
 
     def weight(gain: float, inputs: int, outputs: int) -> Any:
         plain = generator.weight(layout, gain, experts, inputs, outputs)

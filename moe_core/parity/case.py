@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_core.base import dtypes
+from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor, Scheme, known_scheme
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LogitsSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
-from moe_core.specs.routing import LogitsSpec, RouterSpec
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,10 @@ class Case:
 
     @property
     def top_k(self) -> int:
-        """K."""
         return self.router.require_top_k()
 
     @property
     def logits_spec(self) -> LogitsSpec:
-        """The router product's options within `spec`."""
         return self.spec.logits_spec()
 
     @property
@@ -83,3 +81,10 @@ class Case:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
         scheme = "" if self.scheme is None else f" {self.scheme}"
         return f"{self.name} {self.dtype}{scheme} {sizes}"
+
+
+def token_count(given: int | None, default: int) -> int:
+    """The number of tokens a case has; InvalidInput for fewer than one."""
+    if given is not None and given < 1:
+        raise InvalidInput(f"tokens must be at least 1, got {given}; pass such a number")
+    return default if given is None else given

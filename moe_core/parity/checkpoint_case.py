@@ -16,8 +16,8 @@ from moe_core.checkpoint import MoELayer, ReadProgress, load_hidden_states, open
 from moe_core.checkpoint.quantized import plain_array
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.parity.case import Case
-from moe_core.specs.operands import map_arrays, named_fields
+from moe_core.parity.case import Case, token_count
+from moe_core.specs.operands import named_fields
 
 #: The dtype of a quantised checkpoint's hidden states, and of what is dequantised, where none is asked for.
 QUANTIZED_DTYPE = "bfloat16"
@@ -66,25 +66,15 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
     if source.dtype is not None:
         layer = _cast_weights(layer, source.dtype)
     x, origin = _hidden_states(source, layer.d_model)
-    return Case(
-        name=f"{layer.family} layer {number}",
-        description=f"{source.directory}{storage}; hidden states {origin}",
-        x=x.astype(dtypes.numpy_dtype(dtype), copy=False),
-        experts=layer.experts,
-        routing=layer.router,
-        spec=layer.spec,
-        shared=layer.shared,
-    )
+    name, description = f"{layer.family} layer {number}", f"{source.directory}{storage}; hidden states {origin}"
+    x = x.astype(dtypes.numpy_dtype(dtype), copy=False)
+    return Case(name, description, x, layer.experts, layer.router, layer.spec, layer.shared)
 
 
 def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
     """A quantised layer that computes as its scheme says: quantised experts as they are, all else plain in `dtype`."""
     assert layer.scheme is not None
-    biases = {
-        name: plain_array(array, dtype)
-        for name, array in named_fields(layer.experts)
-        if not isinstance(array, QuantizedTensor) and array.dtype.name != "float32"
-    }
+    biases = _plain_fields(layer.experts, dtype, lambda array: array.dtype.name != "float32")
     shared = layer.shared
     if shared is not None:
         plain = {name: plain_array(array, dtype) for name, array in named_fields(shared)}
@@ -95,27 +85,27 @@ def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
 
 def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
     """The layer with every plain weight in another dtype; the correction bias is fp32 by definition and stays so."""
+    bundles = {"experts": layer.experts, "router": layer.router, "shared": layer.shared}
+    cast = {
+        name: dataclasses.replace(bundle, **_plain_fields(bundle, dtype))
+        for name, bundle in bundles.items()
+        if bundle is not None
+    }
+    cast["router"] = dataclasses.replace(cast["router"], correction_bias=layer.router.correction_bias)
+    return dataclasses.replace(layer, **cast)
 
-    def cast(array: np.ndarray) -> np.ndarray:
-        return array.astype(dtypes.numpy_dtype(dtype), copy=False)
 
-    def bundle(weights: Any) -> Any:
-        plain = {name: array for name, array in named_fields(weights) if not isinstance(array, QuantizedTensor)}
-        return dataclasses.replace(weights, **{name: cast(array) for name, array in plain.items()})
-
-    router = dataclasses.replace(map_arrays(layer.router, cast), correction_bias=layer.router.correction_bias)
-    shared = None if layer.shared is None else bundle(layer.shared)
-    return dataclasses.replace(layer, experts=bundle(layer.experts), router=router, shared=shared)
+def _plain_fields(bundle: Any, dtype: str, which: Callable[[Any], bool] = lambda array: True) -> dict[str, Any]:
+    plain = {name: array for name, array in named_fields(bundle) if not isinstance(array, QuantizedTensor)}
+    return {name: plain_array(array, dtype) for name, array in plain.items() if which(array)}
 
 
 def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, str]:
     """(x `[T, d_model]`, where it comes from)."""
-    if source.num_tokens is not None and source.num_tokens < 1:
-        raise InvalidInput(f"tokens must be at least 1, got {source.num_tokens}; pass such a number")
+    num_tokens = token_count(source.num_tokens, DEFAULT_TOKENS)
     if source.hidden_states is not None:
         x = load_hidden_states(source.hidden_states, d_model)
         return x[: source.num_tokens], f"from {source.hidden_states}"
-    num_tokens = DEFAULT_TOKENS if source.num_tokens is None else source.num_tokens
     random = np.random.default_rng(source.seed)
     return random.standard_normal((num_tokens, d_model), dtype=np.float32), f"drawn with seed {source.seed}"
 

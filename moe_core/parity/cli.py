@@ -71,18 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dequantize", action="store_true", help="dequantise the experts of --checkpoint first, for plain products"
     )
-    parser.add_argument(
-        "--engines",
-        default=",".join(DEFAULT_ENGINES),
-        metavar="NAMES",
-        help="comma-separated; the reference is always what the others are compared with; default: %(default)s",
-    )
-    parser.add_argument(
-        "--backward",
-        action=argparse.BooleanOptionalAction,
-        help=f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint "
-        "is named",
-    )
+    what = "comma-separated; the reference is always what the others are compared with; default: %(default)s"
+    parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), metavar="NAMES", help=what)
+    what = f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint is named"
+    parser.add_argument("--backward", action=argparse.BooleanOptionalAction, help=what)
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument("--list", action="store_true", help="list the built-in cases and the registered engines")
     return parser
@@ -104,31 +96,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reports.append(report)
             print(report, end="\n\n", file=text_file, flush=True)
         status, conclusion = _conclude(reports)
-    except _EXPECTED as problem:
-        status, conclusion = COULD_NOT_RUN, f"could not run: {problem}"
-        error = str(problem)
     except Exception as problem:
-        traceback.print_exc()
-        status, conclusion = COULD_NOT_RUN, f"could not run: {type(problem).__name__}: {problem}"
-        error = f"{type(problem).__name__}: {problem}"
+        error = str(problem)
+        if not isinstance(problem, _EXPECTED):
+            traceback.print_exc()
+            error = f"{type(problem).__name__}: {problem}"
+        status, conclusion = COULD_NOT_RUN, f"could not run: {error}"
     print(f"moe-parity: {conclusion}", file=sys.stderr if error else text_file, flush=True)
     if options.json is not None:
-        _write_json(options.json, _document(reports, status, conclusion, error))
+        text = json.dumps(_document(reports, status, conclusion, error), indent=1, allow_nan=False)
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n")
     return status
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that would be ignored."""
-    if options.checkpoint is None:
-        for name in ("layer", "hidden_states", "dequantize"):
-            given = getattr(options, name)
-            if given is not None and given is not False:
-                flag = "--" + name.replace("_", "-")
-                raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
+    for name in ("layer", "hidden_states", "dequantize"):
+        given = getattr(options, name)
+        if options.checkpoint is None and given is not None and given is not False:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
 
 
 def _run(options: argparse.Namespace) -> Iterator[CaseReport]:
-    """Every case in turn, as it is finished."""
     prefer_interpreter()
     names = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
     if not names:
@@ -147,24 +139,15 @@ def _run(options: argparse.Namespace) -> Iterator[CaseReport]:
 
 
 def _with_backward(options: argparse.Namespace, case: Case) -> bool:
-    """Whether gradients of a case are compared too."""
-    if options.backward is not None:
-        return options.backward
-    return options.checkpoint is None and not options.case and case.name in _BACKWARD_CASES
+    unasked = options.checkpoint is None and not options.case and case.name in _BACKWARD_CASES
+    return unasked if options.backward is None else options.backward
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, Callable[[], Case]]]:
     """(label, maker) of every case: made one at a time, since a layer can be large."""
     if options.checkpoint is not None:
-        source = CheckpointInput(
-            options.checkpoint,
-            options.layer,
-            options.hidden_states,
-            options.tokens,
-            options.seed,
-            options.dtype,
-            options.dequantize,
-        )
+        names = ("checkpoint", "layer", "hidden_states", "tokens", "seed", "dtype", "dequantize")
+        source = CheckpointInput(*(getattr(options, name) for name in names))
         return [(str(options.checkpoint), lambda: checkpoint_case(source, print_progress))]
     makers: list[tuple[str, Callable[[], Case]]] = []
     for name in options.case or BUILT_IN:
@@ -179,8 +162,7 @@ class _Progress:
     """Tells on stderr what begins, with the seconds since the case began: engines always, stages in slow runs."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._start = label, time.monotonic()
-        self._engine, self._told = "", -math.inf
+        self._label, self._start, self._engine, self._told = label, time.monotonic(), "", -math.inf
 
     def __call__(self, what: str) -> None:
         now = time.monotonic()
@@ -194,9 +176,8 @@ class _Progress:
 def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
     """(exit status, last line)."""
     failed = [f"{report.case} {report.dtype}" for report in reports if report.differs]
-    untested = dict.fromkeys(
-        engine.engine for report in reports for engine in report.reports if engine.verdict == NOT_TESTED
-    )
+    every = [engine for report in reports for engine in report.reports]
+    untested = dict.fromkeys(engine.engine for engine in every if engine.verdict == NOT_TESTED)
     if failed or untested:
         parts = [f"{len(failed)} of {len(reports)} cases DIFFER: {', '.join(failed)}"] if failed else []
         if untested:
@@ -205,9 +186,7 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
     idle = untested_engines(reports)
     if idle:
         return COULD_NOT_RUN, f"could not run: {', '.join(idle)} supports none of these cases (see `skipped`)"
-    engines = dict.fromkeys(
-        f"{engine.engine} ({engine.device})" for report in reports for engine in report.reports if engine.tested
-    )
+    engines = dict.fromkeys(f"{engine.engine} ({engine.device})" for engine in every if engine.tested)
     return AGREE, f"all {len(reports)} cases agree with the reference: {', '.join(engines)}"
 
 
@@ -232,18 +211,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _write_json(path: str, document: dict[str, Any]) -> None:
-    text = json.dumps(document, indent=1, allow_nan=False)
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text + "\n")
-
-
 def _listing() -> str:
-    """The built-in cases and the registered engines."""
-    lines = ["cases:"]
-    lines += [f"  {name:{max(map(len, BUILT_IN))}} {case.description}" for name, case in BUILT_IN.items()]
-    lines.append("engines:")
-    lines += [f"  {name:15} {point.value}" for name, point in sorted(registered_engines().items())]
-    return "\n".join(lines)
+    width = max(map(len, BUILT_IN))
+    cases = [f"  {name:{width}} {case.description}" for name, case in BUILT_IN.items()]
+    engines = [f"  {name:15} {point.value}" for name, point in sorted(registered_engines().items())]
+    return "\n".join(["cases:", *cases, "engines:", *engines])

@@ -21,12 +21,10 @@ from moe_core.errors import InvalidInput
 from moe_core.parity.flips import Flip, RouterScores, find_flips
 from moe_core.parity.report import AGREE, DIFFER, MISSING, NOT_TESTED, TIE, Report, StageRow
 from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, stage_tolerances
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 
 #: The layer whose tolerances hold where the caller gives none: d_model and d_ff, K and E of a large model.
-_NOMINAL_WIDTH, _NOMINAL_TOP_K, _NOMINAL_EXPERTS = 4096, 8, 128
+_NOMINAL: dict[str, Any] = {"d_model": 4096, "d_ff": 4096, "top_k": 8, "num_experts": 128}
 _SAME_MEMORY = "candidate and reference are the same memory: nothing was compared"
 
 
@@ -47,12 +45,12 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
 
 
 def stage_row(
-    stage: str, reference: np.ndarray, candidate: np.ndarray, tolerance: Tolerance, note: str = ""
+    stage: str, reference: np.ndarray, candidate: np.ndarray, tolerance: Tolerance, note: str = "", scale: Any = None
 ) -> StageRow:
-    """Compare one stage. Arrays that are one and the same memory are `not tested`."""
+    """Compare one stage; scale: see `measure`. Arrays that are one and the same memory are `not tested`."""
     if candidate.size and np.shares_memory(candidate, reference):
         return StageRow(stage, NOT_TESTED, note=_SAME_MEMORY)
-    difference = measure(candidate, reference)
+    difference = measure(candidate, reference, scale)
     verdict = AGREE if difference.complaint(tolerance) is None else DIFFER
     remarks = [remark for remark in (difference.mismatch, note) if remark]
     return StageRow(stage, verdict, difference, tolerance, "; ".join(remarks))
@@ -81,13 +79,10 @@ def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     """
     if all(array.dtype.kind in "iub" for array in arrays):
         return EXACT
-    names = [dtypes.canonical(array.dtype) for array in arrays]
-    known = [name for name in names if name in UNIT_ROUNDOFF]
+    known = {dtypes.canonical(array.dtype) for array in arrays} & set(UNIT_ROUNDOFF)
     coarsest = max(known or ["float32"], key=lambda name: UNIT_ROUNDOFF[name])
-    spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL_TOP_K))
-    table = stage_tolerances(
-        spec, coarsest, d_model=_NOMINAL_WIDTH, d_ff=_NOMINAL_WIDTH, top_k=_NOMINAL_TOP_K, num_experts=_NOMINAL_EXPERTS
-    )
+    spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL["top_k"]))
+    table = stage_tolerances(spec, coarsest, **_NOMINAL)
     chosen = table.get(stage, table["output"])
     # A stage that is fp32 in our layers may be rounded in the caller's: then its dtype's own tolerance counts.
     return table["matmul1"] if stage in ("logits", "weights") and coarsest != "float32" else chosen
@@ -114,8 +109,7 @@ def compare(
     wanted = {name: as_numpy(name, array) for name, array in reference.items()}
     found = {name: as_numpy(name, array) for name, array in candidate.items()}
     rows: list[StageRow] = []
-    flips: tuple[Flip, ...] = ()
-    slots = np.zeros((0, 0), np.intp)
+    flips, slots = (), np.zeros((0, 0), np.intp)
     for stage, expected in wanted.items():
         if stage not in found:
             rows.append(StageRow(stage, MISSING, note="the candidate has no such stage"))
@@ -123,8 +117,7 @@ def compare(
         actual = found[stage]
         tolerance = (tolerances or {}).get(stage) or default_tolerance(stage, expected, actual)
         if stage == "ids" and expected.ndim == 2 and expected.shape == actual.shape:
-            flips = _flips(wanted, found, tolerances)
-            slots = _matching_slots(expected, actual)
+            flips, slots = _flips(wanted, found, tolerances), _matching_slots(expected, actual)
             rows.append(ids_row(expected, actual, flips))
         elif flips and stage != "logits":
             rows.append(_row_behind_flips(stage, expected, actual, tolerance, slots))
@@ -152,12 +145,11 @@ def _flips(
     wanted: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerances: Mapping[str, Tolerance] | None
 ) -> tuple[Flip, ...]:
     """Flips between two sets of ids, measured on the reference's logits where both sides have them."""
-    logits = wanted.get("logits")
-    comparable = logits is not None and "logits" in found and logits.ndim == 2 and len(logits) == len(wanted["ids"])
-    if logits is None or not comparable:
-        return find_flips(wanted["ids"], found["ids"], None, np.zeros(len(wanted["ids"])))
+    ids, logits = (wanted["ids"], found["ids"]), wanted.get("logits")
+    if logits is None or "logits" not in found or logits.ndim != 2 or len(logits) != len(ids[0]):
+        return find_flips(*ids, None, np.zeros(len(ids[0])))
     tolerance = (tolerances or {}).get("logits") or default_tolerance("logits", logits, found["logits"])
-    return find_flips(wanted["ids"], found["ids"], RouterScores.of(logits), logit_tolerance(logits, tolerance))
+    return find_flips(*ids, RouterScores.of(logits), logit_tolerance(logits, tolerance))
 
 
 def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:

@@ -38,6 +38,10 @@ class EngineRun:
     slot_order: str = "score"
     notes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {**self.stages} | {f"composed {name}": array for name, array in (self.composed or {}).items()}
+
 
 class Engine(Protocol):
     """An engine is made without arguments; a missing installation raises Unsupported or ImportError there."""
@@ -46,7 +50,6 @@ class Engine(Protocol):
 
     def why_unsupported(self, case: Case) -> str | None:
         """The reason why this case means something else here or cannot run, or None."""
-        ...
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
         """Run every stage of a case; progress is called with a stage's name as it begins."""

@@ -139,21 +139,11 @@ def blame_routing(
     rule_ids: what the reference routing makes of the candidate's own logits; own: the scores of those logits. Without
     a correction bias the order of the logits decides, ties by id, and nothing is left to rounding.
     """
-    nothing = np.zeros(len(rule_ids))
-    wrong = {
-        flip.token: flip
-        for flip in find_flips(rule_ids, candidate_ids, own, nothing)
-        if not own.has_bias or not flip.is_tie
-    }
-    known = {flip.token for flip in flips}
-    blamed = [
-        dataclasses.replace(flip, own_choice=wrong[flip.token].reference) if flip.token in wrong else flip
-        for flip in flips
-    ]
-    extra = [
-        dataclasses.replace(flip, own_choice=flip.reference) for token, flip in wrong.items() if token not in known
-    ]
-    return tuple(sorted(blamed + extra, key=lambda flip: flip.token))
+    found = {flip.token: flip for flip in flips}
+    for flip in find_flips(rule_ids, candidate_ids, own, np.zeros(len(rule_ids))):
+        if not own.has_bias or not flip.is_tie:
+            found[flip.token] = dataclasses.replace(found.get(flip.token, flip), own_choice=flip.reference)
+    return tuple(found[token] for token in sorted(found))
 
 
 def _classify(

@@ -7,23 +7,27 @@ is none of the backward's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from moe_core.base import dtypes
+from moe_core.base.checks import require_choice
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.common.rounding import round_to
 from moe_core.ops.moe.backward import gradient_names
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.reference.backward import moe_backward_stages
+from moe_core.parity import tolerance
 from moe_core.parity.case import Case
-from moe_core.parity.gradient_tolerance import gradient_tolerances
+from moe_core.parity.compare import stage_row
 from moe_core.parity.reference_engine import reference_stages
-from moe_core.parity.report import AGREE, DIFFER, BitwiseRow, CaseReport, Report, StageRow
-from moe_core.parity.run import reference_ran, relatives, same_bits
-from moe_core.parity.tolerance import Tolerance, measure
+from moe_core.parity.report import DIFFER, CaseReport, Report, StageRow
+from moe_core.parity.run import compare_bits, reference_ran
+from moe_core.parity.tolerance import Tolerance
 from moe_core.specs.operands import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
 
 _SEED = 0x60AD
@@ -41,10 +45,13 @@ class GradientRun:
     is_reference: bool = False
     family: str | None = None
 
+    @property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        return self.gradients
+
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
-    """The arrays of a case that have a gradient, by name: `x`, `experts.*` (quantised ones have none), `routing.*`,
-    `shared.*`."""
+    """The arrays of a case that have a gradient, by name: plain ones of `x`, `experts.*`, `routing.*`, `shared.*`."""
     found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
     found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
@@ -63,20 +70,18 @@ def upstream(case: Case) -> dict[str, np.ndarray]:
 
 
 def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], object]) -> CaseReport:
-    """Compute the gradients of a case with every engine, compare them with the reference's; the name of the report
-    says `backward`."""
+    """Compute a case's gradients with every engine and compare them with the reference's: the report `... backward`."""
     reports, runs = [], []
     for engine in engines:
         compute = getattr(engine, "gradients", None)
         reason = why_no_moe_gradient(case.experts, case.spec, ()) or engine.why_unsupported(case)
-        reason = reason or ("" if compute is not None else "it computes no gradients")
         if compute is None or reason:
-            reports.append(Report(engine.name, "", (), skipped=reason))
+            reports.append(Report(engine.name, "", (), skipped=reason or "it computes no gradients"))
             continue
         run = compute(case, lambda stage, name=engine.name: progress(f"{name}: {stage}"))
         runs.append(run)
         reports.append(compare_gradients(case, run))
-    name, rows = f"{case.name} backward", compare_gradient_bits(runs)
+    name, rows = f"{case.name} backward", compare_bits(runs, "gradients")
     return CaseReport(name, case.dtype, case.sizes, case.description, tuple(reports), rows, case.scheme)
 
 
@@ -85,13 +90,10 @@ def compare_gradients(case: Case, run: GradientRun) -> Report:
     if run.is_reference:
         return reference_ran(run)
     expected = reference_gradients(case, run.forward)
-    sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k}
-    tolerances = gradient_tolerances(case.spec, case.dtype, num_tokens=case.x.shape[0], **sizes)
-    rows = [
-        _row(f"d_{name}", expected[f"d_{name}"], run.gradients.get(f"d_{name}"), tolerances)
-        for name in differentiated(case)
-    ]
-    return Report(run.engine, run.device, tuple(rows))
+    tolerances = gradient_tolerances(case)
+    names = [f"d_{name}" for name in differentiated(case)]
+    rows = tuple(_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
+    return Report(run.engine, run.device, rows)
 
 
 def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -113,32 +115,13 @@ def _row(name: str, expected: np.ndarray, found: np.ndarray | None, tolerances: 
     axes = tuple(range(1 if name.startswith("d_experts.") else 0, expected.ndim))
     with np.errstate(all="ignore"):
         scale = np.sqrt(np.square(expected.astype(np.float64)).mean(axis=axes, keepdims=True))
-    tolerance, difference = tolerances(name), measure(found, expected, np.broadcast_to(scale, expected.shape))
-    verdict = AGREE if difference.complaint(tolerance) is None else DIFFER
-    return StageRow(name, verdict, difference, tolerance, difference.mismatch or "")
+    return stage_row(name, expected, found, tolerances(name), scale=np.broadcast_to(scale, expected.shape))
 
 
-def compare_gradient_bits(runs: Sequence[GradientRun]) -> tuple[BitwiseRow, ...]:
-    """Every pair of engines of one family: whether all gradients have the same bits."""
-    rows = []
-    for first, second in relatives(runs):
-        names = (first.engine, second.engine)
-        if first.device != second.device or first.is_reference:
-            note = "both ran the NumPy reference" if first.device == second.device else "devices differ"
-            rows.append(BitwiseRow(names, "", None, note))
-            continue
-        wrong = [
-            name
-            for name, gradient in first.gradients.items()
-            if name not in second.gradients or not same_bits(gradient, second.gradients[name])
-        ]
-        note = f"first difference in {wrong[0]}" if wrong else f"{len(first.gradients)} gradients on {first.device}"
-        rows.append(BitwiseRow(names, first.device, not wrong, note))
-    return tuple(rows)
-
-
-def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]) -> MoEOperands:
-    """What `moe` takes, in a framework's arrays: leaves in the place of `differentiated`, the rest through `put`."""
+def arguments_of(
+    case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, by keyword) what `moe` takes: leaves in the place of `differentiated`, the rest through `put`."""
 
     def constant(value: Any) -> Any:
         return map_arrays(value, put) if isinstance(value, QuantizedTensor) else put(value)
@@ -148,10 +131,43 @@ def operands_of(case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray
         kept = {name: leaves[prefix + name] if prefix + name in leaves else constant(found[name]) for name in found}
         return type(arrays)(**kept)
 
-    return MoEOperands(
-        leaves["x"],
-        bundle("experts.", case.experts),
-        bundle("routing.", case.routing),
-        None if case.token_mask is None else put(case.token_mask),
-        shared=None if case.shared is None else bundle("shared.", case.shared),
-    )
+    mask = None if case.token_mask is None else put(case.token_mask)
+    shared = None if case.shared is None else bundle("shared.", case.shared)
+    positional = (leaves["x"], bundle("experts.", case.experts), bundle("routing.", case.routing), case.spec)
+    return positional, {"token_mask": mask, "shared": shared}
+
+
+def gradient_tolerances(case: Case) -> Callable[[str], Tolerance]:
+    """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, behind equal ids, weights and logits.
+
+    docs/user/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one
+    rounding of one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is
+    clamped may change with its last bit, which no tolerance covers.
+    """
+    spec, dtype, num_tokens, d_ff, top_k = case.spec, case.dtype, case.x.shape[0], case.d_ff, case.top_k
+    require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
+    one_side = 0.0 if dtype == "float32" else tolerance.UNIT_ROUNDOFF[dtype]
+    sizes: dict[str, Any] = {"d_model": case.d_model, "d_ff": d_ff, "top_k": top_k, "num_experts": 1}
+    pre = tolerance.stage_tolerances(spec, dtype, **sizes, routed_from="ids")["matmul1"]
+
+    def product(source: Tolerance, *lengths: int) -> Tolerance:
+        every = [tolerance.product_tolerance(source, dtype, length, spec.allow_tf32) for length in lengths]
+        return Tolerance(max(one.relative_frobenius for one in every), max(one.worst for one in every))
+
+    z, hidden = product(tolerance.EXACT, case.d_model) + Tolerance(one_side, one_side), tolerance.activated(pre)
+    # The derivative of the activation is as steep as the activation, and z one factor beside it.
+    d_pre = tolerance.rounded(hidden + z, dtype)
+    slots = tolerance.rounded(product(d_pre, spec.activation.input_width(d_ff)), dtype)
+    sums = math.sqrt(top_k + 1) * tolerance.FP32
+    d_x = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k + 1) * slots.worst + tolerance.DEVIATIONS * sums)
+    # d_w is a sum over F of products of either sign, and what reaches a logit a difference of two such sums.
+    d_weight = product(z, d_ff) + product(hidden, d_ff)
+    d_logits = d_weight + d_weight
+    table = {
+        "x": tolerance.rounded(d_x + d_logits, dtype),
+        "down": product(tolerance.rounded(hidden, dtype), 1, num_tokens),
+        "down_bias": product(tolerance.EXACT, 1, num_tokens),
+        **dict.fromkeys(("weight", "bias", "gate"), product(d_logits, 1, num_tokens)),
+    }
+    of_pre = product(d_pre, 1, num_tokens)
+    return lambda name: tolerance.rounded(table.get(name.removeprefix("d_").rpartition(".")[2], of_pre), dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,8 +15,7 @@ from moe_core.ops.reduction.reference import scale_rows
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.case import Case
 from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulSpec
 
 #: x and the hidden rows, quantised: uint8 `[rows, bytes]`, each row's codes and then its scales.
 QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"
@@ -50,10 +50,10 @@ class OwnRows:
 
     def expected(self, stage: str) -> np.ndarray:
         """QUANTIZED_X or QUANTIZED_HIDDEN."""
+        case = self._case
         if stage == QUANTIZED_HIDDEN:
             rows = self._hidden()
         else:
-            case = self._case
             weighted = case.spec.apply_router_weight_on_input
             source = scale_rows(case.x, self._stages["weights"]) if weighted else case.x
             rows = self._quantized(source, case.experts.gate_up_input_scale)
@@ -63,16 +63,9 @@ class OwnRows:
         """The weighted slots `[T * K, D]`, and how far those of another sum of the same rows may lie from them."""
         case, spec = self._case, self._case.spec
         weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
-        product = MatmulSpec(
-            spec.weight_layout,
-            gather="slot",
-            scatter="slot",
-            out_dtype=case.dtype,
-            allow_tf32=spec.allow_tf32,
-            fast_accumulate=spec.fast_accumulate,
-        )
-        experts, options = case.experts, {"layout": self._layout, "spec": product}
-        arrays = (self._hidden(), experts.down, *self._groups)
-        slots = matmul_ogs(*arrays, bias=experts.down_bias, row_weight=weights, **options)
-        down = experts.down.format
+        plain = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)
+        product = dataclasses.replace(plain, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate)
+        arrays, bias = (self._hidden(), case.experts.down, *self._groups), case.experts.down_bias
+        slots = matmul_ogs(*arrays, bias=bias, row_weight=weights, layout=self._layout, spec=product)
+        down = case.experts.down.format
         return slots, quantized_matmul_tolerance(case.dtype, case.d_ff, down, product, rows=self._format)

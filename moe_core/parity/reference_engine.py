@@ -19,22 +19,14 @@ class ReferenceEngine:
     name = REFERENCE
 
     def why_unsupported(self, case: Case) -> str | None:
-        """Every case is supported."""
         return None
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """Every stage of a case."""
         progress("all stages")
         return EngineRun(REFERENCE, NUMPY, reference_stages(case), is_reference=True)
 
 
 def reference_stages(case: Case, routing: TopK | None = None) -> dict[str, np.ndarray]:
     """The reference's stages of a case; routing: ids and weights to use instead of the case's own routing."""
-    return moe_stages(
-        case.x,
-        case.experts,
-        case.routing if routing is None else routing,
-        case.spec,
-        token_mask=case.token_mask,
-        shared=case.shared,
-    )
+    arguments = (case.x, case.experts, case.routing if routing is None else routing, case.spec)
+    return moe_stages(*arguments, token_mask=case.token_mask, shared=case.shared)

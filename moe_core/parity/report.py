@@ -17,6 +17,8 @@ DIFFER, MISSING, NOT_TESTED, SKIPPED = "differ", "missing", "not tested", "skipp
 PASSING = (AGREE, TIE, GIVEN, SKIPPED)
 #: Flips printed per stage; the JSON holds all of them.
 _FLIPS_SHOWN = 5
+#: What the JSON holds of a flip.
+_FLIP = ("token", "reference", "candidate", "kind", "margin", "allowed", "verdict", "own_choice")
 _HEADER = ("stage", "verdict", "rel. error", "limit", "worst", "limit", "worst element: reference vs candidate", "")
 
 
@@ -35,41 +37,26 @@ class StageRow:
         return self.verdict in PASSING
 
     def cells(self) -> tuple[str, ...]:
-        """The row's columns: see `_HEADER`."""
         found, tolerance = self.difference, self.tolerance
         if found is None or tolerance is None:
             return (self.stage, self.verdict, "", "", "", "", "", self.note)
-        if tolerance == EXACT:
-            limits = ("exact", "exact")
-        else:
-            limits = (f"{found.frobenius_limit(tolerance):.1e}", f"{tolerance.worst:.1e}")
+        limits = (f"{found.frobenius_limit(tolerance):.1e}", f"{tolerance.worst:.1e}")
+        frobenius, largest = ("exact", "exact") if tolerance == EXACT else limits
         worst = ""
         if found.where is not None and found.worst:
             worst = f"{list(found.where)}: {found.expected:.6g} vs {found.actual:.6g}"
-        return (
-            self.stage,
-            self.verdict,
-            f"{found.relative_frobenius:.1e}",
-            limits[0],
-            f"{found.worst:.1e}",
-            limits[1],
-            worst,
-            self.note,
-        )
+        numbers = (f"{found.relative_frobenius:.1e}", frobenius, f"{found.worst:.1e}", largest)
+        return (self.stage, self.verdict, *numbers, worst, self.note)
 
     def as_dict(self) -> dict[str, Any]:
         found, tolerance = self.difference, self.tolerance
         numbers: dict[str, Any] = {"relative_error": None, "relative_tolerance": None, "worst": None}
         if found is not None and tolerance is not None:
-            numbers["relative_error"] = _number(found.relative_frobenius)
-            numbers["relative_tolerance"] = _number(found.frobenius_limit(tolerance))
-            numbers["worst"] = {
-                "index": None if found.where is None else list(found.where),
-                "reference": _number(found.expected),
-                "candidate": _number(found.actual),
-                "error": _number(found.worst),
-                "tolerance": _number(tolerance.worst),
-            }
+            numbers["relative_error"] = _plain(found.relative_frobenius)
+            numbers["relative_tolerance"] = _plain(found.frobenius_limit(tolerance))
+            names = ("index", "reference", "candidate", "error", "tolerance")
+            worst = (found.where, found.expected, found.actual, found.worst, tolerance.worst)
+            numbers["worst"] = dict(zip(names, map(_plain, worst), strict=True))
         return {"stage": self.stage, "verdict": self.verdict, **numbers, "note": self.note}
 
 
@@ -88,7 +75,6 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether every row passes."""
         return all(row.passes for row in self.rows)
 
     @property
@@ -149,7 +135,7 @@ class Report:
             "skipped": self.skipped,
             "first_divergent_stage": self.first_divergent,
             "stages": [{"engine": self.engine, "device": self.device} | row.as_dict() for row in self.rows],
-            "flips": [_flip_dict(flip) for flip in self.flips],
+            "flips": [{name: _plain(getattr(flip, name)) for name in _FLIP} for flip in self.flips],
         }
 
 
@@ -191,9 +177,8 @@ class CaseReport:
     @property
     def differs(self) -> bool:
         """Whether something truly compared differs; an engine that was not tested does not count."""
-        return any(report.verdict == DIFFER for report in self.reports) or any(
-            row.equal is False for row in self.bitwise
-        )
+        bits_differ = any(row.equal is False for row in self.bitwise)
+        return bits_differ or any(report.verdict == DIFFER for report in self.reports)
 
     def __str__(self) -> str:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
@@ -207,10 +192,11 @@ class CaseReport:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
+        scheme = self.scheme and {name: part and str(part) for name, part in vars(self.scheme).items()}
         return {
             "case": self.case,
             "dtype": self.dtype,
-            "scheme": _scheme_dict(self.scheme),
+            "scheme": scheme,
             "sizes": self.sizes,
             "description": self.description,
             "agrees": self.agrees,
@@ -221,32 +207,13 @@ class CaseReport:
 
 def untested_engines(reports: Sequence[CaseReport]) -> tuple[str, ...]:
     """Engines that were asked for and compared nothing on any case."""
-    tested: dict[str, bool] = {}
-    for case in reports:
-        for report in case.reports:
-            tested[report.engine] = tested.get(report.engine, False) or report.tested
-    return tuple(name for name, any_tested in tested.items() if not any_tested)
+    every = [report for case in reports for report in case.reports]
+    tested = {report.engine for report in every if report.tested}
+    return tuple(dict.fromkeys(report.engine for report in every if report.engine not in tested))
 
 
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-def _scheme_dict(scheme: Scheme | None) -> dict[str, str | None] | None:
-    if scheme is None:
-        return None
-    activations = None if scheme.activations is None else scheme.activations.name
-    return {"name": scheme.name, "weights": scheme.weights.name, "activations": activations}
-
-
-def _flip_dict(flip: Flip) -> dict[str, Any]:
-    return {
-        "token": flip.token,
-        "reference": list(flip.reference),
-        "candidate": list(flip.candidate),
-        "kind": flip.kind,
-        "margin": _number(flip.margin),
-        "allowed": _number(flip.allowed),
-        "verdict": flip.verdict,
-        "own_choice": None if flip.own_choice is None else list(flip.own_choice),
-    }
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: lists for tuples, strings for the numbers that it lacks."""
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

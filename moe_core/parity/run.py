@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from moe_core.formats import QuantizedTensor
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import pack_bitmatrix, route, unpack_bitmatrix
@@ -35,18 +34,8 @@ from moe_core.specs.routing import LayoutSpec
 #: Every engine must have these, in the order of the computation; the others only where it has such an op.
 REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
 ORDER = (
-    "logits",
-    "ids",
-    "weights",
-    "bitmatrix",
-    "layout",
-    QUANTIZED_X,
-    "matmul1",
-    "activation",
-    "activation_op",
-    QUANTIZED_HIDDEN,
-    "matmul2",
-    "output",
+    *("logits", "ids", "weights", "bitmatrix", "layout", QUANTIZED_X, "matmul1", "activation", "activation_op"),
+    *(QUANTIZED_HIDDEN, "matmul2", "output"),
 )
 _ROUTING = ("logits", "ids", "weights")
 COMPOSED_STAGE = "moe (composed)"
@@ -57,36 +46,19 @@ class Yardstick:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.ordered = functools.cache(self._ordered)
-        self.stages = functools.cache(self._stages)
+        self.stages = functools.cache(lambda slot_order: reference_stages(self.ordered(slot_order)))
 
-    def _ordered(self, slot_order: str) -> Case:
-        """The case with a token's slots in another order."""
+    def ordered(self, slot_order: str) -> Case:
         if slot_order == self.case.router.slot_order:
             return self.case
         rule = dataclasses.replace(self.case.router, slot_order=slot_order)
         return dataclasses.replace(self.case, spec=dataclasses.replace(self.case.spec, router=rule))
 
-    def _stages(self, slot_order: str) -> Mapping[str, np.ndarray]:
-        return reference_stages(self.ordered(slot_order))
-
-    def forced(self, ids: np.ndarray, weights: np.ndarray) -> Mapping[str, np.ndarray]:
-        """The reference behind an engine's own ids and weights."""
-        return reference_stages(self.case, TopK(ids, weights))
-
     def tolerances(self, routed_from: str) -> dict[str, Tolerance]:
-        """The derived tolerance of every stage of this case."""
-        case, gate_up = self.case, self.case.experts.gate_up
-        return stage_tolerances(
-            case.spec,
-            case.dtype,
-            d_model=case.d_model,
-            d_ff=case.d_ff,
-            top_k=case.top_k,
-            num_experts=case.num_experts,
-            routed_from=routed_from,
-            weights_format=gate_up.format if isinstance(gate_up, QuantizedTensor) else None,
-        )
+        case = self.case
+        sizes = {"d_model": case.d_model, "d_ff": case.d_ff, "top_k": case.top_k, "num_experts": case.num_experts}
+        weights_format = None if case.scheme is None else case.scheme.weights
+        return stage_tolerances(case.spec, case.dtype, **sizes, routed_from=routed_from, weights_format=weights_format)
 
 
 def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], object]) -> CaseReport:
@@ -117,14 +89,11 @@ def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
     """Every stage of an engine against the reference."""
     if run.is_reference:
         return reference_ran(run)
-    required = REQUIRED
-    if yardstick.case.spec.activations is not None:
-        required = (*REQUIRED, QUANTIZED_X, QUANTIZED_HIDDEN)
-    missing = tuple(
-        StageRow(stage, MISSING, note="the engine has no such stage") for stage in required if stage not in run.stages
-    )
-    if missing:
-        return Report(run.engine, run.device, missing)
+    quantized = (QUANTIZED_X, QUANTIZED_HIDDEN) if yardstick.case.spec.activations is not None else ()
+    required = (*REQUIRED, *quantized)
+    if missing := [stage for stage in required if stage not in run.stages]:
+        rows = (StageRow(stage, MISSING, note="the engine has no such stage") for stage in missing)
+        return Report(run.engine, run.device, tuple(rows))
     comparison = _Comparison(yardstick, run)
     return Report(run.engine, run.device, comparison.rows(), comparison.flips)
 
@@ -137,13 +106,12 @@ class _Comparison:
         self._case = yardstick.ordered(run.slot_order)
         self._reference = yardstick.stages(run.slot_order)
         self.flips = self._find_flips()
-        given = "logits" in run.given
+        self._behind = self._reference
+        self._tolerances = yardstick.tolerances("logits" if "logits" in run.given else "x")
         if self.flips:
-            self._behind = yardstick.forced(run.stages["ids"], run.stages["weights"])
-            self._tolerances = yardstick.tolerances("logits" if given else "x") | _behind_ids(yardstick)
-        else:
-            self._behind = self._reference
-            self._tolerances = yardstick.tolerances("logits" if given else "x")
+            self._behind = reference_stages(yardstick.case, TopK(run.stages["ids"], run.stages["weights"]))
+            table = yardstick.tolerances("ids")
+            self._tolerances |= {stage: table[stage] for stage in ("matmul1", "activation", "matmul2", "output")}
 
     def rows(self) -> tuple[StageRow, ...]:
         if not self._routed_alike():
@@ -157,21 +125,18 @@ class _Comparison:
     def _routed_alike(self) -> bool:
         return all(self._run.stages[stage].shape == self._reference[stage].shape for stage in _ROUTING)
 
-    def _rule(self) -> tuple[np.ndarray, np.ndarray]:
+    def _rule(self) -> tuple[np.ndarray, ...]:
         """(ids, weights) the routing rule makes of the engine's own logits."""
-        logits = self._run.stages["logits"]
-        bias = self._case.routing.correction_bias
-        ids, weights = route(logits, bias, self._case.token_mask, spec=self._case.router)
-        return ids, weights
+        bias, mask = self._case.routing.correction_bias, self._case.token_mask
+        return route(self._run.stages["logits"], bias, mask, spec=self._case.router)
 
     def _find_flips(self) -> tuple[Flip, ...]:
         if not self._routed_alike():
             return ()
-        wanted, found = self._reference["ids"], self._run.stages["ids"]
+        found, logits = self._run.stages["ids"], self._reference["logits"]
         router, bias = self._case.router, self._case.routing.correction_bias
-        tolerance = self._yardstick.tolerances("x")["logits"]
-        logits = self._reference["logits"]
-        flips = find_flips(wanted, found, RouterScores.of(logits, router, bias), logit_tolerance(logits, tolerance))
+        tolerance = logit_tolerance(logits, self._yardstick.tolerances("x")["logits"])
+        flips = find_flips(self._reference["ids"], found, RouterScores.of(logits, router, bias), tolerance)
         own = RouterScores.of(self._run.stages["logits"], router, bias)
         return blame_routing(flips, self._rule()[0], found, own)
 
@@ -231,25 +196,16 @@ class _Comparison:
         row = stage_row(COMPOSED_STAGE, self._behind["output"], composed["output"], self._tolerances["output"])
         ids, weights = self._run.stages["ids"], self._run.stages["weights"]
         counts = np.bincount(ids[(ids >= 0) & (ids < self._case.num_experts)], minlength=self._case.num_experts)
-        complaints = [
-            text
-            for text, right in (
-                (f"dtype {composed['output'].dtype}", composed["output"].dtype == self._behind["output"].dtype),
-                ("other ids than its stages", np.array_equal(composed["ids"], ids)),
-                ("other weights than its stages", same_bits(composed["weights"], weights)),
-                ("wrong tokens_per_expert", np.array_equal(composed["tokens_per_expert"], counts)),
-            )
-            if not right
-        ]
+        checks = {
+            f"dtype {composed['output'].dtype}": composed["output"].dtype == self._behind["output"].dtype,
+            "other ids than its stages": np.array_equal(composed["ids"], ids),
+            "other weights than its stages": same_bits(composed["weights"], weights),
+            "wrong tokens_per_expert": np.array_equal(composed["tokens_per_expert"], counts),
+        }
+        complaints = [text for text, right in checks.items() if not right]
         if not complaints:
             return row
         return dataclasses.replace(row, verdict=DIFFER, note="; ".join(filter(None, (row.note, *complaints))))
-
-
-def _behind_ids(yardstick: Yardstick) -> dict[str, Tolerance]:
-    """Tolerances of the stages behind given ids and weights."""
-    table = yardstick.tolerances("ids")
-    return {stage: table[stage] for stage in ("matmul1", "activation", "matmul2", "output")}
 
 
 def _joined(*parts: np.ndarray) -> np.ndarray:
@@ -263,29 +219,18 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 
 
-def compare_bits(runs: Sequence[EngineRun]) -> tuple[BitwiseRow, ...]:
-    """Every pair of engines of one family: whether all stages and the composed results have the same bits."""
-    return tuple(_bitwise_row(first, second) for first, second in relatives(runs))
-
-
-def relatives(runs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Every pair of runs whose engines are of one family."""
+def compare_bits(runs: Sequence[Any], kind: str = "arrays") -> tuple[BitwiseRow, ...]:
+    """Every pair of engines of one family: whether all arrays of their runs have the same bits. kind: of the arrays."""
     pairs = itertools.combinations(runs, 2)
-    return (pair for pair in pairs if pair[0].family is not None and pair[0].family == pair[1].family)
+    return tuple(_bitwise_row(*pair, kind) for pair in pairs if pair[0].family == pair[1].family is not None)
 
 
-def _bitwise_row(first: EngineRun, second: EngineRun) -> BitwiseRow:
-    names = (first.engine, second.engine)
+def _bitwise_row(first: Any, second: Any, kind: str) -> BitwiseRow:
+    names, left, right = (first.engine, second.engine), first.arrays, second.arrays
     if first.device != second.device:
         return BitwiseRow(names, "", None, f"devices differ: {first.device} and {second.device}")
     if first.is_reference:
         return BitwiseRow(names, first.device, None, "both ran the NumPy reference")
-    for left, right, prefix in (
-        (first.stages, second.stages, ""),
-        (first.composed or {}, second.composed or {}, "composed "),
-    ):
-        for stage in left:
-            if stage not in right or not same_bits(left[stage], right[stage]):
-                return BitwiseRow(names, first.device, False, f"first difference in {prefix}{stage}")
-    compared = len(first.stages) + len(first.composed or {})
-    return BitwiseRow(names, first.device, True, f"{compared} arrays on {first.device}")
+    wrong = next((name for name in left if name not in right or not same_bits(left[name], right[name])), None)
+    note = f"first difference in {wrong}" if wrong else f"{len(left)} {kind} on {first.device}"
+    return BitwiseRow(names, first.device, not wrong, note)

@@ -6,6 +6,7 @@ module holds the ops and how arrays move between NumPy and the framework.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +17,8 @@ from moe_core.formats import QuantizedTensor
 from moe_core.ops.quantize.rows import chooses_one_scale
 from moe_core.parity.case import Case
 from moe_core.parity.quantized_rows import QUANTIZED_HIDDEN, QUANTIZED_X, row_bytes
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LogitsSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RaggedLayout, Routing, map_arrays
-from moe_core.specs.routing import LogitsSpec
 
 Array = Any
 #: What is compared of the composed op's result.
@@ -83,9 +83,8 @@ class _Runner:
         self._progress("logits")
         logits = ops.router(self._x, router.weight, bias=router.bias, spec=case.logits_spec)
         self._progress("ids")
-        self._chosen = ops.route(
-            logits, case.router, correction_bias=router.correction_bias, token_mask=self._token_mask
-        )
+        masks = {"correction_bias": router.correction_bias, "token_mask": self._token_mask}
+        self._chosen = ops.route(logits, case.router, **masks)
         ids = self._chosen.ids
         self._progress("bitmatrix")
         bitmatrix = ops.pack_bitmatrix(ids, case.num_experts)
@@ -115,9 +114,7 @@ class _Runner:
         if experts.up is not None:
             up = ops.matmul_ogs(MatmulOperands(source, experts.up, bias=experts.up_bias), self._layout, plain)
         self._progress("activation")
-        operands = MatmulOperands(
-            source, experts.gate_up, up=experts.up, bias=experts.gate_up_bias, up_bias=experts.up_bias
-        )
+        operands = MatmulOperands(source, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias)
         hidden = ops.matmul_ogs(operands, self._layout, self._matmul_spec("token", activated=True))
         activated = ops.activation(gate, case.spec.activation, up=up)
         rows = self._quantized(QUANTIZED_HIDDEN, hidden, experts.down_input_scale)
@@ -127,13 +124,8 @@ class _Runner:
         self._progress("output")
         shared, gate_logits = self._shared_output()
         output = ops.reduce(slots, self._layout, shared=shared, shared_gate=gate_logits, out_dtype=case.spec.out_dtype)
-        stages = {
-            "matmul1": gate if up is None else (gate, up),
-            "activation": hidden,
-            "activation_op": activated,
-            "matmul2": slots,
-            "output": output,
-        }
+        stages = {"matmul1": gate if up is None else (gate, up), "activation": hidden, "activation_op": activated}
+        stages |= {"matmul2": slots, "output": output}
         if case.spec.activations is not None:
             stages |= {QUANTIZED_X: source, QUANTIZED_HIDDEN: rows}
         return stages
@@ -158,15 +150,10 @@ class _Runner:
 
     def _matmul_spec(self, gather: str, activated: bool = False) -> MatmulSpec:
         spec = self._case.spec
-        return MatmulSpec(
-            spec.weight_layout,
-            gather=gather,
-            scatter="slot",
-            activation=spec.activation if activated else None,
-            out_dtype=None if spec.activations is None else self._case.dtype,
-            allow_tf32=spec.allow_tf32,
-            fast_accumulate=spec.fast_accumulate,
-        )
+        activation = spec.activation if activated else None
+        out_dtype = None if spec.activations is None else self._case.dtype
+        product = MatmulSpec(spec.weight_layout, gather, "slot", activation, out_dtype, spec.allow_tf32)
+        return dataclasses.replace(product, fast_accumulate=spec.fast_accumulate)
 
     def _shared_output(self) -> tuple[Array | None, Array | None]:
         """The shared expert's fp32 output `[T, D]` and its gate logits fp32 `[T, 1]`, each None where there is none."""

@@ -40,8 +40,7 @@ from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec
 
 #: Half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -87,6 +86,10 @@ class Tolerance:
                     f"{name} must be finite and at least 0, got {value}; take it from the table's functions"
                 )
 
+    def __add__(self, other: Tolerance) -> Tolerance:
+        """Of a result in which both errors add up."""
+        return Tolerance(self.relative_frobenius + other.relative_frobenius, self.worst + other.worst)
+
 
 #: Bitwise agreement but for the sign of zero: ids, counts, layouts.
 EXACT = Tolerance(0.0, 0.0)
@@ -96,7 +99,7 @@ def rounded(before: Tolerance, dtype: str) -> Tolerance:
     """After one cast of both sides."""
     unit = UNIT_ROUNDOFF[dtype]
     flips = math.sqrt(2 * unit * min(before.relative_frobenius, unit / 2))
-    return Tolerance(before.relative_frobenius + flips, before.worst + 2 * unit)
+    return before + Tolerance(flips, 2 * unit)
 
 
 def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
@@ -124,7 +127,7 @@ def _quantized_product(
         return own
     unpromoted = length if spec.fast_accumulate else min(length, _PROMOTED)
     truncation = unpromoted / 32 * _FP8_TRUNCATION
-    return Tolerance(own.relative_frobenius + truncation, own.worst + DEVIATIONS * truncation)
+    return own + Tolerance(truncation, DEVIATIONS * truncation)
 
 
 def _requantized(before: Tolerance, format: Format) -> Tolerance:
@@ -250,8 +253,7 @@ def stage_tolerances(
     first = product(source, d_model)
     hidden = rounded(activated(first), dtype)
     second = product(hidden, d_ff)
-    weighted = Tolerance(second.relative_frobenius + slot_weights.relative_frobenius, second.worst + slot_weights.worst)
-    slots = rounded(weighted, dtype)
+    slots = rounded(second + slot_weights, dtype)
     sums = math.sqrt(top_k) * FP32
     # At worst the errors of a token's slots add up, while its slots add up like sqrt(K).
     summed = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k) * slots.worst + DEVIATIONS * sums)
@@ -273,9 +275,7 @@ def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Toler
     _check(dtype, dtype)
     require_at_least("roundings", roundings, 1)
     unit = UNIT_ROUNDOFF[dtype]
-    return Tolerance(
-        tolerance.relative_frobenius + roundings * unit, tolerance.worst + DEVIATIONS * (roundings - 1) * unit
-    )
+    return tolerance + Tolerance(roundings * unit, DEVIATIONS * (roundings - 1) * unit)
 
 
 @dataclass(frozen=True)
@@ -313,26 +313,14 @@ class Difference:
         )
 
 
-def _mismatch(actual: np.ndarray, expected: np.ndarray) -> tuple[tuple[int, ...], str] | None:
-    """The first place where one array has a NaN or an infinity and the other has not the same."""
-    same = (np.isnan(actual) & np.isnan(expected)) | (actual == expected)
-    wrong = ~same & ~(np.isfinite(actual) & np.isfinite(expected))
-    if not wrong.any():
-        return None
-    where = tuple(int(index) for index in np.argwhere(wrong)[0])
-    text = f"{int(wrong.sum())} elements differ in NaN or infinity, the first at {where}: "
-    return where, text + f"got {float(actual[where])!r}, expected {float(expected[where])!r}"
-
-
 def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.ndarray:
     """What every element's error is measured against; finite values only."""
     size = np.abs(expected)
     if scale is not None:
         floor = np.broadcast_to(np.abs(np.asarray(scale, np.float64)), expected.shape)
-    elif expected.ndim and expected.shape[-1] >= _WIDE_ROW:
-        floor = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
     else:
-        floor = np.sqrt(np.mean(np.square(expected), keepdims=True))
+        axis = -1 if expected.ndim and expected.shape[-1] >= _WIDE_ROW else None
+        floor = np.sqrt(np.mean(np.square(expected), axis=axis, keepdims=True))
     smallest = _SMALLEST_SCALE
     if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
         smallest = max(smallest, float(ml_dtypes.finfo(dtype).smallest_normal))
@@ -351,19 +339,21 @@ def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None =
     """
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
-        return Difference(
-            math.inf, math.inf, 0, None, math.nan, math.nan, f"shape {actual.shape}, expected {expected.shape}"
-        )
+        mismatch = f"shape {actual.shape}, expected {expected.shape}"
+        return Difference(math.inf, math.inf, 0, None, math.nan, math.nan, mismatch)
     if not expected.size:
         return Difference(0.0, 0.0, 0, None, math.nan, math.nan)
     dtype = expected.dtype
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    found = _mismatch(actual, expected)
-    if found is not None:
-        where, text = found
-        size = int(expected.size)
-        return Difference(math.inf, math.inf, size, where, float(actual[where]), float(expected[where]), text)
     finite = np.isfinite(expected)
+    same = (np.isnan(actual) & np.isnan(expected)) | (actual == expected)
+    wrong = ~same & ~(np.isfinite(actual) & finite)
+    if wrong.any():
+        where = tuple(int(index) for index in np.argwhere(wrong)[0])
+        got, want = float(actual[where]), float(expected[where])
+        text = f"{int(wrong.sum())} elements differ in NaN or infinity, the first at {where}: "
+        text += f"got {got!r}, expected {want!r}"
+        return Difference(math.inf, math.inf, int(expected.size), where, got, want, text)
     got, want = np.where(finite, actual, 0.0), np.where(finite, expected, 0.0)
     with np.errstate(all="ignore"):
         error = np.abs(got - want)

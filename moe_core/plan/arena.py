@@ -28,11 +28,9 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
             lifetimes[name] = (lifetimes.get(name, (number, number))[0], number)
     buffers = [(aligned(size), *lifetimes.get(name, (0, 0))) for name, size in sizes]
     indices = range(len(buffers))
-    orders = (
-        sorted(indices, key=lambda index: (-buffers[index][0], index)),
-        sorted(indices, key=lambda index: (buffers[index][1], -buffers[index][0], index)),
-    )
-    placements = [_placed_in_order(buffers, order) for order in orders]
+    largest = sorted(indices, key=lambda index: (-buffers[index][0], index))
+    earliest = sorted(largest, key=lambda index: buffers[index][1])
+    placements = [_placed_in_order(buffers, order) for order in (largest, earliest)]
     return min(placements, key=lambda offsets: max((offsets[i] + buffers[i][0] for i in indices), default=0))
 
 

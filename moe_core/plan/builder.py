@@ -114,12 +114,13 @@ class PlanBuilder:
 
     def reference(
         self, function: str, inputs: Mapping[str, str], constants: Mapping[str, Any], outputs: Sequence[str]
-    ) -> None:
-        """Add a call of a NumPy twin."""
+    ) -> LaunchPlan:
+        """Add a call of a NumPy twin; the plan with it."""
         for name in (*inputs.values(), *outputs):
             assert self.has(name), f"unknown buffer {name}"
         self._filled.update(outputs)
         self._steps.append(ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs)))
+        return self.build()
 
     def call(
         self,
@@ -149,7 +150,6 @@ class PlanBuilder:
     def _bind(
         self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, str | Role]
     ) -> dict[str, str]:
-        """The buffer of every input and output of `plan`, checked."""
         wanted = {buffer.name: buffer for buffer in (*plan.inputs, *plan.outputs)}
         known = {*wanted, *(name.rpartition(".")[0] for name in wanted)}
         given = {name for name, bound in bindings.items() if self.has(bound) or self.has(f"{bound}.values")}
@@ -185,16 +185,9 @@ class PlanBuilder:
         self._notes.append(line)
 
     def build(self) -> LaunchPlan:
-        return LaunchPlan(
-            self.name,
-            self.target,
-            tuple(self._inputs),
-            tuple(self._outputs),
-            tuple(self._scratch),
-            tuple(self._steps),
-            tuple(self._summation),
-            tuple(self._notes),
-        )
+        buffers = (tuple(self._inputs), tuple(self._outputs), tuple(self._scratch))
+        texts = (tuple(self._summation), tuple(self._notes))
+        return LaunchPlan(self.name, self.target, *buffers, tuple(self._steps), *texts)
 
 
 def _role(name: str, role: str | Role | None) -> str | None:
@@ -214,11 +207,8 @@ def _rename(step: KernelLaunch | ReferenceCall, names: Mapping[str, str]) -> Ker
     if isinstance(step, ReferenceCall):
         inputs = tuple((keyword, names[buffer]) for keyword, buffer in step.inputs)
         return ReferenceCall(step.function, inputs, step.constants, tuple(names[name] for name in step.outputs))
-    arguments = tuple(
-        (
-            name,
-            dataclasses.replace(value, buffer=names[value.buffer]) if isinstance(value, Pointer | TensorMap) else value,
-        )
-        for name, value in step.arguments
-    )
-    return dataclasses.replace(step, arguments=arguments)
+    arguments = dict(step.arguments)
+    for name, value in step.arguments:
+        if isinstance(value, Pointer | TensorMap):
+            arguments[name] = dataclasses.replace(value, buffer=names[value.buffer])
+    return dataclasses.replace(step, arguments=tuple(arguments.items()))

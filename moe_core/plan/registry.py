@@ -12,8 +12,6 @@ from moe_core.errors import InvalidInput
 from moe_core.plan.steps import FORMAT_VERSION, LaunchPlan, sources_version
 
 _registry: dict[str, LaunchPlan] = {}
-
-
 _registry_lock = threading.Lock()
 
 

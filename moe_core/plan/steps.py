@@ -90,9 +90,17 @@ class Constant:
 Argument = Pointer | Scalar | TensorMap | Constant
 
 
-def constants(**values: int | float | str | bool | None) -> dict[str, Argument]:
-    """Kernel arguments that are compile-time constants, by name."""
-    return {name: Constant(value) for name, value in values.items()}
+def passed(**values: Argument | int | float | str | bool | None) -> dict[str, Argument]:
+    """Kernel arguments by name: CAPITALS say a constant, else a text a buffer, a number a scalar, None no pointer."""
+    return {name: _argument(name, value) for name, value in values.items()}
+
+
+def _argument(name: str, value: Argument | int | float | str | bool | None) -> Argument:
+    if isinstance(value, Argument):
+        return value
+    if name.isupper() or value is None:
+        return Constant(value)
+    return Pointer(value) if isinstance(value, str) else Scalar(value)
 
 
 @plan_type
@@ -181,6 +189,13 @@ class KernelLaunch:
         there the option means nothing."""
         own = dict(self.arguments).get("STAGES")
         return own.value if isinstance(own, Constant) and isinstance(own.value, int) else self.num_stages
+
+    @property
+    def tile(self) -> str:
+        """The sides of its tile, its warps and stages, as reports show them."""
+        blocks = [(name, value) for name, value in self.arguments if name.startswith("BLOCK")]
+        sides = [f"{name}={value.value}" for name, value in blocks if isinstance(value, Constant)]
+        return ", ".join([*sides, f"{self.num_warps} warps, {self.pipeline_stages} stages"])
 
 
 @plan_type
@@ -292,7 +307,6 @@ class LaunchPlan:
 
 
 def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
-    """Those that a step reads or writes."""
     if isinstance(step, ReferenceCall):
         return {*(buffer for _, buffer in step.inputs), *step.outputs}
     return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}

@@ -26,7 +26,7 @@ _BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
 
 
 def load_kernel(name: str) -> Any:
-    """The `@triton.jit` function `"module:function"` of `moe_core.ops`. Raises Unsupported without Triton."""
+    """The function `"module:function"` of `moe_core.ops`. Raises Unsupported for a kernel without Triton."""
     module, function = name.split(":")
     try:
         return getattr(importlib.import_module(f"moe_core.ops.{module}"), function)
@@ -94,11 +94,8 @@ def _compile(
         raise RuntimeError(f"{kernel.name} takes {expected}, the plan gives {signature}")
     attributes = {(index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")}
     if function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource(function, dict(signature), dict(constants), attributes)
-    else:
-        source = ASTSource(function, dict(signature), dict(constants), attributes)
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    source = ASTSource(function, dict(signature), dict(constants), attributes)
     # Floating-point fusion is stated because Triton's default for it changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     registers = dict(constants).get("REGISTERS")

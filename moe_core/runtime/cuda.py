@@ -35,12 +35,7 @@ class LaunchConfig(ctypes.Structure):
     """`CUlaunchConfig` of cuda.h."""
 
     _fields_ = (
-        ("grid_x", ctypes.c_uint),
-        ("grid_y", ctypes.c_uint),
-        ("grid_z", ctypes.c_uint),
-        ("block_x", ctypes.c_uint),
-        ("block_y", ctypes.c_uint),
-        ("block_z", ctypes.c_uint),
+        *((f"{kind}_{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
@@ -93,14 +88,16 @@ class Driver:
 
     @functools.cached_property
     def device_count(self) -> int:
-        count = ctypes.c_int()
-        self.check(self.lib.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
-        return count.value
+        return self.number(self.lib.cuDeviceGetCount, "cuDeviceGetCount")
 
     def attribute(self, device_index: int, attribute: int) -> int:
+        what = f"cuDeviceGetAttribute({attribute}) of device {device_index}"
+        return self.number(self.lib.cuDeviceGetAttribute, what, attribute, device_index)
+
+    def number(self, function: Any, what: str, *arguments: int) -> int:
+        """The int that a function of the driver gives through its first argument."""
         value = ctypes.c_int()
-        code = self.lib.cuDeviceGetAttribute(ctypes.byref(value), attribute, device_index)
-        self.check(code, f"cuDeviceGetAttribute({attribute}) of device {device_index}")
+        self.check(function(ctypes.byref(value), *arguments), what)
         return value.value
 
     def name(self, device_index: int) -> str:
@@ -156,6 +153,13 @@ class Driver:
         )  # fmt: skip
         self.check(code, f"describing a matrix {shape} with {pitch} elements per row for TMA")
 
+    def fill(self, address: int, size: int, byte: int, stream: int = 0) -> None:
+        """Set every byte of device memory of the current context, in stream order."""
+        code = self.lib.cuMemsetD8Async(
+            ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size), ctypes.c_void_p(stream)
+        )
+        self.check(code, "cuMemsetD8Async")
+
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
         """Load a cubin on a device and return the function, allowed its dynamic shared memory."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -176,23 +180,19 @@ def driver() -> Driver:
 
 
 @functools.cache
-def cuda_available() -> bool:
-    """Whether a CUDA driver with at least one device is present."""
-    try:
-        return driver().device_count > 0
-    except (Unsupported, RuntimeError):
-        return False
-
-
 def why_no_gpu() -> str:
     """The reason why there is no GPU; "" where there is one."""
-    if cuda_available():
-        return ""
     try:
-        return f"the CUDA driver shows {driver().device_count} devices"
+        count = driver().device_count
     except (Unsupported, RuntimeError) as error:
         # What the message advises to do about arrays is not the question here.
         return str(error).partition("; ")[0]
+    return "" if count > 0 else f"the CUDA driver shows {count} devices"
+
+
+def cuda_available() -> bool:
+    """Whether a CUDA driver with at least one device is present."""
+    return not why_no_gpu()
 
 
 @functools.cache
@@ -225,7 +225,6 @@ class HostTensorMap:
         self.entries = [self._map, *(ctypes.addressof(value) for value in (*self._sizes, *self._strides))]
 
     def point_at(self, address: int) -> None:
-        """Describe the buffer at an address."""
         self.address = None
         request = self.request
         panel = (request.box[0], _PANEL_BYTES // dtypes.itemsize(self.dtype))
@@ -343,27 +342,9 @@ class CudaPrepared(Prepared):
 
 
 @functools.cache
-def _load_cached(key: Any, device_index: int) -> Any:
-    compiled = key.compiled
+def _load(compiled: Any, device_index: int) -> Any:
+    """(function, shared bytes, warps) of a compiled kernel, which hashes by identity, on a device; loaded once."""
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
     # Specialised kernels run more warps than they were asked for.
     return function, metadata.shared, metadata.num_warps
-
-
-class _ByIdentity:
-    """Hashes a compiled kernel by identity, for the cache of loaded functions."""
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-
-    def __hash__(self) -> int:
-        return id(self.compiled)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.compiled is self.compiled
-
-
-def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes, warps) of a compiled kernel on a device, loaded once."""
-    return _load_cached(_ByIdentity(compiled), device_index)

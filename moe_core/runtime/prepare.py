@@ -33,8 +33,7 @@ def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
             if prepared is None:
                 while len(_prepared) >= _PREPARED_LIMIT:
                     del _prepared[next(iter(_prepared))]
-                make = prepared_class(plan.target)
-                prepared = _prepared[(plan, device_index)] = make(plan, device_index)
+                prepared = _prepared[(plan, device_index)] = prepared_class(plan.target)(plan, device_index)
     return prepared
 
 
@@ -50,9 +49,8 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
         raise InvalidInput(
             f"views must be exactly {', '.join(names)}, got {', '.join(sorted(views))}; add or remove the others"
         )
-    device = views[names[0]].device if names else ("cpu", 0)
-    kind = plan.target.device_kind
-    readable = {buffer.name for buffer in plan.inputs}
+    device, kind = views[names[0]].device if names else ("cpu", 0), plan.target.device_kind
+    inputs = [buffer.name for buffer in plan.inputs]
     for name in names:
         view = views[name]
         if view.device != device or view.device[0] != kind:
@@ -64,9 +62,9 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
                 )
         elif view.spec != plan.spec(name):
             raise InvalidInput(f"{name} must be {plan.spec(name)} as planned, got {view.spec}; make a plan for it")
-        if view.read_only and name not in readable:
+        if view.read_only and name not in inputs:
             raise InvalidInput(f"{name} is written to, got a read-only array; pass a writable one")
-    _refuse_overlap(views, [buffer.name for buffer in plan.inputs], names)
+    _refuse_overlap(views, inputs, names)
     prepare(plan, device[1])([views[name].pointer for name in names], stream)
 
 
@@ -82,12 +80,8 @@ def _refuse_overlap(views: Mapping[str, TensorView], inputs: Sequence[str], name
                 f"{name} must not share memory with {owner}, got {view.pointer:#x} before its end {end:#x}; "
                 "give every output memory of its own"
             )
-        last = view.pointer + _span_bytes(view)
+        steps = zip(view.spec.shape, view.spec.stride, strict=True)
+        span = sum((size - 1) * max(step, 0) for size, step in steps) + 1
+        last = view.pointer + span * dtypes.itemsize(view.spec.dtype)
         if last > end:
             end, owner, owner_written = last, name, written
-
-
-def _span_bytes(view: TensorView) -> int:
-    """Bytes from a view's first element to the end of its last one."""
-    steps = zip(view.spec.shape, view.spec.stride, strict=True)
-    return (sum((size - 1) * max(step, 0) for size, step in steps) + 1) * dtypes.itemsize(view.spec.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,9 +25,8 @@ class Prepared:
         self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
         self._count = len(self._names)
         self._offsets, self._scratch_bytes = plan.scratch_offsets, plan.scratch_bytes
-        self._index = {
-            name: index for index, name in enumerate([*self._names, *(buffer.name for buffer in plan.scratch)])
-        }
+        names = [*self._names, *(buffer.name for buffer in plan.scratch)]
+        self._index = {name: index for index, name in enumerate(names)}
 
     def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
         if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
@@ -44,7 +42,6 @@ class Prepared:
                 )
 
     def _scratch_addresses(self, arena: int) -> list[int]:
-        """The address of every scratch buffer in an arena."""
         return [arena + offset for offset in self._offsets]
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:
@@ -65,25 +62,18 @@ class HostPrepared(Prepared):
 
         interpreter.install()
         kernel = load_kernel(step.kernel.name)
+        buffers = [(name, value.buffer) for name, value in step.arguments if isinstance(value, Pointer)]
+        pointers = [(name, self._index[buffer], self.plan.spec(buffer).dtype) for name, buffer in buffers]
+        fixed = {name: value.value if isinstance(value, Constant) else value for name, value in step.arguments}
 
         def call(addresses: list[int]) -> None:
-            arguments = [
-                (
-                    name,
-                    interpreter.HostPointer(addresses[self._index[value.buffer]], self.plan.spec(value.buffer).dtype),
-                )
-                if isinstance(value, Pointer)
-                else (name, value.value if isinstance(value, Constant) else value)
-                for name, value in step.arguments
-            ]
-            interpreter.launch(kernel, step.grid, arguments)
+            given = {name: interpreter.HostPointer(addresses[index], dtype) for name, index, dtype in pointers}
+            interpreter.launch(kernel, step.grid, list((fixed | given).items()))
 
         return call
 
     def _reference(self, step: ReferenceCall) -> Callable[[list[int]], None]:
-        module, name = step.function.split(":")
-        function = getattr(importlib.import_module(f"moe_core.ops.{module}"), name)
-        constants = dict(step.constants)
+        function, constants = load_kernel(step.function), dict(step.constants)
 
         def call(addresses: list[int]) -> None:
             def view(buffer: str) -> Any:

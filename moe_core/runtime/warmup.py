@@ -26,8 +26,14 @@ _WORKERS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel. tile: its sides, warps and stages. seconds: spent in the compiler, waiting for a processor included.
-    cached: it existed before, in this process or in Triton's cache on disk."""
+    """One kernel.
+
+    Args:
+        kernel: its name.
+        tile: its sides, warps and stages.
+        seconds: spent in the compiler, waiting for a processor included.
+        cached: whether it existed before, in this process or in Triton's cache on disk.
+    """
 
     kernel: str
     tile: str
@@ -37,8 +43,13 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What a warm-up did. kernels: each once, in the order in which plans need them, none off the GPU. seconds: from
-    start to end, loading on devices included. plans: how many were made ready."""
+    """What a warm-up did.
+
+    Args:
+        kernels: each once, in the order in which plans need them. There are none off the GPU.
+        seconds: from start to end, loading on devices included.
+        plans: how many were made ready.
+    """
 
     kernels: tuple[KernelReport, ...]
     seconds: float
@@ -65,9 +76,8 @@ class WarmupReport:
 def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
     """Equal for launches that one compiled kernel serves: grids, run-time values and when they begin do not count."""
     constants = tuple((name, value) for name, value in launch.arguments if isinstance(value, Constant))
-    return launch_signature(plan, launch), dataclasses.replace(
-        launch, grid=(1, 1, 1), arguments=constants, dependent=False
-    )
+    compiled = dataclasses.replace(launch, grid=(1, 1, 1), arguments=constants, dependent=False)
+    return launch_signature(plan, launch), compiled
 
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
@@ -83,7 +93,18 @@ def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, Kern
 def compile_kernels(
     kernels: Sequence[tuple[LaunchPlan, KernelLaunch]], workers: int = _WORKERS
 ) -> tuple[KernelReport, ...]:
-    """Compile launches of cuda plans, several at a time; a kernel that is refused raises what its compiler raised."""
+    """Compile launches of cuda plans, several at a time.
+
+    Args:
+        kernels: launches, each with the plan it is from, as `distinct_kernels` gives them.
+        workers: how many are compiled at the same time.
+
+    Returns:
+        A report for each kernel, in order.
+
+    Raises:
+        InvalidInput: workers below 1. A kernel that is refused raises what its compiler raised.
+    """
     require_at_least("workers", workers, 1)
     if not kernels:
         return ()
@@ -97,11 +118,18 @@ def compile_kernels(
 def warmup(
     plans: Iterable[LaunchPlan], device_indices: Sequence[int] = (0,), *, workers: int = _WORKERS
 ) -> WarmupReport:
-    """Compile every kernel of the plans, `workers` at a time, and load them on the devices.
+    """Compile every kernel of the plans and load them on the devices; running a plan afterwards compiles nothing.
 
-    device_indices: CUDA devices; none = compile only, which needs no GPU. Plans for a CPU are made ready too; they have
-    nothing to compile. Running a plan afterwards compiles nothing. Raises InvalidInput for plans of several targets,
-    and what `runtime.prepare` raises.
+    Args:
+        plans: of one target. Plans for a CPU have nothing to compile and are made ready.
+        device_indices: CUDA devices. None given means compile only, which needs no GPU.
+        workers: how many kernels are compiled at the same time.
+
+    Returns:
+        The kernels with the seconds each took, and which existed before.
+
+    Raises:
+        InvalidInput: plans of several targets, and whatever `runtime.prepare` raises.
     """
     start = time.perf_counter()
     plans = tuple(plans)
@@ -118,7 +146,11 @@ def warmup(
 
 
 def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of tokens to warm up for, each once. Raises InvalidInput unless they are integers, at least one."""
+    """Numbers of tokens to warm up for, each once.
+
+    Raises:
+        InvalidInput: `tokens` is no sequence of integers, or empty.
+    """
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence) or not tokens:
         raise InvalidInput(f"tokens must be a sequence of numbers of tokens, got {tokens!r}; pass [1, 64, 4096]")
     for count in tokens:
@@ -132,13 +164,5 @@ def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
     compiled = compile_launch(plan, launch, plan.target)
     seconds = time.perf_counter() - start
     # Triton writes a kernel's description into its cache when it has compiled it, and not when it finds it there.
-    written = [
-        pathlib.Path(path).stat().st_mtime for path in compiled.metadata_group.values() if path.endswith(".json")
-    ]
-    sides = [
-        f"{name}={value.value}"
-        for name, value in launch.arguments
-        if isinstance(value, Constant) and name.startswith("BLOCK")
-    ]
-    tile = ", ".join([*sides, f"{launch.num_warps} warps, {launch.pipeline_stages} stages"])
-    return KernelReport(launch.kernel.name, tile, seconds, all(moment < began for moment in written))
+    paths = [pathlib.Path(path) for path in compiled.metadata_group.values() if path.endswith(".json")]
+    return KernelReport(launch.kernel.name, launch.tile, seconds, all(path.stat().st_mtime < began for path in paths))

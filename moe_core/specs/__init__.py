@@ -3,23 +3,14 @@
 Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating). Slot `s = t * K + k`.
 """
 
-from moe_core.specs.matmul import Activation, MatmulSpec, WeightGradientSpec
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tile_table import TileTable
-from moe_core.specs.tuning import MatmulTuning, Tuning
-
-__all__ = [
-    "Activation",
-    "LayoutSpec",
-    "LogitsSpec",
-    "MatmulSpec",
-    "MatmulTuning",
-    "MoESpec",
-    "RouterSpec",
-    "TileConfig",
-    "TileTable",
-    "Tuning",
-    "WeightGradientSpec",
-]
+from moe_core.specs.matmul import Activation as Activation
+from moe_core.specs.matmul import MatmulSpec as MatmulSpec
+from moe_core.specs.matmul import WeightGradientSpec as WeightGradientSpec
+from moe_core.specs.moe import MoESpec as MoESpec
+from moe_core.specs.routing import LayoutSpec as LayoutSpec
+from moe_core.specs.routing import LogitsSpec as LogitsSpec
+from moe_core.specs.routing import RouterSpec as RouterSpec
+from moe_core.specs.tile import TileConfig as TileConfig
+from moe_core.specs.tile_table import TileTable as TileTable
+from moe_core.specs.tuning import MatmulTuning as MatmulTuning
+from moe_core.specs.tuning import Tuning as Tuning

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base import dtypes
 from moe_core.base.arrays import WEIGHT_LAYOUTS
-from moe_core.base.checks import finite_float, require_choice, require_flag, require_kind
+from moe_core.base.checks import (
+    finite_float,
+    require_choice,
+    require_flag,
+    require_flags,
+    require_kind,
+    set_matmul_dtype,
+)
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.specs.tuning import MatmulTuning
@@ -44,15 +50,11 @@ class WeightGradientSpec:
             require_choice("bias_side", self.bias_side, ("left", "right"))
         elif self.out_dtype is None:
             raise InvalidInput("out_dtype must be a dtype where bias_side is None, got None; ask for one of the two")
-        for name in ("out_dtype", "bias_dtype"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, dtypes.canonical(getattr(self, name)))
-                require_choice(name, getattr(self, name), dtypes.MATMUL_DTYPES)
+        set_matmul_dtype(self, "out_dtype", optional=True)
+        set_matmul_dtype(self, "bias_dtype", optional=True)
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
-
-
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
 
 
@@ -128,11 +130,8 @@ class MatmulSpec:
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_kind("tuning", self.tuning, MatmulTuning, optional=True)
-        require_flag("fast_accumulate", self.fast_accumulate)
         require_choice("gather", self.gather, ("row", "token", "slot"))
         require_choice("scatter", self.scatter, ("row", "slot"))
         require_kind("activation", self.activation, Activation, optional=True)
-        require_flag("allow_tf32", self.allow_tf32)
-        if self.out_dtype is not None:
-            object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
-            require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
+        require_flags(self, "fast_accumulate", "allow_tf32")
+        set_matmul_dtype(self, "out_dtype", optional=True)

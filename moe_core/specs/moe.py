@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base import dtypes
 from moe_core.base.arrays import WEIGHT_LAYOUTS
-from moe_core.base.checks import require_choice, require_flag, require_kind
+from moe_core.base.checks import require_choice, require_flags, require_kind, set_matmul_dtype
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
@@ -51,26 +50,19 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         require_kind("activations", self.activations, Format, optional=True)
-        require_flag("fast_accumulate", self.fast_accumulate)
+        require_flags(self, "fast_accumulate", "recompute", "main_grad", "apply_router_weight_on_input", "allow_tf32")
         if self.fast_accumulate and (self.activations is None or self.activations.element != "e4m3"):
             raise InvalidInput(
                 f"fast_accumulate must be False unless activations are fp8, got True with {self.activations}; it is "
                 "about products of fp8 with fp8"
             )
         require_kind("tuning", self.tuning, Tuning, optional=True)
-        require_flag("recompute", self.recompute)
-        require_flag("main_grad", self.main_grad)
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
         require_kind("activation", self.activation, Activation)
         require_kind("router", self.router, RouterSpec, optional=True)
-        require_flag("apply_router_weight_on_input", self.apply_router_weight_on_input)
-        require_flag("allow_tf32", self.allow_tf32)
-        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
-        require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
-        if self.out_dtype is not None:
-            object.__setattr__(self, "out_dtype", dtypes.canonical(self.out_dtype))
-            require_choice("out_dtype", self.out_dtype, dtypes.MATMUL_DTYPES)
+        set_matmul_dtype(self, "logits_dtype")
+        set_matmul_dtype(self, "out_dtype", optional=True)
         if self.router is not None and self.router.require_top_k() != 1 and self.apply_router_weight_on_input:
             raise InvalidInput(
                 f"top_k must be 1 with apply_router_weight_on_input, got {self.router.top_k}; weight the output instead"

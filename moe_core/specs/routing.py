@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base import dtypes
 from moe_core.base.arrays import WEIGHT_LAYOUTS
-from moe_core.base.checks import finite_float, require_at_least, require_choice, require_flag
+from moe_core.base.checks import (
+    finite_float,
+    require_at_least,
+    require_choice,
+    require_flags,
+    set_matmul_dtype,
+)
 from moe_core.base.codec import plan_type
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
-
-
 ORDERS = ("softmax_then_topk", "topk_then_softmax")
-
-
 SLOT_ORDERS = ("score", "expert")
 
 
@@ -36,10 +37,8 @@ class LogitsSpec:
 
     def __post_init__(self) -> None:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
-        require_flag("allow_tf32", self.allow_tf32)
-        require_flag("batch_invariant", self.batch_invariant)
-        object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
-        require_choice("logits_dtype", self.logits_dtype, dtypes.MATMUL_DTYPES)
+        require_flags(self, "allow_tf32", "batch_invariant")
+        set_matmul_dtype(self, "logits_dtype")
 
 
 @plan_type
@@ -77,7 +76,7 @@ class RouterSpec:
                 f"order must be None for scoring={self.scoring!r}, which scores each expert by itself, "
                 f"got {self.order!r}; leave it out"
             )
-        require_flag("renormalize", self.renormalize)
+        require_flags(self, "renormalize")
         object.__setattr__(self, "scale", finite_float("scale", self.scale))
         require_at_least("num_groups", self.num_groups, 1)
         require_at_least("topk_group", self.topk_group, 1)
@@ -134,10 +133,8 @@ class LayoutSpec:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        require_at_least("num_tokens", self.num_tokens, 0)
-        require_at_least("top_k", self.top_k, 1)
-        require_at_least("num_experts", self.num_experts, 1)
-        require_at_least("alignment", self.alignment, 1)
+        for name, least in (("num_tokens", 0), ("top_k", 1), ("num_experts", 1), ("alignment", 1)):
+            require_at_least(name, getattr(self, name), least)
         if self.max_rows is not None:
             require_at_least("max_rows", self.max_rows, 1)
             if self.alignment != 1:

@@ -58,13 +58,8 @@ class TileKey:
 
 
 def entry_key(key: TileKey) -> TileKey:
-    """What an entry for a product holds of it: the bucket of its rows, and whether the sm90 family can run it, but
-    not the reason, which has no bearing on what is fast."""
-    return dataclasses.replace(_without_reason(key), rows=rows_bucket(key.rows))
-
-
-def _without_reason(key: TileKey) -> TileKey:
-    return dataclasses.replace(key, not_sm90=_NOT_SM90 if key.not_sm90 else "")
+    """What an entry for a product holds of it: the bucket of its rows, and whether, but not why, sm90 cannot run it."""
+    return dataclasses.replace(key, not_sm90=_NOT_SM90 if key.not_sm90 else "", rows=rows_bucket(key.rows))
 
 
 @plan_type
@@ -78,7 +73,8 @@ class TileEntry:
     config: TileConfig
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "problem", _without_reason(self.problem))
+        reason = _NOT_SM90 if self.problem.not_sm90 else ""
+        object.__setattr__(self, "problem", dataclasses.replace(self.problem, not_sm90=reason))
 
 
 @plan_type
@@ -219,14 +215,8 @@ def _require_provenance(provenance: Any, name: str) -> None:
 
 
 def _record(measurement: Measurement) -> dict[str, Any]:
-    entry = measurement.entry
-    return {
-        "arch": entry.arch,
-        "problem": dataclasses.asdict(entry.problem),
-        "config": dataclasses.asdict(entry.config),
-        "microseconds": round(measurement.microseconds, 2),
-        "heuristic_microseconds": round(measurement.heuristic_microseconds, 2),
-    }
+    times = {name: round(getattr(measurement, name), 2) for name in ("microseconds", "heuristic_microseconds")}
+    return dataclasses.asdict(measurement.entry) | times
 
 
 def _measurement(record: Any, name: str) -> Measurement:

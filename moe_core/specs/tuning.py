@@ -12,7 +12,6 @@ from moe_core.specs.tile_table import TileTable
 
 
 def _require_tunable(table: object, batch_invariant: object) -> None:
-    """Check the two options of every kind of tuning."""
     require_kind("table", table, TileTable, optional=True)
     require_flag("batch_invariant", batch_invariant)
     if batch_invariant and table is not None:

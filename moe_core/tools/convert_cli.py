@@ -34,13 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, convert, print the report; returns the exit status (argparse exits with 2 by itself)."""
     options = _parser().parse_args(arguments)
     try:
-        report = convert_checkpoint(
-            options.source,
-            options.destination,
-            format_named(options.format),
-            shard_bytes=options.shard_mib * 2**20,
-            progress=_print_progress,
-        )
+        format, shard_bytes = format_named(options.format), options.shard_mib * 2**20
+        places = (options.source, options.destination)
+        report = convert_checkpoint(*places, format, shard_bytes=shard_bytes, progress=_print_progress)
         if options.json is not None:
             Path(options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
     except (InvalidInput, Unsupported, OSError) as problem:
@@ -51,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_progress(progress: ConversionProgress) -> None:
-    """How far it is, on one line of stderr."""
     end = "\n" if progress.tensors == progress.tensors_total else "\r"
     share = progress.tensors / progress.tensors_total
     print(f"moebius-convert: {share:4.0%} of {progress.tensors_total} tensors", end=end, file=sys.stderr, flush=True)

@@ -27,21 +27,11 @@ from moe_core.ops.moe.names import FLOWING, result_names, saved_names
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.checks import require_known_ids
 from moe_core.plan.steps import LaunchPlan
+from moe_core.specs import operands as bundles
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    MoEOperands,
-    MoEOutput,
-    OutputGradients,
-    RouterLogits,
-    RouterWeights,
-    Routing,
-    TopK,
-)
 from moe_jax.autodiff.function import Rule, differentiated
 from moe_jax.bridge import platforms
-from moe_jax.bridge.calls import OpCall, Request, undifferentiable
-from moe_jax.bridge.checks import on_host
-from moe_jax.bridge.requests import moe_request
+from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undifferentiable
 
 #: Names under which the policies of `jax.checkpoint` find what a backward reads: the pre-activations of the experts
 #: (large), and the routing with its layout (small). With both saved, a backward runs no forward again; where one is
@@ -60,10 +50,10 @@ class _MoE(Rule):
     flows into the routing all the same, as if it had chosen them.
     """
 
-    operands: MoEOperands
+    operands: bundles.MoEOperands
     spec: MoESpec
     targets: tuple[tuple[str, Target], ...]
-    replayed: TopK | None
+    replayed: bundles.TopK | None
 
     def differentiable(self) -> tuple[str, ...]:
         return tuple(name.removeprefix("d_") for name in gradient_names(self.operands))
@@ -83,10 +73,10 @@ class _MoE(Rule):
         if save:
             options["save"] = True
         outputs = self._execute(arrays, plan_moe, given.x, given.experts, routing, spec, **options)
-        if self.replayed is None or isinstance(given.routing, TopK):
+        if self.replayed is None or isinstance(given.routing, bundles.TopK):
             return outputs
         outputs |= {"ids": arrays["routing.ids"], "weights": arrays["routing.weights"]}
-        if isinstance(given.routing, RouterWeights):
+        if isinstance(given.routing, bundles.RouterWeights):
             used = {name.removeprefix("routing."): array for name, array in arrays.items()}
             router = (given.x, given.routing.weight, given.routing.bias, spec.logits_spec())
             outputs |= self._execute(used, plan_router, *router)
@@ -108,7 +98,7 @@ class _MoE(Rule):
         if "output" not in upstream:
             x = self.operands.x
             upstream = upstream | {"output": jnp.zeros(x.shape, numpy_dtype(self.spec.out_dtype or x.dtype))}
-        bundle = OpCall("moe").bundle("gradients", OutputGradients(**upstream), "gradients.")
+        bundle = OpCall("moe").bundle("gradients", bundles.OutputGradients(**upstream), "gradients.")
         given = self._as_used(arrays | saved) | {f"gradients.{name}": array for name, array in upstream.items()}
         options: dict[str, Any] = {"wanted": tuple(f"d_{name}" for name in asked)}
         if self.operands.experts.layer_index is not None:
@@ -153,22 +143,24 @@ def run_moe(
     spec: Any,
     *,
     checked: bool = False,
-    replayed: Routing | None = None,
+    replayed: bundles.Routing | None = None,
     **given: Any,
-) -> MoEOutput:
+) -> bundles.MoEOutput:
     """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained."""
-    call, (x_spec, *bundles, _), options = moe_request(x, experts, routing, spec, **given)
+    call, (x_spec, *parts, _), options = moe_request(x, experts, routing, spec, **given)
     chosen = None
     if replayed is not None:
-        chosen = TopK(*(call.array(name, array) for name, array in zip(_REPLAYED.values(), replayed, strict=True)))
-    arrays, operands = call.placed(), MoEOperands(x_spec, *bundles, **options)
+        chosen = bundles.TopK(
+            *(call.array(name, array) for name, array in zip(_REPLAYED.values(), replayed, strict=True))
+        )
+    arrays, operands = call.placed(), bundles.MoEOperands(x_spec, *parts, **options)
     names = (tuple(arrays), result_names(type(routing)), FLOWING)
     results = differentiated(_MoE(*names, operands, spec, platforms.targets(), chosen), arrays.values())
-    if isinstance(routing, TopK):
+    if isinstance(routing, bundles.TopK):
         results["ids"], results["weights"] = (routing.ids, routing.weights) if replayed is None else replayed
     if checked:
         num_experts, expert_map = results["tokens_per_expert"].shape[0], options["expert_map"]
         num_ids = num_experts if expert_map is None else expert_map.shape[0]
         require_known_ids(on_host("moe", results["invalid_ids"]), num_ids)
-    logits = routing.logits if isinstance(routing, RouterLogits) else results.get("logits")
-    return MoEOutput(**(results | {"logits": logits}))
+    logits = routing.logits if isinstance(routing, bundles.RouterLogits) else results.get("logits")
+    return bundles.MoEOutput(**(results | {"logits": logits}))

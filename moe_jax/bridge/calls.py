@@ -17,12 +17,15 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.dtypes import canonical
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
+from moe_core.ops.moe.backward import plan_training
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.operands import array_fields, named_fields
+from moe_core.specs import LayoutSpec, MoESpec
+from moe_core.specs import operands as bundles
 from moe_jax.bridge import ffi, platforms
 
 T = TypeVar("T")
@@ -84,12 +87,12 @@ class OpCall:
     def bundle(self, argument: str, value: T, prefix: str = "") -> T:
         """Record every array of an operand bundle under `prefix + field`; returns the same bundle of specs."""
         specs: dict[str, Any] = {}
-        for field, array in named_fields(value):
+        for field, array in bundles.named_fields(value):
             if isinstance(array, QuantizedTensor):
                 specs[field] = self._quantized(prefix + field, array)
             else:
                 specs[field] = self.array(prefix + field, array)
-        for field, is_required in array_fields(type(value)):
+        for field, is_required in bundles.array_fields(type(value)):
             if is_required and field not in specs:
                 raise InvalidInput(f"{argument}.{field} must be an array, got None; pass it")
         return dataclasses.replace(value, **specs)  # type: ignore[type-var]
@@ -99,7 +102,7 @@ class OpCall:
 
         A pytree library may have built it around anything: InvalidInput where the arrays are not those of its format.
         """
-        specs = {field: self.array(f"{name}.{field}", array) for field, array in named_fields(tensor)}
+        specs = {field: self.array(f"{name}.{field}", array) for field, array in bundles.named_fields(tensor)}
         for field in ("values", "scales"):
             if field not in specs:
                 raise InvalidInput(f"{name}.{field} must be an array, got None; pass every array of the tensor")
@@ -136,6 +139,31 @@ def require_type(name: str, value: object, *kinds: type) -> None:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
         raise InvalidInput(f"{name} must be {wanted}, got {got}; build it with moe_jax.{kinds[0].__name__}(...)")
+
+
+def require_layout_array(name: str, array: ArraySpec, layout: LayoutSpec) -> None:
+    """A layout made under vmap or by hand may not be what its spec says."""
+    require_spec(f"layout.{name}", array, getattr(bundles.LayoutArrays.specs(layout), name).shape, "int32")
+
+
+def dtype_name(name: str, dtype: Any) -> str | None:
+    """The canonical name of an option that is a dtype or None."""
+    if dtype is None:
+        return None
+    try:
+        return canonical(dtype)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from error
+
+
+def on_host(op: str, counter: jax.Array) -> int:
+    """Wait for a counter `[1]`. Raises Unsupported while tracing."""
+    if isinstance(counter, Tracer):
+        raise Unsupported(
+            f"checked=True of {op} looks at the result on the host, got a call inside jit or another transformation; "
+            "return invalid_ids and check it outside, or pass `invalid_ids[0] == 0` to jax.experimental.checkify.check"
+        )
+    return int(np.asarray(counter)[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -241,3 +269,42 @@ def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> A
 
 # Inlined into an outer trace, so that programs hold nothing but the custom call.
 execute = jax.jit(undifferentiable, static_argnums=0, inline=True)
+
+
+def moe_request(
+    x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any = None, expert_map: Any = None, shared: Any = None
+) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
+    """The call of `moe` for arrays or ShapeDtypeStructs, and the arguments and keywords of its planner.
+
+    Raises InvalidInput for arguments of another type, Unsupported for spec.main_grad.
+    """
+    require_type("experts", experts, bundles.ExpertWeights)
+    require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
+    require_type("spec", spec, MoESpec)
+    if spec.main_grad:
+        raise Unsupported(
+            "spec.main_grad must be False in JAX, whose arrays nothing is added to in place, got True; leave it out, "
+            "and add up the gradients of micro-batches in float32, as docs/user/training.md shows"
+        )
+    call = OpCall("moe")
+    arguments = (
+        call.array("x", x),
+        call.bundle("experts", experts, "experts."),
+        call.bundle("routing", routing, "routing."),
+        spec,
+    )
+    keywords: dict[str, Any] = {
+        "token_mask": call.optional("token_mask", token_mask),
+        "expert_map": call.optional("expert_map", expert_map),
+        "shared": None,
+    }
+    if shared is not None:
+        require_type("shared", shared, bundles.SharedExpert)
+        keywords["shared"] = call.bundle("shared", shared, "shared.")
+    return call, arguments, keywords
+
+
+def training_plans(call: OpCall, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[LaunchPlan, ...]:
+    """The plans of a training step, of what `moe_request` returned."""
+    x, experts, routing, spec = arguments
+    return plan_training(bundles.MoEOperands(x, experts, routing, **keywords), spec, call.target(), one_layer=True)

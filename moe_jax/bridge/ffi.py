@@ -12,8 +12,12 @@ and one short string. The tensors handed in are borrowed: reading their address 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +31,6 @@ from moe_core.plan.steps import KEY_LENGTH, LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.runtime.prepared import Prepared
-from moe_jax.bridge.denormals import exact_denormals
 
 try:
     import jax_tvm_ffi
@@ -41,6 +44,8 @@ except ModuleNotFoundError as error:
 #: The custom call's name in every program, and what `jax.export.DisabledSafetyCheck.custom_call` takes.
 TARGET_NAME = "moebius"
 
+#: More than the fenv_t of any platform.
+_ENVIRONMENT_BYTES = 64
 # (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing; read by the callback.
 _prepared: dict[tuple[str, str, int], Prepared] = {}
 _count_lock = threading.Lock()
@@ -69,17 +74,14 @@ def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...
         # XLA plans the arena with its other temporaries: a result that nobody reads.
         results.append(((plan.scratch_bytes,), np.dtype(np.uint8)))
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
-    structs = tuple(_result(shape, dtype, varying) for shape, dtype in results)
+    options: dict[str, Any] = {}
+    if varying:
+        # Under shard_map a result varies over the mesh axes that any operand varies over.
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+        options = {"sharding": sharding, "manual_axis_type": ManualAxisType(varying=varying)}
+    structs = tuple(jax.ShapeDtypeStruct(shape, dtype, **options) for shape, dtype in results)
     values = jax.ffi.ffi_call(TARGET_NAME, structs, vmap_method="sequential")(*operands, plan=plan.key)
     return tuple(values[: len(plan.outputs)])
-
-
-def _result(shape: tuple[int, ...], dtype: np.dtype, varying: frozenset[Any]) -> jax.ShapeDtypeStruct:
-    """A result's type; under shard_map it varies over the mesh axes that any operand varies over."""
-    if not varying:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
 
 def _callback(key: str, stream: int, *tensors: Any) -> None:
@@ -96,6 +98,32 @@ def _callback(key: str, stream: int, *tensors: Any) -> None:
         return
     with exact_denormals():
         prepared(pointers, stream)
+
+
+@contextlib.contextmanager
+def exact_denormals() -> Iterator[None]:
+    """The thread's default floating-point environment (C11, 7.6) inside the block, and behind it what was there.
+
+    XLA's CPU threads flush denormal numbers to zero. NumPy and Triton's interpreter, which run in them, would differ
+    from what they compute elsewhere, and lose codes: e2m1's 0.5 lies in a denormal.
+    """
+    library, default = _library()
+    saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    library.fegetenv(saved)
+    library.fesetenv(default)
+    try:
+        yield
+    finally:
+        library.fesetenv(saved)
+
+
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    """(the C library with fesetenv, its FE_DFL_ENV)."""
+    library = ctypes.CDLL(None if sys.platform == "darwin" else "libm.so.6")
+    if sys.platform == "darwin":
+        return library, ctypes.byref(ctypes.c_byte.in_dll(library, "_FE_DFL_ENV"))
+    return library, ctypes.c_void_p(-1)
 
 
 def _prepare_late(key: str, platform: str, index: int) -> Prepared:
@@ -129,18 +157,7 @@ def _prepare_late(key: str, platform: str, index: int) -> Prepared:
     return _prepared[key, platform, index]
 
 
-def _register() -> None:
-    function = tvm_ffi.convert(_callback)
-    arguments = ["attrs.plan", "ctx.stream", "args", "rets"]
-    for platform in ("cpu", "gpu"):
-        jax_tvm_ffi.register_ffi_target(
-            TARGET_NAME,
-            function,
-            arguments,
-            platform=platform,
-            allow_cuda_graph=platform == "gpu",
-            pass_owned_tensor=False,
-        )
-
-
-_register()
+_function = tvm_ffi.convert(_callback)
+for _platform in ("cpu", "gpu"):
+    _options = {"platform": _platform, "allow_cuda_graph": _platform == "gpu", "pass_owned_tensor": False}
+    jax_tvm_ffi.register_ffi_target(TARGET_NAME, _function, ["attrs.plan", "ctx.stream", "args", "rets"], **_options)

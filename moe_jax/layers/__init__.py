@@ -23,12 +23,9 @@ Layers are differentiable (docs/user/training.md) by x and every parameter. Flax
 Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
 """
 
-from moe_core.checkpoint.presets import layer_spec_from_config
-from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
-from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, update_correction_bias, warmup
+from moe_jax.layers import description
+from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
+from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, warmup
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
     STACK_AXIS,
@@ -41,37 +38,11 @@ from moe_jax.layers.parameters import (
     leaves,
     nested,
 )
-from moe_jax.layers.prepack import prepack_weights, restore_weights
-from moe_jax.layers.weights import export_weights, load_weights
+from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, restore_weights
 
 __all__ = [
-    "CHECKPOINT_NAMES",
-    "DEFAULT_KERNEL_INIT",
-    "STACK_AXIS",
-    "Activation",
-    "ExpertsSpec",
-    "Initializer",
-    "LayerWeights",
-    "Leaf",
-    "MoEAux",
-    "MoELayerSpec",
-    "Parameters",
-    "RouterSpec",
-    "SharedExpertsSpec",
-    "Tuning",
-    "explain",
-    "export_weights",
-    "find",
-    "forward",
-    "initialize",
-    "is_prepacked",
-    "layer_spec_from_config",
-    "leaves",
-    "load_weights",
-    "nested",
-    "prepack_weights",
-    "restore_weights",
-    "router_losses",
-    "update_correction_bias",
-    "warmup",
-]
+    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "STACK_AXIS", "Initializer", "Leaf", "Parameters", "explain",
+    "export_weights", "find", "forward", "initialize", "is_prepacked", "leaves", "load_weights", "nested",
+    "prepack_weights", "restore_weights", "router_losses", "warmup",
+]  # fmt: skip
+__all__ += description.__all__

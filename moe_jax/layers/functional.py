@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,48 +15,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
-from moe_core.ops.moe.backward import explain_training
-from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
-from moe_core.ops.router.forward import plan_router
-from moe_core.ops.routing.backward import plan_routing_backward
-from moe_core.ops.routing.layout import plan_layout
-from moe_core.ops.routing.topk import plan_routing
+from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import RoutingGradients
-from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs.operands import MoEOperands
+from moe_core.specs.routing import RouterSpec
 from moe_jax import ops
-from moe_jax.bridge.calls import OpCall
-from moe_jax.bridge.requests import moe_request, training_plans
+from moe_jax.bridge.calls import moe_request
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
-from moe_jax.layers.prepack import matrix_specs
+from moe_jax.layers.weights import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
 from moe_jax.warmup import make_ready
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
 #: K; the products `mlpwi_0` and `mlpwi_1` are one array under `moe_jax.SAVED_NAMES`, in the order of the experts' rows.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of the composed op for one forward, and whether its layer exists where only the device knows."""
-
-    tokens: jax.Array
-    experts: ExpertWeights
-    router: RouterWeights
-    shared: SharedExpert | None
-    token_mask: jax.Array | None
-    layer_exists: jax.Array | None
-
-    def keywords(self) -> dict[str, Any]:
-        return {"token_mask": self.token_mask, "shared": self.shared}
 
 
 def forward(
@@ -81,16 +57,16 @@ def forward(
     on a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises
     InvalidInput, Unsupported.
     """
-    call = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
-    result, tokens_per_expert = _run(call, spec)
+    operands, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
+    result, tokens_per_expert = _run(operands, spec)
     y = result.output.reshape(x.shape)
-    if call.layer_exists is not None:
-        y = jnp.where(call.layer_exists, y, jnp.nan)
+    if layer_exists is not None:
+        y = jnp.where(layer_exists, y, jnp.nan)
     for name in CHECKPOINT_NAMES:
         y = checkpoint_name(y, name)
     if not return_aux:
         return y
-    losses = router_losses(result.logits, tokens_per_expert, call.token_mask, spec=spec.router)
+    losses = router_losses(result.logits, tokens_per_expert, operands.token_mask, spec=spec.router)
     return y, MoEAux(*losses, tokens_per_expert, result.ids, result.weights, result.invalid_ids)
 
 
@@ -113,16 +89,8 @@ def explain(
     experts where it is None; of quantised ones, param_dtype. Nothing is computed. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
-    forward, steps = _plans_for(spec, shape, dtype, param_dtype, num_layers, parameters, training)
-    *routing, whole = forward
-    texts = [plan.explain() for plan in routing]
-    if spec.capacity_factor is not None:
-        limit = spec.capacity(math.prod(shape[:-1]))
-        texts.append(f"capacity limit: slots behind the first {limit} of an expert get the id -1")
-    if training and spec.capacity_factor is None:
-        return explain_training(steps)
-    texts += [plan.explain() for plan in (steps if training else (whole,))]
-    return "\n\n".join(texts)
+    operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
+    return explain_layer(operands, spec, MAXTEXT, target, training)
 
 
 def warmup(
@@ -143,22 +111,21 @@ def warmup(
     """
     plans: list[LaunchPlan] = []
     for count in token_counts(tokens):
-        forward, steps = _plans_for(spec, (count, spec.d_model), dtype, param_dtype, num_layers, parameters, training)
-        plans += [*forward, *steps]
+        shape = (count, spec.d_model)
+        operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
+        plans += itertools.chain(*layer_plans(operands, spec, MAXTEXT, target, training))
     return make_ready(plans)
 
 
-def _plans_for(
+def _planned_for(
     spec: MoELayerSpec,
     shape: tuple[int, ...],
     dtype: Any,
     param_dtype: Any,
     num_layers: int | None,
     parameters: Parameters | None,
-    training: bool,
-) -> tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]:
-    """The plans of one forward for x of a shape, in order, and, with training, what a training step runs in place of
-    the last one."""
+) -> tuple[MoEOperands, Target]:
+    """What a forward for x of a shape plans with: the specs of its operands, and the target."""
 
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
@@ -167,11 +134,15 @@ def _plans_for(
 
     every = leaves(spec, num_layers, parameters is not None and is_prepacked(parameters))
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
-    found: list[tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]] = []
+    found: list[tuple[MoEOperands, Target]] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
-        call = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
-        found.append(_plans(call, spec, training))
+        given, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
+        moe_spec = spec.moe_spec(MAXTEXT)
+        call, (x_spec, experts, routing, _), more = moe_request(
+            given.x, given.experts, given.routing, moe_spec, shared=given.shared
+        )
+        found.append((MoEOperands(x_spec, experts, routing, **more), call.target()))
         return x
 
     if dtype is None:
@@ -183,7 +154,7 @@ def _plans_for(
 def router_losses(
     logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference_losses.router_losses` has the
+    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference.router_losses` has the
     formulas.
 
     Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
@@ -231,8 +202,9 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
 
 def _prepare(
     parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
-) -> _Call:
-    """Check, flatten and cast."""
+) -> tuple[MoEOperands, jax.Array | None]:
+    """The arguments of the composed op, checked, flattened and cast, and whether the layer exists where only the device
+    knows."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:
@@ -261,14 +233,14 @@ def _prepare(
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         return kind(**own, **more)
 
-    return _Call(
+    operands = MoEOperands(
         jnp.asarray(x).reshape(-1, spec.d_model).astype(dtype),
         bundle(ExpertWeights, "experts.", layer_index=index),
         bundle(RouterWeights, "router."),
-        None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
         token_mask,
-        layer_exists,
+        shared=None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
     )
+    return operands, layer_exists
 
 
 def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
@@ -338,59 +310,20 @@ def _one_layer(
     return arrays | cut, None, (given >= 0) & (given < num_layers) if is_traced else None
 
 
-def _run(call: _Call, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
+def _run(given: MoEOperands, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
     """The composed op's result and the slots routed to each expert, `[E]`, before any capacity limit."""
-    moe_spec = spec.moe_spec(MAXTEXT)
+    moe_spec, x, router, mask = spec.moe_spec(MAXTEXT), given.x, given.routing, given.token_mask
     if spec.capacity_factor is None:
-        result = ops.moe(call.tokens, call.experts, call.router, moe_spec, **call.keywords())
+        result = ops.moe(x, given.experts, router, moe_spec, token_mask=mask, shared=given.shared)
         return result, result.tokens_per_expert
-    router, rows = call.router, call.tokens
-    if call.token_mask is not None:
-        # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
-        rows = jnp.where(call.token_mask[:, None], rows, 0)
+    # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+    rows = x if mask is None else jnp.where(mask[:, None], x, 0)
     logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
-    routing = ops.route(logits, spec.router, correction_bias=router.correction_bias, token_mask=call.token_mask)
+    routing = ops.route(logits, spec.router, correction_bias=router.correction_bias, token_mask=mask)
     layout = ops.make_layout(routing.ids, spec.num_experts)
     # A slot's place among its expert's; slots without a row have the id -1 and stay so.
     rank = layout.row_of_slot.reshape(routing.ids.shape) - layout.group_start[routing.ids]
-    ids = jnp.where(rank < spec.capacity(call.tokens.shape[0]), routing.ids, -1)
+    ids = jnp.where(rank < spec.capacity(x.shape[0]), routing.ids, -1)
     moe_spec = dataclasses.replace(moe_spec, router=None)
-    result = ops.moe(call.tokens, call.experts, TopK(ids, routing.weights), moe_spec, shared=call.shared)
+    result = ops.moe(x, given.experts, TopK(ids, routing.weights), moe_spec, shared=given.shared)
     return result._replace(logits=logits), layout.group_sizes
-
-
-def _plans(call: _Call, spec: MoELayerSpec, training: bool) -> tuple[list[LaunchPlan], tuple[LaunchPlan, ...]]:
-    """What `_run` runs, call by call, and, with training, what a training step runs in place of the last one."""
-    moe_spec, router = spec.moe_spec(MAXTEXT), call.router
-
-    def whole(routing: Any, moe_spec: MoESpec, token_mask: Array | None) -> tuple[LaunchPlan, tuple[LaunchPlan, ...]]:
-        experts, shared = call.experts, call.shared
-        op, arguments, keywords = moe_request(call.tokens, experts, routing, moe_spec, token_mask, None, shared)
-        steps = training_plans(op, arguments, keywords) if training else ()
-        return op.plan(plan_moe, *arguments, **keywords), steps
-
-    if spec.capacity_factor is None:
-        forward, steps = whole(router, moe_spec, call.token_mask)
-        return [forward], steps
-    num_tokens = call.tokens.shape[0]
-    logits = jax.ShapeDtypeStruct((num_tokens, spec.num_experts), jnp.float32)
-    ids = jax.ShapeDtypeStruct((num_tokens, spec.top_k), jnp.int32)
-    chosen = TopK(ids, ids.update(dtype=jnp.float32))
-    route, layout, stage = OpCall("route"), OpCall("make_layout"), OpCall("router")
-    arrays = (stage.array("x", call.tokens), stage.array("weight", router.weight), stage.optional("bias", router.bias))
-    scores, bias = route.array("logits", logits), route.optional("correction_bias", router.correction_bias)
-    forward, steps = whole(chosen, dataclasses.replace(moe_spec, router=None), None)
-    routed = [
-        stage.plan(plan_router, *arrays, moe_spec.logits_spec()),
-        route.plan(plan_routing, scores, spec.router, correction_bias=bias),
-        layout.plan(plan_layout, layout.array("ids", ids), LayoutSpec(num_tokens, spec.top_k, spec.num_experts)),
-    ]
-    if not training:
-        return [*routed, forward], ()
-    weights, target = ArraySpec(ids.shape, "float32"), route.target()
-    wanted = ROUTER_GRADIENTS if router.bias is not None else ROUTER_GRADIENTS[:2]
-    backward = (
-        plan_routing_backward(RoutingGradients(weights), scores, ArraySpec(ids.shape, "int32"), spec.router, target),
-        plan_router_backward(scores, *arrays, moe_spec.logits_spec(), target, wanted=wanted),
-    )
-    return [*routed, forward], (*steps, *backward)

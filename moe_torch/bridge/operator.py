@@ -106,17 +106,6 @@ def _hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint)
 
 
-def require_one_device(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
-    """The device of all tensors; raises InvalidInput that names the first one elsewhere."""
-    first, device = named[0][0], named[0][1].device
-    for name, tensor in named[1:]:
-        if tensor.device != device:
-            raise InvalidInput(
-                f"{name} must be on {device} like {first}, got {tensor.device}; move it with .to({str(device)!r})"
-            )
-    return device
-
-
 def target_of_device(device: torch.device) -> Target:
     """The target for tensors on a CPU or CUDA device; others raise Unsupported."""
     return target_of((device.type, device.index or 0))
@@ -124,10 +113,6 @@ def target_of_device(device: torch.device) -> Target:
 
 #: Whether a functional transform is active on this thread.
 _transforming = torch._C._are_functorch_transforms_active
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class Operator:
@@ -158,8 +143,8 @@ class Operator:
         self._gradient: Callable[..., Any] | None = None
         self._cache: dict[Any, Ready] = {}
         self._lock = threading.Lock()
-        LIBRARY.impl(self.name, self._run_on_cpu, "CPU")
-        LIBRARY.impl(self.name, self._run_on_cuda, "CUDA")
+        LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
+        LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, None), "CUDA")
         LIBRARY.impl(self.name, self._run_autograd, "Autograd")
         LIBRARY.impl(self.name, self._refuse_backend, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
@@ -191,12 +176,24 @@ class Operator:
                     array_spec(name, tensor)
             raise
 
+    def specs(self, tensors: Sequence[Any]) -> list[ArraySpec | None]:
+        """Those of tensors, None where absent."""
+        return [None if one is None else array_spec(name, one) for name, one in zip(self.names, tensors, strict=True)]
+
+    def device_of(self, tensors: Sequence[Any]) -> torch.device:
+        """That of all tensors (None where absent). Raises InvalidInput that names the first one elsewhere."""
+        (first, one), *others = self.present(tensors)
+        for name, tensor in others:
+            if tensor.device != one.device:
+                raise InvalidInput(
+                    f"{name} must be on {one.device} like {first}, got {tensor.device}; move it with "
+                    f".to({str(one.device)!r})"
+                )
+        return one.device
+
     def plan(self, tensors: Sequence[Any], options: str, target: Target) -> LaunchPlan:
         """The plan for tensors (None where absent), each input's spec compared with what was planned."""
-        specs = [
-            None if tensor is None else array_spec(name, tensor)
-            for name, tensor in zip(self.names, tensors, strict=True)
-        ]
+        specs = self.specs(tensors)
         plan = self._planner(**self.signature.keywords(specs, decode(options)), target=target)
         given = dict(zip(self.names, specs, strict=True))
         # The planner derives the arrays of a layout from its sizes and has not seen the ones given.
@@ -205,12 +202,6 @@ class Operator:
             if spec != buffer.spec:
                 raise InvalidInput(f"{buffer.name} must be {buffer.spec}, got {spec}; pass the layout's own array")
         return plan
-
-    def _run_on_cpu(self, *arguments: Any) -> Any:
-        return self._run_below(arguments, cpu_target())
-
-    def _run_on_cuda(self, *arguments: Any) -> Any:
-        return self._run_below(arguments, None)
 
     def _run_below(self, arguments: tuple[Any, ...], target: Target | None) -> Any:
         """The kernel of the dispatcher."""
@@ -225,35 +216,25 @@ class Operator:
             raise
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
-        ready = self.ready_first(arguments) if key[-1] is _FIRST else self.ready(arguments)
+        ready = self.ready(arguments, first=key[-1] is _FIRST)
         with self._lock:
             while len(self._cache) >= _CACHE_LIMIT:
                 del self._cache[next(iter(self._cache))]
             self._cache[key] = ready
         return ready
 
-    def ready(self, arguments: tuple[Any, ...]) -> Ready:
-        """The plan for a call's arguments, compiled and loaded."""
-        return self._made_ready(*self._planned(arguments))
+    def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:
+        """The plan for a call's arguments, compiled and loaded.
 
-    def ready_first(self, arguments: tuple[Any, ...]) -> Ready:
-        """`ready` for the first of several outputs: the others are scratch buffers."""
-        plan, device = self._planned(arguments)
-        return self._made_ready(plan, device, plan.outputs[0].name)
-
-    def ready_placing(self, arguments: tuple[Any, ...], names: tuple[str, ...]) -> Ready:
-        """`ready` whose outputs are the plan's buffers of these names, in their order; all others are scratch."""
-        return self._made_ready(*self._planned(arguments), *names)
-
-    def _planned(self, arguments: tuple[Any, ...]) -> tuple[LaunchPlan, torch.device]:
+        names: the plan's buffers that are outputs, in this order, all others scratch; none = its own outputs. first: of
+        these the first alone.
+        """
         *tensors, options = arguments
-        device = require_one_device(self._present(tensors))
-        return self.plan(tensors, options, target_of_device(device)), device
-
-    def _made_ready(self, plan: LaunchPlan, device: torch.device, *names: str) -> Ready:
-        if names:
+        device = self.device_of(tensors)
+        plan = self.plan(tensors, options, target_of_device(device))
+        if first or names:
             buffers = {buffer.name: buffer for buffer in (*plan.scratch, *plan.outputs)}
-            outputs = tuple(buffers.pop(name) for name in names)
+            outputs = tuple(buffers.pop(name) for name in names or (plan.outputs[0].name,))
             plan = dataclasses.replace(plan, outputs=outputs, scratch=tuple(buffers.values()))
         index = {name: position for position, name in enumerate(self.names)}
         return Ready(
@@ -264,12 +245,13 @@ class Operator:
             device,
         )
 
-    def _present(self, tensors: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+    def present(self, tensors: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of those that are there."""
         return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
 
     def require_alignment(self, arguments: tuple[Any, ...]) -> None:
         """Raise InvalidInput that names the first argument at a misaligned address."""
-        for name, tensor in self._present(arguments[:-1]):
+        for name, tensor in self.present(arguments[:-1]):
             if tensor.data_ptr() % ALIGNMENT:
                 raise InvalidInput(
                     f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {tensor.data_ptr():#x} "
@@ -282,7 +264,7 @@ class Operator:
         Sizes nobody knows yet (unbacked) cannot be planned with; the operator checks them when it runs.
         """
         *tensors, options = arguments
-        device = require_one_device(self._present(tensors))
+        device = self.device_of(tensors)
         with contextlib.suppress(_NoHintError):
             self.plan(tensors, options, Target("reference"))
         shapes = self._shapes(SimpleNamespace(**self.signature.shapes(tensors, decode(options))))
@@ -312,30 +294,27 @@ class Operator:
     def _asks_for_gradient(self, arguments: Sequence[Any]) -> bool:
         """Whether a tensor with a gradient asks for it; raises Unsupported for one without, unless it is a constant."""
         asked = False
-        for name, tensor in self._present(arguments[:-1]):
+        for name, tensor in self.present(arguments[:-1]):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if _has_tangent(tensor):
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise Unsupported(
                     f"{name} has a tangent, and moe_torch defines no forward-mode derivatives; use reverse mode "
                     f"(backward, torch.func.grad or torch.func.vjp) or pass {name}.detach()"
                 )
             if torch.is_grad_enabled() and tensor.requires_grad:
                 if self._gradient is None:
-                    self._refuse_gradient(name, arguments)
+                    raise Unsupported(
+                        f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch "
+                        "moe, router, route, matmul_ogs, activation and reduce do; call one of them, or call "
+                        f"{self._packet} under torch.no_grad() or pass {name}.detach()"
+                    )
                 asked = asked or name in self._differentiable
         return asked
 
-    def _refuse_gradient(self, name: str, arguments: Sequence[Any]) -> NoReturn:
-        raise Unsupported(
-            f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch moe, router, "
-            "route, matmul_ogs, activation and reduce do; call one of them, or call "
-            f"{self._packet} under torch.no_grad() or pass {name}.detach()"
-        )
-
     def _refuse_backend(self, *arguments: Any) -> NoReturn:
         """Every backend without a kernel of its own: sparse and quantised tensors, other devices; no tensor at all."""
-        for name, tensor in self._present(arguments[:-1]):
+        for name, tensor in self.present(arguments[:-1]):
             array_spec(name, tensor)
             target_of_device(tensor.device)
         if arguments[0] is None:

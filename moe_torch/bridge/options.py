@@ -29,20 +29,9 @@ def constant_result(function: _Function) -> _Function:
     return function
 
 
+_NAMES = "float32 float16 bfloat16 float64 float8_e4m3fn int64 int32 int8 uint32 uint8 bool"
 #: torch dtypes by canonical name, and the reverse.
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int8": torch.int8,
-    "uint32": torch.uint32,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -140,12 +129,10 @@ def layout_spec(
     LayoutSpec checks its sizes, which would put guards on a symbolic number of tokens. While tracing it is therefore
     made field by field; the operator checks the same sizes when it runs.
     """
+    sizes = (num_tokens, top_k, num_experts, alignment, max_rows)
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):
-        return _checked_layout(num_tokens, top_k, num_experts, alignment, max_rows)
+        return _checked_layout(*sizes)
     layout = object.__new__(specs.LayoutSpec)
-    object.__setattr__(layout, "num_tokens", num_tokens)
-    object.__setattr__(layout, "top_k", top_k)
-    object.__setattr__(layout, "num_experts", num_experts)
-    object.__setattr__(layout, "alignment", alignment)
-    object.__setattr__(layout, "max_rows", max_rows)
+    for name, size in zip(("num_tokens", "top_k", "num_experts", "alignment", "max_rows"), sizes, strict=True):
+        object.__setattr__(layout, name, size)
     return layout

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from moe_core.base import codec
-from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.formats import QuantizedTensor
 from moe_core.specs.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -27,7 +26,8 @@ def register_pytrees() -> None:
     pytree.register_pytree_node(
         QuantizedTensor,
         lambda tensor: ([array for _, array in _keyed(tensor)], tensor.spec),
-        _unflatten,
+        # Transformations put what is no array in the place of the arrays; ops check the tensors they take.
+        lambda arrays, spec: QuantizedTensor.unchecked(spec, *arrays),
         serialized_type_name="moe_core.formats.QuantizedTensor",
         to_dumpable_context=codec.dumps,
         from_dumpable_context=codec.loads,
@@ -38,9 +38,3 @@ def register_pytrees() -> None:
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
     """The leaves of a quantised tensor, in order; its spec is no leaf."""
     return [(pytree.GetAttrKey(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]
-
-
-def _unflatten(arrays: Iterable[Any], spec: QuantizedSpec) -> QuantizedTensor:
-    """Transformations put what is no array in the place of the arrays: nothing is checked here, but where an op takes
-    the tensor."""
-    return QuantizedTensor.unchecked(spec, *arrays)

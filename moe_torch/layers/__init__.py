@@ -14,14 +14,6 @@ from moe_core.layers import (
 from moe_torch.layers.moe import MoE
 
 __all__ = [
-    "HUGGING_FACE",
-    "MAXTEXT",
-    "ExpertsSpec",
-    "LayerWeights",
-    "MoE",
-    "MoEAux",
-    "MoELayerSpec",
-    "SharedExpertsSpec",
-    "Storage",
-    "layer_spec_from_config",
-]
+    "HUGGING_FACE", "MAXTEXT", "ExpertsSpec", "LayerWeights", "MoE", "MoEAux", "MoELayerSpec", "SharedExpertsSpec",
+    "Storage", "layer_spec_from_config",
+]  # fmt: skip

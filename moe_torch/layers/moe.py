@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from operator import attrgetter
@@ -23,19 +24,17 @@ from moe_core.layers import (
     SharedExpertsSpec,
     convert_weights,
 )
-from moe_core.ops.moe.backward import explain_training
+from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
-from moe_core.specs.operands import RouterWeights
+from moe_core.specs.operands import MoEOperands, RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first, target_of_device
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
-from moe_torch.layers.auxiliary import router_losses
-from moe_torch.layers.capacity import CapacityLimit
-from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters
-from moe_torch.layers.prepack import PrepackedExperts
+from moe_torch.layers.parameters import ExpertParameters, PrepackedExperts, RouterParameters, SharedParameters
+from moe_torch.layers.routing import CapacityLimit, router_losses
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
 from moe_torch.operators import table as operators
-from moe_torch.operators.requests import training_plans
+from moe_torch.operators.requests import operands_of
 from moe_torch.operators.table import MOE_QUANTIZED
 
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
@@ -284,12 +283,8 @@ class MoE(PrepackedExperts):
                     f"got {tuple(tokens)}; pass x.shape"
                 )
             tokens = math.prod(tuple(tokens)[:-1])
-        arrays, target = self._arrays_for(tokens), target_of_device(self.router.weight.device)
-        if self._limit is not None:
-            return self._limit.explain(arrays, target, training)
-        if training:
-            return explain_training(training_plans(self._operator, arrays, self._options, target))
-        return self._operator.plan(arrays, self._options, target).explain()
+        target = target_of_device(self.router.weight.device)
+        return explain_layer(self._operands_for(tokens), self.spec, HUGGING_FACE, target, training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
         """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
@@ -298,25 +293,17 @@ class MoE(PrepackedExperts):
         forward and backward, in which every parameter is trained. Returns the kernels, with the seconds each
         took; on a CPU there are none. Raises InvalidInput, Unsupported.
         """
-        device, plans = self.router.weight.device, []
-        target = target_of_device(device)
-        for count in token_counts(tokens):
-            arrays = self._arrays_for(count)
-            if self._limit is not None:
-                plans += self._limit.plans(arrays, target)
-                plans += self._limit.training_plans(arrays, target) if training else ()
-                continue
-            plans.append(self._operator.plan(arrays, self._options, target))
-            if training:
-                plans += training_plans(self._operator, arrays, self._options, target)
-        return warmup(plans, (device.index or 0,))
+        device = self.router.weight.device
+        arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
+        kinds = [layer_plans(self._operands_for(count), *arguments) for count in token_counts(tokens)]
+        return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
 
-    def _arrays_for(self, num_tokens: int) -> list[Any]:
-        """The operator's arguments for an x of so many tokens, which has no memory."""
+    def _operands_for(self, num_tokens: int) -> MoEOperands:
+        """The specs of the operator's arguments for an x of so many tokens."""
         arrays = self._arrays()
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
-        return arrays
+        return operands_of(self._operator, arrays, self._options)
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:

@@ -54,7 +54,7 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
     known = _ready.get(key)
     if known is not None:
         return known
-    ready = operator.ready_placing(arguments, tuple(memory))
+    ready = operator.ready(arguments, tuple(memory))
     for (name, place), (shape, strides, dtype) in zip(memory.items(), ready.outputs, strict=True):
         if (tuple(place.shape), place.stride(), place.dtype, place.device) != (shape, strides, dtype, ready.device):
             raise InvalidInput(

@@ -50,7 +50,8 @@ class BackwardOperator(Operator):
         return next((place for place, name in enumerate(self.names) if name.startswith("into.")), len(self.names))
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        upstream = [_aligned(gradient) for gradient in arguments[: self._num_upstream]]
+        upstream = arguments[: self._num_upstream]
+        upstream = [one.clone() if one is not None and one.data_ptr() % ALIGNMENT else one for one in upstream]
         arguments = (*upstream, *arguments[self._num_upstream :])
         if self._first_into == len(self.names):
             return super()._run(key, arguments)
@@ -62,8 +63,3 @@ class BackwardOperator(Operator):
         places = [into.get(name) for name in wanted]
         outputs = ready.run([arguments[index].data_ptr() for index in ready.selection], places)
         return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]
-
-
-def _aligned(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient, or a copy where it starts at an address that kernels do not take."""
-    return gradient.clone() if gradient is not None and gradient.data_ptr() % ALIGNMENT else gradient

@@ -22,7 +22,7 @@ from moe_core.specs.operands import (
     TopK,
     array_fields,
 )
-from moe_torch.bridge.operator import Operator, array_spec
+from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, encode, require_instance
 from moe_torch.operators.table import MATMUL_OGS, MATMUL_OGS_QUANTIZED, MOE, MOE_QUANTIZED
 
@@ -30,31 +30,20 @@ from moe_torch.operators.table import MATMUL_OGS, MATMUL_OGS_QUANTIZED, MOE, MOE
 Request = tuple[Operator, Sequence[Any], str]
 
 
+# Dynamo reads no attrgetter, and a loop over names takes longer.
 def _operand_arrays(operands: MatmulOperands) -> tuple[Any, ...]:
-    """The arrays of a bundle in the order of the operators' arguments, as those below. Dynamo reads no attrgetter."""
+    """The arrays of a bundle in the order of the operators' arguments, as those below."""
     return (
-        operands.x,
-        operands.weight,
-        operands.up,
-        operands.bias,
-        operands.up_bias,
-        operands.row_weight,
+        operands.x, operands.weight, operands.up, operands.bias, operands.up_bias, operands.row_weight,
         operands.layer_index,
-    )
+    )  # fmt: skip
 
 
 def _expert_arrays(experts: ExpertWeights) -> tuple[Any, ...]:
     return (
-        experts.gate_up,
-        experts.down,
-        experts.up,
-        experts.gate_up_bias,
-        experts.up_bias,
-        experts.down_bias,
-        experts.layer_index,
-        experts.gate_up_input_scale,
-        experts.down_input_scale,
-    )
+        experts.gate_up, experts.down, experts.up, experts.gate_up_bias, experts.up_bias, experts.down_bias,
+        experts.layer_index, experts.gate_up_input_scale, experts.down_input_scale,
+    )  # fmt: skip
 
 
 def routing_arrays(routing: RouterWeights | RouterLogits | TopK) -> tuple[Any, ...]:
@@ -74,9 +63,8 @@ def _shared_arrays(shared: SharedExpert | None) -> tuple[Any, ...]:
 
 def _is_quantized(first: Any, second: Any, third: Any) -> bool:
     """Whether one of three matrices is a `QuantizedTensor`."""
-    return (
-        isinstance(first, QuantizedTensor) or isinstance(second, QuantizedTensor) or isinstance(third, QuantizedTensor)
-    )
+    kind = QuantizedTensor
+    return isinstance(first, kind) or isinstance(second, kind) or isinstance(third, kind)
 
 
 def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:
@@ -112,14 +100,14 @@ def moe_request(
     return MOE[type(routing)], arrays, encode(spec)
 
 
+def operands_of(operator: Operator, tensors: Sequence[Any], options: str) -> MoEOperands:
+    """The specs of the tensors of a moe operator (None where absent), as its planner takes them."""
+    given = operator.signature.keywords(operator.specs(tensors), decode(options))
+    return MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
+
+
 def training_plans(operator: Operator, tensors: Sequence[Any], options: str, target: Target) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for the tensors of a moe operator (None where absent) and its options."""
+    """The plans of a training step for the tensors of a moe operator and its options."""
     # Checks what a call checks.
     operator.plan(tensors, options, target)
-    arrays = [
-        None if tensor is None else array_spec(name, tensor)
-        for name, tensor in zip(operator.names, tensors, strict=True)
-    ]
-    given = operator.signature.keywords(arrays, decode(options))
-    operands = MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
-    return plan_training(operands, given["spec"], target)
+    return plan_training(operands_of(operator, tensors, options), decode(options)[0], target)

@@ -33,21 +33,8 @@ from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitm
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    ExpertWeights,
-    MatmulOperands,
-    MoEOperands,
-    OutputGradients,
-    RouterLogits,
-    RouterWeights,
-    RoutingGradients,
-    SharedExpert,
-    TopK,
-    array_fields,
-)
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import Activation, LayoutSpec, MoESpec
+from moe_core.specs import operands as bundles
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.signature import Signature, fields_of
@@ -109,7 +96,9 @@ ROUTE = Operator(
 )
 ROUTE_BACKWARD = BackwardOperator(
     "route_backward",
-    Signature(("gradients.weights", "logits", "ids", "token_mask?"), ("spec",), {"gradients": RoutingGradients}),
+    Signature(
+        ("gradients.weights", "logits", "ids", "token_mask?"), ("spec",), {"gradients": bundles.RoutingGradients}
+    ),
     plan_routing_backward,
     lambda given: [(tuple(given.logits.shape), torch.float32)],
 )
@@ -206,7 +195,7 @@ QUANTIZE_ROWS = Operator(
     2,
 )
 
-_OPERANDS = tuple(name for name, _ in array_fields(MatmulOperands))
+_OPERANDS = tuple(name for name, _ in bundles.array_fields(bundles.MatmulOperands))
 #: The layout's arrays that a product reads.
 LAYOUT = ("group_sizes", "group_start", "slot_of_row", "row_of_slot")
 
@@ -219,7 +208,7 @@ def _product(planner: Callable[..., LaunchPlan], **given: Any) -> LaunchPlan:
     if sizes is not None:
         row_of_slot = require_spec("row_of_slot", arrays["row_of_slot"], ("num_tokens * top_k",), "int32")
         layout = LayoutSpec(row_of_slot.shape[0] // sizes[0], *sizes)
-    operands = MatmulOperands(*[arrays[name] for name in _OPERANDS])
+    operands = bundles.MatmulOperands(*[arrays[name] for name in _OPERANDS])
     return planner(operands=operands, layout=layout, **given)
 
 
@@ -233,7 +222,7 @@ def _product_shapes(given: Any) -> Outputs:
 
 def _products(suffix: str, *matrices: str) -> tuple[Operator, Operator]:
     """The product and its backward. matrices: those that may be quantised."""
-    tensors = (*fields_of(MatmulOperands), *(f"{name}?" for name in LAYOUT))
+    tensors = (*fields_of(bundles.MatmulOperands), *(f"{name}?" for name in LAYOUT))
     forward, backward = (functools.partial(_product, one) for one in (plan_matmul_ogs, plan_matmul_ogs_backward))
     signature = Signature(tensors, ("spec", "sizes"), matrices=matrices)
     with_gradient = Signature(("d_y", *tensors), ("spec", "sizes", "wanted"), matrices=matrices)
@@ -247,7 +236,7 @@ MATMUL_OGS, MATMUL_OGS_BACKWARD = _products("")
 MATMUL_OGS_QUANTIZED, MATMUL_OGS_QUANTIZED_BACKWARD = _products("_quantized", "x", "weight", "up")
 
 #: One overload per kind of routing, because their outputs differ.
-_OVERLOADS = {TopK: "top_k", RouterLogits: "router_logits", RouterWeights: "router_weights"}
+_OVERLOADS = {bundles.TopK: "top_k", bundles.RouterLogits: "router_logits", bundles.RouterWeights: "router_weights"}
 _EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
 
@@ -257,16 +246,21 @@ _SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 
 
 def _moe_tensors(kind: type) -> tuple[str, ...]:
-    experts = fields_of(ExpertWeights, "experts", without=INPUT_SCALES)
-    shared = fields_of(SharedExpert, "shared", optional=True)
+    experts = fields_of(bundles.ExpertWeights, "experts", without=INPUT_SCALES)
+    shared = fields_of(bundles.SharedExpert, "shared", optional=True)
     return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared)
 
 
 def _bundles(kind: type) -> dict[str, type]:
-    return {"gradients": OutputGradients, "experts": ExpertWeights, "routing": kind, "shared": SharedExpert}
+    return {
+        "gradients": bundles.OutputGradients,
+        "experts": bundles.ExpertWeights,
+        "routing": kind,
+        "shared": bundles.SharedExpert,
+    }
 
 
-def _num_experts(experts: ExpertWeights) -> Any:
+def _num_experts(experts: bundles.ExpertWeights) -> Any:
     return experts.gate_up.shape[0 if experts.layer_index is None else 1]
 
 
@@ -278,9 +272,9 @@ def _moe_shapes(given: Any) -> Outputs:
         ((_num_experts(given.experts),), torch.int32),
         ((1,), torch.int32),
     ]
-    if not isinstance(routing, TopK):
+    if not isinstance(routing, bundles.TopK):
         outputs += _routed(x, spec.router.top_k)
-    if isinstance(routing, RouterWeights):
+    if isinstance(routing, bundles.RouterWeights):
         outputs.append(((x.shape[0], _width(routing.weight, spec.router_weight_layout)), torch.float32))
     return outputs
 
@@ -288,8 +282,8 @@ def _moe_shapes(given: Any) -> Outputs:
 def _training_shapes(given: Any) -> Outputs:
     """Of `result_names`, with the ids and weights used where they were given, then of `saved_names`."""
     x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
-    outputs = _moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, TopK) else [])
-    slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, TopK) else spec.router.top_k)
+    outputs = _moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, bundles.TopK) else [])
+    slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
     widths = {
         name: spec.activation.input_width(_activated(_width(bundle.gate_up, spec.weight_layout), spec.activation))
         for name, bundle in (("experts", given.experts), ("shared", shared))
@@ -307,9 +301,9 @@ def _training_shapes(given: Any) -> Outputs:
 
 
 def _plan_moe_backward(
-    gradients: OutputGradients, spec: MoESpec, wanted: tuple[str, ...], target: Target, **given: Any
+    gradients: bundles.OutputGradients, spec: MoESpec, wanted: tuple[str, ...], target: Target, **given: Any
 ) -> LaunchPlan:
-    operands = MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
+    operands = bundles.MoEOperands(**{name: given[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
     options = {"wanted": wanted, "accumulate": accumulated(wanted, given.get("into"))}
     return plan_moe_backward(gradients, operands, spec, target, **options)
 

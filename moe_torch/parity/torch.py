@@ -10,7 +10,7 @@ import torch
 from moe_core.parity.case import Case
 from moe_core.parity.devices import describe, use_gpu
 from moe_core.parity.engines import EngineRun
-from moe_core.parity.gradients import GradientRun, differentiated, operands_of, upstream
+from moe_core.parity.gradients import GradientRun, arguments_of, differentiated, upstream
 from moe_core.parity.stage_ops import FrontEnd, run_stages
 from moe_torch import ops
 from moe_torch.layers.weights import from_numpy, to_numpy
@@ -52,9 +52,7 @@ class TorchEngine:
 
         progress("moe")
         leaves = {name: put(array).requires_grad_() for name, array in differentiated(case).items()}
-        given = operands_of(case, leaves, put)
-        arguments = (given.x, given.experts, given.routing, case.spec)
-        options = {"token_mask": given.token_mask, "shared": given.shared}
+        arguments, options = arguments_of(case, leaves, put)
         result = ops.moe(*arguments, **options)
         progress("gradients")
         flowing = {name: put(array) for name, array in upstream(case).items()}

@@ -65,7 +65,7 @@ def test_require_spec_says_what_is_wrong() -> None:
 # NumPy.
 
 
-@pytest.mark.parametrize("name", [name for name in dtypes._NUMPY if name not in ("bfloat16", "float8_e4m3fn")])
+@pytest.mark.parametrize("name", [name for name in dtypes._NAMES if name not in ("bfloat16", "float8_e4m3fn")])
 def test_numpy_through_dlpack(name: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(name)
     view = TensorView.from_dlpack(array)
@@ -101,7 +101,7 @@ def test_layouts_are_kept(layout: str, enter: Callable[[np.ndarray], TensorView]
 
 @given(
     shape=st.lists(st.integers(0, 4), max_size=4),
-    dtype=st.sampled_from(sorted(dtypes._NUMPY)),
+    dtype=st.sampled_from(sorted(dtypes._NAMES)),
     axes=st.randoms(use_true_random=False),
     step=st.integers(1, 3),
 )
@@ -276,7 +276,7 @@ def test_what_is_no_capsule_is_refused() -> None:
 # torch.
 
 
-@pytest.mark.parametrize("name", dtypes._NUMPY)
+@pytest.mark.parametrize("name", dtypes._NAMES)
 def test_torch_arrays(name: str) -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
@@ -342,7 +342,7 @@ def read_from_gpu(view: TensorView) -> list[Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", dtypes._NUMPY)
+@pytest.mark.parametrize("name", dtypes._NAMES)
 def test_torch_arrays_on_a_gpu(name: str) -> None:
     torch = pytest.importorskip("torch")
     host = torch.arange(24).reshape(4, 6).to(getattr(torch, name))

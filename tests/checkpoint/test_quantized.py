@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.checkpoint import ReadProgress, open_checkpoint, other_tensors
-from moe_core.checkpoint.raw import RawTensor
+from moe_core.checkpoint.storage import RawTensor
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP, MXFP4, QuantizedTensor
 from moe_core.layers import LayerWeights

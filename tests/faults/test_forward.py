@@ -33,6 +33,7 @@ GROUPS = (
     ),
     (
         "matmul.portable.kernel",
+        "activation.kernels.formulas",
         "activation.kernels.forward",
         "reduction.kernels.reduce",
         "matmul.quantized.kernel",

@@ -85,7 +85,7 @@ def test_gradients_of_one_case_are_compared_unless_cases_are_named() -> None:
 
 def test_a_fault_in_a_backward_kernel_turns_it_red(tmp_path: Path) -> None:
     faults = {
-        "activation.kernels.backward": OpFault("share * (1.0 + bounded * (1.0 - share))", "share"),
+        "activation.kernels.formulas": OpFault("share * (1.0 + bounded * (1.0 - share))", "share"),
         "routing.kernels.backward": OpFault(
             'return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")'
         ),

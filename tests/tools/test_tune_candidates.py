@@ -10,12 +10,12 @@ import pytest
 from moe_core.base import dtypes
 from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal
-from moe_core.ops.matmul.portable.tiles import CHOICES
-from moe_core.ops.matmul.sm90.tiles import CHOICES as SM90_CHOICES
-from moe_core.ops.matmul.sm90.tiles import sm90_config
+from moe_core.ops.matmul.portable.plan import CHOICES
+from moe_core.ops.matmul.sm90.plan import CHOICES as SM90_CHOICES
+from moe_core.ops.matmul.sm90.plan import sm90_config
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.specs.tile import TileConfig
-from moe_core.tools.tune.candidates import candidates
+from moe_core.tools.tune.search import candidates
 from tests.support.matmul.problems import plain_problem
 
 

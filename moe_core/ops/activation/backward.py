@@ -14,7 +14,7 @@ from moe_core.errors import InvalidInput
 from moe_core.ops.activation.forward import check_input, function_constants, input_constants
 from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertActivationOperands, Role, named_arrays
 
@@ -49,20 +49,13 @@ def plan_activation_backward(
     if up is not None:
         outputs.append(builder.output("d_up", ArraySpec((rows, width), x.dtype)))
     if not target.compiled:
-        builder.reference("activation.reference:activation_backward", inputs, {"activation": activation}, outputs)
-        return builder.build()
+        constants = {"activation": activation}
+        return builder.reference("activation.reference:activation_backward", inputs, constants, outputs)
     block_m, block_n = elementwise_tile(width, target)
-    builder.launch(
-        ACTIVATION_BACKWARD,
-        (-(-rows // block_m), -(-width // block_n)),
-        {
-            **builder.pointers("d_y", "x", "up", "d_x", "d_up"),
-            "num_rows": Scalar(rows),
-            **constants(WIDTH=width, D_Y_STRIDE=d_y_stride),
-            **input_constants(x, up, activation),
-            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
-        },
-    )
+    arguments = builder.pointers("d_y", "x", "up", "d_x", "d_up")
+    arguments |= passed(num_rows=rows, WIDTH=width, D_Y_STRIDE=d_y_stride)
+    arguments |= input_constants(x, up, activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)
+    builder.launch(ACTIVATION_BACKWARD, (-(-rows // block_m), -(-width // block_n)), arguments)
     return builder.build()
 
 
@@ -146,8 +139,7 @@ def plan_expert_activation_backward(
     if not target.compiled:
         builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
         options = {"activation": activation, "order": order, "outputs": outputs}
-        builder.reference("activation.reference:expert_activation_backward", present, options, outputs)
-        return builder.build()
+        return builder.reference("activation.reference:expert_activation_backward", present, options, outputs)
     block_m, block_n = _row_tile(width, target)
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"
@@ -157,17 +149,8 @@ def plan_expert_activation_backward(
             if name != "d_weight":
                 launch_zero_rows(builder, "slot_of_row", name, elementwise_tile(shapes[name].shape[1], target))
     layout = "halves" if activation.gate_layout == "separate" else activation.gate_layout
-    operand_names = (field.name for field in dataclasses.fields(operands))
-    builder.launch(
-        EXPERT_ACTIVATION_BACKWARD,
-        (-(-slots // block_m),),
-        {
-            **builder.pointers(*operand_names, *EXPERT_GRADIENTS),
-            "num_slots": Scalar(slots),
-            "num_rows": Scalar(pre.shape[0]),
-            **constants(WIDTH=width, BY_ROW=order == "row", GATE_LAYOUT=layout),
-            **function_constants(activation),
-            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
-        },
-    )
+    arguments = builder.pointers(*(field.name for field in dataclasses.fields(operands)), *EXPERT_GRADIENTS)
+    arguments |= passed(num_slots=slots, num_rows=pre.shape[0], WIDTH=width, BY_ROW=order == "row", GATE_LAYOUT=layout)
+    arguments |= function_constants(activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)
+    builder.launch(EXPERT_ACTIVATION_BACKWARD, (-(-slots // block_m),), arguments)
     return builder.build()

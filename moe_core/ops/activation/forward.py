@@ -11,7 +11,7 @@ from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
 from moe_core.specs.matmul import Activation
 
 ACTIVATION = Kernel("activation.kernels.forward:activation")
@@ -35,23 +35,18 @@ def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> i
 
 def input_constants(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> dict[str, Argument]:
     """What kernels are told of the activation and its input, in their order."""
-    strides = constants(X_STRIDE=row_stride("x", x), UP_STRIDE=0 if up is None else row_stride("up", up))
-    return strides | constants(GATE_LAYOUT=activation.gate_layout) | function_constants(activation)
+    strides = passed(X_STRIDE=row_stride("x", x), UP_STRIDE=0 if up is None else row_stride("up", up))
+    return strides | passed(GATE_LAYOUT=activation.gate_layout) | function_constants(activation)
 
 
 def function_constants(activation: Activation) -> dict[str, Argument]:
     """What kernels are told of the activation's formula, in their order."""
-    return constants(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
+    return passed(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_activation(
-    x: ArraySpec,
-    activation: Activation,
-    target: Target,
-    *,
-    up: ArraySpec | None = None,
-    out_dtype: str | None = None,
+    x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None, out_dtype: str | None = None
 ) -> LaunchPlan:
     """y `[R, F]` = activation of x in fp32, one cast.
 
@@ -64,24 +59,13 @@ def plan_activation(
     require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
 
     builder = PlanBuilder("activation", target)
-    builder.inputs({"x": x, "up": up})
+    inputs = builder.inputs({"x": x, "up": up})
     builder.output("y", ArraySpec((rows, width), out_dtype))
     if not target.compiled:
-        inputs = {"x": "x"} | ({} if up is None else {"up": "up"})
-        builder.reference(
-            "activation.reference:activation", inputs, {"activation": activation, "out_dtype": out_dtype}, ("y",)
-        )
-        return builder.build()
+        constants = {"activation": activation, "out_dtype": out_dtype}
+        return builder.reference("activation.reference:activation", inputs, constants, ("y",))
     block_m, block_n = elementwise_tile(width, target)
-    builder.launch(
-        ACTIVATION,
-        (-(-rows // block_m), -(-width // block_n)),
-        {
-            **builder.pointers("x", "up", "y"),
-            "num_rows": Scalar(rows),
-            "WIDTH": Constant(width),
-            **input_constants(x, up, activation),
-            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
-        },
-    )
+    arguments = builder.pointers("x", "up", "y") | passed(num_rows=rows, WIDTH=width)
+    arguments |= input_constants(x, up, activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)
+    builder.launch(ACTIVATION, (-(-rows // block_m), -(-width // block_n)), arguments)
     return builder.build()

@@ -102,10 +102,7 @@ def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) ->
 def activation(
     x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation, out_dtype: str | None = None
 ) -> np.ndarray:
-    """y `[R, F]` from x `[R, 2F]` (gated: halves, interleaved) or `[R, F]` (ungated, or the gate beside `up` `[R, F]`).
-
-    bf16, fp16 or fp32 in; fp32 arithmetic; one cast to out_dtype (None = the dtype of x).
-    """
+    """The result of `moe_core.ops.activation.forward.plan_activation`."""
     gate_values, up_values = _split_wide(x, up, activation)
     return round_to(apply(gate_values, up_values, activation), out_dtype or x.dtype)
 
@@ -179,10 +176,7 @@ def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.
 def activation_backward(
     d_y: np.ndarray, x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """d_x (with `up`: d_x and d_up) of the activation op: y `[R, F]` = activation(x, up); shapes and dtypes of x.
-
-    d_y `[R, F]`: bf16, fp16 or fp32, whatever out_dtype the forward had. fp32 arithmetic, one cast.
-    """
+    """The results of `moe_core.ops.activation.backward.plan_activation_backward`: d_x (with `up`: d_x and d_up)."""
     gate_values, up_values = _split_wide(x, up, activation)
     d_gate, d_up = apply_backward(to_float32(d_y), gate_values, up_values, activation)
     if up is None:
@@ -210,15 +204,10 @@ def expert_activation_backward(
         d_pre = activation'(pre) (w z)        weighted_hidden = w h        d_weight[slot] = <z, h> + bias_product
 
     bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]>, where there is a bias. The unweighted expert output
-    y = h W_down + b_down is not needed: <d_out, y> = <d_out W_down^T, h> + <d_out, b_down>. z is bf16, fp16 or fp32.
-    pre `[R, 2F]` (or F) is stored in the dtype of x, gate layout `separate` as gate columns, then up. h is recomputed
-    from it in fp32 and not rounded; d_pre and weighted_hidden are rounded once, to the dtype of pre; <z, h> is summed
-    in fp32.
-
-    order: where a slot's row is: `row` (row_of_slot[slot]) or `slot` (the slot itself). row_of_slot int32 `[T * K]`,
-    -1 = no expert: d_weight is exactly 0, row_weight is not read (None: every row is the slot of its number). Rows that
-    belong to no slot are never read and become exact zeros. Returns what outputs names, in that order: d_pre and
-    weighted_hidden of R rows in the dtype of pre, d_weight fp32 `[T * K]`.
+    y = h W_down + b_down is not needed: <d_out, y> = <d_out W_down^T, h> + <d_out, b_down>. h is recomputed from pre in
+    fp32 and not rounded; d_pre and weighted_hidden are rounded once, to the dtype of pre; <z, h> is summed in fp32.
+    Arrays, order and outputs: `moe_core.ops.activation.backward.plan_expert_activation_backward`. A slot without a row
+    has d_weight 0 and its row_weight is not read; rows that belong to no slot are never read and become exact zeros.
     """
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)

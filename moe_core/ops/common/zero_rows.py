@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, Kernel, Pointer, Scalar
+from moe_core.plan.steps import Kernel, passed
 
 ZERO_ROWS = Kernel("reduction.kernels.reduce:zero_rows")
 
@@ -14,12 +14,5 @@ def launch_zero_rows(builder: PlanBuilder, markers: str, y: str, tile: tuple[int
     tile: rows of a program, and the columns that it writes at a time.
     """
     rows, width = builder.spec(y).shape
-    arguments = {
-        "markers": Pointer(markers),
-        "y": Pointer(y),
-        "num_rows": Scalar(rows),
-        "WIDTH": Constant(width),
-        "BLOCK_M": Constant(tile[0]),
-        "BLOCK_N": Constant(tile[1]),
-    }
+    arguments = passed(markers=markers, y=y, num_rows=rows, WIDTH=width, BLOCK_M=tile[0], BLOCK_N=tile[1])
     builder.launch(ZERO_ROWS, (-(-rows // tile[0]),), arguments)

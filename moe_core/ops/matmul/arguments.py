@@ -9,7 +9,7 @@ from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.routing.layout import ZERO_COUNTERS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Pointer, Scalar, constants
+from moe_core.plan.steps import Argument, Constant, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
@@ -22,7 +22,7 @@ SCHEDULED_INPUTS = (*LAYOUT_INPUTS, "schedule")
 def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:
     """Add a buffer of tile counters (int32 `[2]`, one per product) and the launch that clears it; its name."""
     builder.scratch(name, ArraySpec((2,), "int32"))
-    builder.launch(ZERO_COUNTERS, (1,), {"counters": Pointer(name), "COUNT": Constant(2)}, 1, 1)
+    builder.launch(ZERO_COUNTERS, (1,), passed(counters=name, COUNT=2), 1, 1)
     return name
 
 
@@ -38,39 +38,49 @@ def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> N
 def row_counts(problem: MatmulProblem, config: TileConfig) -> dict[str, Argument]:
     """How many row blocks, rows and slots there may be."""
     rows, layout = problem.sizes.rows, problem.layout
-    return {
-        "num_blocks": Scalar(problem.num_blocks(config)),
-        "num_rows": Scalar(rows),
-        "num_slots": Scalar(layout.num_slots if layout is not None else rows),
-    }
+    num_slots = layout.num_slots if layout is not None else rows
+    return passed(num_blocks=problem.num_blocks(config), num_rows=rows, num_slots=num_slots)
 
 
 def size_constants(problem: MatmulProblem) -> dict[str, Argument]:
     """Sides of the product and of one weight buffer, and how many of these there are."""
     sizes = problem.sizes
-    counts = constants(NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers)
-    return constants(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n) | counts
+    counts = passed(NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers)
+    return passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n) | counts
 
 
 def bias_strides(operands: MatmulOperands) -> dict[str, Argument]:
     """Elements from layer to layer of the biases, 0 where they have none."""
     stacked, biases = operands.layer_index is not None, (operands.bias, operands.up_bias)
     own, up = (bias.stride[0] if bias is not None and stacked else 0 for bias in biases)
-    return constants(BIAS_LAYER_STRIDE=own, UP_BIAS_LAYER_STRIDE=up)
+    return passed(BIAS_LAYER_STRIDE=own, UP_BIAS_LAYER_STRIDE=up)
 
 
 def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
     """TOP_K, gather, scatter and the fused activation, in the kernels' order."""
     spec, layout, activation = problem.spec, problem.layout, problem.spec.activation
-    places = constants(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=spec.scatter)
+    places = passed(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=spec.scatter)
     name, alpha, limit = (activation.name, activation.alpha, activation.limit) if activation else (None,) * 3
-    return places | constants(GATE_LAYOUT=problem.gate_layout, ACTIVATION=name, ALPHA=alpha, LIMIT=limit)
+    return places | passed(GATE_LAYOUT=problem.gate_layout, ACTIVATION=name, ALPHA=alpha, LIMIT=limit)
 
 
 def block_constants(config: TileConfig) -> dict[str, Argument]:
     """The sides of a tile, and how many row blocks make a group."""
-    sides = constants(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
-    return sides | constants(GROUP_M=config.group_m)
+    sides = passed(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    return sides | passed(GROUP_M=config.group_m)
+
+
+def quantized_pointers(builder: PlanBuilder) -> dict[str, Argument]:
+    """The arrays of the weight and of up."""
+    names = ("weight", "scales", "zero_points", "up", "up_scales", "up_zero_points")
+    buffers = (f"{side}.{part}" for side in ("weight", "up") for part in ("values", "scales", "zero_points"))
+    return {name: builder.optional(buffer) for name, buffer in zip(names, buffers, strict=True)}
+
+
+def format_constants(weight: QuantizedTensor) -> dict[str, Argument]:
+    """The element of a weight's codes, and the rows and columns of a group, 0 for whole axes."""
+    format = weight.format
+    return passed(ELEMENT=format.element, GROUP_ROWS=format.group_rows or 0, GROUP=format.group_columns or 0)
 
 
 def quantized_strides(weight: QuantizedTensor) -> dict[str, Argument]:

@@ -43,8 +43,7 @@ def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, 
             f"matmul_ogs has no gradient with a quantised x, got {quantized['x']}: what rounds x has none; pass x as a "
             "plain array (the weights may stay quantised)"
         )
-    refused = why_prepacked(quantized) or why_frozen(names, quantized)
-    if refused is not None:
+    if (refused := why_prepacked(quantized) or why_frozen(names, quantized)) is not None:
         return refused
     if spec.activation is not None:
         return (
@@ -64,8 +63,7 @@ def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, 
 def _validate(
     d_y: ArraySpec, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, wanted: tuple[str, ...]
 ) -> None:
-    reason = why_no_gradient(operands, layout, spec, {name.removeprefix("d_") for name in wanted})
-    if reason is not None:
+    if (reason := why_no_gradient(operands, layout, spec, {name.removeprefix("d_") for name in wanted})) is not None:
         raise Unsupported(reason)
     require_wanted(wanted, tuple(f"d_{name}" for name, _ in named_arrays(operands) if name in DIFFERENTIABLE))
     n = operands.weight.shape[-1 if spec.weight_layout == "in_out" else -2]
@@ -110,8 +108,7 @@ def plan_matmul_ogs_backward(
         constants = {"layout": layout, "spec": spec, "wanted": wanted}
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants |= {"tensors": tensors} if tensors else {}
-        builder.reference("matmul.reference.backward:matmul_ogs_backward", present, constants, wanted)
-        return builder.build()
+        return builder.reference("matmul.reference.backward:matmul_ogs_backward", present, constants, wanted)
     gradient = cast_gradient(builder, "cast", "d_y", operands.x.dtype)
     if "d_row_weight" in wanted:
         assert layout is not None
@@ -247,17 +244,10 @@ def add_weight_gradient(
     sides = {"left": left.buffer, "right": right.buffer} | {name: given[name] for name in names if name in given}
     operands = WeightGradientOperands(**{name: builder.spec(buffer) for name, buffer in sides.items()})
     dtypes_of = {name: builder.spec(buffer).dtype for name, buffer in results.items()}
-    side = "right" if in_out else "left"
-    options = WeightGradientSpec(
-        dtypes_of.get("d_weight"),
-        (left.gather, right.gather),
-        left.columns,
-        right.columns,
-        bias_side=side if "d_bias" in results else None,
-        bias_dtype=dtypes_of.get("d_bias", "float32"),
-        num_layers=array.shape[0] if stacked else 1,
-        allow_tf32=spec.allow_tf32,
-    )
+    side, num_layers = "right" if in_out else "left", array.shape[0] if stacked else 1
+    taken = (left.gather, right.gather), left.columns, right.columns
+    bias = side if "d_bias" in results else None, dtypes_of.get("d_bias", "float32")
+    options = WeightGradientSpec(dtypes_of.get("d_weight"), *taken, *bias, num_layers, spec.allow_tf32)
     plan = plan_weight_gradient(operands, layout, options, builder.target, trusted=trusted)
     roles: dict[str, str | Role] = {name: role for name in (("left", "right") if x is None else (side,))}
     builder.call(plan, label, sides | results, roles)

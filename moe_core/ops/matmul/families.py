@@ -33,7 +33,6 @@ def why_illegal(config: TileConfig, problem: MatmulProblem) -> str | None:
         names = " or ".join(repr(name) for name in sorted(families))
         return f"family must be {names} for {problem.weights} weights, got {config.family!r}"
     family = families[config.family]
-    reason = family.why_not(problem)
-    if reason is not None:
+    if (reason := family.why_not(problem)) is not None:
         return f"the {family.name} family cannot run this product: {reason}"
     return family.why_illegal(config, problem)

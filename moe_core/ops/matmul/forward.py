@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
@@ -71,8 +70,7 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     if tile is None:
         _declare_outputs(builder, problem)
-        _add_reference(builder, inputs, problem)
-        return builder.build()
+        return _reference(builder, inputs, problem)
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=stage is not None)
         if tile.family.counts_tiles:
@@ -108,18 +106,15 @@ def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
             builder.output("pre", ArraySpec((rows, spec.activation.input_width(n)), problem.dtype))
 
 
-def _add_reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> None:
-    """The NumPy twin in the place of launches."""
-    spec, outputs = problem.spec, problem.outputs
+def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> LaunchPlan:
+    """The plan with the NumPy twin in the place of launches."""
+    outputs, constants = problem.outputs, {"layout": problem.layout, "spec": problem.spec}
     keeping = {} if outputs == ("y",) else {"outputs": outputs}
-    constants: dict[str, Any] = {"layout": problem.layout, "spec": spec}
-    by_row = ", one row at a time" if problem.batch_invariant else ""
+    function, axis = "matmul_ogs_keeping" if keeping else "matmul_ogs", "the whole reduction axis"
     if problem.quantized:
-        constants["tensors"] = tuple((name, tensor.spec) for name, tensor in problem.quantized.items())
-        builder.reference("matmul.reference.forward:matmul_ogs_quantized", inputs, constants | keeping, outputs)
+        constants |= {"tensors": tuple((name, tensor.spec) for name, tensor in problem.quantized.items())}
+        function, axis = "matmul_ogs_quantized", "every group of the reduction axis, in order"
         builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
-        builder.sums(f"reference: float32 BLAS over every group of the reduction axis, in order{by_row}")
-        return
-    function = "matmul_ogs_keeping" if keeping else "matmul_ogs"
-    builder.reference(f"matmul.reference.forward:{function}", inputs, constants | keeping, outputs)
-    builder.sums(f"reference: float32 BLAS over the whole reduction axis{by_row}")
+    by_row = ", one row at a time" if problem.batch_invariant else ""
+    builder.sums(f"reference: float32 BLAS over {axis}{by_row}")
+    return builder.reference(f"matmul.reference.forward:{function}", inputs, constants | keeping, outputs)

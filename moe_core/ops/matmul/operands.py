@@ -45,11 +45,8 @@ def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: Ma
     """
     x, weight = operands.x, operands.weight
     dtype = _check_formats(operands, spec)
-    if isinstance(x, QuantizedTensor):
-        x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype).shape
-    else:
-        x_shape = require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False).shape
-        row_stride("x", x)
+    x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype, contiguous=False).shape
+    row_stride("x", logical_spec(x, dtype))
     columns = x_shape[1]
     if columns < (2 if joined else 1) or (joined and columns % 2):
         need = "an even number of columns" if joined else "at least one column"
@@ -233,8 +230,7 @@ def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
     if x.spec.tiling is not None:
         raise InvalidInput(f"x must not be tiled, which weights alone may be, got {x}; call restore_weights")
     _require_contiguous("x", x)
-    reason = why_not_together(x.format, weight.format)
-    if reason is not None:
+    if (reason := why_not_together(x.format, weight.format)) is not None:
         raise InvalidInput(
             f"x must be in a format that goes with {weight.format}, got {x.format}: {reason}; quantise x to another"
         )

@@ -10,7 +10,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.families import families_for, family_of, why_illegal
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
-from moe_core.ops.matmul.sm90.tiles import why_not_operands
+from moe_core.ops.matmul.sm90.plan import why_not_operands
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileKey, shipped_table
 from moe_core.specs.tuning import MatmulTuning
@@ -90,16 +90,8 @@ def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config")
 
 def tile_key(problem: MatmulProblem) -> TileKey:
     """What tables know of a problem with plain weights."""
-    return TileKey(
-        problem.rows,
-        problem.groups,
-        problem.d,
-        problem.n,
-        problem.dtype,
-        problem.buffers,
-        problem.spec.weight_layout,
-        why_not_operands(problem) or "",
-    )
+    sizes, operands = (problem.rows, problem.groups, problem.d, problem.n), (problem.dtype, problem.buffers)
+    return TileKey(*sizes, *operands, problem.spec.weight_layout, why_not_operands(problem) or "")
 
 
 def _able(problem: MatmulProblem) -> list[Family]:
@@ -146,7 +138,6 @@ def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
 
 def _require_legal(config: TileConfig, problem: MatmulProblem, name: str, fix: str) -> TileConfig:
     """The configuration; raises InvalidInput with the reason it is illegal. name: where it comes from."""
-    reason = why_illegal(config, problem)
-    if reason is not None:
+    if (reason := why_illegal(config, problem)) is not None:
         raise InvalidInput(f"{name} must be legal on {problem.target}, got {config}: {reason}; {fix}")
     return config

@@ -17,9 +17,9 @@ from moe_core.ops.matmul.sm90.weight_gradient_plan import (
     why_not_sm90_gradient,
 )
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Pointer, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.matmul import WeightGradientSpec
-from moe_core.specs.operands import WeightGradientOperands, named_arrays
+from moe_core.specs.operands import LAYOUT_INPUTS, WeightGradientOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 
@@ -66,13 +66,8 @@ def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, a
         config = TileConfig(128, 256, 64, num_warps=8, num_stages=3)
     else:
         config = TileConfig(128, 128, 64, num_warps=8, num_stages=3)
-    return TileConfig(
-        min(config.block_m, padded(m, least)),
-        min(config.block_n, padded(n, least)),
-        config.block_k,
-        config.num_warps,
-        config.num_stages,
-    )
+    block_m, block_n = min(config.block_m, padded(m, least)), min(config.block_n, padded(n, least))
+    return dataclasses.replace(config, block_m=block_m, block_n=block_n)
 
 
 def _columns(name: str, array: ArraySpec, columns: tuple[int, int] | None) -> tuple[int, int]:
@@ -91,11 +86,9 @@ def _validate(
         rows = {"row": layout.capacity, "slot": layout.num_slots, "token": layout.num_tokens}
     elif spec.gather != ("row", "row"):
         raise InvalidInput(f"gather must be ('row', 'row') without a layout, got {spec.gather}; pass a layout")
-    for name, gather in (("left", spec.gather[0]), ("right", spec.gather[1])):
-        array = require_spec(
-            name, getattr(operands, name), (rows[gather], name), dtypes.MATMUL_DTYPES, contiguous=False
-        )
-        row_stride(name, array)
+    for name, gather in zip(("left", "right"), spec.gather, strict=True):
+        shape, array = (rows[gather], name), getattr(operands, name)
+        row_stride(name, require_spec(name, array, shape, dtypes.MATMUL_DTYPES, contiguous=False))
     left = _columns("left_columns", operands.left, spec.left_columns)
     right = _columns("right_columns", operands.right, spec.right_columns)
     if left[1] * right[1] >= INT32_LIMIT:
@@ -163,10 +156,11 @@ def plan_weight_gradient(
     tile = gradient_tile(m, n, product, operands.left.dtype, target, adds=operands.into is not None)
     if layout is not None and not reason and (spec.family or _faster_family(layout, (m, n), tile)) == "sm90":
         launch_sm90_gradient(builder, layout, spec, starts, (m, n))
-        if spec.bias_side is not None:
-            _launch_portable(builder, operands, layout, spec, starts, (m, n), trusted, with_weight=False)
+        with_weight = False
     else:
-        _launch_portable(builder, operands, layout, spec, starts, (m, n), trusted)
+        with_weight = spec.out_dtype is not None
+    if with_weight or spec.bias_side is not None:
+        _launch_portable(builder, operands, layout, spec, (*starts, m, n), tile, trusted, with_weight)
     return builder.build()
 
 
@@ -189,23 +183,19 @@ def _launch_portable(
     operands: WeightGradientOperands,
     layout: LayoutSpec | None,
     spec: WeightGradientSpec,
-    starts: tuple[int, int],
-    shape: tuple[int, int],
+    columns: tuple[int, ...],
+    tile: TileConfig,
     trusted: bool,
-    *,
-    with_weight: bool = True,
+    with_weight: bool,
 ) -> None:
-    """Add the launches of the kernel that runs everywhere. starts: first columns; shape: (M, N).
+    """Add the launches of the kernel that runs everywhere. columns: first ones of left and of right, M, N.
 
-    with_weight: False leaves d_weight to another launch. trusted: as in `plan_weight_gradient`.
+    with_weight: whether d_weight is made too. trusted: as in `plan_weight_gradient`.
     """
-    target, (m, n) = builder.target, shape
-    with_weight = with_weight and spec.out_dtype is not None
+    target, (left_start, right_start, m, n) = builder.target, columns
     groups = 1 if layout is None else layout.num_experts
-    bias_width = n if spec.bias_side == "right" else m
     left, right = operands.left, operands.right
     product = _product(left.dtype, right.dtype, spec.allow_tf32)
-    tile = gradient_tile(m, n, product, left.dtype, target, adds=operands.into is not None)
     tiles_m, tiles_n = -(-m // tile.block_m), -(-n // tile.block_n)
     rows = left.shape[0] if layout is None else layout.capacity
     parts = 1
@@ -220,55 +210,39 @@ def _launch_portable(
         if target.on_gpu:
             tile = dataclasses.replace(_BIAS_TILE, block_k=tile.block_k)
         tiles_m, tiles_n = (-(-m // tile.block_m), 1) if spec.bias_side == "left" else (1, -(-n // tile.block_n))
-    results = {"d_weight": "d_weight", "d_bias": "d_bias"}
-    if parts > 1:
-        for name, size in (("d_weight", (m, n)), ("d_bias", (bias_width,))):
-            if builder.has(name):
-                results[name] = builder.scratch(f"{name}_parts", ArraySpec((parts, *size), "float32"))
-
-    in_parts = parts > 1
+    in_parts, results = parts > 1, {name: name for name in ("d_weight", "d_bias") if builder.has(name)}
+    if in_parts:
+        sizes = {"d_weight": (m, n), "d_bias": (n if spec.bias_side == "right" else m,)}
+        for name in results:
+            results[name] = builder.scratch(f"{name}_parts", ArraySpec((parts, *sizes[name]), "float32"))
     by_slot = layout is not None and (spec.gather != ("row", "row") or operands.row_weight is not None or not trusted)
-    whole = {} if in_parts else builder.pointers("layer_index", "into")
-    arguments: dict[str, Argument] = {
+    layer_index, into = (None if in_parts else builder.optional(name) for name in ("layer_index", "into"))
+    arguments = {
         **builder.pointers("left", "right", "row_weight", "row_mask"),
-        "layer_index": whole.get("layer_index", Constant(None)),
-        **builder.pointers("group_sizes", "group_start", "slot_of_row"),
-        "into": whole.get("into", Constant(None)),
-        "d_weight": Pointer(results["d_weight"]) if with_weight else Constant(None),
-        "d_bias": builder.optional(results["d_bias"]),
-        "num_rows": Scalar(rows),
-        "num_slots": Scalar(rows if layout is None else layout.num_slots),
-        "part_rows": Scalar(part_rows),
-        **constants(M=m, N=n, LEFT_STRIDE=row_stride("left", left), RIGHT_STRIDE=row_stride("right", right)),
-        **constants(LEFT_START=starts[0], RIGHT_START=starts[1]),
-        **constants(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
-        **constants(TOP_K=1 if layout is None else layout.top_k, BY_SLOT=by_slot),
-        **constants(BIAS_SIDE=spec.bias_side, PRODUCT=product),
-        **constants(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k),
+        **(passed(layer_index=layer_index) | builder.pointers(*LAYOUT_INPUTS) | passed(into=into)),
+        **passed(d_weight=results["d_weight"] if with_weight else None, d_bias=results.get("d_bias")),
+        **passed(num_rows=rows, num_slots=rows if layout is None else layout.num_slots, part_rows=part_rows),
+        **passed(M=m, N=n, LEFT_STRIDE=row_stride("left", left), RIGHT_STRIDE=row_stride("right", right)),
+        **passed(LEFT_START=left_start, RIGHT_START=right_start),
+        **passed(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
+        **passed(TOP_K=1 if layout is None else layout.top_k, BY_SLOT=by_slot),
+        **passed(BIAS_SIDE=spec.bias_side, PRODUCT=product),
+        **passed(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k),
     }
     grid = (tiles_m * tiles_n, parts if layout is None else groups, 1 if in_parts else spec.num_layers)
     builder.launch(WEIGHT_GRADIENT, grid, arguments, tile.num_warps, tile.num_stages)
     builder.sums(f"rows of a group in order, {tile.block_k} at a time, fp32, {product} products, in {parts} parts")
     if in_parts:
-        for name in ("d_weight", "d_bias"):
-            if builder.has(name):
-                _sum_parts(builder, spec, name, results[name], parts)
+        for name, found in results.items():
+            _sum_parts(builder, spec, name, found, parts)
 
 
 def _sum_parts(builder: PlanBuilder, spec: WeightGradientSpec, name: str, parts: str, number: int) -> None:
     """Add the launch that makes a result of its parts."""
     size = builder.spec(parts).size // number
     block = min(_SUM_BLOCK[builder.target.engine], padded(size))
-    builder.launch(
-        SUM_PARTS,
-        (-(-size // block), spec.num_layers),
-        {
-            "parts": Pointer(parts),
-            "layer_index": builder.optional("layer_index"),
-            "into": builder.optional("into") if name == "d_weight" else Constant(None),
-            "result": Pointer(name),
-            "num_parts": Scalar(number),
-            **constants(SIZE=size, BLOCK=block),
-        },
-    )
+    into = builder.optional("into") if name == "d_weight" else None
+    arguments = passed(parts=parts, layer_index=builder.optional("layer_index"), into=into, result=name)
+    arguments |= passed(num_parts=number, SIZE=size, BLOCK=block)
+    builder.launch(SUM_PARTS, (-(-size // block), spec.num_layers), arguments)
     builder.sums(f"{name}: {number} parts in order, fp32")

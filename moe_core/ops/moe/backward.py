@@ -138,8 +138,7 @@ def plan_moe_backward(
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
         constants |= {"tensors": tensors} if tensors else {}
         builder.sums("products and sums: the order of NumPy, fp32")
-        builder.reference("moe.reference.backward:moe_backward", present, constants, wanted)
-        return builder.build()
+        return builder.reference("moe.reference.backward:moe_backward", present, constants, wanted)
     BackwardPlanner(builder, operands, gradients, spec).plan()
     return builder.build()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.ops.activation.backward import plan_expert_activation_backward
@@ -13,37 +14,20 @@ from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.moe.checks import shared_is_stacked
 from moe_core.ops.moe.forward import SAVED, saved_pre_activation
+from moe_core.ops.reduction import rowwise
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
-from moe_core.ops.reduction.rowwise import (
-    cast_gradient,
-    plan_add,
-    plan_bias_product,
-    plan_gate_gradient,
-    plan_gate_weight,
-    plan_weighted_input,
-)
 from moe_core.ops.router.backward import add_router_input_gradient
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.plan.builder import PlanBuilder
+from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    ExpertActivationOperands,
-    ExpertWeights,
-    MatmulOperands,
-    MoEOperands,
-    OutputGradients,
-    Role,
-    RouterWeights,
-    RoutingGradients,
-    SharedExpert,
-    TopK,
-    named_arrays,
-)
+from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
 
+@dataclass
 class _Chain:
     """Two products and the activation between them, backwards: of the experts, or (layout None) of the shared expert,
     which every token visits.
@@ -51,20 +35,18 @@ class _Chain:
     bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1.
     """
 
-    def __init__(
-        self,
-        builder: PlanBuilder,
-        x: ArraySpec,
-        bundle: ExpertWeights | SharedExpert,
-        layer_index: ArraySpec | None,
-        layout: LayoutSpec | None,
-        spec: MoESpec,
-        weighted_input: bool = False,
-    ) -> None:
-        self.builder, self.target, self.spec, self.x, self.bundle = builder, builder.target, spec, x, bundle
-        self.layer_index, self.layout, self.weighted_input = layer_index, layout, weighted_input
+    builder: PlanBuilder
+    x: ArraySpec
+    bundle: bundles.ExpertWeights | SharedExpert
+    layer_index: ArraySpec | None
+    layout: LayoutSpec | None
+    spec: MoESpec
+    weighted_input: bool = False
+
+    def __post_init__(self) -> None:
+        self.target = self.builder.target
         # Before the names of weights, of steps and of scratch; how x and the output's gradient are gathered.
-        names = ("shared.", "shared ", "shared_", "row") if layout is None else ("experts.", "", "", "token")
+        names = ("shared.", "shared ", "shared_", "row") if self.layout is None else ("experts.", "", "", "token")
         self.prefix, self.label, self.scratch, self.gather = names
         self.pre = f"{SAVED}{self.scratch}pre_activation"
 
@@ -128,7 +110,7 @@ class _Chain:
         """
         builder = self.builder
         names = {"d_hidden": z, "pre": self.pre} | weighting
-        operands = ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
+        operands = bundles.ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
         kinds = ["d_pre"] + ["weighted_hidden"] * self.wants("down")
         outputs = (*kinds, *(() if d_weight is None else ("d_weight",)))
         plan = plan_expert_activation_backward(operands, self.spec.activation, self.target, outputs=outputs)
@@ -166,7 +148,9 @@ class _Chain:
 class BackwardPlanner:
     """One method per stage. builder: holds every input and wanted output; what a stage makes else is scratch."""
 
-    def __init__(self, builder: PlanBuilder, operands: MoEOperands, gradients: OutputGradients, spec: MoESpec) -> None:
+    def __init__(
+        self, builder: PlanBuilder, operands: bundles.MoEOperands, gradients: bundles.OutputGradients, spec: MoESpec
+    ) -> None:
         self.builder, self.operands, self.gradients, self.spec = builder, operands, gradients, spec
         self.target, self.routing, self.x = builder.target, operands.routing, operands.x
         given, experts = isinstance(self.routing, TopK), operands.experts
@@ -181,7 +165,7 @@ class BackwardPlanner:
         self.needs_rows = builder.has("d_x") or (self.on_input and self.needs_weights)
 
     def plan(self) -> None:
-        self.d_out = cast_gradient(self.builder, "output gradient", "gradients.output", self.x.dtype)
+        self.d_out = rowwise.cast_gradient(self.builder, "output gradient", "gradients.output", self.x.dtype)
         self.experts.recompute()
         extras = [] if self.operands.shared is None else self._shared(self.operands.shared)
         d_weights = self._experts()
@@ -202,7 +186,7 @@ class BackwardPlanner:
         chain.recompute()
         z, gate, weighting, d_weight = chain.pull_back(0, self.d_out), f"{SAVED}shared_gate", {}, None
         if shared.gate is not None:
-            plan = plan_gate_weight(builder.spec(gate), target)
+            plan = rowwise.plan_gate_weight(builder.spec(gate), target)
             roles = {"weight": Role.ROW_WEIGHT}
             weighting["row_weight"] = builder.call(plan, "shared gate", {"gate": gate}, roles)
             if chain.wants("gate") or builder.has("d_x"):
@@ -212,7 +196,7 @@ class BackwardPlanner:
         chain.weight_gradients(self.d_out, made)
         parts = [chain.pull_back(1, made["d_pre"])] if builder.has("d_x") else []
         if "d_weight" in made:
-            plan = plan_gate_gradient(builder.spec(gate), target)
+            plan = rowwise.plan_gate_gradient(builder.spec(gate), target)
             bindings, roles = {"d_weight": made["d_weight"], "gate": gate}, {"d_weight": Role.D_ROW_WEIGHT}
             d_gate = builder.call(plan, "shared gate gradient", bindings, roles)
             chain.weight_gradient("gate", Side("x"), Side(d_gate), Role.D_LOGITS)
@@ -241,14 +225,16 @@ class BackwardPlanner:
         bias, layer_index = self.operands.experts.down_bias, self.operands.experts.layer_index
         if bias is None:
             return {}
-        plan = plan_bias_product(self.builder.spec(self.d_out), bias, self.layout, self.target, layer_index=layer_index)
+        plan = rowwise.plan_bias_product(
+            self.builder.spec(self.d_out), bias, self.layout, self.target, layer_index=layer_index
+        )
         bindings = {"d_y": self.d_out, "bias": "experts.down_bias"}
         return {"bias_product": self.builder.call(plan, "bias product", bindings)}
 
     def _weighted_input(self, output: str, extra: str | None = None) -> str:
         """Behind x times the weight: `d_weight` or `d_x`."""
         rows = self.builder.spec(self.d_rows)
-        plan = plan_weighted_input(rows, self.x, self.target, outputs=(output,), with_extra=extra is not None)
+        plan = rowwise.plan_weighted_input(rows, self.x, self.target, outputs=(output,), with_extra=extra is not None)
         bindings = {"d_rows": self.d_rows, "x": "x"}
         bindings |= {} if extra is None else {"extra": extra}
         bindings[output] = "d_x" if output == "d_x" else self._weights_gradient()
@@ -271,7 +257,7 @@ class BackwardPlanner:
         if given.weights is not None:
             bindings = {"first": d_weights, "second": "gradients.weights"}
             roles = {name: Role.D_ROW_WEIGHT for name in ("first", "second", "total")}
-            names["weights"] = builder.call(plan_add(given.weights, self.target), "weights", bindings, roles)
+            names["weights"] = builder.call(rowwise.plan_add(given.weights, self.target), "weights", bindings, roles)
         others = [name for name, _ in named_arrays(given) if name not in ("output", "weights")]
         names |= {name: f"gradients.{name}" for name in others}
         logits = "logits" if from_x else "routing.logits"
@@ -279,14 +265,8 @@ class BackwardPlanner:
             names["tokens_per_expert"] = self._counts(builder.spec(logits).shape[1])
         arrays = {name: builder.spec(buffer) for name, buffer in names.items()} | {"weights": self.by_slot}
         assert spec.router is not None
-        plan = plan_routing_backward(
-            RoutingGradients(**arrays),
-            builder.spec(logits),
-            builder.spec(self.ids),
-            spec.router,
-            self.target,
-            token_mask=self.operands.token_mask,
-        )
+        given_arrays = bundles.RoutingGradients(**arrays), builder.spec(logits), builder.spec(self.ids)
+        plan = plan_routing_backward(*given_arrays, spec.router, self.target, token_mask=self.operands.token_mask)
         bindings = {f"gradients.{name}": buffer for name, buffer in names.items()} | {"logits": logits}
         if not from_x:
             bindings["d_logits"] = "d_routing.logits"
@@ -313,7 +293,7 @@ class BackwardPlanner:
         """d_x: the sum over a token's slots, and what else flows into x."""
         builder = self.builder
         while len(extras) > 1:
-            plan = plan_add(builder.spec(extras[0]), self.target)
+            plan = rowwise.plan_add(builder.spec(extras[0]), self.target)
             added = builder.call(plan, f"sum {len(extras)}", {"first": extras[0], "second": extras[1]})
             extras = [added, *extras[2:]]
         extra = extras[0] if extras else None

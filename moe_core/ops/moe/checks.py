@@ -9,15 +9,7 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
-from moe_core.ops.matmul.operands import (
-    check_tiling,
-    logical_spec,
-    require_like,
-    require_weight,
-    why_frozen,
-    why_not_together,
-    why_prepacked,
-)
+from moe_core.ops.matmul import operands as matmul
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, SharedExpert, named_fields
 
@@ -27,8 +19,8 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     d_model, dtype = x.shape[1], x.dtype
     stacked = experts.layer_index is not None
     free = ("num_layers", "num_experts") if stacked else ("num_experts",)
-    check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
-    check_tiling(experts.down, None, "experts.down")
+    matmul.check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
+    matmul.check_tiling(experts.down, None, "experts.down")
     gate_up = _matrix("experts.gate_up", experts.gate_up, (*free, *_axes(d_model, "width", spec)), dtype, spec)
     lead = gate_up.shape[:-2]
     if 0 in gate_up.shape:
@@ -37,8 +29,7 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     columns = gate_up.shape[-1 if spec.weight_layout == "in_out" else -2]
     biases = (("gate_up_bias", columns), ("up_bias", width), ("down_bias", d_model))
     for name, size in biases:
-        bias = getattr(experts, name)
-        if bias is not None:
+        if (bias := getattr(experts, name)) is not None:
             require_spec(f"experts.{name}", bias, (*lead, size), ("float32", dtype))
     if experts.up_bias is not None and experts.up is None:
         raise InvalidInput("experts.up_bias must be None without experts.up; put both halves into gate_up_bias")
@@ -75,7 +66,7 @@ def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[s
             "leave activations out, which trains through quantised weights, or dequantise the experts"
         )
     quantized = quantized_experts(experts)
-    return why_prepacked(quantized) or why_frozen(names, quantized)
+    return matmul.why_prepacked(quantized) or matmul.why_frozen(names, quantized)
 
 
 def quantized_rows(rows: ArraySpec, activations: Format) -> QuantizedTensor:
@@ -91,17 +82,12 @@ def _axes(inside: int | str, outside: int | str, spec: MoESpec) -> tuple[int | s
 def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, spec: MoESpec) -> ArraySpec:
     """Check one weight; the plain array that it is, or stands for."""
     if isinstance(weight, QuantizedTensor):
-        require_weight(name, weight, spec.weight_layout)
-    return require_spec(name, logical_spec(weight, dtype), shape, dtype)
+        matmul.require_weight(name, weight, spec.weight_layout)
+    return require_spec(name, matmul.logical_spec(weight, dtype), shape, dtype)
 
 
 def _check_pair(
-    name: str,
-    bundle: ExpertWeights | SharedExpert,
-    lead: tuple[int, ...],
-    d_model: int,
-    dtype: str,
-    spec: MoESpec,
+    name: str, bundle: ExpertWeights | SharedExpert, lead: tuple[int, ...], d_model: int, dtype: str, spec: MoESpec
 ) -> int:
     """Check up and down against gate_up; F."""
     activation = spec.activation
@@ -111,10 +97,7 @@ def _check_pair(
             raise InvalidInput(f"{name}.gate_up must have an even width (gate and up), got {width}; pass both")
         width //= 2
     if activation.gate_layout == "separate":
-        if not isinstance(bundle.gate_up, QuantizedTensor):
-            require_spec(f"{name}.up", bundle.up, (*lead, *_axes(d_model, width, spec)), dtype)
-        else:
-            require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
+        matmul.require_like(f"{name}.up", bundle.up, f"{name}.gate_up", bundle.gate_up)
     elif bundle.up is not None:
         raise InvalidInput(
             f"{name}.up must be None for gate_layout={activation.gate_layout!r}, got {bundle.up}; "
@@ -133,8 +116,7 @@ def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
     activations = spec.activations
     per_tensor = activations is not None and activations.group_rows is None and activations.group_columns is None
     for name in ("gate_up_input_scale", "down_input_scale"):
-        scale = getattr(experts, name)
-        if scale is None:
+        if (scale := getattr(experts, name)) is None:
             if per_tensor and spec.batch_invariant:
                 raise InvalidInput(
                     f"experts.{name} must be given with batch_invariant and activations {activations}, got None: one "
@@ -156,8 +138,7 @@ def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
                 f"experts.{name} must be quantised where activations are, got {weight} with activations "
                 f"{activations}; quantise it, or leave activations out"
             )
-        reason = why_not_together(activations, weight.format)
-        if reason is not None:
+        if (reason := matmul.why_not_together(activations, weight.format)) is not None:
             raise InvalidInput(
                 f"activations must be a format that goes with {weight.format} of experts.{name}, got {activations}: "
                 f"{reason}; choose another"

@@ -25,22 +25,13 @@ from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
+from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    ExpertWeights,
-    LayoutArrays,
-    MatmulOperands,
-    Role,
-    RouterLogits,
-    RouterWeights,
-    SharedExpert,
-    TopK,
-    named_arrays,
-)
+from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
-Routing = RouterWeights | RouterLogits | TopK
+Routing = RouterWeights | bundles.RouterLogits | TopK
 #: Before the names of outputs that only a backward reads.
 SAVED = "saved."
 
@@ -48,7 +39,7 @@ SAVED = "saved."
 @functools.lru_cache(maxsize=4096)
 def plan_moe(
     x: ArraySpec,
-    experts: ExpertWeights,
+    experts: bundles.ExpertWeights,
     routing: Routing,
     spec: MoESpec,
     target: Target,
@@ -81,7 +72,9 @@ def plan_moe(
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
 
 
-def saved_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
+def saved_pre_activation(
+    bundle: bundles.ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int
+) -> ArraySpec:
     """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
     width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
     return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)
@@ -136,8 +129,10 @@ class _MoEPlanner:
         declare, prefix = (builder.output, SAVED) if self.save else (builder.scratch, "")
         if "pre" in self._outputs:
             declare(f"{SAVED}pre_activation", saved_pre_activation(self.experts, self.x, self.spec, layout.capacity))
-        others = named_arrays(dataclasses.replace(LayoutArrays.specs(layout), group_sizes=None))
-        self.arrays = LayoutArrays("tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others))
+        others = named_arrays(dataclasses.replace(bundles.LayoutArrays.specs(layout), group_sizes=None))
+        self.arrays = bundles.LayoutArrays(
+            "tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others)
+        )
         shared = self.shared
         if "pre" in self._outputs and shared is not None:
             declare(f"{SAVED}shared_pre_activation", saved_pre_activation(shared, self.x, self.spec, self.tokens))
@@ -152,23 +147,25 @@ class _MoEPlanner:
                 raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
             require_spec("routing.ids", routing.ids, (self.tokens, "top_k"), "int32")
             require_spec("routing.weights", routing.weights, routing.ids.shape, "float32")
-            self._check_input_weighting(routing.ids.shape[1])
+            if spec.apply_router_weight_on_input and routing.ids.shape[1] != 1:
+                raise InvalidInput(
+                    f"top_k must be 1 with apply_router_weight_on_input, got {routing.ids.shape[1]}; weight the output "
+                    "instead"
+                )
             return "routing.ids", "routing.weights"
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec when routing from x or logits, got None; pass one")
         top_k = spec.router.require_top_k()
-        self._check_input_weighting(top_k)
         ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
         weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
         if isinstance(routing, RouterWeights):
             plan = plan_router(self.x, routing.weight, routing.bias, spec.logits_spec(), self.target)
-            logits = builder.output("logits", plan.spec("logits"))
-            bindings = {"x": "x", "weight": "routing.weight", "bias": "routing.bias", "logits": logits}
-            builder.call(plan, "router", bindings)
-            logits_array = plan.spec("logits")
+            logits = plan.spec("logits")
+            bindings = {"x": "x", "weight": "routing.weight", "bias": "routing.bias"}
+            builder.call(plan, "router", bindings | {"logits": builder.output("logits", logits)})
         else:
-            logits_array = require_spec("routing.logits", routing.logits, (self.tokens, "num_experts"), "float32")
-        num_global = logits_array.shape[1]
+            logits = require_spec("routing.logits", routing.logits, (self.tokens, "num_experts"), "float32")
+        num_global = logits.shape[1]
         if self.expert_map is None and num_global != num_local:
             raise InvalidInput(
                 f"routing must score the {num_local} experts of experts.gate_up, got {num_global}; "
@@ -177,12 +174,6 @@ class _MoEPlanner:
         if self.expert_map is not None:
             require_spec("expert_map", self.expert_map, (num_global,), "int32")
         return ids, weights
-
-    def _check_input_weighting(self, top_k: int) -> None:
-        if self.spec.apply_router_weight_on_input and top_k != 1:
-            raise InvalidInput(
-                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
-            )
 
     def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> tuple[str, str]:
         """Layout and both matmuls; the name of the buffer with the weighted slots, and its order: `slot` or `row`."""
@@ -210,10 +201,8 @@ class _MoEPlanner:
         )
         matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
         matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
-        problems = (
-            MatmulProblem(first, layout, matmul_1, target, self._outputs),
-            MatmulProblem(second, layout, matmul_2, target),
-        )
+        problem_1 = MatmulProblem(first, layout, matmul_1, target, self._outputs)
+        problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
         products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
         if tiles[1] is not None and tiles[1].family.stores_rows:
@@ -229,8 +218,8 @@ class _MoEPlanner:
             builder.note(f"stages share no launch: {why_not}")
         if tiles[1] is not None and self.fused:
             config = tiles[1].config
-            column_tiles = -(-self.d_model // config.block_n)
-            counters = fusion_counters(self.tokens, layout.max_blocks(config.block_m), column_tiles)
+            max_blocks, column_tiles = layout.max_blocks(config.block_m), -(-self.d_model // config.block_n)
+            counters = fusion_counters(self.tokens, max_blocks, column_tiles)
         self._layout(ids, layout, block_ms, counters)
 
         x = "x"
@@ -242,8 +231,7 @@ class _MoEPlanner:
             x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "pre": f"{SAVED}pre_activation"}
-        fused = self._quantizing(products[0], rows_2)
-        if fused is not None:
+        if (fused := self._quantizing(products[0], rows_2)) is not None:
             hidden = "quantized_hidden"
             for part, array in named_arrays(rows_2, f"{hidden}."):
                 builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")
@@ -306,16 +294,10 @@ class _MoEPlanner:
     def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
         builder = self.builder
         shared_output, shared_gate = self._shared()
-        plan = plan_reduce(
-            builder.spec(slots),
-            builder.spec(self.arrays.row_of_slot),
-            layout.top_k,
-            self.target,
-            order=order,
-            shared=builder.spec(shared_output) if shared_output else None,
-            shared_gate=builder.spec(shared_gate) if shared_gate else None,
-            out_dtype=self.out_dtype,
-        )
+        named = {"shared": shared_output, "shared_gate": shared_gate}
+        options = {name: builder.spec(buffer) for name, buffer in named.items() if buffer} | {"order": order}
+        arrays = builder.spec(slots), builder.spec(self.arrays.row_of_slot)
+        plan = plan_reduce(*arrays, layout.top_k, self.target, out_dtype=self.out_dtype, **options)
         bindings = {"y": slots, "out": "output"} | ({"shared_gate": shared_gate} if shared_gate else {})
         builder.call(plan, "reduce", bindings)
 

@@ -1,19 +1,15 @@
-"""Stages of few tokens' forwards that share a launch.
+"""Stages of few tokens' forwards that share a launch: docs/notebook/2026-11-22-shared-launches.md.
 
-Few tokens' forwards stream weights, and each boundary between launches costs what it takes the memory to fall silent
-and start again: the last blocks of a grid, a launch, the first loads. What is computed is what launches apart compute,
-to the bit: the tiles are theirs, and a tile's sums know nothing of others.
+What is computed is what launches apart compute, to the bit: the tiles are theirs, and a tile's sums know nothing of
+others.
 
-**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. A block of product 2
-begins as soon as a block of product 1 has left room and its own rows are done, so that weights never stop coming; the
-reduction's begin while the last ones of product 2 run. Blocks that wait do so for blocks that were given a lower
-number, in the order in which they began: that they end does not depend on the order in which the GPU begins blocks, nor
-on how many it runs at once.
+**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. Blocks that wait do so
+for blocks that were given a lower number, in the order in which they began: that they end does not depend on the order
+in which the GPU begins blocks, nor on how many it runs at once.
 
 **One token** (`moe_core.ops.moe.kernels.one_token`): the routing shares the launch of product 1, whose blocks choose
 the token's experts themselves, and the reduction that of product 2, whose last block of a tile of columns adds up its
-slots. Nothing waits, nor does product 2 begin before product 1 has ended (`moe_core.ops.moe.pdl`), which was 1 us
-slower. A chain would lose, too: all blocks of product 1 run at once, and those of product 2 take room.
+slots. Nothing waits, nor does product 2 begin before product 1 has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
-from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch, LaunchPlan, Pointer, Scalar
+from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch, LaunchPlan, Scalar, passed
 
 CHAINED = Kernel("moe.kernels.chained:chained", pdl="start")
 ROUTE_AND_MULTIPLY = Kernel("moe.kernels.one_token:route_and_multiply", writes_layout=True, counts_slots=True)
@@ -44,6 +40,12 @@ _COUNTERS, _FEWEST_COUNTERS = 2, 1024
 _MOST_CHOICES = 16
 #: Columns of a program of the chained reduction: latency alone counts, and they are spread over many.
 _REDUCED_COLUMNS = 512
+#: What launches of products take of theirs.
+_SIZES = (
+    "D", "N", "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE",
+    "BIAS_LAYER_STRIDE",
+)  # fmt: skip
+_TILE = ("INPUT_PRECISION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
 
 
 def why_not_fused(
@@ -116,8 +118,7 @@ def _fuse_one_token(plan: LaunchPlan) -> LaunchPlan:
 
 def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
     """Arguments of a launch; prefix: what goes before their names."""
-    arguments = dict(step.arguments)
-    return {(prefix.upper() if name.isupper() else prefix) + name: arguments[name] for name in names}
+    return _renamed(step, **{(prefix.upper() if name.isupper() else prefix) + name: name for name in names})
 
 
 def _renamed(step: KernelLaunch, **names: str) -> dict[str, Argument]:
@@ -142,38 +143,20 @@ def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch,
         **_of(first, "x", "weight", "up", "bias", "up_bias"),
         **_of(second, "weight", "bias", prefix="second_"),
         **_of(second, "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
-        **_of(reduction, "row_of_slot"),
-        **_of(first, "schedule"),
-        **_renamed(first, hidden="y"),
-        **_renamed(second, slots="y"),
-        **_of(reduction, "out"),
-        "progress": Pointer("tile_counters"),
-        **_of(first, "num_blocks", "num_rows", "num_slots"),
-        **_of(reduction, "num_tokens"),
-        **_renamed(first, D="D", F="N"),
-        **_of(first, "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE"),
-        **_of(first, "BIAS_LAYER_STRIDE", "UP_BIAS_LAYER_STRIDE"),
+        **(_of(reduction, "row_of_slot") | _of(first, "schedule")),
+        **(_renamed(first, hidden="y") | _renamed(second, slots="y") | _of(reduction, "out")),
+        **passed(progress="tile_counters"),
+        **(_of(first, "num_blocks", "num_rows", "num_slots") | _of(reduction, "num_tokens")),
+        **(_renamed(first, D="D", F="N") | _of(first, *_SIZES[2:], "UP_BIAS_LAYER_STRIDE")),
         **_of(second, "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE", "BIAS_LAYER_STRIDE", prefix="second_"),
-        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", "INPUT_PRECISION"),
-        **_of(first, "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"),
-        "STAGES": Constant(first.num_stages),
+        **_of(first, "TOP_K", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", *_TILE),
+        **passed(STAGES=first.num_stages),
         **_of(second, "BLOCK_N", "BLOCK_K", "GROUP_M", prefix="second_"),
-        "SECOND_STAGES": Constant(second.num_stages),
-        "BLOCK_T": Constant(block_t),
-        "BLOCK_D": Constant(block_d),
-        "PDL": Constant(None),
+        **passed(SECOND_STAGES=second.num_stages, BLOCK_T=block_t, BLOCK_D=block_d, PDL=None),
     }
     programs = first.grid[0] + second.grid[0] + -(-num_tokens // block_t) * -(-d // block_d)
     stages = max(first.num_stages, second.num_stages)
     return KernelLaunch(CHAINED, (programs, 1, 1), tuple(arguments.items()), first.num_warps, stages)
-
-
-#: What both products of one token take of theirs.
-_SIZES = (
-    "D", "N", "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE",
-    "BIAS_LAYER_STRIDE",
-)  # fmt: skip
-_TILE = ("INPUT_PRECISION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
 
 
 def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelLaunch:
@@ -197,16 +180,10 @@ def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> Kern
     """Product 2 of one token, and the sums of its slots."""
     arguments = {
         **_of(product, "x", "weight", "bias", "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
-        **_of(reduction, "row_of_slot"),
-        **_of(product, "schedule"),
-        **_renamed(product, slots="y"),
-        **_of(reduction, "out"),
-        "tile_counters": Pointer("tile_counters"),
-        **_of(product, "num_blocks", "num_rows", "num_slots"),
-        **_of(product, *_SIZES),
-        **_of(reduction, "TOP_K"),
-        **_of(product, *_TILE),
+        **(_of(reduction, "row_of_slot") | _of(product, "schedule") | _renamed(product, slots="y")),
+        **(_of(reduction, "out") | passed(tile_counters="tile_counters")),
+        **_of(product, "num_blocks", "num_rows", "num_slots", *_SIZES),
+        **(_of(reduction, "TOP_K") | _of(product, *_TILE)),
     }
-    return KernelLaunch(
-        MULTIPLY_AND_REDUCE, product.grid, tuple(arguments.items()), product.num_warps, product.num_stages
-    )
+    arguments = tuple(arguments.items())
+    return KernelLaunch(MULTIPLY_AND_REDUCE, product.grid, arguments, product.num_warps, product.num_stages)

@@ -1,22 +1,10 @@
 """Overlapping launches: a launch may begin before the one ahead of it has ended.
 
-A forward of few tokens whose stages share no launch (`moe_core.ops.moe.fuse`) is four of 5 to 30 us, five to eight
-where rows are quantised, and each boundary costs the end of one grid, whose last blocks leave most of the GPU idle, and
-the start of the next, whose blocks first look up what to work on. NVIDIA GPUs from sm_90 have programmatic dependent
-launch: a dependent launch begins once every block of the launch ahead has allowed it or ended, and waits in its kernel
-for that launch to have ended. So blocks are in place and know their expert when their rows are ready.
-
-Four rules make it safe; `moe_core.ops.common.kernels.pdl` is what kernels call.
-
-- A plan's first launch is an ordinary one: it waits for everything ahead of it in the stream, of this library or not.
-- Every kernel that may be launched dependent waits in every block, and allows the next launch only after that. When a
-  launch begins, all before the one ahead of it have therefore ended, and when it ends, so have all before it.
-- Before it waits, a kernel reads inputs of the plan and what was written before the launch ahead began, nothing else.
-  Nothing is written before, so that scratch buffers of different lifetimes may share memory.
-- A kernel that knows nothing of this is launched ordinarily: it waits for all ahead of it.
-
-Another kernel that another thread puts into the stream between two of these changes nothing: both wait for it. Stream
-capture saves the order: inside a plan its edges are programmatic, between plans and other kernels full ones.
+NVIDIA GPUs from sm_90 have programmatic dependent launch: a dependent launch begins once every block of the launch
+ahead has allowed it or ended, and waits in its kernel (`moe_core.ops.common.kernels.pdl`) for that launch to have
+ended. The rules that make it safe are in docs/developer/architecture.md, PDL. Another kernel that another thread puts
+into the stream between two of these changes nothing: both wait for it. Stream capture saves the order: inside a plan
+its edges are programmatic, between plans and other kernels full ones.
 
 It gains with few tokens and small experts, and where a product has blocks that take a multiprocessor each; elsewhere
 boundaries are a small part, and blocks that wait hold what the launch ahead could use
@@ -79,8 +67,7 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False)
     """
     if not plan.target.on_gpu or not plan.steps:
         return plan
-    reason = why_not_pdl(plan, num_tokens, batch_invariant)
-    if reason is not None:
+    if (reason := why_not_pdl(plan, num_tokens, batch_invariant)) is not None:
         return dataclasses.replace(plan, notes=(*plan.notes, f"launches follow one another: {reason}"))
     steps, ahead = [], None
     for step in plan.steps:

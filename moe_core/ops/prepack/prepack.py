@@ -62,8 +62,7 @@ def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY)
         if tensor.spec.tiling.order != order:
             raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
         return tensor
-    reason = why_not_tileable(tensor.format)
-    if reason is not None:
+    if (reason := why_not_tileable(tensor.format)) is not None:
         raise InvalidInput(f"weights to tile must be in a format with a tiling, got {tensor}; {reason}")
     arrays, shape = [tensor.values, tensor.scales, tensor.zero_points], tensor.shape
     if tensor.layout == "in_out":
@@ -135,13 +134,9 @@ def prepack_weights(
             "activation of spec says how gate and up lie"
         )
     activation = spec.activation
-    orders = {
-        "gate_up": order_for(activation.gate_layout if activation.gated else None, "experts"),
-        "down": order_for(None, "experts"),
-    }
-    quantized = {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
-    unknown = [name for name in quantized if name not in orders]
-    if unknown or not quantized:
+    gate_up = order_for(activation.gate_layout if activation.gated else None, "experts")
+    orders, quantized = {"gate_up": gate_up, "down": order_for(None, "experts")}, _quantized(weights)
+    if not quantized or quantized.keys() - orders.keys():
         raise InvalidInput(
             f"weights must hold gate_up or down quantised, and nothing else, got {', '.join(quantized) or 'none'}; "
             "quantise them"
@@ -158,17 +153,17 @@ def restore_weights(weights: Any, untile: Callable[[QuantizedTensor], QuantizedT
             f"weights must be QuantizedTensor or ExpertWeights, got {type(weights).__name__}; pass what "
             "prepack_weights gave"
         )
-    quantized = {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
-    return dataclasses.replace(weights, **{name: untile(value) for name, value in quantized.items()})
+    return dataclasses.replace(weights, **{name: untile(value) for name, value in _quantized(weights).items()})
+
+
+def _quantized(weights: ExpertWeights) -> dict[str, QuantizedTensor]:
+    return {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
 
 
 def _split_rows(tiling: Tiling) -> tuple[int, ...]:
     """The axis of rows, as the order splits it."""
-    sizes = (tiling.blocks, 2, SIDE_ROWS)
-    split = [0, 0, 0]
-    for size, axis in zip(sizes, _ROW_AXES[tiling.order], strict=True):
-        split[axis] = size
-    return tuple(split)
+    sizes = dict(zip(_ROW_AXES[tiling.order], (tiling.blocks, 2, SIDE_ROWS), strict=True))
+    return tuple(sizes[axis] for axis in range(3))
 
 
 def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
@@ -185,10 +180,8 @@ def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: 
     """The inverse of `_to_blocks`, with the padding: `[..., blocks * 64, steps * width]`."""
     lead = array.shape[:-5]
     # Of block, side and row in the array.
-    places = len(lead), len(lead) + 2, len(lead) + 3
-    rows = [0, 0, 0]
-    for place, axis in zip(places, _ROW_AXES[tiling.order], strict=True):
-        rows[axis] = place
+    places = dict(zip(_ROW_AXES[tiling.order], (len(lead), len(lead) + 2, len(lead) + 3), strict=True))
+    rows = (places[axis] for axis in range(3))
     array = functions.permute(array, (*range(len(lead)), *rows, len(lead) + 1, len(lead) + 4))
     return array.reshape(*lead, tiling.blocks * BLOCK_ROWS, steps * width)
 
@@ -240,16 +233,8 @@ def _unpack_e2m1(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def _pack_uint4(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
-    return [c0 | (c1 << 4), c2 | (c3 << 4)]
-
-
-def _unpack_uint4(low: Any, high: Any) -> tuple[Any, Any, Any, Any]:
-    return low & 15, low >> 4, high & 15, high >> 4
-
-
-_PACK = {"e2m1": _pack_e2m1, "uint4": _pack_uint4}
-_UNPACK = {"e2m1": _unpack_e2m1, "uint4": _unpack_uint4}
+_PACK = {"e2m1": _pack_e2m1, "uint4": lambda c0, c1, c2, c3: [c0 | (c1 << 4), c2 | (c3 << 4)]}
+_UNPACK = {"e2m1": _unpack_e2m1, "uint4": lambda low, high: (low & 15, low >> 4, high & 15, high >> 4)}
 
 
 def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:

@@ -318,10 +318,7 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 def quantize_rows(
     x: np.ndarray, static_scale: np.ndarray | None = None, used_by: np.ndarray | None = None, *, format: Format
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) of activations x `[R, D]`, `out_in`. static_scale: fp32 `[1]`, given instead of found.
-
-    used_by: int32 `[R * n]`, of formats with one scale for all rows: rows all of whose entries are negative count as
-    zeros. A layout's row_of_slot says so of tokens, its slot_of_row of its own rows.
+    """The results of `moe_core.ops.quantize.rows.plan_quantize_rows` for activations x: values, scales.
 
     Under a static scale every element stands alone: a NaN stays one where the element has it (e4m3) and becomes 0
     elsewhere, an infinity becomes the largest number, and a scale of zero or NaN gives codes of zero.
@@ -337,8 +334,7 @@ def quantize_rows(
         # One NaN for all: its sign depends on where it came from.
         unknown = np.float32(np.nan if format.element == "e4m3" else 0)
         codes = _encode(np.where(np.isnan(quotients), unknown, quotients), None, format)
-    values = pack_nibbles(codes) if format.own_element.per_byte == 2 else codes
-    return values, static_scale.reshape(1, 1).copy()
+    return pack_nibbles(codes) if format.own_element.per_byte == 2 else codes, static_scale.reshape(1, 1).copy()
 
 
 class ErrorSum:

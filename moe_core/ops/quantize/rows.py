@@ -13,7 +13,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, LaunchPlan, Pointer, Scalar
+from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
 
 QUANTIZE_GROUPS = Kernel("quantize.kernels.rows:quantize_groups", pdl="start")
 PARTIAL_MAXIMA = Kernel("quantize.kernels.rows:partial_maxima", pdl="start")
@@ -36,12 +36,7 @@ _WIDEST_GROUP = 16384
 
 @functools.lru_cache(maxsize=4096)
 def plan_quantize_rows(
-    x: ArraySpec,
-    format: Format,
-    target: Target,
-    *,
-    scales: ArraySpec | None = None,
-    used_by: ArraySpec | None = None,
+    x: ArraySpec, format: Format, target: Target, *, scales: ArraySpec | None = None, used_by: ArraySpec | None = None
 ) -> LaunchPlan:
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 
@@ -80,12 +75,9 @@ def plan_quantize_rows(
     values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), "x.values")
     found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), "x.scales")
     if not target.compiled:
-        builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, found))
-        return builder.build()
-    if format.group_columns is not None:
-        _add_groups(builder, format, stride)
-    else:
-        _add_whole_rows(builder, format, stride)
+        return builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, found))
+    add = _add_whole_rows if format.group_columns is None else _add_groups
+    add(builder, format, stride)
     return builder.build()
 
 
@@ -110,13 +102,9 @@ def _require_users(used_by: ArraySpec, x: ArraySpec, format: Format, scales: Arr
 def _rule(format: Format, target: Target) -> dict[str, Argument]:
     """The kernels' constants that say what codes and scales are."""
     element = format.own_element
-    return {
-        "ELEMENT": Constant(element.name),
-        "CONVERTS": Constant(target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales),
-        "RULE": Constant(format.scale_rule),
-        "LARGEST": Constant(element.largest),
-        "TOP_EXPONENT": Constant(element.top_exponent or 0),
-    }
+    converts = target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales
+    rule = passed(ELEMENT=element.name, CONVERTS=converts, RULE=format.scale_rule, LARGEST=element.largest)
+    return rule | passed(TOP_EXPONENT=element.top_exponent or 0)
 
 
 def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
@@ -147,46 +135,30 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
         )
     block_m = _rows_of_tile(block_k, rows, builder.target)
     num_warps = min(16, max(4, block_k // 512))
-    arguments: dict[str, Argument] = {
-        **{name: Pointer(name) for name in ("x", "values", "scales")},
-        "num_rows": Scalar(rows),
-        "WIDTH": Constant(width),
-        "STRIDE": Constant(stride),
-        "GROUP": Constant(group),
-        "GROUPS": Constant(groups),
+    arguments = {
+        **builder.pointers("x", "values", "scales"),
+        **passed(num_rows=rows, WIDTH=width, STRIDE=stride, GROUP=group, GROUPS=groups),
         **_rule(format, builder.target),
-        "BLOCK_M": Constant(block_m),
-        "BLOCK_K": Constant(block_k),
-        "PDL": Constant(None),
+        **passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None),
     }
     builder.launch(QUANTIZE_GROUPS, (-(-rows // block_m), groups), arguments, num_warps, 1)
 
 
 def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     rows, width = builder.spec("x").shape
-    whole, static = format.group_rows is None, builder.has("static_scale")
-    shape: dict[str, Argument] = {"WIDTH": Constant(width), "STRIDE": Constant(stride)}
+    whole = format.group_rows is None
     block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
-    tile: dict[str, Argument] = {"BLOCK_M": Constant(block_m), "BLOCK_K": Constant(block_k), "PDL": Constant(None)}
     partials = 1 if builder.target.interpreted else _MAXIMA
-    used = builder.has("used_by")
-    shape["USERS"] = Constant(builder.spec("used_by").shape[0] // max(rows, 1) if used else 0)
-    read: dict[str, Argument] = {"x": Pointer("x"), "used_by": Pointer("used_by") if used else Constant(None)}
-    if whole and not static:
+    users = builder.spec("used_by").shape[0] // max(rows, 1) if builder.has("used_by") else 0
+    shape = passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=users)
+    tile = passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None)
+    if chooses_one_scale(format, builder.has("static_scale")):
         builder.scratch("partials", ArraySpec((partials,), "int32"))
-        arguments = {**read, "partials": Pointer("partials"), "num_rows": Scalar(rows), **shape, **tile}
+        arguments = builder.pointers("x", "used_by", "partials") | shape | tile
         builder.launch(PARTIAL_MAXIMA, (partials,), arguments, num_warps, 1)
-    arguments = {
-        **read,
-        "partials": Pointer("partials") if whole and not static else Constant(None),
-        "given": Pointer("static_scale") if static else Constant(None),
-        **{name: Pointer(name) for name in ("values", "scales")},
-        "num_rows": Scalar(rows),
-        **shape,
-        "PARTIALS": Constant(partials),
-        **_rule(format, builder.target),
-        **tile,
-    }
+    arguments = builder.pointers("x", "used_by", "partials") | {"given": builder.optional("static_scale")}
+    arguments |= builder.pointers("values", "scales") | shape | passed(PARTIALS=partials)
     # One scale of all rows is written even where there are none.
     programs = max(-(-rows // block_m), 1 if whole else 0)
+    arguments |= _rule(format, builder.target) | tile
     builder.launch(QUANTIZE_WHOLE_ROWS, (programs,), arguments, num_warps, 1)

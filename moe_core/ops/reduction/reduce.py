@@ -11,7 +11,7 @@ from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 
 REDUCE = Kernel("reduction.kernels.reduce:reduce", pdl="layout")
 SCALE_ROWS = Kernel("reduction.kernels.reduce:scale_rows", pdl="start")
@@ -82,23 +82,14 @@ def plan_reduce(
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
         options = {"top_k": top_k, "order": order, "out_dtype": out_dtype}
-        builder.reference("reduction.reference:reduce", present, options, ("out",))
-        return builder.build()
+        return builder.reference("reduction.reference:reduce", present, options, ("out",))
     block_t, block_n, num_warps = reduce_tile(tokens, width, target)
-    builder.launch(
-        REDUCE,
-        (-(-tokens // block_t), -(-width // block_n)),
-        {
-            **builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out"),
-            "num_tokens": Scalar(tokens),
-            "num_rows": Scalar(y.shape[0]),
-            **constants(TOP_K=top_k, WIDTH=width),
-            **constants(SHARED_STRIDE=row_stride("shared", shared) if shared is not None else 0),
-            **constants(BY_ROW=order == "row", UNROLL=top_k <= _UNROLL_LIMIT),
-            **constants(BLOCK_T=block_t, BLOCK_N=block_n, PDL=None),
-        },
-        num_warps=num_warps,
-    )
+    stride = row_stride("shared", shared) if shared is not None else 0
+    arguments = builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out")
+    arguments |= passed(num_tokens=tokens, num_rows=y.shape[0], TOP_K=top_k, WIDTH=width, SHARED_STRIDE=stride)
+    arguments |= passed(BY_ROW=order == "row", UNROLL=top_k <= _UNROLL_LIMIT)
+    arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n, PDL=None)
+    builder.launch(REDUCE, (-(-tokens // block_t), -(-width // block_n)), arguments, num_warps)
     return builder.build()
 
 
@@ -112,17 +103,9 @@ def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchP
     present = builder.inputs({"x": x, "weights": weights})
     builder.output("y", ArraySpec((rows, width), x.dtype))
     if not target.compiled:
-        builder.reference("reduction.reference:scale_rows", present, {}, ("y",))
-        return builder.build()
+        return builder.reference("reduction.reference:scale_rows", present, {}, ("y",))
     block_m, block_n = elementwise_tile(width, target)
-    builder.launch(
-        SCALE_ROWS,
-        (-(-rows // block_m), -(-width // block_n)),
-        {
-            **builder.pointers("x", "weights", "y"),
-            "num_rows": Scalar(rows),
-            **constants(WIDTH=width, X_STRIDE=row_stride("x", x)),
-            **constants(BLOCK_M=block_m, BLOCK_N=block_n, PDL=None),
-        },
-    )
+    arguments = builder.pointers("x", "weights", "y") | passed(num_rows=rows, WIDTH=width, X_STRIDE=row_stride("x", x))
+    arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n, PDL=None)
+    builder.launch(SCALE_ROWS, (-(-rows // block_m), -(-width // block_n)), arguments)
     return builder.build()

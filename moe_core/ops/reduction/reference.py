@@ -18,12 +18,7 @@ def reduce(
     order: str = "slot",
     out_dtype: str | None = None,
 ) -> np.ndarray:
-    """out `[T, D]`: for every token the fp32 sum of its slots in the order k = 0..K-1, + shared, one cast.
-
-    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by row (`row`). row_of_slot int32 `[T * K]`: slots with -1
-    are never read. shared `[T, D]`: added in fp32, times sigmoid(shared_gate fp32 `[T, 1]`) where given. out_dtype
-    None = the dtype of y.
-    """
+    """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read."""
     rows = row_of_slot.reshape(-1, top_k)
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
     total = np.zeros((len(rows), y.shape[1]), np.float32)

@@ -8,7 +8,7 @@ from moe_core.base.arrays import ArraySpec, row_stride
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, passed
 from moe_core.specs.operands import Role
 from moe_core.specs.routing import LayoutSpec
 
@@ -46,20 +46,14 @@ def plan_bias_product(
     builder.output("products", ArraySpec((layout.num_slots,), "float32"))
     block_m, block_n = _row_tile(d_y.shape[1], target)
     builder.sums(f"d_model in {block_n} partial sums in order, then a tree over them, fp32")
-    builder.launch(
-        BIAS_PRODUCT,
-        (-(-layout.capacity // block_m),),
-        {
-            **builder.pointers("d_y", "bias", "layer_index", "group_start", "slot_of_row", "products"),
-            "num_rows": Scalar(layout.capacity),
-            "num_slots": Scalar(layout.num_slots),
-            **constants(WIDTH=d_y.shape[1], NUM_EXPERTS=layout.num_experts),
-            **constants(NUM_LAYERS=1 if layer_index is None else bias.shape[0]),
-            **constants(D_Y_STRIDE=row_stride("d_y", d_y), TOP_K=layout.top_k),
-            **constants(EXPERTS=min(_EXPERTS_AT_ONCE, padded(layout.num_experts, 1))),
-            **constants(BLOCK_M=block_m, BLOCK_N=block_n),
-        },
-    )
+    layers, experts = 1 if layer_index is None else bias.shape[0], min(_EXPERTS_AT_ONCE, padded(layout.num_experts, 1))
+    arguments = {
+        **builder.pointers("d_y", "bias", "layer_index", "group_start", "slot_of_row", "products"),
+        **passed(num_rows=layout.capacity, num_slots=layout.num_slots, WIDTH=d_y.shape[1]),
+        **passed(NUM_EXPERTS=layout.num_experts, NUM_LAYERS=layers, D_Y_STRIDE=row_stride("d_y", d_y)),
+        **passed(TOP_K=layout.top_k, EXPERTS=experts, BLOCK_M=block_m, BLOCK_N=block_n),
+    }
+    builder.launch(BIAS_PRODUCT, (-(-layout.capacity // block_m),), arguments)
     return builder.build()
 
 
@@ -70,7 +64,7 @@ def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shap
     array = ArraySpec(shape, "float32")
     names = [builder.input(name, array) for name in inputs] + [builder.output(output, array)]
     block = _ELEMENTS[target.engine]
-    arguments = builder.pointers(*names) | {"size": Scalar(array.size, "int64")} | constants(BLOCK=block)
+    arguments = builder.pointers(*names) | {"size": Scalar(array.size, "int64")} | passed(BLOCK=block)
     builder.launch(kernel, (-(-array.size // block),), arguments)
     return builder.build()
 
@@ -98,15 +92,8 @@ def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
     builder.input("x", x)
     builder.output("y", ArraySpec((rows, width), dtype))
     block_m, block_n = elementwise_tile(width, target)
-    builder.launch(
-        CAST_ROWS,
-        (-(-rows // block_m), -(-width // block_n)),
-        {
-            **builder.pointers("x", "y"),
-            "num_rows": Scalar(rows),
-            **constants(WIDTH=width, BLOCK_M=block_m, BLOCK_N=block_n),
-        },
-    )
+    arguments = passed(x="x", y="y", num_rows=rows, WIDTH=width, BLOCK_M=block_m, BLOCK_N=block_n)
+    builder.launch(CAST_ROWS, (-(-rows // block_m), -(-width // block_n)), arguments)
     return builder.build()
 
 
@@ -138,14 +125,7 @@ def plan_weighted_input(
         builder.output(name, found[name], Role.D_ROW_WEIGHT if name == "d_weight" else None)
     block_m, block_n = _row_tile(width, target)
     builder.sums(f"d_weight: d_model in {block_n} partial sums in order, then a tree over them, fp32")
-    builder.launch(
-        WEIGHTED_INPUT,
-        (-(-tokens // block_m),),
-        {
-            **builder.pointers("d_rows", "x", "row_of_slot", "weights", "extra", "d_x", "d_weight"),
-            "num_tokens": Scalar(tokens),
-            "num_rows": Scalar(d_rows.shape[0]),
-            **constants(WIDTH=width, X_STRIDE=row_stride("x", x), BLOCK_M=block_m, BLOCK_N=block_n),
-        },
-    )
+    arguments = builder.pointers("d_rows", "x", "row_of_slot", "weights", "extra", "d_x", "d_weight")
+    arguments |= passed(num_tokens=tokens, num_rows=d_rows.shape[0], WIDTH=width, X_STRIDE=row_stride("x", x))
+    builder.launch(WEIGHTED_INPUT, (-(-tokens // block_m),), arguments | passed(BLOCK_M=block_m, BLOCK_N=block_n))
     return builder.build()

@@ -49,16 +49,14 @@ def plan_router_backward(
     if not target.compiled:
         constants = {"spec": spec, "wanted": wanted, "bias_dtype": None if bias is None else bias.dtype}
         builder.sums("products and sums: the order of NumPy, fp32")
-        builder.reference("router.reference:router_backward_plan", inputs, constants, wanted)
-        return builder.build()
+        return builder.reference("router.reference:router_backward_plan", inputs, constants, wanted)
     options, results = MatmulSpec(spec.weight_layout), {name: name for name in wanted}
     sides = Side("x"), Side("d_logits")
     add_weight_gradient(builder, "weight", *sides, None, options, results, role=Role.D_LOGITS)
     if "d_x" in wanted:
         direct = "d_x" if x.dtype == "float32" else None
-        product = add_router_input_gradient(
-            builder, "input", "d_logits", "weight", spec.weight_layout, Role.D_ROWS, d_x=direct
-        )
+        operands = ("d_logits", "weight", spec.weight_layout)
+        product = add_router_input_gradient(builder, "input", *operands, Role.D_ROWS, d_x=direct)
         if direct is None:
             plan = plan_cast_rows(builder.spec(product), x.dtype, target)
             builder.call(plan, "round", {"x": product, "y": "d_x"}, {"x": Role.D_ROWS, "y": Role.D_ROWS})

@@ -10,40 +10,23 @@ from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.routing import LogitsSpec
 from moe_core.specs.tile import TileConfig
 
 ROUTER = Kernel("router.kernels.router:router", pdl="start")
 
-#: Tiles of the router product, largest first, by kind of dot. Steps along d are long where tiles are small, because few
-#: loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and spills.
+#: Tiles of the router product, largest first, by kind of dot: sides, warps, stages. Steps along d are long where tiles
+#: are small, because few loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and
+#: spills.
 _ROUTER_TILES = {
     "16-bit": (
-        TileConfig(128, 128, 64, num_warps=8, num_stages=3),
-        TileConfig(64, 128, 64, num_warps=4, num_stages=4),
-        TileConfig(64, 64, 64, num_warps=4, num_stages=4),
-        TileConfig(64, 32, 128, num_warps=4, num_stages=4),
-        TileConfig(32, 32, 128, num_warps=2, num_stages=4),
-        TileConfig(64, 16, 128, num_warps=4, num_stages=4),
-        TileConfig(16, 16, 256, num_warps=4, num_stages=6),
+        *((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (64, 32, 128, 4, 4)),
+        *((32, 32, 128, 2, 4), (64, 16, 128, 4, 4), (16, 16, 256, 4, 6)),
     ),
-    "tf32": (
-        TileConfig(64, 64, 32, num_warps=8, num_stages=3),
-        TileConfig(32, 32, 32, num_warps=2, num_stages=4),
-        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
-    ),
-    "ieee": (
-        TileConfig(64, 64, 32, num_warps=8, num_stages=3),
-        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
-        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
-    ),
-    "split": (
-        TileConfig(64, 128, 64, num_warps=4, num_stages=2),
-        TileConfig(64, 64, 32, num_warps=4, num_stages=2),
-        TileConfig(32, 32, 32, num_warps=4, num_stages=3),
-        TileConfig(16, 16, 64, num_warps=4, num_stages=4),
-    ),
+    "tf32": ((64, 64, 32, 8, 3), (32, 32, 32, 2, 4), (16, 16, 64, 4, 4)),
+    "ieee": ((64, 64, 32, 8, 3), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
+    "split": ((64, 128, 64, 4, 2), (64, 64, 32, 4, 2), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
 }
 #: The height of the one tile for every number of tokens: that of a middling batch.
 _INVARIANT_ROWS = 32
@@ -56,7 +39,7 @@ def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, tar
     if target.interpreted:
         block_m = _INVARIANT_ROWS if num_tokens is None else min(128, padded(num_tokens))
         return TileConfig(block_m, min(256, padded(num_experts)), min(1024, padded(d)))
-    tiles = _ROUTER_TILES[kind]
+    tiles = [TileConfig(*tile) for tile in _ROUTER_TILES[kind]]
     if num_tokens is None:
         fitting = [tile for tile in tiles if tile.block_n <= padded(num_experts)]
         return min(fitting, key=lambda tile: abs(tile.block_m - _INVARIANT_ROWS))
@@ -100,8 +83,7 @@ def plan_router(
     if not target.compiled:
         by_row = ", one row at a time" if spec.batch_invariant else ""
         builder.sums(f"logits: d_model in the order of NumPy's matmul, fp32{by_row}")
-        builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
-        return builder.build()
+        return builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
     widened = x.dtype != weight.dtype
     is_fp32 = widened or x.dtype == "float32"
     precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"
@@ -113,17 +95,12 @@ def plan_router(
     tile = router_tile(rows, num_experts, d, kind, target)
     dot = product if is_fp32 else x.dtype
     builder.sums(f"logits: d_model in order, one {dot} dot of {tile.block_k} terms at a time, fp32, then the bias")
-    builder.launch(
-        ROUTER,
-        (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n)),
-        {
-            **builder.pointers("x", "weight", "bias", "logits"),
-            "num_tokens": Scalar(num_tokens),
-            **constants(D=d, NUM_EXPERTS=num_experts, X_STRIDE=stride),
-            **constants(WEIGHT_LAYOUT=spec.weight_layout, LOGITS_DTYPE=spec.logits_dtype, PRODUCT=product),
-            **constants(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PDL=None),
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    arguments = {
+        **builder.pointers("x", "weight", "bias", "logits"),
+        **passed(num_tokens=num_tokens, D=d, NUM_EXPERTS=num_experts, X_STRIDE=stride),
+        **passed(WEIGHT_LAYOUT=spec.weight_layout, LOGITS_DTYPE=spec.logits_dtype, PRODUCT=product),
+        **passed(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PDL=None),
+    }
+    grid = (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n))
+    builder.launch(ROUTER, grid, arguments, tile.num_warps, tile.num_stages)
     return builder.build()

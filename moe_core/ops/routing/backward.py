@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from moe_core.base.arrays import ArraySpec, require_spec
@@ -10,7 +11,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Scalar, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.operands import RoutingGradients, named_arrays
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
@@ -87,15 +88,10 @@ def plan_routing_backward(
     present = builder.inputs(arrays)
     builder.output("d_logits", ArraySpec((num_tokens, num_experts), "float32"))
     if not target.compiled:
-        keywords = {name: f"d_{name}" for name in ("weights", "logits", "load_balance", "z")}
-        prefix = "gradients."
-        inputs = {}
-        for name in present:
-            field = name.removeprefix(prefix)
-            inputs[keywords.get(field, field) if name.startswith(prefix) else name] = name
+        keywords = {f"gradients.{name}": f"d_{name}" for name in gradient_shapes(0, 0, 0)}
+        inputs = {keywords.get(name, name.removeprefix("gradients.")): name for name in present}
         builder.sums("softmax and sums over experts and slots: NumPy's pairwise sums, fp32")
-        builder.reference("routing.reference:routing_backward", inputs, {"spec": spec}, ("d_logits",))
-        return builder.build()
+        return builder.reference("routing.reference:routing_backward", inputs, {"spec": spec}, ("d_logits",))
     require_experts(num_experts)
     top_k = spec.require_top_k()
     columns, slots = padded(num_experts, 1), padded(top_k, 1)
@@ -108,35 +104,20 @@ def plan_routing_backward(
     counted = token_mask is not None and (gradients.load_balance is not None or gradients.z is not None)
     if counted:
         builder.scratch("token_count", ArraySpec((1,), "int32"))
-        builder.launch(
-            COUNT_TOKENS,
-            (1,),
-            {
-                **builder.pointers("token_mask", "token_count"),
-                "num_tokens": Scalar(num_tokens),
-                "BLOCK": Constant(_COUNTED[target.engine]),
-            },
-        )
+        arguments = builder.pointers("token_mask", "token_count")
+        builder.launch(COUNT_TOKENS, (1,), arguments | passed(num_tokens=num_tokens, BLOCK=_COUNTED[target.engine]))
     builder.sums(
         f"over experts: a tree over {columns} columns, over slots: a tree over {slots}; then weights + load balance + "
         f"z + given; {num_warps} warps whatever the number of tokens; fp32"
     )
-    builder.launch(
-        ROUTING_BACKWARD,
-        (programs,),
-        {
-            **builder.pointers("logits", "ids"),
-            "d_weights": builder.optional("gradients.weights"),
-            "given_logits": builder.optional("gradients.logits"),
-            "d_load_balance": builder.optional("gradients.load_balance"),
-            "d_z": builder.optional("gradients.z"),
-            "tokens_per_expert": builder.optional("gradients.tokens_per_expert"),
-            **builder.pointers("token_mask", "token_count", "d_logits"),
-            "num_tokens": Scalar(num_tokens),
-            **constants(NUM_EXPERTS=num_experts, TOP_K=top_k, SCORING=spec.scoring),
-            **constants(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize),
-            **constants(SCALE=spec.scale, BLOCK_T=block_t, COLUMNS=columns, SLOTS=slots),
-        },
-        num_warps=num_warps,
-    )
+    names = ("d_weights", "given_logits", "d_load_balance", "d_z", "tokens_per_expert")
+    fields = (field.name for field in dataclasses.fields(gradients))
+    given = {name: builder.optional(f"gradients.{field}") for name, field in zip(names, fields, strict=True)}
+    arguments = {
+        **(builder.pointers("logits", "ids") | given | builder.pointers("token_mask", "token_count", "d_logits")),
+        **passed(num_tokens=num_tokens, NUM_EXPERTS=num_experts, TOP_K=top_k, SCORING=spec.scoring),
+        **passed(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize),
+        **passed(SCALE=spec.scale, BLOCK_T=block_t, COLUMNS=columns, SLOTS=slots),
+    }
+    builder.launch(ROUTING_BACKWARD, (programs,), arguments, num_warps)
     return builder.build()

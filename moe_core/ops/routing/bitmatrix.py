@@ -10,7 +10,7 @@ from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, Scalar
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.routing import LayoutSpec
 
 PACK = Kernel("routing.kernels.bitmatrix:pack")
@@ -18,15 +18,12 @@ SUM_COUNTS = Kernel("routing.kernels.bitmatrix:sum_counts")
 UNPACK = Kernel("routing.kernels.bitmatrix:unpack")
 
 #: Elements of a tile of a bitmatrix kernel, and its tokens at most.
-_BITMATRIX_ELEMENTS = {"gpu": 2048, "interpreter": BLOCK_ELEMENTS["interpreter"]}
+_ELEMENTS, _MOST_TOKENS = {"gpu": 2048, "interpreter": BLOCK_ELEMENTS["interpreter"]}, 128
 
 
-_BITMATRIX_TOKENS = 128
-
-
-def _bitmatrix_tokens(num_tokens: int, width: int, target: Target) -> int:
+def _block_tokens(num_tokens: int, width: int, target: Target) -> int:
     """Tokens per program, a power of two, for rows of `width` elements."""
-    return min(_BITMATRIX_TOKENS, padded(num_tokens, 1), max(1, _BITMATRIX_ELEMENTS[target.engine] // width))
+    return min(_MOST_TOKENS, padded(num_tokens, 1), max(1, _ELEMENTS[target.engine] // width))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,43 +45,21 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     counters = [builder.output(name, ArraySpec((1,), "int32")) for name in ("duplicates", "invalid_ids")]
     if not target.compiled:
         outputs = ("bitmatrix", *counters)
-        builder.reference("routing.reference:pack_bitmatrix", {"ids": "ids"}, {"num_experts": num_experts}, outputs)
-        return builder.build()
+        constants = {"num_experts": num_experts}
+        return builder.reference("routing.reference:pack_bitmatrix", {"ids": "ids"}, constants, outputs)
     require_experts(num_experts)
-    block_t = _bitmatrix_tokens(num_tokens, padded(words, 1), target)
+    block_t = _block_tokens(num_tokens, padded(words, 1), target)
     # Without tokens one program still writes the counters.
     programs = max(1, -(-num_tokens // block_t))
     parts = counters
     if programs > 1:
         parts = [builder.scratch(f"{name}_parts", ArraySpec((programs,), "int32")) for name in counters]
-    builder.launch(
-        PACK,
-        (programs,),
-        {
-            "ids": Pointer("ids"),
-            "bitmatrix": Pointer("bitmatrix"),
-            "duplicates": Pointer(parts[0]),
-            "invalid_ids": Pointer(parts[1]),
-            "num_tokens": Scalar(num_tokens),
-            "NUM_EXPERTS": Constant(num_experts),
-            "TOP_K": Constant(top_k),
-            "BLOCK_T": Constant(block_t),
-            "WORDS": Constant(padded(words, 1)),
-        },
-    )
+    arguments = passed(ids="ids", bitmatrix="bitmatrix", duplicates=parts[0], invalid_ids=parts[1])
+    arguments |= passed(num_tokens=num_tokens, NUM_EXPERTS=num_experts, TOP_K=top_k, BLOCK_T=block_t)
+    builder.launch(PACK, (programs,), arguments | passed(WORDS=padded(words, 1)))
     if programs > 1:
-        builder.launch(
-            SUM_COUNTS,
-            (1,),
-            {
-                "first_parts": Pointer(parts[0]),
-                "second_parts": Pointer(parts[1]),
-                "first": Pointer(counters[0]),
-                "second": Pointer(counters[1]),
-                "num_parts": Scalar(programs),
-                "BLOCK": Constant(1024 if target.on_gpu else 4),
-            },
-        )
+        arguments = passed(first_parts=parts[0], second_parts=parts[1], first=counters[0], second=counters[1])
+        builder.launch(SUM_COUNTS, (1,), arguments | passed(num_parts=programs, BLOCK=1024 if target.on_gpu else 4))
     return builder.build()
 
 
@@ -104,23 +79,12 @@ def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, ta
     builder.output("ids", ArraySpec((num_tokens, top_k), "int32"))
     if not target.compiled:
         constants = {"num_experts": num_experts, "top_k": top_k}
-        builder.reference("routing.reference:unpack_bitmatrix", {"bitmatrix": "bitmatrix"}, constants, ("ids",))
-        return builder.build()
+        inputs = {"bitmatrix": "bitmatrix"}
+        return builder.reference("routing.reference:unpack_bitmatrix", inputs, constants, ("ids",))
     require_experts(max(num_experts, top_k))
     experts, slots = padded(num_experts, 1), padded(top_k, 1)
-    block_t = _bitmatrix_tokens(num_tokens, max(experts, slots), target)
-    builder.launch(
-        UNPACK,
-        (-(-num_tokens // block_t),),
-        {
-            "bitmatrix": Pointer("bitmatrix"),
-            "ids": Pointer("ids"),
-            "num_tokens": Scalar(num_tokens),
-            "NUM_EXPERTS": Constant(num_experts),
-            "TOP_K": Constant(top_k),
-            "BLOCK_T": Constant(block_t),
-            "EXPERTS": Constant(experts),
-            "SLOTS": Constant(slots),
-        },
-    )
+    block_t = _block_tokens(num_tokens, max(experts, slots), target)
+    arguments = passed(bitmatrix="bitmatrix", ids="ids", num_tokens=num_tokens, NUM_EXPERTS=num_experts, TOP_K=top_k)
+    arguments |= passed(BLOCK_T=block_t, EXPERTS=experts, SLOTS=slots)
+    builder.launch(UNPACK, (-(-num_tokens // block_t),), arguments)
     return builder.build()

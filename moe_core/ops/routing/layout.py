@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_at_least
@@ -10,7 +11,7 @@ from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, Scalar
+from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
 from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
@@ -117,12 +118,12 @@ def plan_layout(
     if tile_counters:
         builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
     if not target.compiled:
-        builder.reference("routing.reference:layout", present, {"layout": layout, "block_ms": block_ms}, outputs)
-        return builder.build()
+        constants = {"layout": layout, "block_ms": block_ms}
+        return builder.reference("routing.reference:layout", present, constants, outputs)
     require_experts(layout.num_experts)
     num_global = layout.num_experts if expert_map is None else expert_map.size
-    read = {name: builder.optional(name) for name in arrays}
-    LayoutLauncher(builder, layout, block_ms, num_global, read, tile_counters=tile_counters).launch()
+    read = builder.pointers(*arrays)
+    LayoutLauncher(builder, layout, block_ms, num_global, read, tile_counters).launch()
     return builder.build()
 
 
@@ -131,28 +132,20 @@ def most_blocks(target: Target) -> int:
     return _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
 
 
+@dataclass
 class LayoutLauncher:
     """Chooses and adds the launches of a layout; read: the pointers ids, expert_map and token_mask, or None each."""
 
-    def __init__(
-        self,
-        builder: PlanBuilder,
-        layout: LayoutSpec,
-        block_ms: tuple[int, ...],
-        num_global: int,
-        read: dict[str, Pointer | Constant],
-        *,
-        tile_counters: int = 0,
-    ) -> None:
-        self.tile_counters = tile_counters
-        self.builder, self.layout, self.block_ms, self.read = builder, layout, block_ms, read
-        self.target = builder.target
-        self.experts = padded(layout.num_experts, 32)
-        self.sizes = {
-            "NUM_GLOBAL": Constant(num_global),
-            "NUM_EXPERTS": Constant(layout.num_experts),
-            "TOP_K": Constant(layout.top_k),
-        }
+    builder: PlanBuilder
+    layout: LayoutSpec
+    block_ms: tuple[int, ...]
+    num_global: int
+    read: dict[str, Argument]
+    tile_counters: int
+
+    def __post_init__(self) -> None:
+        self.target, self.experts = self.builder.target, padded(self.layout.num_experts, 32)
+        self.sizes = passed(NUM_GLOBAL=self.num_global, NUM_EXPERTS=self.layout.num_experts, TOP_K=self.layout.top_k)
 
     def launch(self) -> None:
         """From ids: one launch for few slots, two for many."""
@@ -165,7 +158,7 @@ class LayoutLauncher:
             block_slots = -(-slots // (most_blocks(self.target) * step)) * step
             self.builder.note(f"{slots} slots: counted in blocks of {block_slots}, then placed")
             self._count_blocks(block_slots)
-            self.place_blocks(block_slots, Pointer("block_invalid"))
+            self.place_blocks(block_slots, "block_invalid")
         self.further_schedules()
 
     def further_schedules(self) -> None:
@@ -179,49 +172,34 @@ class LayoutLauncher:
             return 1
         return max(1, min(-(-self.layout.capacity // BLOCK_ELEMENTS["gpu"]), self.target.num_sms))
 
-    def schedules(self) -> tuple[dict[str, Pointer | Constant], dict[str, Scalar]]:
-        """The fused schedules' and the tile counters' pointers, and the schedules' lengths."""
-        pointers: dict[str, Pointer | Constant] = {}
-        lengths: dict[str, Scalar] = {}
-        for number in range(_FUSED_SCHEDULES):
-            block_m = self.block_ms[number] if number < len(self.block_ms) else None
-            pointers[f"schedule_{number}"] = Constant(None) if block_m is None else Pointer(f"schedule_{block_m}")
-            lengths[f"max_blocks_{number}"] = Scalar(0 if block_m is None else self.layout.max_blocks(block_m))
-        pointers["tile_counters"] = Pointer("tile_counters") if self.tile_counters else Constant(None)
-        return pointers, lengths
+    def outputs(self, **counts: int) -> dict[str, Argument]:
+        """What kernels that call `write_groups` write, and their counts: those given, then the schedules' lengths."""
+        names = [f"schedule_{block_m}" for block_m in self.block_ms[:_FUSED_SCHEDULES]]
+        lengths = [self.layout.max_blocks(block_m) for block_m in self.block_ms[:_FUSED_SCHEDULES]]
+        absent = _FUSED_SCHEDULES - len(names)
+        found = self.builder.pointers(*_OUTPUTS)
+        found |= passed(**{f"schedule_{n}": name for n, name in enumerate(names + [None] * absent)})
+        found |= self.builder.pointers("tile_counters") | passed(**counts)
+        return found | passed(**{f"max_blocks_{n}": length for n, length in enumerate(lengths + [0] * absent)})
 
-    def tail(self, block_sizes: dict[str, int], num_warps: int) -> dict[str, Constant]:
+    def tail(self, num_warps: int, **block_sizes: int) -> dict[str, Argument]:
         """The constants that end the arguments of every kernel that calls `write_groups`, in a kernel of some warps."""
-        heights = {f"BLOCK_M_{n}": self.block_ms[n] if n < len(self.block_ms) else 1 for n in range(_FUSED_SCHEDULES)}
-        last = {
-            "EXPERTS": self.experts,
-            "BLOCK_PAD": max(1, min(BLOCK_ELEMENTS[self.target.engine], 512 * num_warps) // self.experts),
-            "BLOCK_FILL": 128 * num_warps,
+        layout, heights = self.layout, [*self.block_ms, *[1] * _FUSED_SCHEDULES][:_FUSED_SCHEDULES]
+        pad = max(1, min(BLOCK_ELEMENTS[self.target.engine], 512 * num_warps) // self.experts)
+        return {
+            **passed(ALIGNMENT=layout.alignment, MAX_ROWS=layout.max_rows, COUNTERS=self.tile_counters),
+            **passed(**{f"BLOCK_M_{number}": height for number, height in enumerate(heights)}, **block_sizes),
+            **passed(EXPERTS=self.experts, BLOCK_PAD=pad, BLOCK_FILL=128 * num_warps, PDL=None),
         }
-        first = {"ALIGNMENT": self.layout.alignment, "MAX_ROWS": self.layout.max_rows, "COUNTERS": self.tile_counters}
-        return {name: Constant(value) for name, value in (first | heights | block_sizes | last).items()}
 
     def _at_once(self) -> None:
         layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
         chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
-        pointers, lengths = self.schedules()
         num_warps = _expert_warps(self.experts, 4)
-        self.builder.launch(
-            LAYOUT_AT_ONCE,
-            (max(-(-layout.num_slots // block_slots), self._sharing()),),
-            {
-                **self.read,
-                **{name: Pointer(name) for name in _OUTPUTS},
-                **pointers,
-                "num_slots": Scalar(layout.num_slots),
-                "capacity": Scalar(layout.capacity),
-                **lengths,
-                **self.sizes,
-                **self.tail({"BLOCK_S": block_slots, "CHUNK": chunk}, num_warps),
-                "PDL": Constant(None),
-            },
-            num_warps=num_warps,
-        )
+        arguments = self.read | self.outputs(num_slots=layout.num_slots, capacity=layout.capacity) | self.sizes
+        arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
+        programs = max(-(-layout.num_slots // block_slots), self._sharing())
+        self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
 
     def block_counts(self, block_slots: int) -> int:
         """Declare the scratch with the slots of every expert in each block; the number of blocks."""
@@ -232,21 +210,10 @@ class LayoutLauncher:
     def _count_blocks(self, block_slots: int) -> None:
         blocks = self.block_counts(block_slots)
         self.builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
-        self.builder.launch(
-            COUNT_BLOCKS,
-            (blocks,),
-            {
-                **self.read,
-                "block_counts": Pointer("block_counts"),
-                "block_invalid": Pointer("block_invalid"),
-                "num_slots": Scalar(self.layout.num_slots),
-                "block_slots": Scalar(block_slots),
-                **self.sizes,
-                "CHUNK": Constant(_CHUNK_SLOTS[self.target.engine][-1]),
-                "EXPERTS": Constant(self.experts),
-            },
-            num_warps=_expert_warps(self.experts, 4),
-        )
+        arguments = self.read | self.builder.pointers("block_counts", "block_invalid")
+        arguments |= passed(num_slots=self.layout.num_slots, block_slots=block_slots) | self.sizes
+        arguments |= passed(CHUNK=_CHUNK_SLOTS[self.target.engine][-1], EXPERTS=self.experts)
+        self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, _expert_warps(self.experts, 4))
 
     def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
         """Warps of `place_blocks`, slots that it places at once, blocks whose counts it adds up at once."""
@@ -256,51 +223,25 @@ class LayoutLauncher:
         summed = first_holding(_SUMMED_BLOCKS[self.target.engine], blocks)
         return num_warps, first_holding(sizes, block_slots), min(summed, _SUMMED_COUNTS * num_warps // self.experts)
 
-    def place_blocks(self, block_slots: int, block_invalid: Pointer | Constant) -> None:
+    def place_blocks(self, block_slots: int, block_invalid: str | None) -> None:
         """Place the slots by the counts of their blocks, in scratch `block_counts`."""
-        layout = self.layout
-        blocks = -(-layout.num_slots // block_slots)
-        pointers, lengths = self.schedules()
+        slots, capacity = self.layout.num_slots, self.layout.capacity
+        blocks = -(-slots // block_slots)
         num_warps, placed, summed = self._placing_sizes(blocks, block_slots)
-        self.builder.launch(
-            PLACE_BLOCKS,
-            (blocks + max(_LEAST_SHARING, self._sharing()),),
-            {
-                **self.read,
-                "block_counts": Pointer("block_counts"),
-                "block_invalid": block_invalid,
-                **{name: Pointer(name) for name in _OUTPUTS},
-                **pointers,
-                "num_slots": Scalar(layout.num_slots),
-                "block_slots": Scalar(block_slots),
-                "num_blocks": Scalar(blocks),
-                "capacity": Scalar(layout.capacity),
-                **lengths,
-                **self.sizes,
-                **self.tail({"BLOCK_S": placed, "BLOCK_B": summed}, num_warps),
-                "PDL": Constant(None),
-            },
-            num_warps=num_warps,
-        )
+        arguments = self.read | passed(block_counts="block_counts", block_invalid=block_invalid)
+        arguments |= self.outputs(num_slots=slots, block_slots=block_slots, num_blocks=blocks, capacity=capacity)
+        arguments |= self.sizes | self.tail(num_warps, BLOCK_S=placed, BLOCK_B=summed)
+        programs = blocks + max(_LEAST_SHARING, self._sharing())
+        self.builder.launch(PLACE_BLOCKS, (programs,), arguments, num_warps)
 
 
 def _launch_schedule(builder: PlanBuilder, layout: LayoutSpec, block_m: int, output: str) -> None:
     experts, length = padded(layout.num_experts, 32), layout.max_blocks(block_m)
     programs = -(-length // 1024)
-    builder.launch(
-        SCHEDULE,
-        (programs if builder.target.interpreted else min(programs, builder.target.num_sms),),
-        {
-            "group_sizes": Pointer("group_sizes"),
-            "schedule": Pointer(output),
-            "max_blocks": Scalar(length),
-            "NUM_EXPERTS": Constant(layout.num_experts),
-            "BLOCK_M": Constant(block_m),
-            "EXPERTS": Constant(experts),
-            "BLOCK_FILL": Constant(1024),
-        },
-        num_warps=_expert_warps(experts, 4),
-    )
+    programs = programs if builder.target.interpreted else min(programs, builder.target.num_sms)
+    arguments = passed(group_sizes="group_sizes", schedule=output, max_blocks=length, NUM_EXPERTS=layout.num_experts)
+    arguments |= passed(BLOCK_M=block_m, EXPERTS=experts, BLOCK_FILL=1024)
+    builder.launch(SCHEDULE, (programs,), arguments, _expert_warps(experts, 4))
 
 
 def add_schedule(
@@ -327,8 +268,8 @@ def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPla
     builder.output("schedule", _schedule_spec(layout, block_m), f"schedule_{block_m}")
     if not target.compiled:
         constants = {"layout": layout, "block_m": block_m}
-        builder.reference("routing.reference:schedule", {"group_sizes": "group_sizes"}, constants, ("schedule",))
-        return builder.build()
+        inputs = {"group_sizes": "group_sizes"}
+        return builder.reference("routing.reference:schedule", inputs, constants, ("schedule",))
     require_experts(layout.num_experts)
     _launch_schedule(builder, layout, block_m, "schedule")
     return builder.build()

@@ -52,17 +52,19 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, has_bia
     return np.where(kept[..., None], grouped, _MASKED_KEY).reshape(keys.shape)
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    """Softmax along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
+def _softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax and logsumexp `[.., 1]` along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
     with np.errstate(all="ignore"):
-        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return exponentials / exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+        highest = logits.max(axis=-1, keepdims=True)
+        exponentials = np.exp(logits - highest)
+        total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+        return exponentials / total, highest + np.log(total)
 
 
 def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
     """fp32 scores `[T, E]`: softmax over experts, sigmoid, or sqrt(log(1 + exp(x))) without overflow."""
     if scoring == "softmax":
-        return _softmax(logits)
+        return _softmax_and_log_sum(logits)[0]
     if scoring == "sigmoid":
         return sigmoid(logits)
     with np.errstate(all="ignore"):
@@ -83,12 +85,7 @@ def route(
     spec: RouterSpec,
     with_bitmatrix: bool = False,
 ) -> tuple[np.ndarray, ...]:
-    """ids int32 `[T, K]`, weights fp32 `[T, K]` (and the bitmatrix) from logits fp32 `[T, E]`.
-
-    correction_bias fp32 `[E]` moves the selection, never the weights. token_mask bool `[T]`: False = masked, ids -1 and
-    weights 0. Without a bias the order of the scores is decided on the logits (every scoring is monotone), so that
-    fp32 rounding of the scores makes no ties; with one, on fp32 score + bias (topk_then_softmax: logit + bias).
-    """
+    """The results of `moe_core.ops.routing.topk.plan_routing`, whose rules are these: ids, weights (and bitmatrix)."""
     softmax_last = spec.order == "topk_then_softmax"
     scores = logits if softmax_last else scores_of(logits, spec.scoring)
     with np.errstate(all="ignore"):
@@ -99,7 +96,7 @@ def route(
     ids = _best(keys, spec.require_top_k())
     weights = np.take_along_axis(scores, ids, axis=-1)
     if softmax_last:
-        weights = _softmax(weights)
+        weights, _ = _softmax_and_log_sum(weights)
     with np.errstate(all="ignore"):
         if spec.renormalize:
             weights = shares_of(weights)
@@ -141,12 +138,9 @@ def layout(
     layout: LayoutSpec,
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """Group the slots of ids int32 `[T, K]` by expert; within an expert the rows are in slot order.
-
-    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`:
-    False = the token's ids act as -1 and count nowhere. Returns int32 group_sizes `[E]`, group_start `[E + 1]` (every
-    start a multiple of layout.alignment, group_start[E] the end of the last group with its padding), slot_of_row
-    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then a schedule per block_ms.
+    """The results of `moe_core.ops.routing.layout.plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot,
+    invalid_ids, then a schedule per block_ms. Every start is a multiple of layout.alignment, and group_start[E] the end
+    of the last group with its padding.
     """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     found = np.bincount(local[local >= 0], minlength=layout.num_experts)
@@ -171,10 +165,7 @@ def layout(
 
 
 def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:
-    """int32 `[max_blocks, 2]`: (row block within the expert, expert) by expert, then block; (-1, -1) = idle.
-
-    Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2).
-    """
+    """The schedule of `moe_core.ops.routing.layout.plan_schedule`."""
     blocks = -(-np.asarray(group_sizes, np.int64) // block_m)
     experts = np.repeat(np.arange(layout.num_experts), blocks)
     first = np.repeat(np.cumsum(blocks) - blocks, blocks)
@@ -185,11 +176,7 @@ def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np
 
 
 def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
-
-    Also duplicates int32 `[1]`, the slots whose expert an earlier slot of the token has (the matrix cannot hold them),
-    and invalid_ids int32 `[1]`, the ids outside [-1, E); both leave the matrix as it would be without those slots.
-    """
+    """The results of `moe_core.ops.routing.bitmatrix.plan_pack_bitmatrix`: bitmatrix, duplicates, invalid_ids."""
     num_tokens, top_k = ids.shape
     valid = (ids >= 0) & (ids < num_experts)
     tokens = np.repeat(np.arange(num_tokens), top_k).reshape(ids.shape)
@@ -202,7 +189,7 @@ def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np
 
 
 def unpack_bitmatrix(bitmatrix: np.ndarray, *, num_experts: int, top_k: int) -> np.ndarray:
-    """ids int32 `[T, K]`, ascending, -1 behind the last; of more than K set bits the lowest K."""
+    """The ids of `moe_core.ops.routing.bitmatrix.plan_unpack_bitmatrix`."""
     little = np.ascontiguousarray(bitmatrix).astype(np.dtype("<u4"))
     chosen = np.unpackbits(little.view(np.uint8), axis=-1, bitorder="little")[:, :num_experts].astype(bool)
     position = np.cumsum(chosen, axis=-1) - 1
@@ -271,6 +258,31 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
     return d_logits
 
 
+def router_losses(
+    logits: np.ndarray, tokens_per_expert: np.ndarray, token_mask: np.ndarray | None = None, *, spec: RouterSpec
+) -> tuple[np.float32, np.float32]:
+    """(load-balancing loss, z-loss) of fp32 logits `[T, E]`, in fp32.
+
+    load balance: E * sum_i f_i * P_i; f_i = tokens_per_expert[i] / (tokens * K), the share of the routed slots; P_i =
+    the mean over tokens of expert i's score, normalised to sum 1 over experts (zeros where all are zero; softmax
+    whichever way the order goes; not moved by a correction bias). This is Switch Transformers' loss (Fedus et al. 2021,
+    eq. 4-6) for any K and scoring; a uniform router has loss 1. z: mean over tokens of logsumexp(logits)^2 (ST-MoE,
+    Zoph et al. 2022, eq. 5). token_mask bool `[T]`: tokens that are False are left out of every mean; without any token
+    both losses are 0. tokens_per_expert: int `[E]`, counted over the unmasked tokens.
+    """
+    if token_mask is not None:
+        logits = logits[token_mask]
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        return np.float32(0), np.float32(0)
+    with np.errstate(all="ignore"):
+        mean_share = shares_of(scores_of(logits, spec.scoring)).mean(axis=0, dtype=np.float32)
+        slot_share = tokens_per_expert.astype(np.float32) / np.float32(num_tokens * spec.require_top_k())
+        log_sum = _softmax_and_log_sum(logits)[1][:, 0]
+        balance = np.float32(num_experts) * (slot_share * mean_share).sum(dtype=np.float32)
+        return np.float32(balance), np.float32(np.square(log_sum).mean(dtype=np.float32))
+
+
 def router_losses_backward(
     d_load_balance: np.ndarray | float | None,
     d_z: np.ndarray | float | None,
@@ -280,7 +292,7 @@ def router_losses_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """d_logits fp32 `[T, E]` of the losses of `reference_losses.router_losses`; d_load_balance and d_z: scalars;
+    """d_logits fp32 `[T, E]` of the losses of `router_losses`; d_load_balance and d_z: scalars;
     None = nothing of that loss (tokens_per_expert is read for load balance only).
 
     P = the scores of a token over their sum, N = unmasked tokens, f_i = tokens_per_expert[i] / (N K), which is a
@@ -307,11 +319,8 @@ def router_losses_backward(
                 d_balance = d_balance * log_score_derivative(logits, spec.scoring)
             d_logits[tokens] = d_balance
         if d_z is not None:
-            highest = logits.max(axis=-1, keepdims=True)
-            exponentials = np.exp(logits - highest)
-            total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
-            slope = np.float32(d_z) * 2 / count * (highest + np.log(total))
-            d_logits[tokens] += slope * (exponentials / total)
+            softmax, log_sum = _softmax_and_log_sum(logits)
+            d_logits[tokens] += np.float32(d_z) * 2 / count * log_sum * softmax
     return d_logits
 
 

@@ -1,28 +1,13 @@
 """Planning of routing: logits to ids and weights, alone or together with their layout.
 
-How many launches routing and layout take together is decided by arithmetic over T tokens, K slots each and C columns (E
-padded to powers of two), for a multiprocessor that issues 4 instructions of 32 threads per cycle at 1.75 GHz:
-
-- Choosing costs about 6.5 instructions per logit and slot, so T * C * K * 6.5 / 128 cycles where one program chooses
-  for all tokens: 3300 at T = 64, C = 128, K = 8 (1.9 us), as many at T = 32, C = 256. Ranking its slots costs 700
-  cycles per 128.
-- A launch costs 1.2 us in a CUDA graph, and a second kernel starts by reading what the first one wrote, 1 us more.
-
-So up to `FEW_TOKENS` tokens, while one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
+Up to `FEW_TOKENS` tokens, while one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
 `route_and_layout` does everything in one launch. Above, `topk.route` counts the slots of its block of tokens while it
-routes them, and `layout.place_blocks` places them. With B blocks every placing program reads B * E counts: 64 KB for
-B = 128 and E = 128, 1000 cycles at 64 bytes per cycle. B is therefore the number of multiprocessors at most; a program
-routes T / B tokens and places as many. Counting and scanning in launches of their own would cost two launches more.
-
-Estimated so for E = 128 and K = 8, in a CUDA graph: 4.5 us for 1 token, 7 for 64, 7 for 1024, 16 for 16384. Within
-whole forwards on an H200 one program took 2.7 us for 1 token, 5.0 for 16 and 14.1 for 64, for which two launches take
-5.2.
+routes them, and `layout.place_blocks` places them. The arithmetic: docs/notebook/2026-11-23-placing-slots.md.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec, require_spec
@@ -31,7 +16,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, LayoutLauncher, most_blocks, plan_layout, require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, ReferenceCall, Scalar
+from moe_core.plan.steps import Argument, Kernel, LaunchPlan, ReferenceCall, passed
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
 ROUTE = Kernel("routing.kernels.topk:route", pdl="start", writes_layout=True, counts_slots=True)
@@ -39,6 +24,8 @@ ROUTE_AND_LAYOUT = Kernel(
     "routing.kernels.route_and_layout:route_and_layout", pdl="start", writes_layout=True, counts_slots=True
 )
 
+#: What kernels read to choose experts.
+_ROUTED = ("logits", "correction_bias", "token_mask", "expert_map")
 #: Up to this many tokens one launch routes and lays out.
 FEW_TOKENS = {"gpu": 64, "interpreter": 32}
 #: Tokens such a kernel takes: the first number that holds them all, so that few kernels are compiled.
@@ -83,26 +70,16 @@ class _Selection:
         """Warps for block_t tokens at once."""
         return min(16, max(least, block_t * self.columns // _LOGITS_PER_WARP))
 
-    def constants(self, block_t: int, target: Target) -> dict[str, Constant]:
+    def constants(self, block_t: int, target: Target) -> dict[str, Argument]:
         """From NUM_EXPERTS to BLOCK_T, in the kernels' order."""
-        span = _LOGITS_PER_LOAD * max(1, self.columns // _LOGITS_PER_WARP)
-        values = {
-            "NUM_EXPERTS": self.num_experts,
-            "TOP_K": self.spec.top_k,
-            "SCORING": self.spec.scoring,
-            "SOFTMAX_LAST": self.spec.order == "topk_then_softmax",
-            "RENORMALIZE": self.spec.renormalize,
-            "SCALE": self.spec.scale,
-            "NUM_GROUPS": self.spec.num_groups,
-            "TOPK_GROUP": self.spec.topk_group,
-            "BY_EXPERT": self.spec.slot_order == "expert",
-            "GROUPS": self.groups,
-            "MEMBERS": self.members,
-            "SLOTS": self.slots,
-            "SPAN": self.columns if target.interpreted else min(self.columns, span),
-            "BLOCK_T": block_t,
+        spec, span = self.spec, _LOGITS_PER_LOAD * max(1, self.columns // _LOGITS_PER_WARP)
+        return {
+            **passed(NUM_EXPERTS=self.num_experts, TOP_K=spec.top_k, SCORING=spec.scoring),
+            **passed(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize, SCALE=spec.scale),
+            **passed(NUM_GROUPS=spec.num_groups, TOPK_GROUP=spec.topk_group, BY_EXPERT=spec.slot_order == "expert"),
+            **passed(GROUPS=self.groups, MEMBERS=self.members, SLOTS=self.slots),
+            **passed(SPAN=self.columns if target.interpreted else min(self.columns, span), BLOCK_T=block_t),
         }
-        return {name: Constant(value) for name, value in values.items()}
 
     def describe(self, builder: PlanBuilder, has_bias: bool) -> None:
         """What is selected on, and the order of the sums: the same in every kernel."""
@@ -127,12 +104,6 @@ def _require_routing(
         require_spec("token_mask", token_mask, (num_tokens,), "bool")
 
 
-def _inputs(builder: PlanBuilder, arrays: Mapping[str, ArraySpec | None]) -> dict[str, Pointer | Constant]:
-    """Declare the inputs that are there; the kernel's arguments for all of them."""
-    builder.inputs(arrays)
-    return {name: builder.optional(name) for name in arrays}
-
-
 @functools.lru_cache(maxsize=4096)
 def plan_routing(
     logits: ArraySpec,
@@ -155,19 +126,16 @@ def plan_routing(
     num_tokens, num_experts = logits.shape
     chosen = (num_tokens, spec.require_top_k())
     builder = PlanBuilder("routing", target)
-    arrays = {"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask}
-    read = _inputs(builder, arrays)
-    outputs = [
-        builder.output(name, ArraySpec(chosen, kind)) for name, kind in (("ids", "int32"), ("weights", "float32"))
-    ]
+    present = builder.inputs({"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask})
+    kinds = {"ids": "int32", "weights": "float32"}
+    outputs = [builder.output(name, ArraySpec(chosen, kind)) for name, kind in kinds.items()]
     if with_bitmatrix:
         outputs.append(builder.output("bitmatrix", ArraySpec((num_tokens, -(-num_experts // 32)), "uint32")))
     if not target.compiled:
         builder.note(f"selection on {'score + bias' if correction_bias is not None else 'the logits'}")
         builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
-        present = {name: name for name, array in arrays.items() if array is not None}
-        builder.reference("routing.reference:route", present, {"spec": spec, "with_bitmatrix": with_bitmatrix}, outputs)
-        return builder.build()
+        constants = {"spec": spec, "with_bitmatrix": with_bitmatrix}
+        return builder.reference("routing.reference:route", present, constants, outputs)
     require_experts(num_experts)
     selection = _Selection(spec, num_experts)
     selection.describe(builder, correction_bias is not None)
@@ -179,43 +147,18 @@ def plan_routing(
         most = max(1, _PROGRAMS_PER_SM // num_warps) * target.num_sms
     block_tokens = block_t * -(-num_tokens // max(1, block_t * most))
     programs = -(-num_tokens // max(1, block_tokens))
-    absent = {name: Constant(None) for name in ("expert_map", "block_counts")}
-    bitmatrix = Pointer("bitmatrix") if with_bitmatrix else Constant(None)
-    _launch_route(
-        builder,
-        programs,
-        read | absent | {"bitmatrix": bitmatrix},
-        {"num_tokens": num_tokens, "block_tokens": block_tokens},
-        selection.constants(block_t, target)
-        | {"WORDS": Constant(padded(-(-num_experts // 32), 1)), "NUM_LOCAL": Constant(1), "EXPERTS": Constant(1)},
-        num_warps,
-    )
+    sizes = passed(WORDS=padded(-(-num_experts // 32), 1), NUM_LOCAL=1, EXPERTS=1)
+    _launch_route(builder, programs, block_tokens, selection.constants(block_t, target) | sizes, num_warps)
     return builder.build()
 
 
 def _launch_route(
-    builder: PlanBuilder,
-    programs: int,
-    read: Mapping[str, Pointer | Constant],
-    counts: Mapping[str, int],
-    constants: Mapping[str, Constant],
-    num_warps: int,
+    builder: PlanBuilder, programs: int, block_tokens: int, constants: dict[str, Argument], num_warps: int
 ) -> None:
     """Add a launch of `topk.route`."""
-    builder.launch(
-        ROUTE,
-        (programs,),
-        {
-            **{name: read[name] for name in ("logits", "correction_bias", "token_mask", "expert_map")},
-            "ids": Pointer("ids"),
-            "weights": Pointer("weights"),
-            **{name: read[name] for name in ("bitmatrix", "block_counts")},
-            **{name: Scalar(count) for name, count in counts.items()},
-            **constants,
-            "PDL": Constant(None),
-        },
-        num_warps=num_warps,
-    )
+    names = (*_ROUTED, "ids", "weights", "bitmatrix", "block_counts")
+    counts = passed(num_tokens=builder.spec("logits").shape[0], block_tokens=block_tokens)
+    builder.launch(ROUTE, (programs,), builder.pointers(*names) | counts | constants | passed(PDL=None), num_warps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,123 +194,73 @@ def plan_route_and_layout(
             f"layout must have the {num_experts} experts of logits, got {layout.num_experts}; "
             "pass expert_map to map global ids to local experts"
         )
-    return _RoutedLayout(
-        logits, spec, layout, target, correction_bias, token_mask, expert_map, block_ms, tile_counters
-    ).plan()
-
-
-class _RoutedLayout:
-    """Chooses between one launch and two, and adds them."""
-
-    def __init__(
-        self,
-        logits: ArraySpec,
-        spec: RouterSpec,
-        layout: LayoutSpec,
-        target: Target,
-        correction_bias: ArraySpec | None,
-        token_mask: ArraySpec | None,
-        expert_map: ArraySpec | None,
-        block_ms: tuple[int, ...],
-        tile_counters: int,
-    ) -> None:
-        self.layout, self.target = layout, target
-        self.selection = _Selection(spec, logits.shape[1])
-        self.routing = plan_routing(logits, spec, target, correction_bias=correction_bias, token_mask=token_mask)
-        options = {"expert_map": expert_map, "block_ms": block_ms, "tile_counters": tile_counters}
-        self.placing = plan_layout(self.routing.spec("ids"), layout, target, **options)
-        self.has_bias = correction_bias is not None
-        self.builder = PlanBuilder("route_and_layout", target)
-        arrays = {"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask}
-        self.read = _inputs(self.builder, arrays | {"expert_map": expert_map})
-        for buffer in (*self.routing.outputs, *self.placing.outputs):
-            self.builder.output(buffer.name, buffer.spec)
-        pointers = {"ids": Pointer("ids"), "expert_map": self.read["expert_map"], "token_mask": Constant(None)}
-        self.launcher = LayoutLauncher(
-            self.builder, layout, block_ms, logits.shape[1], pointers, tile_counters=tile_counters
-        )
-
-    def plan(self) -> LaunchPlan:
-        builder = self.builder
-        if not self.target.compiled:
-            for step in (*self.routing.steps, *self.placing.steps):
-                assert isinstance(step, ReferenceCall)
-                builder.reference(step.function, dict(step.inputs), dict(step.constants), step.outputs)
-            for line in self.routing.summation:
-                builder.sums(line)
-            return builder.build()
-        self.selection.describe(builder, self.has_bias)
-        tokens = self._few_tokens()
-        if isinstance(tokens, int):
-            builder.note(f"{self.layout.num_tokens} tokens: routed and laid out in one launch")
-            self._in_one(tokens)
-        else:
-            builder.note(f"{tokens}: routed and counted, then placed")
-            self._in_two()
-        self.launcher.further_schedules()
+    routing = plan_routing(logits, spec, target, correction_bias=correction_bias, token_mask=token_mask)
+    options = {"expert_map": expert_map, "block_ms": block_ms, "tile_counters": tile_counters}
+    placing = plan_layout(routing.spec("ids"), layout, target, **options)
+    builder = PlanBuilder("route_and_layout", target)
+    builder.inputs(dict(zip(_ROUTED, (logits, correction_bias, token_mask, expert_map), strict=True)))
+    for buffer in (*routing.outputs, *placing.outputs):
+        builder.output(buffer.name, buffer.spec)
+    if not target.compiled:
+        for step in (*routing.steps, *placing.steps):
+            assert isinstance(step, ReferenceCall)
+            builder.reference(step.function, dict(step.inputs), dict(step.constants), step.outputs)
+        for line in routing.summation:
+            builder.sums(line)
         return builder.build()
+    selection = _Selection(spec, num_experts)
+    selection.describe(builder, correction_bias is not None)
+    read = builder.pointers("ids", "expert_map") | passed(token_mask=None)
+    launcher = LayoutLauncher(builder, layout, block_ms, num_experts, read, tile_counters)
+    tokens = _few_tokens(selection, launcher)
+    if isinstance(tokens, int):
+        builder.note(f"{num_tokens} tokens: routed and laid out in one launch")
+        _add_one(selection, launcher, tokens)
+    else:
+        builder.note(f"{tokens}: routed and counted, then placed")
+        _add_two(selection, launcher)
+    launcher.further_schedules()
+    return builder.build()
 
-    def _few_tokens(self) -> int | str:
-        """The tokens that a kernel for few takes, or why there is none."""
-        engine, num_tokens = self.target.engine, self.layout.num_tokens
-        if num_tokens > FEW_TOKENS[engine]:
-            return f"{num_tokens} tokens, one launch takes {FEW_TOKENS[engine]}"
-        tokens = first_holding((*_FEW_SIZES[engine], FEW_TOKENS[engine]), num_tokens)
-        width = max(self.selection.columns, self.launcher.experts)
-        if tokens * width > _FEW_LOGITS:
-            return f"{num_tokens} tokens, as {tokens} of {width} columns, one launch takes {_FEW_LOGITS} logits"
-        if tokens * self.selection.slots > (most := _FEW_SLOTS[engine]):
-            return f"{num_tokens} tokens, as {tokens} of {self.selection.slots} slots, one launch takes {most} slots"
-        return tokens
 
-    def _in_one(self, tokens: int) -> None:
-        layout, launcher = self.layout, self.launcher
-        width = max(self.selection.columns, launcher.experts)
-        block_t = min(tokens, max(1, _STEP_LOGITS // width), max(1, _STEP_SLOTS // self.selection.slots))
-        if self.target.interpreted:
-            block_t = tokens // 2  # Two steps, so that its tests take both.
-        num_warps = min(16, max(1, block_t // 2, block_t * width // _LOGITS_PER_WARP, launcher.experts // 256))
-        pointers, lengths = launcher.schedules()
-        results = ("ids", "weights", "group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids")
-        self.builder.launch(
-            ROUTE_AND_LAYOUT,
-            (1,),
-            {
-                **self.read,
-                **{name: Pointer(name) for name in results},
-                **pointers,
-                "num_tokens": Scalar(layout.num_tokens),
-                "capacity": Scalar(layout.capacity),
-                **lengths,
-                **self.selection.constants(block_t, self.target),
-                "STEPS": Constant(tokens // block_t),
-                "NUM_LOCAL": Constant(layout.num_experts),
-                **launcher.tail({}, num_warps),
-                "PDL": Constant(None),
-            },
-            num_warps=num_warps,
-        )
+def _few_tokens(selection: _Selection, launcher: LayoutLauncher) -> int | str:
+    """The tokens that a kernel for few takes, or why there is none."""
+    engine, num_tokens = launcher.target.engine, launcher.layout.num_tokens
+    if num_tokens > FEW_TOKENS[engine]:
+        return f"{num_tokens} tokens, one launch takes {FEW_TOKENS[engine]}"
+    tokens = first_holding((*_FEW_SIZES[engine], FEW_TOKENS[engine]), num_tokens)
+    width = max(selection.columns, launcher.experts)
+    if tokens * width > _FEW_LOGITS:
+        return f"{num_tokens} tokens, as {tokens} of {width} columns, one launch takes {_FEW_LOGITS} logits"
+    if tokens * selection.slots > (most := _FEW_SLOTS[engine]):
+        return f"{num_tokens} tokens, as {tokens} of {selection.slots} slots, one launch takes {most} slots"
+    return tokens
 
-    def _in_two(self) -> None:
-        layout, target, launcher = self.layout, self.target, self.launcher
-        most = most_blocks(target)
-        sizes = _COUNTED_TOKENS[target.engine]
-        block_t = first_holding(sizes, -(-layout.num_tokens // most))
-        block_t = min(block_t, max(1, _STEP_LOGITS // self.selection.columns))
-        num_warps = self.selection.num_warps(block_t, min(16, block_t))
-        block_tokens = block_t * max(1, -(-layout.num_tokens // (block_t * most)))
-        blocks = launcher.block_counts(block_tokens * layout.top_k)
-        _launch_route(
-            self.builder,
-            blocks,
-            self.read | {"bitmatrix": Constant(None), "block_counts": Pointer("block_counts")},
-            {"num_tokens": layout.num_tokens, "block_tokens": block_tokens},
-            self.selection.constants(block_t, target)
-            | {
-                "WORDS": Constant(1),
-                "NUM_LOCAL": Constant(layout.num_experts),
-                "EXPERTS": Constant(launcher.experts),
-            },
-            num_warps,
-        )
-        launcher.place_blocks(block_tokens * layout.top_k, Constant(None))
+
+def _add_one(selection: _Selection, launcher: LayoutLauncher, tokens: int) -> None:
+    """Route and lay out in one launch of one program."""
+    layout, builder = launcher.layout, launcher.builder
+    width = max(selection.columns, launcher.experts)
+    block_t = min(tokens, max(1, _STEP_LOGITS // width), max(1, _STEP_SLOTS // selection.slots))
+    if launcher.target.interpreted:
+        block_t = tokens // 2  # Two steps, so that its tests take both.
+    num_warps = min(16, max(1, block_t // 2, block_t * width // _LOGITS_PER_WARP, launcher.experts // 256))
+    arguments = builder.pointers(*_ROUTED, "ids", "weights")
+    arguments |= launcher.outputs(num_tokens=layout.num_tokens, capacity=layout.capacity)
+    arguments |= selection.constants(block_t, launcher.target)
+    arguments |= passed(STEPS=tokens // block_t, NUM_LOCAL=layout.num_experts) | launcher.tail(num_warps)
+    builder.launch(ROUTE_AND_LAYOUT, (1,), arguments, num_warps)
+
+
+def _add_two(selection: _Selection, launcher: LayoutLauncher) -> None:
+    """Route and count in blocks of tokens, then place."""
+    layout, target = launcher.layout, launcher.target
+    most = most_blocks(target)
+    block_t = first_holding(_COUNTED_TOKENS[target.engine], -(-layout.num_tokens // most))
+    block_t = min(block_t, max(1, _STEP_LOGITS // selection.columns))
+    num_warps = selection.num_warps(block_t, min(16, block_t))
+    block_tokens = block_t * max(1, -(-layout.num_tokens // (block_t * most)))
+    blocks = launcher.block_counts(block_tokens * layout.top_k)
+    sizes = passed(WORDS=1, NUM_LOCAL=layout.num_experts, EXPERTS=launcher.experts)
+    _launch_route(launcher.builder, blocks, block_tokens, selection.constants(block_t, target) | sizes, num_warps)
+    launcher.place_blocks(block_tokens * layout.top_k, None)

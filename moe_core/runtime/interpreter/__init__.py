@@ -91,7 +91,13 @@ def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]
             f"kernel {getattr(kernel, '__name__', kernel)!r} was imported before TRITON_INTERPRET=1 was set and cannot "
             "be interpreted; set it in the environment and start a new process"
         )
-    values = {name: _argument(value) for name, value in arguments}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, HostPointer):
+            return patches.pointer(value.address, value.dtype)
+        return patches.scalar(value.value, value.dtype) if isinstance(value, Scalar) else value
+
+    values = {name: argument(value) for name, value in arguments}
     x, y, z = (*grid, 1, 1)[:3]
     full = (x, y, z)
     # Overflow, division by zero and NaN are ordinary numbers on a GPU.
@@ -104,13 +110,3 @@ def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]
             except Exception as error:
                 error.add_note(f"in program {program} of kernel {kernel.__name__}, grid {full}")
                 raise
-
-
-def _argument(value: Any) -> Any:
-    from moe_core.runtime.interpreter import patches
-
-    if isinstance(value, HostPointer):
-        return patches.pointer(value.address, value.dtype)
-    if isinstance(value, Scalar):
-        return patches.scalar(value.value, value.dtype)
-    return value

@@ -18,23 +18,18 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from moe_core.errors import Unsupported
 
-_NUMPY = {
-    "int1": np.dtype(np.bool_),
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
-    "fp64": np.dtype(np.float64),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
+_FP8 = {
     "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
     "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
-} | {f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
-_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
-_ADDRESS = np.dtype(np.uint64)
-_CUSTOM = {name: _NUMPY[name] for name in ("bf16", "fp8e5", "fp8e5b16", "fp8e4nv", "fp8e4b8")}
-_FP8_LIMITS = {
-    dtype: np.float32(ml_dtypes.finfo(dtype).max) for name, dtype in _CUSTOM.items() if name.startswith("fp8")
 }
+_NUMPY = {"int1": np.dtype(np.bool_), "bf16": np.dtype(ml_dtypes.bfloat16)}
+_NUMPY |= {f"fp{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)} | _FP8
+_NUMPY |= {f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
+_ADDRESS = np.dtype(np.uint64)
+_FP8_LIMITS = {dtype: np.float32(ml_dtypes.finfo(dtype).max) for dtype in _FP8.values()}
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
 
@@ -104,8 +99,6 @@ class Builder(InterpreterBuilder):
     def get_all_ones_value(self, type: Any) -> TensorHandle:
         return TensorHandle(np.array([-1]).astype(numpy_dtype(type)), type.scalar)
 
-    # Casts.
-
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         return TensorHandle(convert(src.data, numpy_dtype(dst_type)), dst_type.scalar)
 
@@ -135,12 +128,6 @@ class Builder(InterpreterBuilder):
         left = lhs.data.view(np.dtype(f"int{8 * lhs.data.itemsize}"))
         return TensorHandle(np.right_shift(left, rhs.data.astype(left.dtype)), lhs.dtype.scalar)
 
-    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        return self.binary_op(lhs, rhs, np.fmin)
-
-    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        return self.binary_op(lhs, rhs, np.fmax)
-
     def create_umulhi(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         # Python's integers are as wide as a product needs.
         unsigned, bits = _UNSIGNED[lhs.data.itemsize], 8 * lhs.data.itemsize
@@ -149,7 +136,7 @@ class Builder(InterpreterBuilder):
 
     def create_clampf(self, arg: TensorHandle, lo: TensorHandle, hi: TensorHandle, propagate_nans: Any) -> TensorHandle:
         if propagate_nans == ir.PROPAGATE_NAN.NONE:
-            return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
+            return self.binary_op(self.binary_op(arg, lo, np.fmax), hi, np.fmin)
         return self.binary_op(self.binary_op(arg, lo, np.maximum), hi, np.minimum)
 
     def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -175,19 +162,8 @@ class Builder(InterpreterBuilder):
             product = np.matmul(left, right, dtype=d.data.dtype) + d.data
         return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
-    def create_dot_scaled(
-        self,
-        lhs: TensorHandle,
-        lhs_scale: TensorHandle | None,
-        lhs_format: Any,
-        rhs: TensorHandle,
-        rhs_scale: TensorHandle | None,
-        rhs_format: Any,
-        fast_math: bool,
-        lhs_k_pack: bool,
-        rhs_k_pack: bool,
-        acc: TensorHandle,
-    ) -> TensorHandle:
+    def create_dot_scaled(self, *arguments: Any) -> TensorHandle:
+        lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, _, lhs_k_pack, rhs_k_pack, acc = arguments
         left = self._scaled(lhs, lhs_scale, lhs_format, -1 if lhs_k_pack else -2, -1)
         right = self._scaled(rhs, rhs_scale, rhs_format, -2 if rhs_k_pack else -1, -2)
         return TensorHandle(np.matmul(left, right) + acc.data, tl.float32)
@@ -317,8 +293,8 @@ def _elements(addresses: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.nd
     return memory, (addresses - np.uint64(lowest)) // np.uint64(dtype.itemsize)
 
 
-def _comparison(op: Callable[..., np.ndarray]) -> Callable[..., TensorHandle]:
-    return lambda self, lhs, rhs: self.compare_op(lhs, rhs, op)
+def _operation(method: str, op: Callable[..., np.ndarray]) -> Callable[..., TensorHandle]:
+    return lambda self, lhs, rhs: getattr(self, method)(lhs, rhs, op)
 
 
 def _constant(kind: Any) -> Callable[[Builder, float], TensorHandle]:
@@ -328,9 +304,11 @@ def _constant(kind: Any) -> Callable[[Builder, float], TensorHandle]:
 
 for _suffix, _op in (("LE", np.less_equal), ("LT", np.less), ("GE", np.greater_equal), ("GT", np.greater)):
     for _prefix in ("icmpS", "icmpU", "fcmpO", "fcmpU"):
-        setattr(Builder, f"create_{_prefix}{_suffix}", _comparison(_op))
+        setattr(Builder, f"create_{_prefix}{_suffix}", _operation("compare_op", _op))
 for _suffix, _op in (("EQ", np.equal), ("NE", np.not_equal)):
     for _prefix in ("icmp", "fcmpO", "fcmpU"):
-        setattr(Builder, f"create_{_prefix}{_suffix}", _comparison(_op))
+        setattr(Builder, f"create_{_prefix}{_suffix}", _operation("compare_op", _op))
+for _name, _op in (("minnumf", np.fmin), ("maxnumf", np.fmax)):
+    setattr(Builder, f"create_{_name}", _operation("binary_op", _op))
 for _kind in (tl.bfloat16, tl.float8e5, tl.float8e5b16, tl.float8e4nv, tl.float8e4b8):
     setattr(Builder, f"get_{_kind.name}", _constant(_kind))

@@ -44,10 +44,9 @@ class Semantic(TritonSemantic):
         right = rhs.type.shape.values if rhs.type.is_block() else []
         if left == right:
             return lhs, rhs
-        if left and right and len(left) != len(right):
-            return super().broadcast_impl_value(lhs, rhs)
-        pairs = list(zip(left or right, right or left, strict=True))
-        if not all(one == other or one == 1 or other == 1 for one, other in pairs):
+        pairs = list(zip(left or right, right or left, strict=False))
+        fits = all(one == other or one == 1 or other == 1 for one, other in pairs)
+        if not fits or (left and right and len(left) != len(right)):
             return super().broadcast_impl_value(lhs, rhs)
         shape = [max(pair) for pair in pairs]
         return self._broadcast(lhs, left, shape), self._broadcast(rhs, right, shape)
@@ -55,8 +54,7 @@ class Semantic(TritonSemantic):
     def _broadcast(self, value: Any, old: list[int], new: list[int]) -> Any:
         if old == new:
             return value
-        kind = tl.block_type(value.dtype, new)
-        handle = value.handle
+        kind, handle = tl.block_type(value.dtype, new), value.handle
         wide = self.builder.create_broadcast(handle, new) if old else self.builder.create_splat(kind, handle)
         return tl.tensor(wide, kind)
 
@@ -69,17 +67,14 @@ class PatchedLanguage:
     """
 
     def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
-        module = {"tl": tl, "core": tl.core}
-        scope = replace(types.FunctionType((lambda: None).__code__, module))
+        scope = replace(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
         originals: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, original in scope._changes:
             originals.setdefault((id(owner), name), (owner, name, original))
         self._originals = list(originals.values())
-        self._replacements = [
-            (owner, name, _rebind(getattr(owner, name), semantic)) for owner, name, _ in self._originals
-        ]
-        self._depth = 0
-        self._lock = threading.RLock()
+        found = [(owner, name, getattr(owner, name)) for owner, name, _ in self._originals]
+        self._replacements = [(owner, name, _rebind(value, semantic)) for owner, name, value in found]
+        self._depth, self._lock = 0, threading.RLock()
         scope.restore()
 
     def __enter__(self) -> PatchedLanguage:
@@ -129,15 +124,6 @@ def _refuse_libdevice(name: str, function: Any) -> Any:
     return refuse
 
 
-def _call_helper(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """A kernel calls another `@triton.jit` function: the language is already replaced."""
-    return self.rewrite()(*arguments, **keywords)
-
-
-def _index(self: Any) -> int:
-    return int(self.handle.data.item())
-
-
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 _build_block_type = tl.block_type.__init__
 _ONE = tl.constexpr(1)
@@ -159,9 +145,7 @@ def _block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
 
 def _tensor_init(self: Any, handle: Any, type: Any) -> None:
     """`tl.tensor(handle, type)` with the shape of its type instead of a new one."""
-    self.handle = handle
-    self.type = type
-    self.dtype = type.scalar
+    self.handle, self.type, self.dtype = handle, type, type.scalar
     block = type.is_block()
     self.shape = type.tensor_shape if block else _NO_AXES
     self.numel = type.tensor_numel if block else _ONE
@@ -169,11 +153,10 @@ def _tensor_init(self: Any, handle: Any, type: Any) -> None:
 
 def install() -> PatchedLanguage:
     """Replace what is wrong and return the language scope. Called once per process, under the interpreter's lock."""
-    builder = Builder()
-    interpreter.interpreter_builder = builder
+    interpreter.interpreter_builder = Builder()
     # Kernels that ran before hold this object by name, so it changes rather than being replaced.
     interpreter.interpreter_semantic.__class__ = Semantic
-    interpreter.interpreter_semantic.builder = builder
+    interpreter.interpreter_semantic.builder = interpreter.interpreter_builder
     interpreter._get_np_dtype = numpy_dtype
     interpreter.ReduceOps = Reduction
     interpreter.ScanOps = Scan
@@ -181,7 +164,7 @@ def install() -> PatchedLanguage:
 
     def replace(function: Any) -> Any:
         scope = original(function)
-        scope.set_attr(tl.core.tensor, "__index__", _index)
+        scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
         # The builder's types are the language's own.
         scope.set_attr(tl.core.dtype, "to_ir", lambda self, builder: self)
         scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
@@ -190,7 +173,8 @@ def install() -> PatchedLanguage:
 
     language = PatchedLanguage(replace, interpreter.interpreter_semantic)
     interpreter._patch_lang = lambda function: language.__enter__()
-    interpreter.InterpretedFunction.__call__ = _call_helper
+    # A kernel calls another `@triton.jit` function: the language is already replaced.
+    interpreter.InterpretedFunction.__call__ = lambda self, *given, **keywords: self.rewrite()(*given, **keywords)
     for name, function in inspect.getmembers(libdevice, inspect.isfunction):
         setattr(libdevice, name, _refuse_libdevice(name, function))
     return language
@@ -207,13 +191,10 @@ def begin(kernel: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Any], 
     return kernel.rewrite(), builder.set_grid_idx
 
 
-_SCALAR_TYPES = {"int32": tl.int32, "int64": tl.int64, "float32": tl.float32}
-
-
 def scalar(value: int | float, dtype: str) -> Any:
     """A run-time number as a tensor of the language."""
-    data = np.array([value], dtype=dtypes.numpy_dtype(dtype))
-    return tl.tensor(interpreter.TensorHandle(data, _SCALAR_TYPES[dtype]), _SCALAR_TYPES[dtype])
+    data, kind = np.array([value], dtype=dtypes.numpy_dtype(dtype)), getattr(tl, dtype)
+    return tl.tensor(interpreter.TensorHandle(data, kind), kind)
 
 
 def pointer(address: int, dtype: str) -> Any:

@@ -1,8 +1,6 @@
 """`python -m moe_core.tools.doctor` is the command `moebius-doctor`."""
 
-import sys
-
 from moe_core.tools.doctor.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -78,10 +78,8 @@ class Diagnosis:
 
     def _untrusted_gpus(self) -> Iterator[str]:
         if not self.gpus:
-            yield (
-                f"compiled kernels and speed: there is no GPU ({self.no_gpu}), and the interpreter shows neither races "
-                "nor stray accesses"
-            )
+            unseen = "and the interpreter shows neither races nor stray accesses"
+            yield f"compiled kernels and speed: there is no GPU ({self.no_gpu}), {unseen}"
         for gpu in self.gpus:
             if gpu.target is None:
                 yield f"GPU {gpu.index} cannot be used: {gpu.refused}"
@@ -101,26 +99,22 @@ class Diagnosis:
             "gpus": [gpu.as_dict() for gpu in self.gpus],
             "no_gpu": self.no_gpu,
             "kernels": [kernels.as_dict() for kernels in self.kernels],
-            "self_test": [result.as_dict() for result in outcome.results],
+            "self_test": [vars(result) for result in outcome.results],
             "absent": outcome.absent,
-            "bitwise": [row.as_dict() for row in outcome.bitwise],
+            "bitwise": [vars(row) for row in outcome.bitwise],
             "poisoned": {"outputs": outcome.poisoned.outputs, "workspaces": outcome.poisoned.workspaces},
             "not_to_be_trusted": list(self.untrusted()),
             "seconds": self.seconds,
         }
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*self._installed(), *self._devices(), *self._kernel_lines(), *self._test_lines(), *self._verdict()]
-        )
+        return "\n".join([*self._machine_lines(), *self._kernel_lines(), *self._test_lines(), *self._verdict()])
 
-    def _installed(self) -> Iterator[str]:
+    def _machine_lines(self) -> Iterator[str]:
         yield "Versions"
         for package in self.packages:
             problem = f"  {package.problem}" if package.problem else ""
             yield f"  {package.name:15} {package.version or 'not installed'}{problem}"
-
-    def _devices(self) -> Iterator[str]:
         yield "\nGPUs"
         if not self.gpus:
             yield f"  none: {self.no_gpu}"
@@ -145,10 +139,8 @@ class Diagnosis:
 
     def _test_lines(self) -> Iterator[str]:
         outcome = self.outcome
-        yield (
-            f"\nSelf-test against the NumPy reference ({outcome.poisoned.outputs} outputs and "
-            f"{outcome.poisoned.workspaces} workspaces poisoned)"
-        )
+        poisoned = f"{outcome.poisoned.outputs} outputs and {outcome.poisoned.workspaces} workspaces poisoned"
+        yield f"\nSelf-test against the NumPy reference ({poisoned})"
         for name in outcome.absent:
             yield f"  {name}: not tested, it does not start"
         groups: dict[tuple[str, str, str, str], list[Any]] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from moe_core.base.arrays import ArraySpec
@@ -13,12 +14,9 @@ from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.portable.plan import PORTABLE
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.plan.steps import Constant, KernelLaunch
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.plan.steps import KernelLaunch
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
 
 #: A layer of Qwen3-30B-A3B: experts, K, d_model, d_ff.
 _E, _K, _D, _F = 128, 8, 2048, 768
@@ -52,7 +50,7 @@ class Kernels:
 
     target: str
     workloads: tuple[Workload, ...] = ()
-    refused: tuple[tuple[str, str], ...] = field(default=())
+    refused: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         refused = [{"configuration": text, "reason": reason} for text, reason in self.refused]
@@ -62,11 +60,8 @@ class Kernels:
 
 def kernels_of(target: Target) -> Kernels:
     """Plans typical layers for a target; runs nothing. Off the GPU one layer tells all: tiles hardly depend on it."""
-    if target.on_gpu:
-        workloads = tuple(_workload(target, dtype, tokens) for dtype in _DTYPES for tokens in _TOKENS)
-    else:
-        workloads = (_workload(target, "bfloat16", 64),)
-    return Kernels(str(target), workloads, _refused(target))
+    layers = itertools.product(_DTYPES, _TOKENS) if target.on_gpu else [("bfloat16", 64)]
+    return Kernels(str(target), tuple(_workload(target, *layer) for layer in layers), _refused(target))
 
 
 def _workload(target: Target, dtype: str, tokens: int) -> Workload:
@@ -79,19 +74,10 @@ def _workload(target: Target, dtype: str, tokens: int) -> Workload:
     except (InvalidInput, Unsupported) as error:
         return Workload(name, refused=str(error))
     launches = tuple(
-        (step.kernel.name, _configuration(step)) if isinstance(step, KernelLaunch) else (f"numpy:{step.function}", "")
+        (step.kernel.name, step.tile) if isinstance(step, KernelLaunch) else (f"numpy:{step.function}", "")
         for step in plan.steps
     )
     return Workload(name, launches, plan.notes)
-
-
-def _configuration(step: KernelLaunch) -> str:
-    sides = [
-        f"{name}={value.value}"
-        for name, value in step.arguments
-        if isinstance(value, Constant) and name.startswith("BLOCK")
-    ]
-    return ", ".join([*sides, f"{step.num_warps} warps, {step.pipeline_stages} stages"])
 
 
 def _refused(target: Target) -> tuple[tuple[str, str], ...]:
@@ -103,21 +89,17 @@ def _refused(target: Target) -> tuple[tuple[str, str], ...]:
     refused: dict[str, str] = {}
     for dtype in _DTYPES:
         problems = [problem for tokens in _TOKENS for problem in _products(tokens, dtype, target)]
-        configs = {
-            PORTABLE.tile(dataclasses.replace(problem, target=other))
-            for problem in problems
-            for other in _REFERENCE_TARGETS
-        }
-        for problem in problems:
-            for config in configs:
-                reason = why_illegal(config, problem)
-                if reason is not None:
-                    refused.setdefault(f"{_tile(config)} for {dtype}, {problem.buffers} weight tiles", reason)
+        others = [dataclasses.replace(problem, target=other) for problem in problems for other in _REFERENCE_TARGETS]
+        for problem, config in itertools.product(problems, set(map(PORTABLE.tile, others))):
+            reason = why_illegal(config, problem)
+            if reason is not None:
+                tile = f"tile {config.block_m} x {config.block_n} x {config.block_k}, {config.num_warps} warps"
+                kind = f"{tile}, {config.num_stages} stages for {dtype}, {problem.buffers} weight tiles"
+                refused.setdefault(kind, reason)
     return tuple(sorted(refused.items()))
 
 
 def _products(tokens: int, dtype: str, target: Target) -> tuple[MatmulProblem, MatmulProblem]:
-    """Both products of the layer."""
     layout = LayoutSpec(tokens, _K, _E)
     x, hidden = ArraySpec((tokens, _D), dtype), ArraySpec((layout.capacity, _F), dtype)
     first = MatmulOperands(x, ArraySpec((_E, 2 * _F, _D), dtype))
@@ -125,11 +107,4 @@ def _products(tokens: int, dtype: str, target: Target) -> tuple[MatmulProblem, M
     return (
         MatmulProblem(first, layout, MatmulSpec("out_in", "token", activation=Activation("silu")), target),
         MatmulProblem(second, layout, MatmulSpec("out_in", scatter="slot"), target),
-    )
-
-
-def _tile(config: TileConfig) -> str:
-    return (
-        f"tile {config.block_m} x {config.block_n} x {config.block_k}, {config.num_warps} warps, "
-        f"{config.num_stages} stages"
     )

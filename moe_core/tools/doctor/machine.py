@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +65,9 @@ def packages() -> tuple[Package, ...]:
 
 def _package(name: str) -> Package:
     module, least, below = PACKAGES[name]
-    try:
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
         found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
     if found is None:
         return Package(name, None)
     try:
@@ -82,22 +83,13 @@ def _package(name: str) -> Package:
 
 def _release(version: str) -> tuple[int, ...]:
     """The numbers a version begins with: `2.13.0+cpu` -> (2, 13, 0)."""
-    numbers = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def gpus() -> tuple[Gpu, ...]:
     """Every CUDA device the driver shows."""
-    if not cuda_available():
-        return ()
-    return tuple(_gpu(index) for index in range(driver().device_count))
+    return tuple(_gpu(index) for index in range(driver().device_count)) if cuda_available() else ()
 
 
 def _gpu(index: int) -> Gpu:

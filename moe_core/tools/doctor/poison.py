@@ -7,7 +7,6 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from moe_core.runtime.cuda import driver
 from moe_core.runtime.prepared import Prepared
@@ -26,8 +25,7 @@ class Poisoned:
 
     def count(self, outputs: int, workspaces: int) -> None:
         with self.lock:
-            self.outputs += outputs
-            self.workspaces += workspaces
+            self.outputs, self.workspaces = self.outputs + outputs, self.workspaces + workspaces
 
 
 @contextlib.contextmanager
@@ -41,31 +39,22 @@ def poisoned() -> Iterator[Poisoned]:
     def poison_and_run(prepared: Prepared, pointers: Sequence[int], stream: int = 0) -> None:
         plan = prepared.plan
         sizes = [buffer.spec.nbytes for buffer in plan.outputs]
-        written = list(zip(pointers[len(plan.inputs) :], [*sizes, plan.scratch_bytes], strict=False))
-        for pointer, size in written:
+        for pointer, size in zip(pointers[len(plan.inputs) :], [*sizes, plan.scratch_bytes], strict=False):
             if size:
                 _fill(prepared, pointer, size, stream)
         found.count(len(sizes), int(plan.scratch_bytes > 0))
         run(prepared, pointers, stream)
 
-    _replace(poison_and_run)
+    Prepared.__call__ = poison_and_run  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        _replace(run)
-
-
-def _replace(call: Any) -> None:
-    Prepared.__call__ = call
+        Prepared.__call__ = run  # type: ignore[method-assign]
 
 
 def _fill(prepared: Prepared, pointer: int, size: int, stream: int) -> None:
     if not prepared.plan.target.on_gpu:
         ctypes.memset(pointer, POISON, size)
         return
-    cuda = driver()
-    with cuda.activate(prepared.device_index):
-        code = cuda.lib.cuMemsetD8Async(
-            ctypes.c_uint64(pointer), ctypes.c_ubyte(POISON), ctypes.c_size_t(size), ctypes.c_void_p(stream)
-        )
-        cuda.check(code, "poisoning a buffer")
+    with driver().activate(prepared.device_index):
+        driver().fill(pointer, size, POISON, stream)

@@ -6,7 +6,7 @@ A `SelfTest` is one direction of the computation; `self_tests` lists them. Anoth
 from __future__ import annotations
 
 import abc
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,10 @@ from moe_core.errors import Unsupported
 from moe_core.parity.builtin_cases import Draw, built_in_case
 from moe_core.parity.case import Case
 from moe_core.parity.devices import INTERPRETER
-from moe_core.parity.engines import Engine, EngineRun
-from moe_core.parity.gradients import compare_gradient_bits, compare_gradients, differentiated
-from moe_core.parity.report import NOT_TESTED, BitwiseRow, StageRow
-from moe_core.parity.run import COMPOSED_STAGE, compare_bits, run_case
+from moe_core.parity.engines import Engine
+from moe_core.parity.gradients import compare_gradients, differentiated
+from moe_core.parity.report import NOT_TESTED, StageRow
+from moe_core.parity.run import COMPOSED_STAGE, Yardstick, compare_bits, compare_run
 from moe_core.tools.doctor.poison import Poisoned, poisoned
 
 PASS, FAIL, UNTESTED = "pass", "FAIL", "not tested"
@@ -51,9 +51,6 @@ class Result:
     verdict: str
     note: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class EqualBits:
@@ -64,17 +61,17 @@ class EqualBits:
     equal: bool | None
     note: str
 
-    def as_dict(self) -> dict[str, str | bool | None]:
-        return dict(vars(self))
+
+#: Of one op: its name, the rows that tell about it, and all rows of the report.
+Judged = tuple[str, list[StageRow], tuple[StageRow, ...]]
 
 
 class SelfTest(abc.ABC):
-    """One direction of the computation. CASES: built-in case, dtype, tokens."""
+    """One direction of the computation. CASES: built-in case, dtype, tokens. KIND: of the arrays of a run."""
 
     direction: str
     CASES: tuple[tuple[str, str, int], ...]
-    #: Compares runs of one case bit by bit.
-    compare: Callable[[list[Any]], Iterable[BitwiseRow]]
+    KIND: str
 
     def __init__(self) -> None:
         self.runs: list[tuple[str, Any]] = []
@@ -90,31 +87,29 @@ class SelfTest(abc.ABC):
                 yield Result(self.direction, name, run.device, case_name, op, *_judge(rows, every))
 
     @abc.abstractmethod
-    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[tuple[str, list[StageRow], tuple[StageRow, ...]]]]:
-        """The engine's run of a case; of each op (its name, its rows, all rows)."""
+    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
+        """The engine's run of a case, and what it tells of each op."""
 
     def bitwise(self) -> Iterator[EqualBits]:
         """What ran on more than one front-end, compared bit by bit; nothing where it ran on one alone."""
         for case_name, _, _ in self.CASES:
-            for row in type(self).compare([run for name, run in self.runs if name == case_name]):
+            for row in compare_bits([run for name, run in self.runs if name == case_name], self.KIND):
                 yield EqualBits(self.direction, case_name, row.equal, row.note)
 
 
 class ForwardTest(SelfTest):
     """Small layers that between them meet every op, both dtypes, every gate layout of fused weights and all extras."""
 
-    direction = "forward"
+    direction, KIND = "forward", "arrays"
     # llama4 is the one that scales rows.
     CASES = (("gpt_oss", "bfloat16", 6), ("deepseek_v3", "bfloat16", 6), ("llama4", "float32", 9))
-    compare = compare_bits
 
-    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[tuple[str, list[StageRow], tuple[StageRow, ...]]]]:
-        recorder = _Recorder(engine)
-        (report,) = run_case(case, [recorder], lambda stage: None).reports
-        assert recorder.result is not None
-        rows, weighted = {row.stage: row for row in report.rows}, case.spec.apply_router_weight_on_input
-        return recorder.result, [
-            (op, [rows[stage] for stage in stages if stage in rows], report.rows)
+    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
+        run = engine.run(case, lambda stage: None)
+        every = compare_run(Yardstick(case), run).rows
+        rows, weighted = {row.stage: row for row in every}, case.spec.apply_router_weight_on_input
+        return run, [
+            (op, [rows[stage] for stage in stages if stage in rows], every)
             for op, stages in OPS.items()
             if op != "scale_rows" or weighted
         ]
@@ -123,31 +118,15 @@ class ForwardTest(SelfTest):
 class BackwardTest(SelfTest):
     """Gradients of a small layer with biases and an interleaved gate."""
 
-    direction = "backward"
+    direction, KIND = "backward", "gradients"
     CASES = (("gpt_oss", "bfloat16", 6),)
-    compare = compare_gradient_bits
 
-    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[tuple[str, list[StageRow], tuple[StageRow, ...]]]]:
+    def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
         run = engine.gradients(case, lambda stage: None)
         every = compare_gradients(case, run).rows
         rows = {row.stage: row for row in every}
         names = [f"d_{array}" for array in differentiated(case)]
         return run, [(name, [rows[name]] if name in rows else [], every) for name in names]
-
-
-class _Recorder:
-    """An engine whose last run is kept."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self.name = engine, engine.name
-        self.result: EngineRun | None = None
-
-    def why_unsupported(self, case: Case) -> str | None:
-        return self._engine.why_unsupported(case)
-
-    def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        self.result = self._engine.run(case, progress)
-        return self.result
 
 
 def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]:
@@ -178,7 +157,6 @@ class Outcome:
 
     @property
     def tested(self) -> bool:
-        """Whether any op was truly compared."""
         return any(result.verdict != UNTESTED for result in self.results)
 
     @property
@@ -191,7 +169,6 @@ class Outcome:
 
 
 def self_tests() -> tuple[SelfTest, ...]:
-    """Every direction there is."""
     return ForwardTest(), BackwardTest()
 
 
@@ -203,7 +180,7 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
         for name, place in FRONT_ENDS.items():
             progress(f"importing the {name} front-end")
             try:
-                engine = _load(place)
+                engine = pkgutil.resolve_name(place)()
             except (ImportError, Unsupported) as error:
                 absent[name] = str(error)
                 continue
@@ -220,8 +197,3 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
                     results.append(Result(test.direction, name, "", "", "run", FAIL, note))
     bitwise = tuple(row for test in tests for row in test.bitwise())
     return Outcome(tuple(results), absent, bitwise, found)
-
-
-def _load(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)()

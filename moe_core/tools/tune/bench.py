@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,8 @@ from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch
 from moe_core.runtime.prepare import prepare
+from moe_core.specs import LayoutSpec, TileConfig
 from moe_core.specs.operands import named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import Product
 
@@ -32,6 +32,8 @@ _ROUNDS_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 0.4, 7, 31
 _TOO_SLOW = 3.0
 #: Bits of the exponent: where all are set the number is not finite.
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
+#: Bytes of the two tile counters of families that count tiles.
+_COUNTER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,7 @@ class GpuBench:
                 run = arrays.runner(plan, config)
                 run()
                 result = arrays.result()
-                if expected is None:
-                    expected = result
+                expected = result if expected is None else expected
                 problems[number] = arrays.complaint(result, expected)
                 if number == 0 and problems[0]:
                     raise RuntimeError(f"{config} of the heuristics fails for {arrays.key}: {problems[0]}")
@@ -127,16 +128,11 @@ def random_ids(layout: LayoutSpec, seed: int) -> np.ndarray:
     return np.argpartition(scores, layout.top_k, axis=1)[:, : layout.top_k].astype(np.int32)
 
 
-#: Bytes of the two tile counters of families that count tiles.
-_COUNTER_BYTES = 8
-
-
 class _Arrays:
     """The device arrays of a product, shared by its candidates."""
 
     def __init__(self, device: Device, product: Product, plans: Sequence[LaunchPlan]) -> None:
-        self._device, self._product, self.plans = device, product, plans
-        self.key = product.key
+        self._device, self._product, self.plans, self.key = device, product, plans, product.key
         self._buffers: dict[str, int] = {}
         for seed, (name, spec) in enumerate(named_arrays(product.operands)):
             # Products keep an rms of about 1.
@@ -151,7 +147,7 @@ class _Arrays:
         self._y: ArraySpec = plans[0].spec("y")
         self._buffers["y"] = device.allocate(self._y.nbytes)
         self._scratch = device.allocate(max(plan.scratch_bytes for plan in plans))
-        self._schedules: dict[int, int] = {}
+        self._schedule = functools.cache(self._make_schedule)
         self._counters = device.allocate(_COUNTER_BYTES)
 
     def runner(self, plan: LaunchPlan, config: TileConfig) -> Callable[[], None]:
@@ -185,19 +181,15 @@ class _Arrays:
         if ((result.view(bits) & bits(mask)) == mask).any():
             return "wrong result: an element is not finite, or was not written"
         rows = np.unique(np.linspace(0, len(result) - 1, min(len(result), _COMPARED_ROWS)).astype(np.int64))
-        spec, key = self._product.spec, self.key
-        tolerance = matmul_tolerance(
-            key.dtype, self._y.dtype, key.d, activation=spec.activation, allow_tf32=spec.allow_tf32
-        )
+        activation, allow_tf32 = self._product.spec.activation, self._product.spec.allow_tf32
+        sizes = (self.key.dtype, self._y.dtype, self.key.d)
+        tolerance = matmul_tolerance(*sizes, activation=activation, allow_tf32=allow_tf32)
         try:
             assert_close(result[rows], expected[rows], tolerance, label="y")
         except AssertionError as error:
             return f"wrong result: {error}"
         return ""
 
-    def _schedule(self, layout: LayoutSpec, block_m: int) -> int:
+    def _make_schedule(self, layout: LayoutSpec, block_m: int) -> int:
         assert self._sizes is not None
-        if block_m not in self._schedules:
-            schedule = make_schedule(self._sizes, layout=layout, block_m=block_m)
-            self._schedules[block_m] = self._device.upload(schedule)
-        return self._schedules[block_m]
+        return self._device.upload(make_schedule(self._sizes, layout=layout, block_m=block_m))

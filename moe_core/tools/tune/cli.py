@@ -20,16 +20,17 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import HUGGING_FACE, ExpertsSpec, MoELayerSpec, Storage
 from moe_core.runtime.cuda import cuda_available, cuda_target, why_no_gpu
 from moe_core.specs.matmul import ACTIVATIONS, GATE_LAYOUTS, Activation
-from moe_core.specs.tile_table import Measurement, read_measurements, write_measurements
+from moe_core.specs.tile_table import read_measurements, write_measurements
 from moe_core.tools.tune.bench import GpuBench
-from moe_core.tools.tune.candidates import candidates
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import PRESETS, Product, distinct_products, products_of
 from moe_core.tools.tune.provenance import joined, provenance
-from moe_core.tools.tune.search import Limits, Result, search
+from moe_core.tools.tune.search import Limits, Result, candidates, search
 
 WRITTEN, FAILED, NOTHING_MEASURED = 0, 1, 2
 _TOKENS = tuple(2**exponent for exponent in range(15))
+#: The options that describe a layer by its sizes.
+_SIZES = (("d-model", "D"), ("d-ff", "F, of one expert"), ("experts", "E"), ("top-k", "K"))
 #: What a dry run plans for where there is no GPU.
 _DRY_TARGET = Target("cuda", 90, 132)
 _DESCRIPTION = """\
@@ -69,16 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         "moebius-tune", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     layers = parser.add_argument_group("layers (any number of presets and configs, and one by its sizes)")
-    layers.add_argument(
-        "--preset",
-        action="append",
-        default=[],
-        choices=sorted(PRESETS),
-        metavar="NAME",
-        help=f"one of {', '.join(sorted(PRESETS))}",
-    )
+    names = sorted(PRESETS)
+    known = f"one of {', '.join(names)}"
+    layers.add_argument("--preset", action="append", default=[], choices=names, metavar="NAME", help=known)
     layers.add_argument("--config", action="append", default=[], metavar="PATH", help="a Hugging Face config.json")
-    for name, meaning in (("d-model", "D"), ("d-ff", "F, of one expert"), ("experts", "E"), ("top-k", "K")):
+    for name, meaning in _SIZES:
         layers.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
     layers.add_argument("--activation", choices=ACTIVATIONS, default="silu", help="of the layer given by its sizes")
     data = parser.add_argument_group("data")
@@ -93,13 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--extend", action="store_true", help="keep what the table has and measure only what it lacks")
     run.add_argument("--candidates", type=int, default=40, metavar="N", help="configurations per product (40)")
     run.add_argument("--seconds", type=float, default=1800.0, metavar="S", help="begin no product after them (1800)")
-    run.add_argument(
-        "--workers",
-        type=int,
-        default=min(16, os.cpu_count() or 1),
-        metavar="N",
-        help="kernels compiled at the same time",
-    )
+    workers = min(16, os.cpu_count() or 1)
+    run.add_argument("--workers", type=int, default=workers, metavar="N", help="kernels compiled at the same time")
     run.add_argument("--device", type=int, default=0, metavar="INDEX")
     run.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU and times nothing")
     return parser
@@ -132,12 +123,7 @@ def _products(options: argparse.Namespace) -> Sequence[Product]:
 
 def _layers(options: argparse.Namespace) -> list[MoELayerSpec]:
     layers = [PRESETS[name] for name in options.preset] + [layer_spec_from_config(path) for path in options.config]
-    sizes = {
-        "--d-model": options.d_model,
-        "--d-ff": options.d_ff,
-        "--experts": options.experts,
-        "--top-k": options.top_k,
-    }
+    sizes = {f"--{name}": getattr(options, name.replace("-", "_")) for name, _ in _SIZES}
     missing = [name for name, size in sizes.items() if size is None]
     if len(missing) < len(sizes):
         if missing:
@@ -174,11 +160,14 @@ def _measure(products: Sequence[Product], options: argparse.Namespace, given: Se
     limits = Limits(options.candidates, options.seconds)
     results: list[Result] = []
 
+    def write() -> None:
+        write_measurements(options.output, origin, [*kept, *(result.measurement for result in results)])
+
     def report(result: Result) -> None:
         results.append(result)
         print(_row(result), flush=True)
-        # Written after each product: what was measured survives an interruption.
-        _write(options.output, origin, kept, results)
+        # After each product: what was measured survives an interruption.
+        write()
 
     try:
         with Device(options.device) as device:
@@ -186,15 +175,9 @@ def _measure(products: Sequence[Product], options: argparse.Namespace, given: Se
     except RuntimeError as error:
         print(f"moebius-tune: a measurement failed: {error}", file=sys.stderr)
         return FAILED
-    _write(options.output, origin, kept, results)
+    write()
     _summary(results, left, options)
     return WRITTEN
-
-
-def _write(
-    path: pathlib.Path, origin: dict[str, object], kept: Sequence[Measurement], results: Sequence[Result]
-) -> None:
-    write_measurements(path, origin, [*kept, *(result.measurement for result in results)])
 
 
 _HEADER = f"{'product':16} {'tokens':>6} {'built in':>9} {'best':>9} {'gain':>6} {'invariant':>9}  winner (us; refused)"
@@ -211,9 +194,9 @@ def _row(result: Result) -> str:
 
 
 def _summary(results: Sequence[Result], left: Sequence[Product], options: argparse.Namespace) -> None:
-    wrong = [(result, timing) for result in results for timing in result.refused if "wrong result" in timing.reason]
-    for result, timing in wrong:
-        print(f"wrong: {result.product.name}, {result.product.num_tokens} tokens, {timing.config}: {timing.reason}")
+    for product, timing in [(result.product, timing) for result in results for timing in result.refused]:
+        if "wrong result" in timing.reason:
+            print(f"wrong: {product.name}, {product.num_tokens} tokens, {timing.config}: {timing.reason}")
     if left:
         names = ", ".join(f"{product.name} at {product.num_tokens} tokens" for product in left)
         print(f"not measured, {options.seconds:g} seconds are over: {names}; run again with --extend")

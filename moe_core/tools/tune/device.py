@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import statistics
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ class Device:
 
     def __init__(self, index: int) -> None:
         self.index, self._driver = index, driver()
-        self._lib = self._driver.lib
+        self._lib, self.check, self.fill = self._driver.lib, self._driver.check, self._driver.fill
         self._addresses: list[int] = []
         self._events: list[ctypes.c_void_p] = []
         self._scope: Any = None
@@ -38,16 +37,11 @@ class Device:
         self._flush = self.allocate(_FLUSH_BYTES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for event in self._events:
             self._lib.cuEventDestroy_v2(event)
         self.free(0)
-        self._scope.__exit__(kind, error, trace)
-
-    def check(self, code: int, what: str) -> None:
-        self._driver.check(code, what)
+        self._scope.__exit__(*error)
 
     def mark(self) -> int:
         """What has been allocated so far, for `free`."""
@@ -77,12 +71,11 @@ class Device:
 
     def random(self, spec: ArraySpec, scale: float, seed: int) -> int:
         """The address of a contiguous array of normal numbers times `scale`, which repeat after some megabytes."""
-        itemsize = numpy_dtype(spec.dtype).itemsize
-        count = min(spec.size, _PATTERN_BYTES // itemsize)
+        dtype = numpy_dtype(spec.dtype)
+        count = min(spec.size, _PATTERN_BYTES // dtype.itemsize)
         numbers = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(scale)
-        pattern = numbers.astype(numpy_dtype(spec.dtype)).view(np.uint8)
-        address = self.allocate(spec.nbytes)
-        filled = pattern.nbytes
+        pattern = numbers.astype(dtype).view(np.uint8)
+        address, filled = self.allocate(spec.nbytes), pattern.nbytes
         if filled:
             self._write(address, pattern)
         while filled < spec.nbytes:
@@ -91,13 +84,6 @@ class Device:
             self.check(self._lib.cuMemcpyDtoD_v2(target, source, ctypes.c_size_t(size)), "copying on the device")
             filled += size
         return address
-
-    def fill(self, address: int, size: int, byte: int) -> None:
-        """Set every byte; in stream order."""
-        pointer, count = ctypes.c_uint64(address), ctypes.c_size_t(size)
-        self.check(
-            self._lib.cuMemsetD8Async(pointer, ctypes.c_ubyte(byte), count, ctypes.c_void_p()), "cuMemsetD8Async"
-        )
 
     def download(self, address: int, spec: ArraySpec) -> np.ndarray:
         """A contiguous array as it is after all work on the device."""
@@ -117,17 +103,18 @@ class Device:
 
         Rounds of all runs alternate: the clock drifts with temperature and load, and so it drifts for all alike.
         """
-        count = 2 * rounds * len(runs)
-        while len(self._events) < count:
-            self._events.append(self._event())
+        while len(self._events) < 2 * rounds * len(runs):
+            event = ctypes.c_void_p()
+            self.check(self._lib.cuEventCreate(ctypes.byref(event), ctypes.c_uint(0)), "cuEventCreate")
+            self._events.append(event)
         spare = iter(self._events)
         pairs = [[(next(spare), next(spare)) for _ in runs] for _ in range(rounds)]
         for round_pairs in pairs:
             for run, (start, end) in zip(runs, round_pairs, strict=True):
                 self.fill(self._flush, _FLUSH_BYTES, 0)
-                self._record(start)
+                self.check(self._lib.cuEventRecord(start, ctypes.c_void_p()), "cuEventRecord")
                 run()
-                self._record(end)
+                self.check(self._lib.cuEventRecord(end, ctypes.c_void_p()), "cuEventRecord")
         self.synchronize()
         times = [[self._elapsed(*pair) for pair in round_pairs] for round_pairs in pairs]
         return [statistics.median(column) for column in zip(*times, strict=True)]
@@ -135,14 +122,6 @@ class Device:
     def _write(self, address: int, data: np.ndarray) -> None:
         source, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
         self.check(self._lib.cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, size), "copying to the device")
-
-    def _event(self) -> ctypes.c_void_p:
-        event = ctypes.c_void_p()
-        self.check(self._lib.cuEventCreate(ctypes.byref(event), ctypes.c_uint(0)), "cuEventCreate")
-        return event
-
-    def _record(self, event: ctypes.c_void_p) -> None:
-        self.check(self._lib.cuEventRecord(event, ctypes.c_void_p()), "cuEventRecord")
 
     def _elapsed(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
         """Microseconds from one event to another."""

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, Storage
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import tile_key
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile_table import TileKey, entry_key
 
-_SWIGLU_OAI = Activation("swiglu_oai")
-
+_GPT_OSS = ExpertsSpec(Activation("swiglu_oai"))
 #: Layers of released models, by name.
 PRESETS: Mapping[str, MoELayerSpec] = {
     "qwen3-30b-a3b": MoELayerSpec(2048, 768, 128, 8),
     "qwen3-235b-a22b": MoELayerSpec(4096, 1536, 128, 8),
-    "gpt-oss-20b": MoELayerSpec(2880, 2880, 32, 4, experts=ExpertsSpec(_SWIGLU_OAI)),
-    "gpt-oss-120b": MoELayerSpec(2880, 2880, 128, 4, experts=ExpertsSpec(_SWIGLU_OAI)),
+    "gpt-oss-20b": MoELayerSpec(2880, 2880, 32, 4, experts=_GPT_OSS),
+    "gpt-oss-120b": MoELayerSpec(2880, 2880, 128, 4, experts=_GPT_OSS),
     "mixtral-8x7b": MoELayerSpec(4096, 14336, 8, 2),
     "deepseek-v3": MoELayerSpec(7168, 2048, 256, 8, shared_experts=SharedExpertsSpec(2048)),
 }
@@ -56,7 +55,7 @@ class Product:
 def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: int) -> tuple[Product, ...]:
     """Both products of a layer's experts, then those of its shared experts, for weights stored as `storage`."""
     spec, (D, F, E, K) = layer.moe_spec(storage), (layer.d_model, layer.d_ff, layer.num_experts, layer.top_k)
-    activation, out_dtype = spec.activation, "float32"
+    activation = spec.activation
     separate = activation.gate_layout == "separate"
 
     def matrix(inputs: int, outputs: int, *lead: int) -> ArraySpec:
@@ -68,23 +67,19 @@ def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: i
         return MatmulOperands(x, matrix(D, columns, *lead), up=matrix(D, width, *lead) if separate else None)
 
     layout = LayoutSpec(num_tokens, K, E)
-    down = MatmulOperands(
-        ArraySpec((layout.capacity, F), dtype), matrix(F, D, E), row_weight=ArraySpec((num_tokens, K), "float32")
-    )
+    row_weight = ArraySpec((num_tokens, K), "float32")
+    down = MatmulOperands(ArraySpec((layout.capacity, F), dtype), matrix(F, D, E), row_weight=row_weight)
     first = MatmulSpec(spec.weight_layout, "token", "row", activation, allow_tf32=spec.allow_tf32)
     second = MatmulSpec(spec.weight_layout, "row", "slot", allow_tf32=spec.allow_tf32)
-    found = [
-        Product("gate_up", num_tokens, gate_up(F, E), layout, first),
-        Product("down", num_tokens, down, layout, second),
-    ]
+    found: list[tuple[Any, ...]] = [("gate_up", gate_up(F, E), layout, first), ("down", down, layout, second)]
     if layer.shared_experts is not None:
         S = layer.shared_experts.d_ff
         dense = MatmulSpec(spec.weight_layout, activation=activation, allow_tf32=spec.allow_tf32)
-        found.append(Product("shared gate_up", num_tokens, gate_up(S), None, dense))
+        found.append(("shared gate_up", gate_up(S), None, dense))
         operands = MatmulOperands(ArraySpec((num_tokens, S), dtype), matrix(S, D))
-        dense = MatmulSpec(spec.weight_layout, out_dtype=out_dtype, allow_tf32=spec.allow_tf32)
-        found.append(Product("shared down", num_tokens, operands, None, dense))
-    return tuple(found)
+        dense = MatmulSpec(spec.weight_layout, out_dtype="float32", allow_tf32=spec.allow_tf32)
+        found.append(("shared down", operands, None, dense))
+    return tuple(Product(name, num_tokens, *rest) for name, *rest in found)
 
 
 def distinct_products(products: Iterable[Product]) -> Sequence[Product]:

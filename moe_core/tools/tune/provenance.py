@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import pathlib
@@ -23,15 +22,12 @@ _SAME = ("gpu", "versions", "commit")
 
 def provenance(device_index: int, arguments: Sequence[str]) -> dict[str, Any]:
     """GPU, driver, versions, commit, command and date of a run."""
+    versions = {"moebius": moe_core.__version__, "kernels": sources_version()[:12]}
+    versions |= {"triton": importlib.metadata.version("triton"), "python": platform.python_version()}
     return {
         "gpu": driver().name(device_index),
         "driver": _cuda_version(),
-        "versions": {
-            "moebius": moe_core.__version__,
-            "kernels": sources_version()[:12],
-            "triton": importlib.metadata.version("triton"),
-            "python": platform.python_version(),
-        },
+        "versions": versions,
         "commit": _commit(),
         "command": " ".join(["moebius-tune", *arguments]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -52,11 +48,9 @@ def joined(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _commit() -> str:
     """MOEBIUS_COMMIT where it is set (a copy without its repository), else that of the checkout, else none."""
-    given = os.environ.get("MOEBIUS_COMMIT")
-    if given:
+    if given := os.environ.get("MOEBIUS_COMMIT"):
         return given
-    root = pathlib.Path(moe_core.__file__).parent
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(pathlib.Path(moe_core.__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -64,6 +58,5 @@ def _commit() -> str:
 
 
 def _cuda_version() -> str:
-    version = ctypes.c_int()
-    driver().check(driver().lib.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
-    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    version = driver().number(driver().lib.cuDriverGetVersion, "cuDriverGetVersion")
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from moe_core.base.target import Target
+from moe_core.ops.matmul.families import families_for, why_illegal
+from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.specs.tile import TileConfig
+from moe_core.specs import MatmulTuning, TileConfig
 from moe_core.specs.tile_table import Measurement, TileEntry
-from moe_core.specs.tuning import MatmulTuning
 from moe_core.tools.tune.bench import Timing
-from moe_core.tools.tune.candidates import candidates
 from moe_core.tools.tune.products import Product
 
 #: A candidate must be faster than the heuristics' choice by this share to replace it: less is noise.
@@ -61,6 +62,18 @@ class Limits:
     seconds: float
 
 
+def candidates(problem: MatmulProblem, limit: int) -> tuple[TileConfig, ...]:
+    """At most `limit` legal configurations: the heuristics' own, then those of the families by turns."""
+    able = [family for family in families_for(problem) if family.why_not(problem) is None]
+    legal = [
+        dict.fromkeys(config for config in family.candidates(problem) if why_illegal(config, problem) is None)
+        for family in able
+    ]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*legal))
+    found = dict.fromkeys((heuristic_tile(problem).config, *turns))
+    return tuple(config for config in found if config is not None)[:limit]
+
+
 def search(
     products: Sequence[Product],
     target: Target,
@@ -93,12 +106,6 @@ def measure_product(product: Product, target: Target, bench: Bench, limit: int) 
     config, microseconds = min(times.items(), key=lambda item: item[1])
     if microseconds > own * (1 - LEAST_GAIN):
         config, microseconds = configs[0], own
-    return Result(
-        product,
-        target.arch,
-        (configs[0], own),
-        (config, microseconds),
-        times.get(invariant),
-        len(timings),
-        tuple(timing for timing in timings if timing.microseconds is None),
-    )
+    refused = tuple(timing for timing in timings if timing.microseconds is None)
+    heuristic, best = (configs[0], own), (config, microseconds)
+    return Result(product, target.arch, heuristic, best, times.get(invariant), len(timings), refused)

@@ -20,8 +20,7 @@ from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
 from moe_core.ops.matmul.portable.plan import PORTABLE
 from moe_core.ops.matmul.problem import PLAIN, PREPACKED, QUANTISED, MatmulProblem
-from moe_core.ops.matmul.sm90.plan import SM90
-from moe_core.ops.matmul.sm90.tiles import sm90_config
+from moe_core.ops.matmul.sm90.plan import SM90, sm90_config
 from moe_core.ops.matmul.tile_choice import TileSource, choose_tile, heuristic_tile
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import KernelLaunch, LaunchPlan

@@ -17,7 +17,7 @@ from moe_core.ops.matmul import tile_choice
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.tiles import sm90_config
+from moe_core.ops.matmul.sm90.plan import sm90_config
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource, choose_tile, given_tile, heuristic_tile, tile_key
 from moe_core.ops.moe import backward_stages, forward
 from moe_core.ops.moe.backward import plan_moe_backward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.operands import LAYOUT_INPUTS
 from moe_core.specs.routing import LogitsSpec, RouterSpec
 from tests.support import strategies
 from tests.support.exact import packed
@@ -140,6 +143,7 @@ def test_matmul_gradients(data: st.DataObject) -> None:
     weight_layout = data.draw(strategies.weight_layouts())
     groups = make_layout(case.ids, case.expert_map, case.token_mask, layout=layout)[:3]
     sizes, _, slot_of_row = groups
+    where: dict[str, Any] = dict(zip(LAYOUT_INPUTS, groups, strict=True), layout=layout)
     shape = (case.num_experts, 5, 7) if weight_layout == "in_out" else (case.num_experts, 7, 5)
     weight = draw_array(rng, shape)
     weight[sizes == 0] = np.nan
@@ -164,20 +168,18 @@ def test_matmul_gradients(data: st.DataObject) -> None:
     d_x, d_weight, d_bias = (gradient.numpy() for gradient in torch.autograd.grad(value, leaves))
 
     back = MatmulSpec(weight_layout, gather="row", scatter="slot")
-    slots = backward_matmul.input_gradient(d_y, weight, *groups, layout=layout, spec=back)
+    slots = backward_matmul.input_gradient(d_y, weight, **where, spec=back)
     assert_close(slots.reshape(*case.ids.shape, 5).sum(axis=1), d_x, CLOSE, "d_x", scale=_rms(d_x))
     sides, gather = ((x, d_y), ("token", "row")) if weight_layout == "in_out" else ((d_y, x), ("row", "token"))
     into = draw_array(rng, shape)
     for base in (None, into):
-        found = backward_matmul.weight_gradient(
-            *sides, *groups, base, layout=layout, gather=gather, out_dtype="float32"
-        )
+        found = backward_matmul.weight_gradient(*sides, base, **where, gather=gather, out_dtype="float32")
         wanted = d_weight if base is None else d_weight + base
         assert_close(found, wanted, CLOSE, "d_weight", scale=_rms(wanted))
         np.testing.assert_array_equal(
             found[sizes == 0], np.zeros(shape)[sizes == 0] if base is None else base[sizes == 0]
         )
-    found = backward_matmul.bias_gradient(d_y, *groups, layout=layout, out_dtype="float32")
+    found = backward_matmul.bias_gradient(d_y, **where, out_dtype="float32")
     assert_close(found, d_bias, CLOSE, "d_bias", scale=_rms(d_bias))
 
 
@@ -295,11 +297,11 @@ def test_router_backward(weight_layout: str, dtype: str) -> None:
 def test_an_expert_without_rows_has_zeros_whatever_the_weights_hold() -> None:
     case: RoutingCase = hard_routing("no_expert")
     layout = case.layout(alignment=4)
-    groups = make_layout(case.ids, layout=layout)[:3]
+    groups: dict[str, Any] = dict(zip(LAYOUT_INPUTS, make_layout(case.ids, layout=layout)[:3], strict=True))
     x = np.full((case.num_tokens, 3), np.nan, F32)
     d_y = np.full((layout.capacity, 2), np.nan, F32)
     options = {"layout": layout, "out_dtype": "float32"}
-    assert not backward_matmul.weight_gradient(x, d_y, *groups, gather=("token", "row"), **options).any()
-    assert not backward_matmul.bias_gradient(d_y, *groups, **options).any()
-    product = backward_matmul.bias_product(d_y, d_y[:4], *groups, layout=layout)
+    assert not backward_matmul.weight_gradient(x, d_y, **groups, gather=("token", "row"), **options).any()
+    assert not backward_matmul.bias_gradient(d_y, **groups, **options).any()
+    product = backward_matmul.bias_product(d_y, d_y[:4], **groups, layout=layout)
     assert product.shape == (layout.num_slots,) and not product.any()

@@ -47,7 +47,7 @@ def test_bias_product(case: strategies.RoutingCase, width: int, seed: int) -> No
     groups = {"group_start": start, "slot_of_row": slot_of_row}
     plan = plan_bias_product(spec_of(d_y), spec_of(bias), layout, engine_target())
     found = run_plan(plan, {"d_y": d_y, "bias": bias} | groups)["products"]
-    expected = bias_product(d_y, bias, sizes, layout=layout, gather="token", **groups)
+    expected = bias_product(d_y, bias, group_sizes=sizes, layout=layout, gather="token", **groups)
     present = row_of_slot >= 0
     close(found[present], expected[present], width, "products")
 
@@ -61,7 +61,8 @@ def test_bias_product_of_many_experts_in_a_stack(layer: int) -> None:
     groups, index = {"group_start": start, "slot_of_row": slot_of_row}, np.array([layer], np.int32)
     plan = plan_bias_product(spec_of(d_y), spec_of(bias), layout, engine_target(), layer_index=spec_of(index))
     found = run_plan(plan, {"d_y": d_y, "bias": bias, "layer_index": index} | groups)["products"]
-    close(found, bias_product(d_y, bias[layer], sizes, layout=layout, gather="token", **groups), 24, "products")
+    expected = bias_product(d_y, bias[layer], group_sizes=sizes, layout=layout, gather="token", **groups)
+    close(found, expected, 24, "products")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 1500])

@@ -11,7 +11,7 @@ from moe_core.base.target import Target
 from moe_core.formats import MXFP4, Format, QuantizedSpec, QuantizedTensor, format_named, quantized_specs
 from moe_core.formats.tiling import Tiling, block_of
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.matmul.sm90_packed.tiles import MIXED_INPUT_NAME, block_width, why_illegal_mixed_input
+from moe_core.ops.matmul.sm90_packed.plan import MIXED_INPUT_NAME, block_width, why_illegal_mixed_input
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import MatmulOperands

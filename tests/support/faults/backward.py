@@ -18,14 +18,16 @@ from tests.support.faults.kernel_copies import INTERPRETER, OpFault, run_on_copy
 
 #: By kernel file; its tests are in TESTS. None reads or writes outside of its arrays.
 FAULTS: dict[str, tuple[OpFault, ...]] = {
-    "activation.kernels.backward": (
+    "activation.kernels.formulas": (
         OpFault("share * (1.0 + bounded * (1.0 - share))", "share * (1.0 + bounded * share)"),
         OpFault("0.5 * twice + bounded * density", "0.5 * twice - bounded * density"),
         OpFault("1.0 + 0.134145 * square", "1.0 + 0.044715 * square"),
         OpFault("tl.where(gate > LIMIT, 0.0, d_gate)", "d_gate"),
         OpFault("tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)", "tl.where(up > LIMIT, 0.0, d_up)"),
-        OpFault("tl.join(d_gate, d_up)", "tl.join(d_up, d_gate)"),
         OpFault("bounded = clamp(x, 128.0)", "bounded = x"),
+    ),
+    "activation.kernels.backward": (
+        OpFault("tl.join(d_gate, d_up)", "tl.join(d_up, d_gate)"),
         OpFault("products += z * hidden", "products += upstream * hidden"),
         OpFault("total += tl.load(bias_product", "total -= tl.load(bias_product"),
         OpFault("present = written & (found >= 0)", "present = written & (found >= 1)"),
@@ -77,6 +79,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
 }
 #: By kernel file: the file of tests that must fail.
 TESTS = {
+    "activation.kernels.formulas": "tests/ops/activation/test_backward.py",
     "activation.kernels.backward": "tests/ops/activation/test_backward.py",
     "reduction.kernels.rowwise": "tests/ops/reduction/test_rowwise.py",
     "matmul.portable.weight_gradient_kernel": "tests/ops/matmul/test_weight_gradient.py",

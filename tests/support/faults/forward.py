@@ -89,10 +89,12 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("second = first + N * N_STRIDE", "second = first", "qwen3_moe", "activation"),
         Fault("tl.load(row_weight + slots", "tl.load(row_weight + rows", "mixtral", "matmul2"),
     ),
-    "activation.kernels.forward": (
-        Fault("(up + 1.0)", "up", "gpt_oss", "activation"),
-        Fault("tl.where(gate > LIMIT, LIMIT, gate)", "gate", "gpt_oss", "activation"),
+    "activation.kernels.formulas": (
+        Fault("(up + 1.0)\n    else:", "up\n    else:", "gpt_oss", "activation"),
+        Fault("gate = tl.where(gate > LIMIT, LIMIT, gate)", "gate = gate", "gpt_oss", "activation"),
         Fault("tl.exp(-x)", "tl.exp(-1.0001 * x)", "mixtral", "activation"),
+    ),
+    "activation.kernels.forward": (
         Fault("x + base + WIDTH + columns", "x + base + columns", "qwen3_moe", "activation_op"),
     ),
     "reduction.kernels.reduce": (

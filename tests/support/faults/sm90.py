@@ -26,8 +26,7 @@ from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_WEIGHT_GRADIENT
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS, few_rows_config
-from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
-from moe_core.ops.matmul.sm90_packed.tiles import mixed_input_config
+from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT, mixed_input_config
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan

@@ -12,7 +12,7 @@ from moe_core.formats import MXFP4, Format, QuantizedTensor
 from moe_core.formats.tiling import block_of
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import few_rows_config
-from moe_core.ops.matmul.sm90_packed.tiles import mixed_input_config
+from moe_core.ops.matmul.sm90_packed.plan import mixed_input_config
 from moe_core.ops.prepack.prepack import tile
 from moe_core.ops.quantize.reference import quantize
 from moe_core.specs.matmul import MatmulSpec

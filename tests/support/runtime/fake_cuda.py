@@ -7,6 +7,8 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
+from moe_core.runtime.cuda import Driver
+
 #: Milliseconds that pass between two events.
 TICK = 0.5
 
@@ -89,6 +91,8 @@ class FakeLibrary:
 
 class FakeDriver:
     """`moe_core.runtime.cuda.Driver` on a FakeLibrary."""
+
+    fill = Driver.fill
 
     def __init__(self) -> None:
         self.lib = FakeLibrary()

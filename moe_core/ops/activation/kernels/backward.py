@@ -3,60 +3,7 @@
 import triton
 import triton.language as tl
 
-from moe_core.ops.activation.kernels.forward import sigmoid
-
-
-@triton.jit
-def clamp(x, LIMIT: tl.constexpr):
-    """x within [-LIMIT, LIMIT]; NaN stays NaN, for comparisons with it are false."""
-    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
-
-
-@triton.jit
-def value_and_slope(x, NAME: tl.constexpr):
-    """(act(x), d act(x) / dx) of the ungated form, fp32; formulas: `moe_core.ops.activation.reference`.
-
-    Where the slope is constant in fp32 it is taken at a bound, so that no infinity meets a zero.
-    """
-    if NAME == "silu":
-        bounded = clamp(x, 128.0)
-        share = sigmoid(bounded)
-        return x * share, share * (1.0 + bounded * (1.0 - share))
-    elif NAME == "gelu":
-        bounded = clamp(x, 16.0)
-        twice = 1.0 + tl.erf(bounded * 0.7071067811865476)
-        density = 0.3989422804014327 * tl.exp(-0.5 * bounded * bounded)
-        return 0.5 * x * twice, 0.5 * twice + bounded * density
-    elif NAME == "gelu_tanh":
-        bounded = clamp(x, 16.0)
-        square = bounded * bounded
-        share = sigmoid(1.5957691216057308 * (bounded + 0.044715 * square * bounded))
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * square)
-        return x * share, share * (1.0 + bounded * (1.0 - share) * slope)
-    else:
-        tl.static_assert(NAME == "relu2", "unknown activation")
-        positive = tl.where(x < 0.0, 0.0, x)
-        return positive * positive, 2.0 * positive
-
-
-@triton.jit
-def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(y, d_gate, d_up) of the gated form: y = act(gate) * up, or swiglu_oai with its clamps."""
-    if NAME == "swiglu_oai":
-        g, u = gate, up
-        if LIMIT is not None:
-            g, u = tl.where(gate > LIMIT, LIMIT, gate), clamp(up, LIMIT)
-        # g s(a g) is silu(a g) / a: its slope is silu's at a g, its value that of s(a g) times g.
-        _, slope = value_and_slope(ALPHA * g, "silu")
-        activated = g * sigmoid(ALPHA * g)
-        d_gate, d_up = d_y * (u + 1.0) * slope, d_y * activated
-        if LIMIT is not None:
-            d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
-            d_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)
-        return activated * (u + 1.0), d_gate, d_up
-    else:
-        activated, slope = value_and_slope(gate, NAME)
-        return activated * up, d_y * up * slope, d_y * activated
+from moe_core.ops.activation.kernels.formulas import gated_backward, value_and_slope
 
 
 @triton.jit

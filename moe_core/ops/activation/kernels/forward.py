@@ -1,40 +1,9 @@
-"""Activations in fp32, fused into the matmul or as an op of their own."""
+"""Activations as an op of their own."""
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def activate(x, NAME: tl.constexpr):
-    """act(x) of the ungated form, fp32. NaN propagates: comparisons with NaN are false, so `where` keeps it."""
-    if NAME == "silu":
-        return x * sigmoid(x)
-    elif NAME == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif NAME == "gelu_tanh":
-        # 0.5 * x * (1 + tanh(u)) = x * sigmoid(2 * u)
-        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(NAME == "relu2", "unknown activation")
-        positive = tl.where(x < 0.0, 0.0, x)
-        return positive * positive
-
-
-@triton.jit
-def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """act(gate) * up, or swiglu_oai's `g * sigmoid(alpha * g) * (u + 1)` with its clamps, fp32."""
-    if NAME == "swiglu_oai":
-        if LIMIT is not None:
-            gate = tl.where(gate > LIMIT, LIMIT, gate)
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        return gate * sigmoid(ALPHA * gate) * (up + 1.0)
-    else:
-        return activate(gate, NAME) * up
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 
 
 @triton.jit

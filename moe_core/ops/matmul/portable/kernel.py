@@ -8,7 +8,7 @@ for each (row block b, expert e) of the schedule, for each column tile:
 import triton
 import triton.language as tl
 
-from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 

@@ -2,19 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+
+from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base.sizes import padded
+from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, block_constants, fused_constants, row_counts
-from moe_core.ops.matmul.portable.tiles import PortableTiles
-from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, constants
+from moe_core.plan.steps import Argument, Kernel, passed
 from moe_core.specs.tile import TileConfig
 
 MATMUL_OGS = Kernel("matmul.portable.kernel:matmul_ogs", pdl="layout")
 
+#: Values worth measuring of every field, in order; a step is to a value's neighbour.
+CHOICES: Mapping[str, tuple[int, ...]] = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (32, 64, 128, 256),
+    "block_k": (32, 64, 128, 256),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5, 6, 7),
+    "group_m": (1, 4, 8, 16),
+}
+#: Numbers of rows whose tiles are further starting points.
+_ROWS = tuple(4**exponent for exponent in range(11))
 
-class _Portable(PortableTiles):
-    """The tiles, and their launch."""
+
+class _Portable(Family):
+    """bf16, fp16 and fp32 on every compiled target."""
+
+    name, weights, shares_launches = "portable", PLAIN, True
+
+    def why_not(self, problem: MatmulProblem) -> str | None:
+        return None
+
+    def tile(self, problem: MatmulProblem) -> TileConfig:
+        config = _fixed(problem) if problem.batch_invariant or not problem.target.on_gpu else _by_rows(problem)
+        block_n, block_k = min(config.block_n, padded(problem.n)), min(config.block_k, padded(problem.d))
+        config = dataclasses.replace(config, block_n=block_n, block_k=block_k)
+        return rules.shrunk(config, lambda config: self.why_illegal(config, problem), 2 * rules.SMALLEST_SIDE)
+
+    def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
+        target = problem.target
+        if (reason := rules.why_not_sides(config) or rules.why_not_warps(config, target)) is not None:
+            return reason
+        for name in ("num_stages", "group_m"):
+            if getattr(config, name) < 1:
+                return f"{name} must be at least 1, got {getattr(config, name)}"
+        if not target.on_gpu:
+            return None
+        width = dtypes.itemsize(problem.dtype)
+        stage = config.block_k * (config.block_m + problem.buffers * config.block_n) * width
+        if (reason := rules.why_no_room(config, stage, target)) is not None:
+            return reason
+        if (held := rules.accumulators(config, target, problem.buffers)) > 160:
+            return f"{held} accumulator registers per thread leave too few of 255 for operands and addresses"
+        return None
+
+    def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
+        """Its configurations for this and for other numbers of rows, then those around the first, nearest first; none
+        with a side more than twice what the problem fills."""
+        start = self.tile(problem)
+        seeds = [self.tile(dataclasses.replace(problem, expected_rows=rows)) for rows in _ROWS]
+        for config in (start, *seeds, *_around(start)):
+            if config.block_n < 2 * max(16, problem.n) and config.block_k < 2 * max(16, problem.d):
+                yield config
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         arguments = _arguments(builder, problem, config)
@@ -25,6 +81,51 @@ class _Portable(PortableTiles):
 PORTABLE = _Portable()
 
 
+def _fixed(problem: MatmulProblem) -> TileConfig:
+    """Rows are not looked at.
+
+    16-bit tiles are 64 rows high, the lowest that Hopper's wgmma takes: few rows waste arithmetic, not weight bytes,
+    and many rows keep the fast instruction.
+    """
+    if not problem.target.on_gpu:
+        return TileConfig(32, 64, 64, 4, 1)
+    if problem.dtype == "float32":
+        return TileConfig(32, 64, 32, 4, 2)
+    return TileConfig(64, 64, 64, 4, 4) if problem.gated else TileConfig(64, 128, 64, 4, 3)
+
+
+def _by_rows(problem: MatmulProblem) -> TileConfig:
+    rows = problem.rows_per_group
+    if problem.dtype == "float32":
+        return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2)
+    if rows <= 10:
+        # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
+        tiles = min(problem.groups, problem.rows) * -(-problem.n // 128)
+        return TileConfig(16, 128, 64, 4, 4) if tiles >= problem.target.num_sms else TileConfig(16, 64, 64, 4, 6)
+    if rows <= 24:
+        return TileConfig(32, 128, 64, 4, 4)
+    if rows <= 100:
+        return TileConfig(64, 64, 64, 4, 4) if problem.gated else TileConfig(64, 128, 64, 4, 3)
+    return TileConfig(128, 128, 32, 8, 5, 4) if problem.gated else TileConfig(128, 256, 64, 8, 3, 4)
+
+
+def _around(start: TileConfig) -> Iterable[TileConfig]:
+    """Every combination of values, ordered by the number of steps from `start`, changes of tile sides first."""
+    values = {name: sorted({*choices, getattr(start, name)}) for name, choices in CHOICES.items()}
+
+    def steps(config: TileConfig) -> list[int]:
+        return [
+            abs(ordered.index(getattr(config, name)) - ordered.index(getattr(start, name)))
+            for name, ordered in values.items()
+        ]
+
+    every = [
+        dataclasses.replace(start, **dict(zip(values, chosen, strict=True)))
+        for chosen in itertools.product(*values.values())
+    ]
+    return sorted(every, key=lambda config: (sum(steps(config)), [-step for step in steps(config)]))
+
+
 def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig) -> dict[str, Argument]:
     """Every kernel parameter in order."""
     operands, spec, sizes = problem.operands, problem.spec, problem.sizes
@@ -32,21 +133,15 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
     k_axis, n_axis = (-2, -1) if spec.weight_layout == "in_out" else (-1, -2)
     stacked, ragged = operands.layer_index is not None, problem.layout is not None
     # A second weight without an activation is that of a joined product.
-    joined = {"GATE_LAYOUT": Constant("joined")} if problem.joined else {}
+    joined = passed(GATE_LAYOUT="joined") if problem.joined else {}
     tf32 = spec.allow_tf32 and operands.x.dtype == "float32"
+    layer_stride, expert_stride = weight.stride[0] if stacked else 0, weight.stride[-3] if ragged else 0
+    names = ("x", "weight", "up", "bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre")
     return {
-        "x": Pointer("x"),
-        "weight": Pointer("weight"),
-        **builder.pointers("up", "bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre"),
-        **row_counts(problem, config),
-        **constants(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n, NUM_LAYERS=sizes.num_layers),
-        **constants(X_STRIDE=row_stride("x", operands.x), LAYER_STRIDE=weight.stride[0] if stacked else 0),
-        **constants(EXPERT_STRIDE=weight.stride[-3] if ragged else 0, K_STRIDE=weight.stride[k_axis]),
-        **constants(N_STRIDE=weight.stride[n_axis]),
-        **bias_strides(operands),
-        **fused_constants(problem),
-        **joined,
-        "INPUT_PRECISION": Constant("tf32" if tf32 else "ieee"),
-        **block_constants(config),
-        "PDL": Constant(None),
+        **(builder.pointers(*names) | row_counts(problem, config)),
+        **passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n, NUM_LAYERS=sizes.num_layers),
+        **passed(X_STRIDE=row_stride("x", operands.x), LAYER_STRIDE=layer_stride, EXPERT_STRIDE=expert_stride),
+        **passed(K_STRIDE=weight.stride[k_axis], N_STRIDE=weight.stride[n_axis]),
+        **(bias_strides(operands) | fused_constants(problem) | joined),
+        **(passed(INPUT_PRECISION="tf32" if tf32 else "ieee") | block_constants(config) | passed(PDL=None)),
     }

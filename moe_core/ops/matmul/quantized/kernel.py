@@ -13,7 +13,7 @@ go: `into_weight` (number times scale, one cast), `per_block` (each partial sum 
 import triton
 import triton.language as tl
 
-from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program

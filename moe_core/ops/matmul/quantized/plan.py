@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base.sizes import padded
+from moe_core.base.target import Target
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    bias_strides,
-    block_constants,
-    fused_constants,
-    quantized_strides,
-    row_counts,
-    size_constants,
-)
-from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.quantized.tiles import ProductMethod, QuantizedTiles, product_method
+from moe_core.ops.matmul import arguments as common
+from moe_core.ops.matmul import tile_rules as rules
+from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, Scalar, constants
+from moe_core.plan.steps import Argument, Kernel, Pointer, passed
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
 
@@ -33,9 +33,87 @@ _WORD_COLUMNS = 32
 #: Tokens of a tile from which they fill the tensor cores' left side, where weights are not decoded into registers.
 _TOKENS_FIRST_ROWS = 64
 
+#: Columns after which partial sums of fp8 products are added up in fp32.
+_PROMOTED = 128
 
-class _Quantized(QuantizedTiles):
-    """The tiles, and their launch."""
+
+@dataclass(frozen=True)
+class ProductMethod:
+    """How a product is computed: what the kernel's DOT and SCALING say, and what blocks along the reduction must be.
+
+    least_k: the shortest reduction of one instruction; group: columns a block must not cross (0: any block is fine).
+    """
+
+    dot: str
+    scaling: str
+    least_k: int
+    group: int
+
+
+def product_method(operands: MatmulOperands, target: Target) -> ProductMethod:
+    """How a product of valid operands is computed on a compiled target."""
+    weights: Format = operands.weight.format
+    x = operands.x
+    if not isinstance(x, QuantizedTensor):
+        # Powers of two leave float16's range, so its products are scaled in fp32.
+        if weights.has_e8m0_scales and x.dtype == "float16":
+            return ProductMethod("float16", "per_block", 16, _finest(weights.group_columns))
+        return ProductMethod(x.dtype, "into_weight", 16, 0)
+    if weights.has_e8m0_scales and x.format.has_e8m0_scales:
+        return ProductMethod("bfloat16", "into_weight", 16, 0)
+    whole = weights.group_columns is None and x.format.group_columns is None
+    scaling = "at_end" if whole else "per_block"
+    elements = {weights.element, x.format.element}
+    group = _finest(weights.group_columns, x.format.group_columns)
+    if elements == {"int8"}:
+        return ProductMethod("int8", scaling, 32, group)
+    if elements == {"e4m3"} and (not target.on_gpu or target.has_fp8):
+        return ProductMethod("e4m3", scaling, 32, group)
+    return ProductMethod("bfloat16", scaling, 16, group)
+
+
+def _finest(*groups: int | None) -> int:
+    """The largest power of two that divides every group of columns; 0 where all are whole axes."""
+    found = math.gcd(*(group or 0 for group in groups))
+    return found & -found
+
+
+class _Quantized(Family):
+    """Quantised weights, and rows where asked, on every compiled target."""
+
+    name, weights = "quantized", QUANTISED
+
+    def why_not(self, problem: MatmulProblem) -> str | None:
+        method = product_method(problem.operands, problem.target)
+        if method.group and method.group < method.least_k:
+            return (
+                f"one instruction multiplies {method.least_k} columns, and the power of two in groups of "
+                f"{problem.operands.weight.format.group_columns} is {method.group}"
+            )
+        return None
+
+    def tile(self, problem: MatmulProblem) -> TileConfig:
+        return rules.shrunk(_heuristics(problem), lambda config: self.why_illegal(config, problem), 32)
+
+    def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
+        target, method = problem.target, product_method(problem.operands, problem.target)
+        if (reason := rules.why_not_sides(config, method.least_k)) is not None:
+            return reason
+        if method.group % config.block_k:
+            return (
+                f"block_k must divide {method.group} columns, whose sums have scales of their own, got {config.block_k}"
+            )
+        if method.dot == "e4m3" and config.block_k > _PROMOTED and not problem.spec.fast_accumulate:
+            return f"block_k must be at most {_PROMOTED} unless fast_accumulate, got {config.block_k}"
+        if (reason := rules.why_not_warps(config, target) or rules.why_not_counts(config)) is not None:
+            return reason
+        if not target.on_gpu:
+            return None
+        if (reason := rules.why_no_room(config, _stage_bytes(config, problem), target)) is not None:
+            return reason
+        if (held := rules.accumulators(config, target, problem.buffers)) > 128:
+            return f"{held} accumulator registers per thread leave too few of 255 for operands and scales"
+        return None
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         method = product_method(problem.operands, builder.target)
@@ -52,6 +130,39 @@ class _Quantized(QuantizedTiles):
 
 
 QUANTIZED = _Quantized()
+
+
+def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
+    """Shared memory of one pipeline stage: the codes of a weight tile and the rows of x as they are stored."""
+    x = problem.operands.x
+    x_bits = x.format.bits_per_element if isinstance(x, QuantizedTensor) else 8 * dtypes.itemsize(x.dtype)
+    weight_bits = problem.operands.weight.format.bits_per_element
+    return config.block_k * (config.block_m * x_bits + problem.buffers * config.block_n * weight_bits) // 8
+
+
+def _heuristics(problem: MatmulProblem) -> TileConfig:
+    """By rows per expert and what is multiplied; block_n counts output columns, of which gated products have two."""
+    rows = rules.INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
+    method = product_method(problem.operands, problem.target)
+    block_k = min(128, padded(problem.d, 32), method.group or 128)
+    if problem.operands.weight.layout == "in_out" and method.dot not in ("e4m3", "int8"):
+        # Decoded columns of that layout are put into the tensor cores' order one by one: shorter steps need no spills.
+        block_k = min(block_k, 32)
+    if not problem.target.on_gpu:
+        return TileConfig(32, min(64, padded(problem.n)), block_k, 4, 1, family=_Quantized.name)
+    # Weight rows of a tile: 64, the least that Hopper's fast instruction takes, of which gate and up have half each.
+    wide = 1 if problem.gated else 2
+    if method.dot == "float32":
+        config = TileConfig(16, 32 * wide, 32, 4, 2) if rows <= 16 else TileConfig(32, 32 * wide, 32, 8, 2)
+    elif rows <= 24:
+        # Twice the mean, so that few experts have rows for a second tile, which decodes the same weights again.
+        config = TileConfig(16 if rows <= 10 else 32, 32 * wide, block_k, 4, 4)
+    elif rows <= 100:
+        config = TileConfig(64, 32 * wide, block_k, 4, 4)
+    else:
+        config = TileConfig(128, 64 * wide, block_k, 8, 3, 4)
+    block_n = min(config.block_n, padded(problem.n))
+    return dataclasses.replace(config, block_n=block_n, block_k=min(config.block_k, block_k), family=_Quantized.name)
 
 
 def _order(config: TileConfig, operands: MatmulOperands, method: ProductMethod, d: int) -> str | None:
@@ -85,20 +196,10 @@ def _is_uniform(problem: MatmulProblem, config: TileConfig, method: ProductMetho
 def _x_arguments(x: ArraySpec | QuantizedTensor) -> dict[str, Argument]:
     """What kernels are told of x as it is given."""
     if not isinstance(x, QuantizedTensor):
-        return {
-            "x": Pointer("x"),
-            "x_scales": Constant(None),
-            "ELEMENT": Constant(None),
-            "STRIDE": Constant(row_stride("x", x)),
-            "SCALE_STRIDE": Constant(0),
-            "GROUP": Constant(0),
-        }
-    return {
-        "x": Pointer("x.values"),
-        "x_scales": Pointer("x.scales"),
-        **constants(ELEMENT=x.format.element, STRIDE=row_stride("x", x.values)),
-        **constants(SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0, GROUP=x.format.group_columns or 0),
-    }
+        return passed(x="x", x_scales=None, ELEMENT=None, STRIDE=row_stride("x", x), SCALE_STRIDE=0, GROUP=0)
+    scale_stride, group = x.scales.shape[1] if x.format.group_rows else 0, x.format.group_columns or 0
+    arrays = passed(x="x.values", x_scales="x.scales", ELEMENT=x.format.element, STRIDE=row_stride("x", x.values))
+    return arrays | passed(SCALE_STRIDE=scale_stride, GROUP=group)
 
 
 def _order_columns(
@@ -110,19 +211,15 @@ def _order_columns(
     rows, width = builder.spec(x.buffer).shape[0], -(-d // config.block_k) * config.block_k
     into_weight = method.scaling == "into_weight"
     builder.scratch(_ORDERED, ArraySpec((rows, width), method.dot))
-    arguments: dict[str, Argument] = {
-        "x": x,
-        "x_scales": x_side["x_scales"] if into_weight else Constant(None),
-        "ordered_x": Pointer(_ORDERED),
-        "num_rows": Scalar(rows),
-        "D": Constant(d),
+    arguments = {
+        **passed(x=x, x_scales=x_side["x_scales"] if into_weight else None, ordered_x=_ORDERED, num_rows=rows, D=d),
         **{name: x_side[name] for name in ("ELEMENT", "STRIDE", "SCALE_STRIDE", "GROUP")},
-        **constants(SCALING=method.scaling, ORDER=order, WIDTH=width, BLOCK_M=_ORDER_ROWS, BLOCK_K=config.block_k),
+        **passed(SCALING=method.scaling, ORDER=order, WIDTH=width, BLOCK_M=_ORDER_ROWS, BLOCK_K=config.block_k),
     }
     grid = (-(-rows // _ORDER_ROWS), width // config.block_k)
     builder.launch(ORDER_COLUMNS, grid, arguments, 4, 1)
-    scales_stay = {} if not into_weight else {"x_scales": Constant(None)}
-    return x_side | {"x": Pointer(_ORDERED), "ELEMENT": Constant(None), "STRIDE": Constant(width)} | scales_stay
+    scales_go = passed(x_scales=None) if into_weight else {}
+    return x_side | passed(x=_ORDERED, ELEMENT=None, STRIDE=width) | scales_go
 
 
 def _arguments(
@@ -130,34 +227,20 @@ def _arguments(
 ) -> dict[str, Argument]:
     """Every kernel parameter in order. x_side: what it is told of x; order: of the columns of decoded weights."""
     weight: QuantizedTensor = problem.operands.weight
-    spec, sizes, method = problem.spec, problem.sizes, product_method(problem.operands, builder.target)
+    spec, method = problem.spec, product_method(problem.operands, builder.target)
     ordered = x_side["x"] == Pointer(_ORDERED)
+    columns = builder.spec(_ORDERED).shape[1] if ordered else problem.d
+    tokens_first = method.dot in ("e4m3", "int8") and config.block_m >= _TOKENS_FIRST_ROWS
     return {
-        "x": x_side["x"],
-        "x_scales": x_side["x_scales"],
-        "weight": Pointer("weight.values"),
-        "scales": Pointer("weight.scales"),
-        "zero_points": builder.optional("weight.zero_points"),
-        "up": builder.optional("up.values"),
-        "up_scales": builder.optional("up.scales"),
-        "up_zero_points": builder.optional("up.zero_points"),
-        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre"),
-        **row_counts(problem, config),
-        **size_constants(problem),
-        "X_ELEMENT": x_side["ELEMENT"],
-        "X_COLUMNS": Constant(builder.spec(_ORDERED).shape[1] if ordered else sizes.d),
-        "X_STRIDE": x_side["STRIDE"],
-        "X_SCALE_STRIDE": x_side["SCALE_STRIDE"],
-        "X_GROUP": x_side["GROUP"],
-        **constants(X_ORDER=None if ordered else order, ELEMENT=weight.format.element),
-        **constants(GROUP_ROWS=weight.format.group_rows or 0, GROUP=weight.format.group_columns or 0),
-        **quantized_strides(weight),
-        **bias_strides(problem.operands),
-        **fused_constants(problem),
-        **constants(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
-        **constants(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
-        **constants(FAST_ACCUMULATE=spec.fast_accumulate),
-        **constants(TOKENS_FIRST=method.dot in ("e4m3", "int8") and config.block_m >= _TOKENS_FIRST_ROWS),
-        **block_constants(config),
-        "PDL": Constant(None),
+        **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | common.quantized_pointers(builder)),
+        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS, "y", "pre"),
+        **(common.row_counts(problem, config) | common.size_constants(problem)),
+        **passed(X_ELEMENT=x_side["ELEMENT"], X_COLUMNS=columns, X_STRIDE=x_side["STRIDE"]),
+        **passed(X_SCALE_STRIDE=x_side["SCALE_STRIDE"], X_GROUP=x_side["GROUP"], X_ORDER=None if ordered else order),
+        **(common.format_constants(weight) | common.quantized_strides(weight)),
+        **(common.bias_strides(problem.operands) | common.fused_constants(problem)),
+        **passed(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
+        **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
+        **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first),
+        **(common.block_constants(config) | passed(PDL=None)),
     }

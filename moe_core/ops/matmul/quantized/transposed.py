@@ -12,29 +12,15 @@ from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    block_constants,
-    fill_absent,
-    fused_constants,
-    quantized_strides,
-    row_counts,
-)
+from moe_core.ops.matmul import arguments as common
+from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.operands import quantized_operands, require_like, require_weight, why_prepacked
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.plan import QUANTIZED
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource
-from moe_core.ops.matmul.tile_rules import (
-    INVARIANT_ROWS,
-    accumulators,
-    shrunk,
-    why_not_counts,
-    why_not_sides,
-    why_not_warps,
-)
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, Pointer, constants
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
@@ -71,19 +57,17 @@ def plan_matmul_quantized_transposed(
     builder = PlanBuilder("matmul_quantized_transposed", target)
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     y = ArraySpec((problem.sizes.out_rows, problem.n), spec.out_dtype or problem.dtype)
-    tile = tile or _choose(problem, operands.weight.format)
-    if tile is None:
+    if (tile := tile or _choose(problem, operands.weight.format)) is None:
         builder.output("y", y)
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants: dict[str, Any] = {"layout": layout, "spec": spec, "tensors": tensors}
-        builder.reference("matmul.reference.backward:quantized_input_gradient", inputs, constants, ("y",))
         builder.sums("reference: float32 BLAS over the whole reduction axis of dequantised weights")
-        return builder.build()
+        return builder.reference("matmul.reference.backward:quantized_input_gradient", inputs, constants, ("y",))
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=composed)
     builder.output("y", y)
     if layout is not None and not composed:
-        fill_absent(builder, layout, spec)
+        common.fill_absent(builder, layout, spec)
     _launch(builder, problem, operands.weight, tile.config)
     builder.note(f"{tile.config} for {problem.sizes.d} x {problem.n} of {operands.weight.format}; {tile}")
     return builder.build()
@@ -105,8 +89,7 @@ def _decoded(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSp
     if spec.fast_accumulate:
         raise InvalidInput("fast_accumulate must be False where weights are decoded, got True; leave it out")
     require_weight("weight", weight, spec.weight_layout)
-    prepared = why_prepacked({"weight": weight})
-    if prepared is not None:
+    if (prepared := why_prepacked({"weight": weight})) is not None:
         raise Unsupported(prepared)
     if operands.up is not None:
         require_like("up", operands.up, "weight", weight)
@@ -132,18 +115,17 @@ def _choose(problem: MatmulProblem, weights: Format) -> TileChoice | None:
     if not target.compiled:
         return None
     if tuning.config is not None:
-        reason = why_illegal(tuning.config, problem.dtype, weights, target)
-        if reason is not None:
+        if (reason := why_illegal(tuning.config, problem.dtype, weights, target)) is not None:
             raise InvalidInput(
                 f"tuning.config must be legal on {target}, got {tuning.config}: {reason}; give another, or None for "
                 "one that is chosen"
             )
         return TileChoice(QUANTIZED, tuning.config, TileSource.GIVEN)
-    rows = INVARIANT_ROWS if tuning.batch_invariant else problem.rows_per_group
+    rows = rules.INVARIANT_ROWS if tuning.batch_invariant else problem.rows_per_group
     config = _heuristics(rows, problem.dtype, weights, target)
     block_n, block_k = min(config.block_n, padded(problem.n)), min(config.block_k, padded(problem.sizes.d))
     config = dataclasses.replace(config, block_n=block_n, block_k=block_k)
-    config = shrunk(config, lambda config: why_illegal(config, problem.dtype, weights, target), block_k)
+    config = rules.shrunk(config, lambda config: why_illegal(config, problem.dtype, weights, target), block_k)
     if tuning.batch_invariant:
         return TileChoice(QUANTIZED, config, TileSource.BATCH_INVARIANT)
     return TileChoice(QUANTIZED, config, TileSource.HEURISTICS, f"{rows:.1f} rows per expert")
@@ -153,7 +135,7 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
     """The reason a configuration cannot run a product of rows in dtype on the target, or None."""
     if config.family != QUANTIZED.name:
         return f"family must be {QUANTIZED.name!r} for quantised weights, got {config.family!r}"
-    reason = why_not_sides(config) or why_not_warps(config, target) or why_not_counts(config)
+    reason = rules.why_not_sides(config) or rules.why_not_warps(config, target) or rules.why_not_counts(config)
     if reason is not None:
         return reason
     if not target.on_gpu:
@@ -164,47 +146,37 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
     needed = stage * config.num_stages + config.block_k * config.block_n * width
     if needed > shared_limit(target.arch):
         return f"{needed} bytes exceed the {shared_limit(target.arch)} bytes of shared memory of {target.architecture}"
-    if (held := accumulators(config, target)) > 128:
+    if (held := rules.accumulators(config, target)) > 128:
         return f"{held} accumulator registers per thread leave too few of 255 for decoded weights"
     return None
 
 
 def _heuristics(rows: float, dtype: str, weights: Format, target: Target) -> TileConfig:
     """By rows per expert: many rows share what is decoded."""
-    if not target.on_gpu:
-        return TileConfig(32, 64, 64, 4, 1, family=QUANTIZED.name)
-    if dtype == "float32":
-        return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2, family=QUANTIZED.name)
     # Zero points and fp32 scales of small groups beside 64 decoded weight rows would not fit into the registers.
     block_k = 32 if weights.own_element.max_code is not None else 64
-    if rows <= 32:
-        return TileConfig(16 if rows <= 16 else 32, 128, block_k, 4, 4, family=QUANTIZED.name)
-    if rows <= 64:
-        return TileConfig(64, 128, block_k, 4, 3, family=QUANTIZED.name)
-    return TileConfig(128, 128, block_k, 8, 3, family=QUANTIZED.name)
+    low = 16 if rows <= 16 else 32
+    if not target.on_gpu:
+        sizes = (32, 64, 64, 4, 1)
+    elif dtype == "float32":
+        sizes = (low, 64, 32, 4, 2)
+    elif rows <= 32:
+        sizes = (low, 128, block_k, 4, 4)
+    else:
+        sizes = (64, 128, block_k, 4, 3) if rows <= 64 else (128, 128, block_k, 8, 3)
+    return TileConfig(*sizes, family=QUANTIZED.name)
 
 
 def _launch(builder: PlanBuilder, problem: MatmulProblem, weight: QuantizedTensor, config: TileConfig) -> None:
-    x, weights, spec, sizes = problem.operands.x, weight.format, problem.spec, problem.sizes
-    fused = fused_constants(problem)
-    arguments: dict[str, Argument] = {
-        "x": Pointer("x"),
-        "weight": Pointer("weight.values"),
-        "scales": Pointer("weight.scales"),
-        "zero_points": builder.optional("weight.zero_points"),
-        "up": builder.optional("up.values"),
-        "up_scales": builder.optional("up.scales"),
-        "up_zero_points": builder.optional("up.zero_points"),
-        **builder.pointers("layer_index", *SCHEDULED_INPUTS),
-        "y": Pointer("y"),
-        **row_counts(problem, config),
-        **constants(D=sizes.d, N=sizes.n, NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers),
-        **constants(X_STRIDE=row_stride("x", x), ELEMENT=weights.element, GROUP_ROWS=weights.group_rows or 0),
-        **constants(GROUP=weights.group_columns or 0),
-        **quantized_strides(weight),
+    x, spec, sizes, fused = problem.operands.x, problem.spec, problem.sizes, common.fused_constants(problem)
+    arguments = {
+        **(builder.pointers("x") | common.quantized_pointers(builder)),
+        **(builder.pointers("layer_index", *common.SCHEDULED_INPUTS, "y") | common.row_counts(problem, config)),
+        **passed(D=sizes.d, N=sizes.n, NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers),
+        **(passed(X_STRIDE=row_stride("x", x)) | common.format_constants(weight) | common.quantized_strides(weight)),
         **{name: fused[name] for name in ("TOP_K", "GATHER", "SCATTER")},
-        **constants(DOT=x.dtype, INPUT_PRECISION="tf32" if spec.allow_tf32 and x.dtype == "float32" else "ieee"),
-        **block_constants(config),
+        **passed(DOT=x.dtype, INPUT_PRECISION="tf32" if spec.allow_tf32 and x.dtype == "float32" else "ieee"),
+        **common.block_constants(config),
     }
     grid = (problem.tiles(config),)
     builder.launch(MATMUL_QUANTIZED_TRANSPOSED, grid, arguments, config.num_warps, config.num_stages)

@@ -8,7 +8,6 @@ rows (ragged along the reduction).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.rounding import round_to, to_float32
-from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
+from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from, rows_of_experts
 from moe_core.ops.quantize.reference import dequantize
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.specs.matmul import MatmulSpec
@@ -27,16 +26,13 @@ from moe_core.specs.routing import LayoutSpec
 def input_gradient(
     d_y: np.ndarray,
     weight: Matrix,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
     up: Matrix | None = None,
     layer_index: np.ndarray | None = None,
     *,
-    layout: LayoutSpec | None,
     spec: MatmulSpec,
+    **where: Any,
 ) -> np.ndarray:
-    """d_x = cast(d_y . weight[expert]^T) for every row of the layout.
+    """d_x = cast(d_y . weight[expert]^T) for every row of the layout; where: the layout and its arrays.
 
     weight `[E, D, N]` (`in_out`) or `[E, N, D]`, as the forward had it. spec: weight_layout is the forward's; gather
     says where d_y `[*, N]` lies and scatter where d_x `[*, D]` goes; out_dtype None = the dtype of d_y. up: the second
@@ -50,112 +46,74 @@ def input_gradient(
         layer_index = None
     out_dtype = spec.out_dtype or dtypes.canonical(d_y.dtype)
     options = MatmulSpec(TRANSPOSED[spec.weight_layout], spec.gather, spec.scatter, None, "float32", spec.allow_tf32)
-
-    def product(values: np.ndarray, matrix: Matrix) -> np.ndarray:
-        return matmul_ogs(
-            values, matrix, group_sizes, group_start, slot_of_row, layer_index=layer_index, layout=layout, spec=options
-        )
-
-    if up is None:
-        return round_to(product(d_y, matrices[0]), out_dtype)
-    width = d_y.shape[1] // 2
+    sides = zip(np.split(d_y, len(matrices), axis=1), matrices, strict=True)
+    products = [matmul_ogs(*side, layer_index=layer_index, spec=options, **where) for side in sides]
     with np.errstate(all="ignore"):
-        return round_to(product(d_y[:, :width], matrices[0]) + product(d_y[:, width:], matrices[1]), out_dtype)
+        return round_to(products[0] if up is None else products[0] + products[1], out_dtype)
 
 
-def quantized_input_gradient(
-    *, layout: LayoutSpec | None, spec: MatmulSpec, tensors: tuple[tuple[str, QuantizedSpec], ...], **arrays: np.ndarray
-) -> np.ndarray:
+def quantized_input_gradient(*, tensors: tuple[tuple[str, QuantizedSpec], ...], **arguments: Any) -> np.ndarray:
     """`input_gradient` by the names of `plan_matmul_quantized_transposed`'s inputs; tensors: see `quantized_from`."""
-    operands = quantized_from(arrays, tensors)
-    return input_gradient(operands.pop("x"), **operands, layout=layout, spec=spec)
-
-
-def _rows_of_experts(
-    group_sizes: np.ndarray | None, group_start: np.ndarray | None, slot_of_row: np.ndarray | None, layout: LayoutSpec
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Every expert that has rows, and their indices in layout order, by how an array is indexed (`row`, `slot` or
-    `token`)."""
-    assert group_sizes is not None and group_start is not None and slot_of_row is not None
-    for expert in np.flatnonzero(group_sizes).tolist():
-        rows = np.arange(group_start[expert], group_start[expert] + group_sizes[expert])
-        slots = slot_of_row[rows]
-        rows, slots = rows[slots >= 0], slots[slots >= 0]
-        yield expert, {"row": rows, "slot": slots, "token": slots // layout.top_k}
+    operands = quantized_from(arguments, tensors)
+    return input_gradient(operands.pop("x"), **operands)
 
 
 def weight_gradient(
     left: np.ndarray,
     right: np.ndarray,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
     into: np.ndarray | None = None,
     *,
     layout: LayoutSpec | None,
     gather: tuple[str, str] = ("row", "row"),
     out_dtype: str,
+    **groups: np.ndarray | None,
 ) -> np.ndarray:
     """d_weight `[E, M, N]`: for every expert the fp32 product left_rows^T . right_rows over its rows, one cast.
 
     left `[*, M]` and right `[*, N]` are each indexed by layout `row`, `slot` or `token` (gather). For `in_out` weights
     left is the matmul's input and right the gradient of its output; for `out_in` the other way round. An expert without
     rows has exact zeros. into: an array of the result's shape and dtype to which the fp32 product is added before the
-    cast (an accumulated main gradient). layout None: dense, `[M, N]` from left `[R, M]` and right `[R, N]`.
+    cast (an accumulated main gradient). layout None: dense, `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the
+    layout's arrays.
     """
-    groups = 1 if layout is None else layout.num_experts
-    d_weight = np.zeros((groups, left.shape[1], right.shape[1]), np.float32)
+    d_weight = np.zeros((1 if layout is None else layout.num_experts, left.shape[1], right.shape[1]), np.float32)
     with np.errstate(all="ignore"):
-        if layout is None:
-            d_weight[0] = to_float32(left).T @ to_float32(right)
-        else:
-            for expert, index in _rows_of_experts(group_sizes, group_start, slot_of_row, layout):
-                d_weight[expert] = to_float32(left[index[gather[0]]]).T @ to_float32(right[index[gather[1]]])
+        for expert, index in rows_of_experts(layout, **groups):
+            d_weight[expert] = to_float32(left[index[gather[0]]]).T @ to_float32(right[index[gather[1]]])
         d_weight = d_weight[0] if layout is None else d_weight
         return round_to(d_weight if into is None else to_float32(into) + d_weight, out_dtype)
 
 
 def bias_gradient(
     d_y: np.ndarray,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
     row_weight: np.ndarray | None = None,
     *,
     layout: LayoutSpec | None,
     gather: str = "row",
     out_dtype: str,
+    **groups: np.ndarray | None,
 ) -> np.ndarray:
     """d_bias `[E, N]`: for every expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each
     times row_weight fp32 `[T * K]` (by slot) where given, unrounded; one cast. An expert without rows: exact zeros.
-    layout None: dense, `[N]`."""
+    layout None: dense, `[N]`. groups: the layout's arrays."""
+    d_bias = np.zeros((1 if layout is None else layout.num_experts, d_y.shape[1]), np.float32)
     with np.errstate(all="ignore"):
-        if layout is None:
-            return round_to(to_float32(d_y).sum(axis=0, dtype=np.float32), out_dtype)
-        d_bias = np.zeros((layout.num_experts, d_y.shape[1]), np.float32)
-        for expert, index in _rows_of_experts(group_sizes, group_start, slot_of_row, layout):
+        for expert, index in rows_of_experts(layout, **groups):
             rows = to_float32(d_y[index[gather]])
             if row_weight is not None:
                 rows = rows * row_weight.reshape(-1)[index["slot"], None]
             d_bias[expert] = rows.sum(axis=0, dtype=np.float32)
-    return round_to(d_bias, out_dtype)
+    return round_to(d_bias[0] if layout is None else d_bias, out_dtype)
 
 
 def bias_product(
-    d_y: np.ndarray,
-    bias: np.ndarray,
-    group_sizes: np.ndarray,
-    group_start: np.ndarray,
-    slot_of_row: np.ndarray,
-    *,
-    layout: LayoutSpec,
-    gather: str = "row",
+    d_y: np.ndarray, bias: np.ndarray, *, layout: LayoutSpec, gather: str = "row", **groups: np.ndarray | None
 ) -> np.ndarray:
     """fp32 `[T * K]` by slot: <d_y row, bias[expert]>, the bias's share of the row weight's gradient; 0 without an
-    expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`."""
+    expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`. groups: the layout's arrays."""
     products = np.zeros(layout.num_slots, np.float32)
     with np.errstate(all="ignore"):
-        for expert, index in _rows_of_experts(group_sizes, group_start, slot_of_row, layout):
+        for expert, index in rows_of_experts(layout, **groups):
             products[index["slot"]] = to_float32(d_y[index[gather]]) @ to_float32(bias[expert])
     return products
 
@@ -209,31 +167,29 @@ def gradients_of(
     bias: np.ndarray | None = None,
     row_weight: np.ndarray | None = None,
     layer_index: np.ndarray | None = None,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
     row_of_slot: np.ndarray | None = None,
     *,
     layout: LayoutSpec | None,
     spec: MatmulSpec,
     wanted: tuple[str, ...],
+    **groups: np.ndarray | None,
 ) -> tuple[np.ndarray, ...]:
     """The gradients wanted of d_x, d_weight, d_bias, d_row_weight; formulas, roundings:
     `moe_core.ops.matmul.backward`."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
+    where: dict[str, Any] = {"layout": layout, **groups}
     g = round_to(to_float32(d_y), x.dtype)
-    groups = {"group_sizes": group_sizes, "group_start": group_start, "slot_of_row": slot_of_row}
     if "d_row_weight" in wanted:
         assert row_weight is not None and row_of_slot is not None
         unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=None)
-        rows = matmul_ogs(x, weight, **groups, bias=bias, layer_index=layer_index, layout=layout, spec=unrounded)
+        rows = matmul_ogs(x, weight, bias=bias, layer_index=layer_index, spec=unrounded, **where)
         found["d_row_weight"] = _rows_product(rows, g, row_of_slot).reshape(row_weight.shape)
     if row_weight is not None:
         g = scale_rows(g, row_weight.reshape(-1, 1))
     if "d_x" in wanted:
         scatter = "row" if spec.gather == "token" else spec.gather
         options = MatmulSpec(spec.weight_layout, spec.scatter, scatter, allow_tf32=spec.allow_tf32)
-        found["d_x"] = input_gradient(g, weight, **groups, layer_index=layer_index, layout=layout, spec=options)
+        found["d_x"] = input_gradient(g, weight, layer_index=layer_index, spec=options, **where)
         if spec.gather == "token":
             assert layout is not None and row_of_slot is not None
             dtype = dtypes.canonical(x.dtype)
@@ -241,13 +197,10 @@ def gradients_of(
     if "d_weight" in wanted:
         assert isinstance(weight, np.ndarray)
         sides = (x, spec.gather), (g, spec.scatter)
-        found["d_weight"] = matrix_gradient(
-            *sides, weight, layer_index, weight_layout=spec.weight_layout, layout=layout, **groups
-        )
+        found["d_weight"] = matrix_gradient(*sides, weight, layer_index, weight_layout=spec.weight_layout, **where)
     if "d_bias" in wanted:
         assert bias is not None
-        dtype = dtypes.canonical(bias.dtype)
-        d_bias = bias_gradient(g, **groups, layout=layout, gather=spec.scatter, out_dtype=dtype)
+        d_bias = bias_gradient(g, gather=spec.scatter, out_dtype=dtypes.canonical(bias.dtype), **where)
         found["d_bias"] = in_stack(d_bias, bias, layer_index)
     return tuple(found[name] for name in wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,25 @@ def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
     return pick(array, index)
 
 
+def rows_of_experts(
+    layout: LayoutSpec | None,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every expert that has rows, and their indices in layout order, by how an array is indexed (`row`, `slot` or
+    `token`). layout None: one, with all rows."""
+    if layout is None:
+        yield 0, dict.fromkeys(("row", "slot", "token"), slice(None))
+        return
+    assert group_sizes is not None and group_start is not None and slot_of_row is not None
+    for expert in np.flatnonzero(group_sizes).tolist():
+        rows = np.arange(group_start[expert], group_start[expert] + group_sizes[expert])
+        slots = slot_of_row[rows]
+        rows, slots = rows[slots >= 0], slots[slots >= 0]
+        yield expert, {"row": rows, "slot": slots, "token": slots // layout.top_k}
+
+
 def _rows(x: Matrix, rows: np.ndarray) -> Matrix:
     """Rows of x; a scale of all rows stays what it is."""
     if isinstance(x, QuantizedTensor):
@@ -68,12 +88,7 @@ def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
     return x.dtype
 
 
-def _epilogue(
-    x: Matrix,
-    weights: tuple[Any, ...],
-    row_weight: np.ndarray | None,
-    spec: MatmulSpec,
-) -> np.ndarray:
+def _epilogue(x: Matrix, weights: tuple[Any, ...], row_weight: np.ndarray | None, spec: MatmulSpec) -> np.ndarray:
     """fp32 rows of one expert: product -> + bias -> activation -> x row weight. weights: weight, up, bias, up_bias."""
     weight, up, bias, up_bias = weights
     assert weight is not None
@@ -103,32 +118,26 @@ def matmul_ogs(
     layout: LayoutSpec | None,
     spec: MatmulSpec,
 ) -> np.ndarray:
-    """y[row] = cast(row_weight[slot] * activation(x[source] @ weight[expert] + bias[expert])).
+    """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
-    Shapes as in `moe_core.specs.operands.MatmulOperands`; y is `[capacity, N]` (scatter `row`) or `[T * K, N]`
-    (`slot`), rows without an expert exact zeros. layout None: dense, x `[T, D]`, weight `[D, N]`, bias `[N]`,
-    row_weight `[T]`. allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A
-    quantised x needs spec.out_dtype.
+    allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
+    spec.out_dtype.
     """
     weights = tuple(pick_layer(array, layer_index) for array in (weight, up, bias, up_bias))
     out_dtype = _out_dtype(x, spec)
     if layout is None:
         return round_to(_epilogue(x, weights, row_weight, spec), out_dtype)
-    assert group_sizes is not None and group_start is not None and slot_of_row is not None and weights[0] is not None
+    assert weights[0] is not None
     width = weights[0].shape[-1 if spec.weight_layout == "in_out" else -2]
     if spec.activation is not None and spec.activation.gated and up is None:
         width //= 2
     num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
     row_weight = None if row_weight is None else row_weight.reshape(-1)
     y = np.zeros((num_rows, width), out_dtype)
-    for expert in np.flatnonzero(group_sizes).tolist():
-        rows = np.arange(group_start[expert], group_start[expert] + group_sizes[expert])
-        slots = slot_of_row[rows]
-        rows, slots = rows[slots >= 0], slots[slots >= 0]
-        source = {"row": rows, "slot": slots, "token": slots // layout.top_k}[spec.gather]
+    for expert, index in rows_of_experts(layout, group_sizes, group_start, slot_of_row):
         own = tuple(None if array is None else pick(array, expert) for array in weights)
-        values = _epilogue(_rows(x, source), own, None if row_weight is None else row_weight[slots], spec)
-        y[rows if spec.scatter == "row" else slots] = round_to(values, out_dtype)
+        weighting = None if row_weight is None else row_weight[index["slot"]]
+        y[index[spec.scatter]] = round_to(_epilogue(_rows(x, index[spec.gather]), own, weighting, spec), out_dtype)
     return y
 
 
@@ -144,44 +153,33 @@ def quantized_from(arrays: dict[str, np.ndarray], tensors: tuple[tuple[str, Quan
 
 
 def matmul_ogs_quantized(
-    *,
-    layout: LayoutSpec | None,
-    spec: MatmulSpec,
-    tensors: tuple[tuple[str, QuantizedSpec], ...],
-    outputs: tuple[str, ...] = ("y",),
-    **arrays: np.ndarray,
+    *, tensors: tuple[tuple[str, QuantizedSpec], ...], outputs: tuple[str, ...] = ("y",), **arguments: Any
 ) -> np.ndarray | tuple[np.ndarray, ...]:
     """`matmul_ogs`, or with other outputs `matmul_ogs_keeping`, whose quantised operands come as their arrays: see
     `quantized_from`."""
-    operands = quantized_from(arrays, tensors)
-    if outputs == ("y",):
-        return matmul_ogs(**operands, layout=layout, spec=spec)
-    return matmul_ogs_keeping(**operands, layout=layout, spec=spec, outputs=outputs)
+    arguments = quantized_from(arguments, tensors)
+    return matmul_ogs(**arguments) if outputs == ("y",) else matmul_ogs_keeping(**arguments, outputs=outputs)
 
 
 def matmul_ogs_keeping(
     x: np.ndarray,
     weight: Matrix,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
     up: Matrix | None = None,
     bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
-    layer_index: np.ndarray | None = None,
     *,
-    layout: LayoutSpec | None,
     spec: MatmulSpec,
     outputs: tuple[str, ...],
+    **where: Any,
 ) -> tuple[np.ndarray, ...]:
     """What outputs names of y, as `matmul_ogs` has it, and pre: what the activation is applied to, cast to the dtype of
-    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up."""
+    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up. where: its layout, with arrays, and
+    layer_index."""
     assert spec.activation is not None
     wide = dataclasses.replace(spec, activation=None, out_dtype="float32")
-    groups = (group_sizes, group_start, slot_of_row)
-    pre = matmul_ogs(x, weight, *groups, bias=bias, layer_index=layer_index, layout=layout, spec=wide)
+    pre = matmul_ogs(x, weight, bias=bias, spec=wide, **where)
     if up is not None:
-        second = matmul_ogs(x, up, *groups, bias=up_bias, layer_index=layer_index, layout=layout, spec=wide)
+        second = matmul_ogs(x, up, bias=up_bias, spec=wide, **where)
     gate_values, up_values = split(pre, spec.activation) if up is None else (pre, second)
     with np.errstate(all="ignore"):
         y = apply(gate_values, up_values, spec.activation)

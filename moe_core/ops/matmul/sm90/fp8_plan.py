@@ -7,10 +7,10 @@ from moe_core.base.sizes import INT32_LIMIT
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts, size_constants
 from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
-from moe_core.ops.matmul.sm90 import tiles
-from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
+from moe_core.ops.matmul.sm90 import plan as sm90
+from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, TensorMap, constants
+from moe_core.plan.steps import Argument, Constant, Kernel, TensorMap, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.tile import TileConfig
 
@@ -24,16 +24,16 @@ _CONSUMER_ROWS, _PIECE = 64, 128
 #: Columns, or weight rows, that may share a scale, besides one and all.
 _GROUP = 128
 #: Registers per thread of a consumer, which holds 192 sums, and of the producer: 65536 for 384 threads.
-_REGISTERS = {"CONSUMER_REGISTERS": Constant(216), "PRODUCER_REGISTERS": Constant(72)}
+_REGISTERS = passed(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
 
 
-class _Sm90Fp8(tiles.Sm90Family):
+class _Sm90Fp8(sm90.Sm90Family):
     """fp8 rows with fp8 weights on sm_90: of the sm90 family too, which these operands take another kernel of."""
 
     weights = QUANTISED
 
     def why_not(self, problem: MatmulProblem) -> str | None:
-        return tiles.why_not_target(problem.target) or _why_not_operands(problem)
+        return sm90.why_not_target(problem.target) or _why_not_operands(problem)
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
         return sm90_fp8_config(problem.spec)
@@ -42,7 +42,7 @@ class _Sm90Fp8(tiles.Sm90Family):
         only = sm90_fp8_config(problem.spec, config.num_stages, config.group_m)
         if config != only:
             return f"the sm90 family's tiles of fp8 are {only}, got {config}"
-        return tiles.why_not_stages(config, SM90_STAGES)
+        return sm90.why_not_stages(config, SM90_STAGES)
 
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
         assert problem.out_format is not None
@@ -93,7 +93,7 @@ def _why_not_operands(problem: MatmulProblem) -> str | None:
         return f"scales of single weight rows are read {_GROUP} at a time, which must divide n, got {n}"
     if problem.gate_layout == "halves" and weight.format.group_rows == _GROUP and n % _GROUP:
         return f"columns of up must begin with a scale of their own, {_GROUP} must divide n, got {n}"
-    if (reason := tiles.why_not_activation(problem)) is not None:
+    if (reason := sm90.why_not_activation(problem)) is not None:
         return reason
     if weight.values.size // d >= INT32_LIMIT or x.scales.size >= INT32_LIMIT:
         return "rows of all weights, and scales of x, must be fewer than 2**31"
@@ -128,13 +128,6 @@ def _why_not_scales(x: Format, weights: Format) -> str | None:
     return None
 
 
-def _rule(codes: Format | None, static: bool) -> str | None:
-    """How scales of a result's codes are found."""
-    if codes is None:
-        return None
-    return "given" if static else codes.scale_rule
-
-
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
@@ -146,7 +139,9 @@ def _arguments(
     x: QuantizedTensor = operands.x
     weight: QuantizedTensor = operands.weight
     d, n = sizes.d, sizes.n
-    y = "y" if codes is None else "y.values"
+    y, rule = ("y", None) if codes is None else ("y.values", codes.scale_rule)
+    if builder.has("static_scale"):
+        rule = "given"
 
     def weight_map(name: str) -> TensorMap:
         columns = SM90_WIDTH // 2 if gate_layout in ("halves", "separate") else SM90_WIDTH
@@ -154,30 +149,21 @@ def _arguments(
 
     stride = row_stride("x", x.values)
     x_map = TensorMap("x.values", (x.shape[0], d), stride, (_CONSUMER_ROWS, config.block_k))
+    up_map = weight_map("up.values") if operands.up is not None else None
+    y_map = TensorMap(y, (builder.spec(y).shape[0], n), n, (_CONSUMER_ROWS, _PIECE))
     return {
-        "x": Pointer("x.values"),
-        "x_map": x_map if spec.gather == "row" else Constant(None),
-        "x_scales": Pointer("x.scales"),
-        "weight_map": weight_map("weight.values"),
-        "up_map": weight_map("up.values") if operands.up is not None else Constant(None),
-        "scales": Pointer("weight.scales"),
-        "up_scales": builder.optional("up.scales"),
+        **passed(x="x.values", x_map=x_map if spec.gather == "row" else None, x_scales="x.scales"),
+        **passed(weight_map=weight_map("weight.values"), up_map=up_map, scales="weight.scales"),
+        **passed(up_scales=builder.optional("up.scales")),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        "counters": Pointer("tile_counters"),
-        "y": Pointer(y),
-        "y_scales": builder.optional("y.scales"),
-        "y_map": TensorMap(y, (builder.spec(y).shape[0], n), n, (_CONSUMER_ROWS, _PIECE)),
-        "given": builder.optional("static_scale"),
-        **row_counts(problem, config),
-        **size_constants(problem),
-        **constants(X_STRIDE=stride, X_SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0),
-        **constants(X_GROUP=x.format.group_columns or 0, SCALE_ROWS=weight.scales.shape[-2]),
-        **constants(SCALE_COLUMNS=weight.scales.shape[-1], GROUP_ROWS=weight.format.group_rows or 0),
-        **constants(GROUP=weight.format.group_columns or 0),
-        **bias_strides(operands),
-        **fused_constants(problem),
-        **constants(FAST=spec.fast_accumulate and weight.format.group_columns is None, TRUSTED=stage is not None),
-        **constants(COUNTER=stage or 0, STAGES=config.num_stages, GROUP_M=config.group_m, HIDDEN=spec.out_dtype),
-        **constants(RULE=_rule(codes, builder.has("static_scale"))),
-        **_REGISTERS,
+        **passed(counters="tile_counters", y=y, y_scales=builder.optional("y.scales"), y_map=y_map),
+        **(passed(given=builder.optional("static_scale")) | row_counts(problem, config) | size_constants(problem)),
+        **passed(X_STRIDE=stride, X_SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0),
+        **passed(X_GROUP=x.format.group_columns or 0, SCALE_ROWS=weight.scales.shape[-2]),
+        **passed(SCALE_COLUMNS=weight.scales.shape[-1], GROUP_ROWS=weight.format.group_rows or 0),
+        **passed(GROUP=weight.format.group_columns or 0),
+        **(bias_strides(operands) | fused_constants(problem)),
+        **passed(FAST=spec.fast_accumulate and weight.format.group_columns is None, TRUSTED=stage is not None),
+        **passed(COUNTER=stage or 0, STAGES=config.num_stages, GROUP_M=config.group_m, HIDDEN=spec.out_dtype),
+        **(passed(RULE=rule) | _REGISTERS),
     }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+
 from moe_core.base.arrays import row_stride
 from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts, size_constants
-from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_K, SM90_BLOCK_M, SM90_TALL_BLOCK_M, SM90_WIDTH, Sm90Tiles
+from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, TensorMap, constants
+from moe_core.plan.steps import Argument, Kernel, TensorMap, passed
 from moe_core.specs.tile import TileConfig
 
 SM90_MATMUL_OGS = Kernel("matmul.sm90.kernels.matmul:matmul_ogs", pdl="start", whole_multiprocessor=True)
@@ -18,9 +23,115 @@ SM90_TALL_MATMUL_OGS = Kernel("matmul.sm90.kernels.tall:matmul_ogs", pdl="start"
 
 _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 
+#: What the kernel is written for: rows, accumulator columns, reduction elements of a stage, stages.
+SM90_BLOCK_M, SM90_WIDTH, SM90_BLOCK_K, SM90_STAGES = 128, 256, 64, 4
+#: The same of its tall row blocks, whose stages are larger: rows, stages.
+SM90_TALL_BLOCK_M, SM90_TALL_STAGES = 192, 3
+#: Mean rows per expert from which these kernels beat those that run everywhere. Of 16-bit operands measured below
+#: and above (with fewer rows, weights stream faster without them); of fp8 with fp8 from 64 on, where they are 1.2 times
+#: as fast.
+_LEAST_ROWS = 48
+#: Mean rows per expert, from and to, where tall blocks win: most experts then have more than 128 rows and at most 192.
+#: Measured at means of 128 and 160, 3 to 14 % faster; at 64, 96, 192, 256 and 512 mostly 1 to 4 % slower.
+_TALL_ROWS = (120, 180)
+#: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
+_VECTOR = 8
+#: Values worth measuring, in order: all of a tile but its height is fixed.
+CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 192)}
 
-class _Sm90(Sm90Tiles):
-    """The tiles, and their launch."""
+
+def why_not_target(target: Target) -> str | None:
+    """The reason a target has none of the family's kernels."""
+    if not target.is_sm90:
+        return f"it needs sm_90, its wgmma and TMA instructions, got {target}"
+    return None
+
+
+def why_not_operands(problem: MatmulProblem) -> str | None:
+    """The reason the kernel cannot multiply plain operands, on whatever target."""
+    x, n, spec = problem.operands.x, problem.n, problem.spec
+    if problem.joined:
+        return "its reduction goes over two weights"
+    if problem.layout is None:
+        return "it is dense, and only ragged layouts have the kernel's schedule"
+    if x.dtype not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 and float16, got {x.dtype}"
+    if (spec.out_dtype or x.dtype) != x.dtype:
+        return f"it writes what it reads, {x.dtype}, got out_dtype {spec.out_dtype}"
+    if problem.d % SM90_BLOCK_K:
+        return f"its steps take {SM90_BLOCK_K} of the reduction, which must divide d, got {problem.d}"
+    if n % _VECTOR:
+        return f"rows of weights and y must be multiples of 16 bytes, got {n} columns"
+    if row_stride("x", x) % _VECTOR:
+        return f"rows of x must start at multiples of 16 bytes, got {row_stride('x', x)} elements between them"
+    return why_not_activation(problem)
+
+
+def why_not_activation(problem: MatmulProblem) -> str | None:
+    """The reason the family's kernels cannot fuse an activation."""
+    if problem.spec.activation is not None and problem.spec.activation.name == "gelu":
+        return "gelu's erf does not fit into its registers"
+    return None
+
+
+def sm90_config(
+    problem: MatmulProblem, num_stages: int = SM90_STAGES, group_m: int = 8, block_m: int = SM90_BLOCK_M
+) -> TileConfig:
+    """The tile of a problem."""
+    return TileConfig(block_m, SM90_WIDTH // problem.buffers, SM90_BLOCK_K, 4, num_stages, group_m, Sm90Family.name)
+
+
+def why_not_stages(config: TileConfig, most: int) -> str | None:
+    """The reason a configuration's stages or groups are wrong, or None."""
+    if not 2 <= config.num_stages <= most:
+        return f"num_stages must be 2 to {most} (shared memory), got {config.num_stages}"
+    if config.group_m < 1:
+        return f"group_m must be at least 1, got {config.group_m}"
+    return None
+
+
+class Sm90Family(Family):
+    """What the family's kernels have in common, whatever they multiply."""
+
+    name, counts_tiles, stores_rows = "sm90", True, True
+
+    def why_not_chosen(self, problem: MatmulProblem) -> str | None:
+        if problem.batch_invariant:
+            return "batch_invariant takes one kernel for every number of rows"
+        if problem.rows_per_group < _LEAST_ROWS:
+            return f"it wins from {_LEAST_ROWS} rows per expert, got {problem.rows_per_group:.1f}"
+        return None
+
+
+class _Sm90(Sm90Family):
+    """bf16 and fp16 on sm_90, with row blocks of 128, or tall ones of 192."""
+
+    weights = PLAIN
+
+    def why_not(self, problem: MatmulProblem) -> str | None:
+        return why_not_target(problem.target) or why_not_operands(problem)
+
+    def tile(self, problem: MatmulProblem) -> TileConfig:
+        rows = problem.rows_per_group
+        if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
+            return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
+        # Blocks that read the same weights drift apart over a long reduction; a shorter queue keeps them together.
+        together = problem.d >= 4096 and rows <= 2 * SM90_BLOCK_M
+        return sm90_config(problem, SM90_STAGES - 1 if together else SM90_STAGES, 4)
+
+    def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
+        only = sm90_config(problem, config.num_stages, config.group_m)
+        tall = config.block_m == SM90_TALL_BLOCK_M
+        if config != only and config != dataclasses.replace(only, block_m=SM90_TALL_BLOCK_M):
+            return f"the sm90 family's tiles are {only}, or the same with block_m {SM90_TALL_BLOCK_M}, got {config}"
+        return why_not_stages(config, SM90_TALL_STAGES if tall else SM90_STAGES)
+
+    def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
+        # The kernel of tall blocks does not store the pre-activation; results are the same, to the bit.
+        return config if problem.outputs == ("y",) else dataclasses.replace(config, block_m=SM90_BLOCK_M)
+
+    def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
+        return (sm90_config(problem, *chosen) for chosen in itertools.product(*CHOICES.values()))
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         tall = config.block_m == SM90_TALL_BLOCK_M
@@ -65,35 +176,24 @@ def _arguments(
             return TensorMap(name, (matrices * d, weight_n), weight_n, (SM90_BLOCK_K, columns))
         return TensorMap(name, (matrices * weight_n, d), d, (columns, SM90_BLOCK_K))
 
-    def output_map(name: str, columns: int | None = None) -> TensorMap | Constant:
+    def output_map(name: str, columns: int | None = None) -> TensorMap | None:
         # Of the first `columns` columns, where not of all.
         if not builder.has(name):
-            return Constant(None)
+            return None
         rows, width = builder.spec(name).shape
         return TensorMap(name, (rows, columns or width), width, (_CONSUMER_ROWS, box))
 
-    pre: dict[str, Argument] = {
-        "pre": builder.optional("pre"),
-        "pre_map": output_map("pre"),
-        "gate_map": output_map("pre", n) if two_tiles else Constant(None),
-    }
+    gate_map = output_map("pre", n) if two_tiles else None
+    pre = builder.pointers("pre") | passed(pre_map=output_map("pre"), gate_map=gate_map)
     stride = row_stride("x", x)
     x_map = TensorMap("x", (x.shape[0], d), stride, (_CONSUMER_ROWS, SM90_BLOCK_K))
+    up_map = weight_map("up") if operands.up is not None else None
     return {
-        "x": Pointer("x"),
-        "x_map": x_map if spec.gather == "row" else Constant(None),
-        "weight_map": weight_map("weight"),
-        "up_map": weight_map("up") if operands.up is not None else Constant(None),
+        **passed(x="x", x_map=x_map if spec.gather == "row" else None, weight_map=weight_map("weight"), up_map=up_map),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        "counters": Pointer("tile_counters"),
-        "y": builder.optional("y"),
-        "y_map": output_map("y"),
-        **({} if tall else pre),
-        **row_counts(problem, config),
-        **size_constants(problem),
-        "X_STRIDE": Constant(stride),
-        **bias_strides(operands),
-        **fused_constants(problem),
-        **constants(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),
-        **constants(GROUP_M=config.group_m, PDL=None),
+        **passed(counters="tile_counters", y=builder.optional("y"), y_map=output_map("y")),
+        **(({} if tall else pre) | row_counts(problem, config) | size_constants(problem)),
+        **(passed(X_STRIDE=stride) | bias_strides(operands) | fused_constants(problem)),
+        **passed(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),
+        **passed(GROUP_M=config.group_m, PDL=None),
     }

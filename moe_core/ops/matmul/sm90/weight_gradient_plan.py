@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from moe_core.base.arrays import ArraySpec, row_stride
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
-from moe_core.ops.matmul.sm90.tiles import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
+from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
 from moe_core.ops.routing.layout import ZERO_COUNTERS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, Scalar, TensorMap, constants
+from moe_core.plan.steps import Kernel, TensorMap, passed
+from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.specs.operands import LAYOUT_INPUTS, WeightGradientOperands
 from moe_core.specs.routing import LayoutSpec
 
 SM90_WEIGHT_GRADIENT = Kernel("matmul.sm90.kernels.weight_gradient:weight_gradient")
-
-if TYPE_CHECKING:
-    from moe_core.specs.matmul import WeightGradientSpec
-    from moe_core.specs.operands import WeightGradientOperands
 
 #: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
 _VECTOR = 8
@@ -68,29 +64,25 @@ def launch_sm90_gradient(
     """
     (m, n), groups = shape, layout.num_experts
     counter = builder.scratch("tile_counter", ArraySpec((1,), "int32"))
-    builder.launch(ZERO_COUNTERS, (1,), {"counters": Pointer(counter), "COUNT": Constant(1)}, 1, 1)
+    builder.launch(ZERO_COUNTERS, (1,), passed(counters=counter, COUNT=1), 1, 1)
     strides = [row_stride(name, builder.spec(name)) for name in ("left", "right")]
 
-    def rows_map(name: str, gather: str, stride: int, columns: int) -> Argument:
+    def rows_map(name: str, gather: str, stride: int, columns: int) -> TensorMap | None:
         if gather != "row":
-            return Constant(None)
+            return None
         rows, width = builder.spec(name).shape
         return TensorMap(name, (rows, width), stride, (SM90_BLOCK_K, columns))
 
-    arguments: dict[str, Argument] = {
-        "left": Pointer("left"),
-        "left_map": rows_map("left", spec.gather[0], strides[0], _CONSUMER_ROWS),
-        "right": Pointer("right"),
-        "right_map": rows_map("right", spec.gather[1], strides[1], SM90_WIDTH),
-        **builder.pointers("group_sizes", "group_start", "slot_of_row"),
-        "counters": Pointer(counter),
-        "d_weight_map": TensorMap("d_weight", (groups * m, n), n, (_CONSUMER_ROWS, _PIECE)),
-        "num_rows": Scalar(layout.capacity),
-        "num_slots": Scalar(layout.num_slots),
-        **constants(NUM_GROUPS=groups, M=m, N=n, LEFT_STRIDE=strides[0], RIGHT_STRIDE=strides[1]),
-        **constants(LEFT_START=starts[0], RIGHT_START=starts[1]),
-        **constants(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
-        **constants(TOP_K=layout.top_k, STAGES=SM90_STAGES, GROUP_M=_GROUP_M),
+    d_weight_map = TensorMap("d_weight", (groups * m, n), n, (_CONSUMER_ROWS, _PIECE))
+    arguments = {
+        **passed(left="left", left_map=rows_map("left", spec.gather[0], strides[0], _CONSUMER_ROWS)),
+        **passed(right="right", right_map=rows_map("right", spec.gather[1], strides[1], SM90_WIDTH)),
+        **(builder.pointers(*LAYOUT_INPUTS) | passed(counters=counter, d_weight_map=d_weight_map)),
+        **passed(num_rows=layout.capacity, num_slots=layout.num_slots),
+        **passed(NUM_GROUPS=groups, M=m, N=n, LEFT_STRIDE=strides[0], RIGHT_STRIDE=strides[1]),
+        **passed(LEFT_START=starts[0], RIGHT_START=starts[1]),
+        **passed(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
+        **passed(TOP_K=layout.top_k, STAGES=SM90_STAGES, GROUP_M=_GROUP_M),
     }
     tiles = groups * -(-m // SM90_GRADIENT_TILE[0]) * -(-n // SM90_GRADIENT_TILE[1])
     grid = min(tiles, builder.target.num_sms)

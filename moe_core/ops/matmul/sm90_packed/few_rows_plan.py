@@ -7,10 +7,9 @@ from moe_core.formats.tiling import TiledBlock, block_of
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
-from moe_core.ops.matmul.sm90_packed.plan import tiled_constants
-from moe_core.ops.matmul.sm90_packed.tiles import block_width, why_not
+from moe_core.ops.matmul.sm90_packed.plan import block_width, tiled_constants, why_not
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer
+from moe_core.plan.steps import Kernel, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.tile import TileConfig
 
@@ -56,20 +55,15 @@ class _FewRows(Family):
         weight: QuantizedTensor = problem.operands.weight
         block, (blocks, steps) = block_of(weight.format), weight.values.shape[-3:-1]
         chunk, counts = config.block_k // block.columns, row_counts(problem, config)
-        arguments: dict[str, Argument] = {
-            "x": Pointer("x"),
-            "weight": Pointer("weight.values"),
-            "scales": Pointer("weight.scales"),
-            "zero_points": builder.optional("weight.zero_points"),
+        span = block.columns << (chunk - 1).bit_length()
+        arguments = {
+            **passed(x="x", weight="weight.values", scales="weight.scales"),
+            **passed(zero_points=builder.optional("weight.zero_points")),
             **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y"),
             **{name: counts[name] for name in ("num_rows", "num_slots")},
             **tiled_constants(problem),
-            "ALIKE": Constant(_alike(block, chunk, steps)),
-            "BLOCK_M": Constant(config.block_m),
-            "CHUNK": Constant(chunk),
-            "SPAN": Constant(block.columns << (chunk - 1).bit_length()),
-            "REGISTERS": Constant(_REGISTERS),
-            "PDL": Constant(None),
+            **passed(ALIKE=_alike(block, chunk, steps), BLOCK_M=config.block_m, CHUNK=chunk, SPAN=span),
+            **passed(REGISTERS=_REGISTERS, PDL=None),
         }
         builder.launch(MATMUL_FEW_ROWS, (problem.num_blocks(config) * blocks,), arguments, config.num_warps, 1)
         if block.columns == 2 * _DEPTH:

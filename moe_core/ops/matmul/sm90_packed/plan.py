@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
+from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base.target import Target
 from moe_core.formats import QuantizedTensor
-from moe_core.formats.tiling import BLOCK_VALUES, block_of
+from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_of
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
-from moe_core.ops.matmul.sm90_packed import tiles
-from moe_core.ops.matmul.sm90_packed.tiles import LARGE, LINE, MIXED_INPUT_NAME, TALL
 from moe_core.ops.matmul.tile_rules import INVARIANT_ROWS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, Pointer, TensorMap, constants
-from moe_core.specs.tile import TileConfig
+from moe_core.plan.steps import Argument, Kernel, TensorMap, passed
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.tile import TileConfig, shared_limit
 
 MATMUL_MIXED_INPUT = Kernel(
     "matmul.sm90_packed.kernels.matmul:matmul_mixed_input", pdl="start", prepacked_weight="weight_map"
 )
 
-#: Lines of a block of codes.
-_LINES = BLOCK_VALUES // LINE
 #: Columns of x that lie together in shared memory.
 _DEPTH = 64
 #: Tokens that tiles of twice as many and more multiply where they have no more rows.
@@ -30,6 +33,123 @@ _CHUNK = 64
 #: Registers of a thread at launch where two blocks share a multiprocessor.
 _SHARED_REGISTERS = 80
 
+MIXED_INPUT_NAME = "mixed_input"
+#: Bytes of a line of codes, and lines of a block of them.
+LINE, _LINES = 128, BLOCK_VALUES // 128
+#: Elements that TMA and cp.async take at a time, and tokens that one part of the epilogue stores.
+_VECTOR, _PART = 8, 32
+#: Tokens of the tiles whose block has a multiprocessor for itself, of four blocks of weight rows and of two, and their
+#: most columns of the reduction per stage; of the others two share one.
+LARGE, TALL, _LARGE_DEPTH = 128, 256, 128
+#: Elements that a part of a tall tile's epilogue stores.
+_TALL_PART = 1024
+#: What the hardware keeps of a multiprocessor's shared memory for each block.
+_RESERVED = 1024
+#: Stages of two blocks that are worth having: with fewer, stages have one.
+_LEAST_STAGES = 3
+#: Mean rows per expert above which, and up to which, tiles of mxfp4 weights are tall, of products without gate and of
+#: gated ones; measured with whole forwards at means of 32, 64, 128, 256 and 512
+#: (docs/notebook/2026-11-22-mxfp4-kernels.md). Integers, which have not been measured, get none by themselves.
+_TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
+#: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
+#: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
+#: (docs/notebook/2026-11-22-mxfp4-kernels.md), not in between.
+_HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
+
+
+def why_not(problem: MatmulProblem) -> str | None:
+    """The reason a product with a prepacked weight has no kernel, None if it has."""
+    x, weight, n, spec = problem.operands.x, problem.operands.weight, problem.n, problem.spec
+    target = problem.target
+    if not target.is_sm90:
+        return f"prepacked weights are read by kernels for sm_90, got {target}; leave them as they are"
+    if problem.layout is None:
+        return "the kernels for prepacked weights multiply by expert, and this product is dense; restore the weight"
+    if isinstance(x, QuantizedTensor) or x.dtype != "bfloat16" or (spec.out_dtype or x.dtype) != x.dtype:
+        found = x.format.name if isinstance(x, QuantizedTensor) else f"{x.dtype} to {spec.out_dtype or x.dtype}"
+        return f"prepacked weights are multiplied with bfloat16 rows, to bfloat16, got {found}; restore the weight"
+    if x.shape[1] % _VECTOR or row_stride("x", x) % _VECTOR or n % _VECTOR:
+        return (
+            f"rows of x and y must start at multiples of 16 bytes, got {x.shape[1]} columns of x, {row_stride('x', x)} "
+            f"elements from row to row, and {n} columns of y; restore the weight"
+        )
+    if spec.activation is not None and spec.activation.name == "gelu":
+        return "gelu's erf does not fit into the kernels' registers; use gelu_tanh, or restore the weight"
+    if weight.values.size // LINE >= INT32_LIMIT:
+        return f"the kernels count lines of {LINE} bytes in 32 bits, got {weight.values.size} bytes of codes"
+    return None
+
+
+def why_illegal_mixed_input(
+    config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target
+) -> str | None:
+    """The reason a configuration of the family cannot run a product with a prepacked weight, or None."""
+    width, columns = block_width(spec), block_of(weight.format).columns
+    heights = [height for _, height, _ in _HEIGHTS]
+    if config.block_m not in (*heights, LARGE, TALL):
+        return f"block_m must be one of {', '.join(map(str, (*heights, LARGE, TALL)))}, got {config.block_m}"
+    blocks = _blocks_of(config.block_m)
+    if config.block_n != blocks * width:
+        return f"block_n must be {blocks * width}, {blocks} blocks of weight rows, got {config.block_n}"
+    depths = [depth for depth in (columns, 2 * columns) if config.block_m < LARGE or depth <= _LARGE_DEPTH]
+    if config.block_k not in depths:
+        return f"block_k must be {' or '.join(map(str, depths))}, got {config.block_k}"
+    if config.num_warps != 4 or config.group_m < 1 or config.num_stages < 1:
+        return (
+            f"num_warps must be 4, those of a consumer, num_stages and group_m at least 1, got {config.num_warps}, "
+            f"{config.num_stages} and {config.group_m}"
+        )
+    if config.block_m == TALL and config.num_stages < 2:
+        return f"num_stages must be at least 2: tiles of {TALL} rows decode a stage ahead, got {config.num_stages}"
+    if (most := _most_stages(config, weight, spec, target)) < config.num_stages:
+        return f"num_stages must be at most {most} for shared memory, got {config.num_stages}"
+    return None
+
+
+def mixed_input_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
+    """The configuration for so many mean rows per expert, with as many stages as there is room for."""
+    found = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
+    above, most = _TALL_ROWS[spec.activation is not None and spec.activation.gated]
+    tall = weight.format.has_e8m0_scales and above < rows <= most
+    height, depth = next(found, (TALL if tall else LARGE, _LARGE_DEPTH))
+    columns = block_of(weight.format).columns
+    config = TileConfig(
+        height, _blocks_of(height) * block_width(spec), min(depth, 2 * columns), 4, 1, 8, MIXED_INPUT_NAME
+    )
+    if _most_stages(config, weight, spec, target) < _LEAST_STAGES:
+        config = dataclasses.replace(config, block_k=columns)
+    return dataclasses.replace(config, num_stages=_most_stages(config, weight, spec, target))
+
+
+def block_width(spec: MatmulSpec) -> int:
+    """Output columns of a block of weight rows."""
+    return SIDE_ROWS if spec.activation is not None and spec.activation.gated else BLOCK_ROWS
+
+
+def _blocks_of(block_m: int) -> int:
+    """Blocks of weight rows of a tile."""
+    return 4 if block_m == LARGE else 2
+
+
+def blocks_of(config: TileConfig, spec: MatmulSpec) -> int:
+    return config.block_n // block_width(spec)
+
+
+def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> int:
+    """Stages of a pipeline in the shared memory that a block of the grid has."""
+    limit = shared_limit(target.arch)
+    if config.block_m < LARGE:
+        limit = (limit + _RESERVED) // 2 - _RESERVED
+    arrays = [array for array in (weight.scales, weight.zero_points) if array is not None]
+    # Of a block: its codes, and a record of each other array.
+    held = BLOCK_VALUES + sum(array.shape[-1] * dtypes.itemsize(array.dtype) for array in arrays)
+    steps = config.block_k // block_of(weight.format).columns
+    stage = steps * blocks_of(config, spec) * held + config.block_m * config.block_k * 2
+    # Two announced tiles with slots and weights, both consumers' results, and barriers.
+    part = _TALL_PART if config.block_m == TALL else min(config.block_m, _PART) * block_width(spec)
+    rest = 2 * 8 * config.block_m + 2 * part * 2 + 512
+    return (limit - rest) // stage
+
 
 class _MixedInput(Family):
     """bf16 rows with prepacked weights on sm_90."""
@@ -37,14 +157,14 @@ class _MixedInput(Family):
     name, weights, counts_tiles = MIXED_INPUT_NAME, PREPACKED, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
-        return tiles.why_not(problem)
+        return why_not(problem)
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
         rows = INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
-        return tiles.mixed_input_config(rows, problem.operands.weight, problem.spec, problem.target)
+        return mixed_input_config(rows, problem.operands.weight, problem.spec, problem.target)
 
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
-        return tiles.why_illegal_mixed_input(config, problem.operands.weight, problem.spec, problem.target)
+        return why_illegal_mixed_input(config, problem.operands.weight, problem.spec, problem.target)
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         most = builder.target.num_sms * (1 if config.block_m >= LARGE else 2)
@@ -68,17 +188,16 @@ def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
     weight: QuantizedTensor = problem.operands.weight
     blocks, steps = weight.values.shape[-3:-1]
     block = block_of(weight.format)
-    strides = bias_strides(problem.operands)
+    repeat = max(1, steps) if block.repeat is None else block.repeat
     return {
-        **constants(D=problem.d, N=problem.n, WEIGHT_N=weight.shape[-2], STEPS=steps, BLOCKS=blocks),
-        **constants(NUM_EXPERTS=problem.groups, NUM_LAYERS=problem.sizes.num_layers),
-        **constants(X_STRIDE=row_stride("x", problem.operands.x)),
-        "BIAS_LAYER_STRIDE": strides["BIAS_LAYER_STRIDE"],
+        **passed(D=problem.d, N=problem.n, WEIGHT_N=weight.shape[-2], STEPS=steps, BLOCKS=blocks),
+        **passed(NUM_EXPERTS=problem.groups, NUM_LAYERS=problem.sizes.num_layers),
+        **passed(X_STRIDE=row_stride("x", problem.operands.x)),
+        **passed(BIAS_LAYER_STRIDE=bias_strides(problem.operands)["BIAS_LAYER_STRIDE"]),
         **fused_constants(problem),
         # Signed codes of 8 bits are tiled as unsigned ones with the zero point 128.
-        **constants(ELEMENT="uint8" if weight.format.element == "int8" else weight.format.element),
-        **constants(COLUMNS=block.columns, GROUPS=block.groups),
-        **constants(REPEAT=max(1, steps) if block.repeat is None else block.repeat),
+        **passed(ELEMENT="uint8" if weight.format.element == "int8" else weight.format.element),
+        **passed(COLUMNS=block.columns, GROUPS=block.groups, REPEAT=repeat),
     }
 
 
@@ -93,20 +212,16 @@ def _arguments(
     box = _CHUNK if config.block_m == TALL else config.block_m
     x_map = TensorMap("x", (x.shape[0], problem.d), row_stride("x", x), (box, _DEPTH))
     deep = config.block_k // block_of(weight.format).columns
+    weight_map = TensorMap("weight.values", (values.size // LINE, LINE), LINE, (deep * _LINES, LINE))
     return {
-        "x": Pointer("x"),
-        "x_map": Constant(None) if gathered else x_map,
-        "weight_map": TensorMap("weight.values", (values.size // LINE, LINE), LINE, (deep * _LINES, LINE)),
-        "scales": Pointer("weight.scales"),
-        "zero_points": builder.optional("weight.zero_points"),
+        **passed(x="x", x_map=None if gathered else x_map, weight_map=weight_map, scales="weight.scales"),
+        **passed(zero_points=builder.optional("weight.zero_points")),
         **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        "counters": Constant(None) if counter is None else Pointer("tile_counters"),
-        "y": Pointer("y"),
-        **row_counts(problem, config),
-        **tiled_constants(problem),
-        **constants(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
-        **constants(PAIRS=tiles.blocks_of(config, problem.spec), DEEP=deep),
+        **passed(counters=None if counter is None else "tile_counters", y="y"),
+        **(row_counts(problem, config) | tiled_constants(problem)),
+        **passed(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
+        **passed(PAIRS=blocks_of(config, problem.spec), DEEP=deep),
         # One warp issues what little a small tile or TMA asks for soonest; gathering many rows takes more threads.
-        **constants(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
-        **constants(GROUP_M=config.group_m, PDL=None),
+        **passed(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
+        **passed(GROUP_M=config.group_m, PDL=None),
     }

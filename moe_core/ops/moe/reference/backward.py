@@ -21,13 +21,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec
 from moe_core.ops.activation.reference import expert_activation_backward, sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
-from moe_core.ops.matmul.reference.backward import (
-    bias_gradient,
-    bias_product,
-    in_stack,
-    input_gradient,
-    matrix_gradient,
-)
+from moe_core.ops.matmul.reference import backward as matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer, quantized_from
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
@@ -74,20 +68,11 @@ class _Chain(NamedTuple):
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
         """The product with gate_up (and up) before its activation, by slot, as the forward rounds it."""
         (of_x, by_slot, _), dtype = self.gathers, dtypes.canonical(self.x.dtype)
-        options = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
-        products = [
-            matmul_ogs(
-                self.x,
-                getattr(self.bundle, name),
-                bias=getattr(self.bundle, f"{name}_bias", None),
-                layer_index=self.layer_index,
-                spec=options,
-                **self.where,
-            )
-            for name in ("gate_up", "up")
-            if getattr(self.bundle, name) is not None
-        ]
-        return np.concatenate(products, axis=1)
+        matmul = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
+        options = {"layer_index": self.layer_index, "spec": matmul, **self.where}
+        names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
+        sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
+        return np.concatenate([matmul_ogs(self.x, weight, bias=bias, **options) for weight, bias in sides], axis=1)
 
 
 class _MoEBackward:
@@ -112,7 +97,7 @@ class _MoEBackward:
 
         def back(d_y: np.ndarray, gather: str, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:
             options = MatmulSpec(spec.weight_layout, gather, by_slot, None, dtype, spec.allow_tf32)
-            return input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
+            return matmul.input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
 
         d_hidden = back(self.d_out, of_output, "float32", bundle.down)
         d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
@@ -126,16 +111,15 @@ class _MoEBackward:
         for name, sides in factors.items():
             matrix, full = getattr(bundle, name), chain.prefix + name
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
-                into = self.request.into.get(full)
-                self.found[full] = matrix_gradient(
-                    *sides, matrix, chain.layer_index, into, weight_layout=spec.weight_layout, **chain.where
-                )
+                stack = (matrix, chain.layer_index, self.request.into.get(full))
+                where = {"weight_layout": spec.weight_layout, **chain.where}
+                self.found[full] = matmul.matrix_gradient(*sides, *stack, **where)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
                 (d_y, gather), weight = sides[1], weighting["row_weight"] if name == "down" else None
                 dtype = dtypes.canonical(bias.dtype)
-                d_bias = bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
-                self.found[full] = in_stack(d_bias, bias, chain.layer_index)
+                d_bias = matmul.bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
+                self.found[full] = matmul.in_stack(d_bias, bias, chain.layer_index)
         return d_hidden, d_pre, hidden, d_weight, d_rows
 
     def through_experts(self) -> np.ndarray:
@@ -149,17 +133,13 @@ class _MoEBackward:
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
         product = None
         if experts.down_bias is not None:
-            product = bias_product(self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where)
+            product = matmul.bias_product(
+                self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
+            )
         chain = _Chain(experts, "d_experts.", layer_index, source, ("token", "slot", "token"), where)
-        d_hidden, d_pre, hidden, d_weight, d_slots = self._through(
-            chain,
-            stages.get("matmul1"),
-            None,
-            row_of_slot=row_of_slot,
-            row_weight=None if on_input else weights,
-            bias_product=product,
-            order="slot",
-        )
+        weighting = {"row_of_slot": row_of_slot, "row_weight": None if on_input else weights, "bias_product": product}
+        found = self._through(chain, stages.get("matmul1"), None, **weighting, order="slot")
+        d_hidden, d_pre, hidden, d_weight, d_slots = found
         self.found |= {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_slots}
         if on_input:
             # K = 1: a slot is its token. What was x times the weight gives gradients of both.
@@ -206,17 +186,9 @@ class _MoEBackward:
         logits, ids = stages["logits"], stages["ids"]
         with np.errstate(all="ignore"):
             total = d_weights if given.weights is None else d_weights + given.weights
-        d_logits = routing_backward(
-            logits,
-            ids,
-            total,
-            given.logits,
-            given.load_balance,
-            given.z,
-            np.bincount(ids[ids >= 0], minlength=logits.shape[1]),
-            self.token_mask,
-            spec=spec.router,
-        )
+        counts = np.bincount(ids[ids >= 0], minlength=logits.shape[1])
+        flowing = (total, given.logits, given.load_balance, given.z, counts)
+        d_logits = routing_backward(logits, ids, *flowing, self.token_mask, spec=spec.router)
         self.found |= {"d_weights": d_weights, "d_logits": d_logits}
         if isinstance(routing, RouterLogits):
             self.found["d_routing.logits"] = d_logits

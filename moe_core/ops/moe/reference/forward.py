@@ -27,10 +27,8 @@ def _routing_stages(
     """logits (unless ids are given), ids and weights."""
     if isinstance(routing, TopK):
         return {"ids": routing.ids, "weights": routing.weights}
-    if isinstance(routing, RouterWeights):
-        logits = router(x, routing.weight, routing.bias, spec=spec.logits_spec())
-    else:
-        logits = routing.logits
+    from_x = isinstance(routing, RouterWeights)
+    logits = router(x, routing.weight, routing.bias, spec=spec.logits_spec()) if from_x else routing.logits
     if spec.router is None:
         raise InvalidInput(
             "spec.router must be a RouterSpec where ids are not given, got None; pass MoESpec(router=...)"
@@ -48,9 +46,8 @@ def _shared_output(
     options = {"weight_layout": spec.weight_layout, "allow_tf32": spec.allow_tf32}
     first = MatmulSpec(activation=spec.activation, **options)
     hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layer_index=layer_index, layout=None, spec=first)
-    output = matmul_ogs(
-        hidden, shared.down, layer_index=layer_index, layout=None, spec=MatmulSpec(out_dtype="float32", **options)
-    )
+    second = MatmulSpec(out_dtype="float32", **options)
+    output = matmul_ogs(hidden, shared.down, layer_index=layer_index, layout=None, spec=second)
     if shared.gate is None:
         return output, None
     return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
@@ -100,24 +97,13 @@ def moe_stages(
         source = scale_rows(x, stages["weights"])
 
     num_experts = experts.down.shape[0 if experts.layer_index is None else 1]
-    spec_of_layout = LayoutSpec(num_tokens, top_k, num_experts)
-    sizes, start, slot_of_row, row_of_slot, invalid = make_layout(
-        stages["ids"], expert_map, token_mask, layout=spec_of_layout
-    )
+    layout = LayoutSpec(num_tokens, top_k, num_experts)
+    *groups, row_of_slot, invalid = make_layout(stages["ids"], expert_map, token_mask, layout=layout)
 
     def by_slot(values: Matrix, weight: Matrix, gather: str, out_dtype: str, **options: np.ndarray | None):
         matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32)
-        return matmul_ogs(
-            values,
-            weight,
-            sizes,
-            start,
-            slot_of_row,
-            layer_index=experts.layer_index,
-            layout=spec_of_layout,
-            spec=matmul,
-            **options,
-        )
+        options |= {"layer_index": experts.layer_index}
+        return matmul_ogs(values, weight, *groups, layout=layout, spec=matmul, **options)
 
     source = _quantized(source, spec, experts.gate_up_input_scale, row_of_slot)
     gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
@@ -128,15 +114,13 @@ def moe_stages(
     row_weight = None if spec.apply_router_weight_on_input else weights
     rows = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
     slots = by_slot(rows, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
-    extra, extra_gate = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer_index)
-    output = reduce(
-        slots, row_of_slot, extra, extra_gate, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype
-    )
+    extra = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer_index)
+    output = reduce(slots, row_of_slot, *extra, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype)
     return stages | {
         "matmul1": round_to(before, slot_dtype),
         "activation": hidden,
         "matmul2": slots,
         "output": output,
-        "tokens_per_expert": sizes,
+        "tokens_per_expert": groups[0],
         "invalid_ids": invalid,
     }

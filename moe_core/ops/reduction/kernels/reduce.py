@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moe_core.ops.activation.kernels.forward import sigmoid
+from moe_core.ops.activation.kernels.formulas import sigmoid
 from moe_core.ops.common.kernels.pdl import join
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import few_rows_config
-from moe_core.ops.matmul.sm90_packed.tiles import mixed_input_config
+from moe_core.ops.matmul.sm90_packed.plan import mixed_input_config
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import LayoutSpec

@@ -16,8 +16,7 @@ from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
-from moe_core.ops.matmul.sm90.tiles import sm90_config
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, sm90_config
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.routing.layout import PLACE_BLOCKS, ZERO_COUNTERS

@@ -13,8 +13,7 @@ from moe_core.base.target import Target
 from moe_core.formats import INT8_CHANNEL, Format, QuantizedSpec, QuantizedTensor, format_named, quantized_specs
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS, few_rows_config, why_illegal_few_rows
-from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
-from moe_core.ops.matmul.sm90_packed.tiles import mixed_input_config, why_illegal_mixed_input
+from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT, mixed_input_config, why_illegal_mixed_input
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.prepack.prepack import tile
 from moe_core.ops.quantize.reference import dequantize, quantize

@@ -19,8 +19,12 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import (
     few_rows_config,
     why_illegal_few_rows,
 )
-from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
-from moe_core.ops.matmul.sm90_packed.tiles import MIXED_INPUT_NAME, mixed_input_config, why_illegal_mixed_input
+from moe_core.ops.matmul.sm90_packed.plan import (
+    MATMUL_MIXED_INPUT,
+    MIXED_INPUT_NAME,
+    mixed_input_config,
+    why_illegal_mixed_input,
+)
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.reduction.reduce import REDUCE

@@ -12,7 +12,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import MXFP4, format_named
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.matmul.sm90_packed.tiles import mixed_input_config, why_illegal_mixed_input
+from moe_core.ops.matmul.sm90_packed.plan import mixed_input_config, why_illegal_mixed_input
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, TensorMap
 from moe_core.specs.matmul import Activation, MatmulSpec

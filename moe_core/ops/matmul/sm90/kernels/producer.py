@@ -4,16 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from moe_core.ops.matmul.sm90.kernels.pipeline import (
-    DEPTH,
-    PIECE,
-    ROWS,
-    WIDE,
-    advance,
-    locate_tile,
-    row_load,
-    tma_load,
-)
+from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, PIECE, ROWS, WIDE, advance, locate_tile, row_load, tma_load
 
 
 @gluon.jit

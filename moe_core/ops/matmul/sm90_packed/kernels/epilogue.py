@@ -7,7 +7,7 @@ has gate and up of the same output column.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.ops.activation.kernels.forward import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT
 

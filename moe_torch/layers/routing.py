@@ -1,4 +1,4 @@
-"""A limit on the slots an expert keeps, in front of the composed operator."""
+"""What a layer computes around the composed operator: a limit on the slots an expert keeps, and router losses."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 
-from moe_core.base.target import Target
 from moe_core.layers import MoELayerSpec
-from moe_core.ops.router.backward import ROUTER_GRADIENTS
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_core.specs import MoESpec, RouterSpec
+from moe_core.specs.operands import MoEOutput, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode
 from moe_torch.operators import table as operators
-from moe_torch.operators.requests import training_plans
-from moe_torch.operators.table import MOE_QUANTIZED, ROUTE_BACKWARD, ROUTER_BACKWARD
+from moe_torch.operators.table import MOE_QUANTIZED
 
 
 class _Operators:
@@ -70,14 +66,10 @@ class CapacityLimit:
         self._options = encode(dataclasses.replace(moe_spec, router=None), *formats)
         self._is_quantized = bool(formats)
 
-    @property
-    def _operators(self) -> _Operators:
-        return _OPERATORS[self._is_quantized]
-
     def __call__(self, arrays: Sequence[torch.Tensor | None]) -> MoEOutput:
         """One forward; arrays: those of the operator that routes from x. ids are -1 where a slot was dropped,
         tokens_per_expert counts the slots before."""
-        moe = self._operators
+        moe = _OPERATORS[self._is_quantized]
         weight, bias, correction_bias = (arrays[place] for place in moe.routing)
         x = arrays[0]
         assert x is not None and weight is not None
@@ -89,57 +81,43 @@ class CapacityLimit:
         logits = ops.router(rows, weight, bias=bias, spec=self._logits)
         ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=mask)
         layout = ops.make_layout(ids, self._spec.num_experts)
-        kept = self._within(ids, layout)
+        numerator, denominator = self._ratio
+        capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
+        # -1 for every slot behind the first of its expert.
+        place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
+        kept = torch.where(place < capacity, flat, -1).view(ids.shape)
         output, _, invalid_ids = call(moe.operator, *moe.arguments(arrays, kept, weights), self._options)
         return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
 
-    def _within(self, ids: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-        """ids with -1 for every slot behind the first C of its expert."""
-        numerator, denominator = self._ratio
-        capacity = -(-ids.shape[0] * numerator // denominator)
-        flat = ids.view(-1)
-        place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
-        return torch.where(place < capacity, flat, -1).view(ids.shape)
 
-    def plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
-        """The plans of a forward, in order."""
-        moe = self._operators
-        weight, bias, correction_bias = (arrays[place] for place in moe.routing)
-        x, spec = arrays[0], self._spec
-        assert x is not None
-        num_tokens = x.shape[0]
-        logits = x.new_empty(num_tokens, spec.num_experts, dtype=torch.float32)
-        ids = x.new_empty(num_tokens, spec.top_k, dtype=torch.int32)
-        weights = x.new_empty(num_tokens, spec.top_k, dtype=torch.float32)
-        return (
-            operators.ROUTER.plan([x, weight, bias], encode(self._logits), target),
-            operators.ROUTE.plan([logits, correction_bias, None], encode(spec.router), target),
-            operators.MAKE_LAYOUT.plan([ids, None, None], encode(spec.num_experts, 1, None), target),
-            moe.operator.plan(moe.arguments(arrays, ids, weights), self._options, target),
-        )
+def router_losses(
+    logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference.router_losses`.
 
-    def training_plans(self, arrays: Sequence[torch.Tensor | None], target: Target) -> tuple[LaunchPlan, ...]:
-        """What a training step runs behind `plans`: the forward that keeps, then the backwards of operator, routing and
-        router."""
-        moe = self._operators
-        weight, bias, _ = (arrays[place] for place in moe.routing)
-        x, spec = arrays[0], self._spec
-        assert x is not None and weight is not None
-        logits = x.new_empty(x.shape[0], spec.num_experts, dtype=torch.float32)
-        ids = x.new_empty(x.shape[0], spec.top_k, dtype=torch.int32)
-        weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
-        wanted = ROUTER_GRADIENTS if bias is not None else ROUTER_GRADIENTS[:2]
-        return (
-            *training_plans(moe.operator, moe.arguments(arrays, ids, weights), self._options, target),
-            ROUTE_BACKWARD.plan([weights, logits, ids, None], encode(spec.router), target),
-            ROUTER_BACKWARD.plan([logits, x, weight, bias], encode(self._logits, wanted), target),
-        )
+    logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`; token_mask bool `[T]` or None.
+    """
+    num_tokens, num_experts = logits.shape
+    count = logits.new_full((), num_tokens)
+    if token_mask is not None:
+        # What a masked token holds, even NaN, must not reach the sums.
+        logits = torch.where(token_mask[:, None], logits, 0.0)
+        count = token_mask.sum().to(torch.float32)
+    scores = _scores(logits, router.scoring)
+    total = scores.sum(dim=-1, keepdim=True)
+    shares = torch.where(total == 0, 0.0, scores / total)
+    squares = torch.logsumexp(logits, dim=-1).square()
+    if token_mask is not None:
+        shares, squares = torch.where(token_mask[:, None], shares, 0.0), torch.where(token_mask, squares, 0.0)
+    count = count.clamp(min=1.0)
+    slot_share = tokens_per_expert.to(torch.float32) / (count * router.require_top_k())
+    balance = num_experts * (slot_share * (shares.sum(dim=0) / count)).sum()
+    return balance, squares.sum() / count
 
-    def explain(self, arrays: Sequence[torch.Tensor | None], target: Target, training: bool = False) -> str:
-        """The plans of a forward, or of a training step, as text, in order."""
-        x = arrays[0]
-        assert x is not None
-        limit = f"capacity limit: slots behind the first {self._spec.capacity(x.shape[0])} of an expert get id -1"
-        *routing, whole = self.plans(arrays, target)
-        steps = self.training_plans(arrays, target) if training else (whole,)
-        return "\n\n".join([*(plan.explain() for plan in routing), limit, *(plan.explain() for plan in steps)])
+
+def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    if scoring == "softmax":
+        return torch.softmax(logits, dim=-1)
+    if scoring == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.sqrt(torch.nn.functional.softplus(logits))

@@ -1,0 +1,66 @@
+"""What a layer would run, planned and explained; with a capacity limit, stage by stage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.layers.spec import MoELayerSpec, Storage
+from moe_core.ops.moe.backward import explain_training, plan_training
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
+from moe_core.ops.router.forward import plan_router
+from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.operands import MoEOperands, RoutingGradients, TopK
+from moe_core.specs.routing import LayoutSpec
+
+Plans = tuple[LaunchPlan, ...]
+
+
+def layer_plans(
+    operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
+) -> tuple[Plans, Plans]:
+    """The plans of a forward, in order, and, with training, what a training step runs in place of the last one.
+
+    operands: of specs, with RouterWeights. default: as in `MoELayerSpec.moe_spec`.
+    """
+    moe_spec, x, router = spec.moe_spec(default), operands.x, operands.routing
+    routing: Plans = ()
+    backward: Plans = ()
+    if spec.capacity_factor is not None:
+        logits_spec, logits = moe_spec.logits_spec(), ArraySpec((x.shape[0], spec.num_experts), "float32")
+        ids, weights = (ArraySpec((x.shape[0], spec.top_k), dtype) for dtype in ("int32", "float32"))
+        routing = (
+            plan_router(x, router.weight, router.bias, logits_spec, target),
+            plan_routing(logits, spec.router, target, correction_bias=router.correction_bias),
+            plan_layout(ids, LayoutSpec(x.shape[0], spec.top_k, spec.num_experts), target),
+        )
+        if training:
+            wanted = ROUTER_GRADIENTS if router.bias is not None else ROUTER_GRADIENTS[:2]
+            backward = (
+                plan_routing_backward(RoutingGradients(weights), logits, ids, spec.router, target),
+                plan_router_backward(logits, x, router.weight, router.bias, logits_spec, target, wanted=wanted),
+            )
+        operands = dataclasses.replace(operands, routing=TopK(ids, weights), token_mask=None)
+        moe_spec = dataclasses.replace(moe_spec, router=None)
+    given = {"token_mask": operands.token_mask, "shared": operands.shared}
+    whole = plan_moe(x, operands.experts, operands.routing, moe_spec, target, **given)
+    steps = plan_training(operands, moe_spec, target, one_layer=True) if training else ()
+    return (*routing, whole), (*steps, *backward)
+
+
+def explain_layer(
+    operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
+) -> str:
+    """The plans of a forward, or of a training step, as text, in order; arguments as in `layer_plans`."""
+    (*routing, whole), steps = layer_plans(operands, spec, default, target, training)
+    if spec.capacity_factor is None:
+        return explain_training(steps) if training else whole.explain()
+    capacity = spec.capacity(operands.x.shape[0])
+    limit = f"capacity limit: slots behind the first {capacity} of an expert get id -1"
+    plans = steps if training else (whole,)
+    return "\n\n".join([*(plan.explain() for plan in routing), limit, *(plan.explain() for plan in plans)])

@@ -1,0 +1,90 @@
+"""The formulas of activations in fp32, with their derivatives: fused into matmuls, or called by the ops here."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr):
+    """act(x) of the ungated form, fp32. NaN propagates: comparisons with NaN are false, so `where` keeps it."""
+    if NAME == "silu":
+        return x * sigmoid(x)
+    elif NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        # 0.5 * x * (1 + tanh(u)) = x * sigmoid(2 * u)
+        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive
+
+
+@triton.jit
+def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """act(gate) * up, or swiglu_oai's `g * sigmoid(alpha * g) * (u + 1)` with its clamps, fp32."""
+    if NAME == "swiglu_oai":
+        if LIMIT is not None:
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return gate * sigmoid(ALPHA * gate) * (up + 1.0)
+    else:
+        return activate(gate, NAME) * up
+
+
+@triton.jit
+def clamp(x, LIMIT: tl.constexpr):
+    """x within [-LIMIT, LIMIT]; NaN stays NaN, for comparisons with it are false."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
+def value_and_slope(x, NAME: tl.constexpr):
+    """(act(x), d act(x) / dx) of the ungated form, fp32; formulas: `moe_core.ops.activation.reference`.
+
+    Where the slope is constant in fp32 it is taken at a bound, so that no infinity meets a zero.
+    """
+    if NAME == "silu":
+        bounded = clamp(x, 128.0)
+        share = sigmoid(bounded)
+        return x * share, share * (1.0 + bounded * (1.0 - share))
+    elif NAME == "gelu":
+        bounded = clamp(x, 16.0)
+        twice = 1.0 + tl.erf(bounded * 0.7071067811865476)
+        density = 0.3989422804014327 * tl.exp(-0.5 * bounded * bounded)
+        return 0.5 * x * twice, 0.5 * twice + bounded * density
+    elif NAME == "gelu_tanh":
+        bounded = clamp(x, 16.0)
+        square = bounded * bounded
+        share = sigmoid(1.5957691216057308 * (bounded + 0.044715 * square * bounded))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * square)
+        return x * share, share * (1.0 + bounded * (1.0 - share) * slope)
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive, 2.0 * positive
+
+
+@triton.jit
+def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """(y, d_gate, d_up) of the gated form: y = act(gate) * up, or swiglu_oai with its clamps."""
+    if NAME == "swiglu_oai":
+        g, u = gate, up
+        if LIMIT is not None:
+            g, u = tl.where(gate > LIMIT, LIMIT, gate), clamp(up, LIMIT)
+        # g s(a g) is silu(a g) / a: its slope is silu's at a g, its value that of s(a g) times g.
+        _, slope = value_and_slope(ALPHA * g, "silu")
+        activated = g * sigmoid(ALPHA * g)
+        d_gate, d_up = d_y * (u + 1.0) * slope, d_y * activated
+        if LIMIT is not None:
+            d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
+            d_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)
+        return activated * (u + 1.0), d_gate, d_up
+    else:
+        activated, slope = value_and_slope(gate, NAME)
+        return activated * up, d_y * up * slope, d_y * activated
