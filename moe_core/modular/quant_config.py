@@ -17,7 +17,6 @@ _MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
 _GROUPED = ("int8_w8a16", "int4_w4a16")
 #: Schemes whose activations are quantised.
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
-_ACTIVATION_ELEMENTS = {"fp8_w8a8": "float8_e4m3fn", "int8_w8a8": "int8", "mxfp4_w4a4": "mxfp4"}
 #: Arrays that only quantised weights have.
 QUANTIZATION_ARRAYS = ("w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale")
 
@@ -143,29 +142,6 @@ class FusedMoEQuantConfig:
             if own is not None and own is not array:
                 raise InvalidInput(f"{name} must not be given twice, got it in the configuration and with the call")
         return dataclasses.replace(self, **given) if given else self
-
-    # What ported classes ask a configuration.
-
-    @property
-    def quant_dtype(self) -> str | None:
-        """The element that activations are quantised to, None where they are not."""
-        return _ACTIVATION_ELEMENTS.get(self.scheme or "")
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.quant_dtype is not None
-
-    @property
-    def is_per_act_token(self) -> bool:
-        return self.per_act_token_quant
-
-    @property
-    def use_mxfp4_w4a16(self) -> bool:
-        return self.scheme == "mxfp4_w4a16"
-
-    use_nvfp4_w4a4 = is_scale_swizzled = is_scale_transposed = False
-    mx_alignment = 0
-    a1_gscale = a2_gscale = gemm1_alpha = gemm1_beta = gemm1_clamp_limit = None
 
     @property
     def choices(self) -> tuple[Any, ...]:

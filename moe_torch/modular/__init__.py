@@ -7,7 +7,6 @@ Public functions here keep the published parameters, however many.
 """
 
 from moe_core.modular.deep_gemm import deep_gemm_block_shape
-from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_core.modular.types import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -26,6 +25,7 @@ from moe_torch.modular.deep_gemm import (
 from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts, DeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
+from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute as FusedMoEExpertsModular
 from moe_torch.modular.gpt_oss import (
     BaseOAITritonExperts,
     OAITritonExperts,
@@ -40,6 +40,8 @@ from moe_torch.modular.prepare_finalize import (
     MoEPrepareAndFinalizeNoEP,
     PreparedTokens,
 )
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize as FusedMoEPrepareAndFinalizeModular
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, make_routing_data, pack_bitmatrix
 from moe_torch.modular.triton_experts import BatchedTritonExperts, TritonExperts
 from moe_torch.modular.weight_and_reduce import (
@@ -52,14 +54,47 @@ from moe_torch.modular.weight_and_reduce import (
 from moe_torch.modular.workspaces import Workspaces
 
 __all__ = [
-    "FUSED_MOE_UNQUANTIZED_CONFIG", "BaseOAITritonExperts", "BatchedDeepGemmExperts", "BatchedPrepareAndFinalize",
-    "BatchedTritonExperts", "DeepGemmExperts", "ExpertTokensMetadata", "FusedMoEActivationFormat",
-    "FusedMoEModularKernel", "FusedMoEParallelConfig", "FusedMoEPermuteExpertsUnpermute", "FusedMoEPrepareAndFinalize",
-    "FusedMoEQuantConfig", "GatherIndx", "MoEPrepareAndFinalizeNoEP", "OAITritonExperts", "PreparedTokens",
-    "ProblemSize", "QuantKey", "RoutingData", "ScaleDesc", "ScatterIndx", "SlotContext", "TopKWeightAndReduce",
-    "TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate", "TopKWeightAndReduceNaiveBatched",
-    "TopKWeightAndReduceNoOP", "TritonExperts", "TritonOrDeepGemmExperts", "UnfusedOAITritonExperts", "Workspaces",
-    "activation_of", "deep_gemm_block_shape", "is_blackwell_deep_gemm_e8m0_used", "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked", "make_routing_data", "pack_bitmatrix", "triton_kernel_fused_experts",
+    "FUSED_MOE_UNQUANTIZED_CONFIG",
+    "BaseOAITritonExperts",
+    "BatchedDeepGemmExperts",
+    "BatchedPrepareAndFinalize",
+    "BatchedTritonExperts",
+    "DeepGemmExperts",
+    "ExpertTokensMetadata",
+    "FusedMoEActivationFormat",
+    "FusedMoEExpertsModular",
+    "FusedMoEModularKernel",
+    "FusedMoEParallelConfig",
+    "FusedMoEPermuteExpertsUnpermute",
+    "FusedMoEPrepareAndFinalize",
+    "FusedMoEPrepareAndFinalizeModular",
+    "FusedMoEQuantConfig",
+    "GatherIndx",
+    "MoEPrepareAndFinalizeNoEP",
+    "OAITritonExperts",
+    "PreparedTokens",
+    "ProblemSize",
+    "QuantKey",
+    "RoutingData",
+    "ScaleDesc",
+    "ScatterIndx",
+    "SlotContext",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOP",
+    "TritonExperts",
+    "TritonOrDeepGemmExperts",
+    "UnfusedOAITritonExperts",
+    "Workspaces",
+    "activation_of",
+    "deep_gemm_block_shape",
+    "is_blackwell_deep_gemm_e8m0_used",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "make_routing_data",
+    "pack_bitmatrix",
+    "triton_kernel_fused_experts",
     "triton_kernel_moe_forward",
 ]  # fmt: skip

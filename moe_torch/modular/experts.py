@@ -13,8 +13,8 @@ import torch
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import quant_config as core_config
 from moe_core.modular import weights as core
-from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, QUANTIZATION_ARRAYS, FusedMoEQuantConfig
 from moe_core.modular.types import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -30,6 +30,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import encode
 from moe_torch.modular.into import write_into
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.stored import as_stored
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_torch.operators.table import ACTIVATION
@@ -103,7 +104,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         named = (moe_config, quant_config, max_num_tokens, num_dispatchers)
         given: tuple[Any, ...] = (*configs, *named[len(configs) :])
         config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if given[1] is None else given[1]
-        require_kind("quant_config", config, FusedMoEQuantConfig)
+        require_kind("quant_config", config, core_config.FusedMoEQuantConfig)
+        config = FusedMoEQuantConfig.of(config)
         reason = core.why_unsupported(config)
         if reason is not None:
             raise Unsupported(reason)
@@ -143,6 +145,30 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     @staticmethod
     def is_monolithic() -> bool:
         """Whether routing is inside: it never is."""
+        return False
+
+    @staticmethod
+    def supports_lora() -> bool:
+        """Whether adapters of another system run inside: here they are injected by overriding."""
+        return False
+
+    @staticmethod
+    def _supports_routing_method(routing_method: Any, weight_key: Any, activation_key: Any) -> bool:
+        """Experts get ids and weights, whoever chose them."""
+        return True
+
+    @staticmethod
+    def _supports_router_logits_dtype(router_logits_dtype: Any, routing_method: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        """Sizes without a kernel raise Unsupported when a call is planned."""
+        return True
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        """It is an option, `tuning`, and not asked for by default."""
         return False
 
     @property
@@ -226,7 +252,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """w1 and w2 with what the configuration has beside them."""
         return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
-    def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
+    def with_quant_config(self: Self, quant_config: core_config.FusedMoEQuantConfig) -> Self:
         """The same experts with another configuration, a shallow copy."""
         if quant_config is self.quant_config:
             return self
@@ -234,7 +260,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         if reason is not None:
             raise Unsupported(reason)
         changed = copy.copy(self)
-        changed.quant_config = quant_config
+        changed.quant_config = FusedMoEQuantConfig.of(quant_config)
         return changed
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[FusedMoEPermuteExpertsUnpermute, Any, Any]:
@@ -299,7 +325,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         activation, parallel_config: asked too where they are given.
         """
         try:
-            require_kind("config", config, FusedMoEQuantConfig)
+            require_kind("config", config, core_config.FusedMoEQuantConfig)
             target_of_device(torch.device(device))
             reason = core.why_unsupported(config)
             weights, activations = core.weight_quantization(config), core.activation_quantization(config)
@@ -324,7 +350,14 @@ def _of_quant_config(name: str) -> property:
     return property(lambda self: getattr(self.quant_config, name), doc=f"{name} of quant_config.")
 
 
-for _name in ("quant_dtype", "block_shape", "per_act_token_quant", "w1_bias", "w2_bias", *QUANTIZATION_ARRAYS):
+for _name in (
+    "quant_dtype",
+    "block_shape",
+    "per_act_token_quant",
+    "w1_bias",
+    "w2_bias",
+    *core_config.QUANTIZATION_ARRAYS,
+):
     setattr(FusedMoEPermuteExpertsUnpermute, _name, _of_quant_config(_name))
 
 

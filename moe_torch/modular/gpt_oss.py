@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import Any
 
 import torch
 
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput
-from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_core.modular import quant_config as core
 from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size
 from moe_core.modular.weights import activation_of, activation_quantization, expert_weights, width_after
 from moe_core.specs.matmul import Activation
@@ -20,8 +21,10 @@ from moe_torch import ops
 from moe_torch.bridge.options import require_instance
 from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
 from moe_torch.modular.prepare_finalize import weighted_input
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, layout_and_weights, make_routing_data
 from moe_torch.modular.stages import Stages, local_ids, sum_by_token
+from moe_torch.modular.stored import Stored, as_stored
 from moe_torch.modular.triton_experts import GroupedExperts, view_as, weights_left
 from moe_torch.ops import RaggedLayout, make_layout
 
@@ -138,9 +141,6 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
             _running.context = outer
 
 
-_LAYOUT = "in_out"
-
-
 def _activation(activation: str | Activation, alpha: float, limit: float | None) -> Activation:
     """The named activation; InvalidInput for an alpha or a limit of another one than swiglu_oai."""
     chosen = activation_of(activation)
@@ -154,16 +154,32 @@ def _activation(activation: str | Activation, alpha: float, limit: float | None)
     return Activation("swiglu_oai", gate_layout="interleaved", alpha=alpha, limit=limit)
 
 
-def _configuration(w1: torch.Tensor, quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
-    """The caller's, or that of no quantisation; InvalidInput for weights in bytes that no scheme explains."""
+def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> Stored:
+    """The weights with the caller's configuration, or with that of no quantisation; InvalidInput for weights in bytes
+    that no scheme explains."""
     config = FUSED_MOE_UNQUANTIZED_CONFIG if quant_config is None else quant_config
-    require_instance("quant_config", config, FusedMoEQuantConfig)
-    if w1.dtype == torch.uint8 and config.scheme is None:
+    require_instance("quant_config", config, core.FusedMoEQuantConfig)
+    found = as_stored(w1, w2, FusedMoEQuantConfig.of(config), "in_out")
+    if found.w1.dtype == torch.uint8 and found.config.scheme is None:
         raise InvalidInput(
             "quant_config must say how w1 is quantised, as w1 is torch.uint8, got none; mxfp4 weights with "
             "their scales are FusedMoEQuantConfig('mxfp4_w4a16', w1_scale=..., w2_scale=...)"
         )
-    return config
+    return found
+
+
+def _memory_for(output: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The beginning of output as memory of hidden_states' shape, as the original takes it; None: new memory."""
+    if output is None:
+        return hidden_states.new_empty(hidden_states.shape)
+    if output.shape == hidden_states.shape:
+        return output
+    if not output.is_contiguous() or output.numel() < hidden_states.numel():
+        raise InvalidInput(
+            f"output_tensor must be contiguous with at least the elements of {list(hidden_states.shape)}, got "
+            f"{list(output.shape)} with strides {output.stride()}; pass such memory, or None"
+        )
+    return output.view(-1)[: hidden_states.numel()].view(hidden_states.shape)
 
 
 def triton_kernel_fused_experts(
@@ -187,7 +203,8 @@ def triton_kernel_fused_experts(
 ) -> torch.Tensor:
     """output `[M, K]` of hidden_states `[M, K]` for a routing of `make_routing_data`.
 
-    output_tensor: memory for the result, None = new. w1 `[E, K, N]`, w2 `[E, F, K]`; biases (fp32) in quant_config.
+    output_tensor: memory for the result, of which the beginning is used; None = new. w1 `[E, K, N]`, w2 `[E, F, K]`,
+    also K-contiguous views and Tensors around mxfp4 codes; biases (fp32) in quant_config.
     activation: swiglu_oai unless another is asked for by name; columns as in `activation_of`. swiglu_alpha,
     swiglu_limit: of swiglu_oai (None = no clamp). apply_router_weight_on_input: on hidden_states, in fp32, once (topk
     1). global_num_experts: -1, or at least E. intermediate_cache: memory of M * topk * F elements, None = new.
@@ -205,11 +222,11 @@ def triton_kernel_fused_experts(
         )
     if a1q_scale is not None:
         raise InvalidInput("a1q_scale must be None where activations are not quantised, got a tensor; leave it out")
-    config = _configuration(w1, quant_config)
-    weights = expert_weights(w1, w2, config, _LAYOUT)
+    w1, w2, config, weight_layout = _stored(w1, w2, quant_config)
+    weights = expert_weights(w1, w2, config, weight_layout)
     layout, row_weight = layout_and_weights(routing_data, gather_indx, scatter_indx)
     tokens = hidden_states.shape[0]
-    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (tokens, topk), _LAYOUT)
+    size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (tokens, topk), weight_layout)
     if (layout.spec.num_tokens, layout.spec.top_k, layout.spec.num_experts) != (tokens, topk, size.E):
         raise InvalidInput(
             f"routing_data must be of {tokens} tokens, topk {topk} and {size.E} experts, got "
@@ -223,15 +240,14 @@ def triton_kernel_fused_experts(
     if apply_router_weight_on_input:
         hidden_states = weighted_input(hidden_states, row_weight.view(tokens, topk), True)
     chosen = _activation(activation, swiglu_alpha, swiglu_limit)
-    if output_tensor is None:
-        output_tensor = hidden_states.new_empty(hidden_states.shape)
+    output = _memory_for(output_tensor, hidden_states)
     hidden = intermediate_cache
     if hidden is not None:
         hidden = view_as(hidden, tokens * topk, width_after(size.N, chosen))
     left = None if apply_router_weight_on_input else row_weight
-    stages = Stages(weights, _LAYOUT, activations=activation_quantization(config))
-    stages.run(output_tensor, hidden_states, layout, left, chosen, hidden)
-    return output_tensor
+    stages = Stages(weights, weight_layout, activations=activation_quantization(config))
+    stages.run(output, hidden_states, layout, left, chosen, hidden)
+    return output
 
 
 def triton_kernel_moe_forward(
@@ -260,14 +276,14 @@ def triton_kernel_moe_forward(
             f"{global_num_experts}; leave it out"
         )
     router = RouterSpec(topk, order="topk_then_softmax" if renormalize else "softmax_then_topk")
-    config = _configuration(w1, quant_config)
+    w1, w2, config, weight_layout = _stored(w1, w2, quant_config)
     spec = MoESpec(
         activation_of(activation),
         router,
-        _LAYOUT,
+        weight_layout,
         apply_router_weight_on_input=apply_router_weight_on_input,
         activations=activation_quantization(config),
     )
     routing = RouterLogits(gating_output.to(torch.float32).contiguous())
-    weights = expert_weights(w1, w2, config, _LAYOUT)
+    weights = expert_weights(w1, w2, config, weight_layout)
     return ops.moe(hidden_states, weights, routing, spec, expert_map=expert_map).output

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
 
 class Stored(NamedTuple):
