@@ -49,6 +49,11 @@ def ours() -> Mapping[str, Names]:
 
 
 def ours_reducing() -> Mapping[str, Names]:
+    """The same, and the classes that weight and reduce are ours too."""
+    return {**ours(), **theirs_reducing_as_ours()}
+
+
+def theirs_reducing_as_ours() -> Mapping[str, Names]:
     """vLLM's kernel, with our classes that weight and reduce."""
     reducing = {name: getattr(modular, name) for name in modular.__all__ if name.startswith("TopKWeight")}
     return {f"{MOE}.topk_weight_and_reduce": reducing | {WHOLE: True}}
@@ -383,17 +388,17 @@ def cases() -> list[Case]:
                 found += [
                     Case(f"a {label}, vLLM's kernel", theirs, _experts_in_their_kernel(kind, problem, activation)),
                     Case(f"a {label}, our kernel", ours, _experts_in_our_kernel(kind, problem, activation)),
-                    Case(f"c our {label}, vLLM's kernel", ours_reducing, _our_experts(kind, problem, activation)),
+                    Case(f"c our {label}, vLLM's kernel", theirs_reducing_as_ours, _our_experts(kind, problem, activation)),
                 ]
     for name in ("bf16", "bf16, expert_map"):
         problem = _DRAWS[name]
         found += [
-            Case(f"b NoDPEP, {name}, our kernel and experts", ours, _their_prepare(problem, _standard)),
-            Case(f"c our TritonExperts, {name}, vLLM's kernel", ours_reducing, _our_experts("TritonExperts", problem)),
+            Case(f"b NoDPEP, {name}, our kernel and experts", ours_reducing, _their_prepare(problem, _standard)),
+            Case(f"c our TritonExperts, {name}, vLLM's kernel", theirs_reducing_as_ours, _our_experts("TritonExperts", problem)),
         ]
     found += [
-        Case("b NoDPEP, weight on the input, our kernel and experts", ours, _on_input),
-        Case("b Batched, bf16, our kernel and experts", ours, _their_prepare(draw, _batched_experts, True)),
+        Case("b NoDPEP, weight on the input, our kernel and experts", ours_reducing, _on_input),
+        Case("b Batched, bf16, our kernel and experts", ours_reducing, _their_prepare(draw, _batched_experts, True)),
         *(
             Case(f"b {name}, our kernel and experts", ours, _reduced(name))
             for name in (
@@ -403,8 +408,8 @@ def cases() -> list[Case]:
             )
         ),
         Case(
-            "c our BatchedTritonExperts, bf16, vLLM's kernel", ours_reducing, _our_experts("BatchedTritonExperts", draw)
+            "c our BatchedTritonExperts, bf16, vLLM's kernel", theirs_reducing_as_ours, _our_experts("BatchedTritonExperts", draw)
         ),
-        Case("c our DeepGemmExperts, fp8 blocks, vLLM's kernel", ours_reducing, _deep_gemm),
+        Case("c our DeepGemmExperts, fp8 blocks, vLLM's kernel", theirs_reducing_as_ours, _deep_gemm),
     ]
     return sorted(found, key=lambda case: case.name[0])
