@@ -8,6 +8,9 @@ import pathlib
 import subprocess
 import sys
 
+#: The status where files of others are missing.
+UNAVAILABLE = 69
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.upstream", description=__doc__)
@@ -28,7 +31,7 @@ def main() -> int:
         return _vllm(arguments)
     except Missing as error:
         print(error, file=sys.stderr)
-        return 2
+        return UNAVAILABLE
 
 
 def _vllm(arguments: argparse.Namespace) -> int:

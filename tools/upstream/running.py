@@ -64,7 +64,7 @@ def on_engine(engine: str) -> Iterator[str]:
 def run_cases(
     cases: list[Case], engine: str, files: pathlib.Path, refusals: Mapping[str, tuple[str, str]]
 ) -> list[Result]:
-    """Every case on one engine. refusals: by name of a case the part of the message and the reason of a documented one."""
+    """Every case on one engine. refusals: those by choice, see `refusals.VLLM`."""
     stand_ins.define_operators()
     results = []
     for case in cases:

@@ -244,7 +244,8 @@ def _swizzled(device: str) -> Answer:
     layer = draw_mxfp4()
     given = tensors(layer, device)
     swizzle = importlib.import_module(f"{QUANTIZATION}.mxfp4_utils")._swizzle_mxfp4
-    weights, arrays = [], {"w1_bias": given.b1, "w2_bias": given.b2}
+    weights: list[Any] = []
+    arrays: dict[str, Any] = {"w1_bias": given.b1, "w2_bias": given.b2}
     for number, (codes, scales) in enumerate(zip((given.w1, given.w2), given.scales, strict=True), 1):
         weight, flex, scale = swizzle(codes, scales)
         weights.append(weight)
@@ -335,7 +336,7 @@ def _our_experts(name: str, problem: Callable[[], Problem], activation: str = "s
     def run(device: str) -> Answer:
         layer = problem()
         given = tensors(layer, device)
-        biases = {"w1_bias": given.b1, "w2_bias": given.b2}
+        biases: dict[str, Any] = {"w1_bias": given.b1, "w2_bias": given.b2}
         if "OAI" in name:
             w1, w2, arrays = _gpt_oss(given)
             experts = getattr(modular, name)(_our_config(given, arrays))
@@ -388,13 +389,21 @@ def cases() -> list[Case]:
                 found += [
                     Case(f"a {label}, vLLM's kernel", theirs, _experts_in_their_kernel(kind, problem, activation)),
                     Case(f"a {label}, our kernel", ours, _experts_in_our_kernel(kind, problem, activation)),
-                    Case(f"c our {label}, vLLM's kernel", theirs_reducing_as_ours, _our_experts(kind, problem, activation)),
+                    Case(
+                        f"c our {label}, vLLM's kernel",
+                        theirs_reducing_as_ours,
+                        _our_experts(kind, problem, activation),
+                    ),
                 ]
     for name in ("bf16", "bf16, expert_map"):
         problem = _DRAWS[name]
         found += [
             Case(f"b NoDPEP, {name}, our kernel and experts", ours_reducing, _their_prepare(problem, _standard)),
-            Case(f"c our TritonExperts, {name}, vLLM's kernel", theirs_reducing_as_ours, _our_experts("TritonExperts", problem)),
+            Case(
+                f"c our TritonExperts, {name}, vLLM's kernel",
+                theirs_reducing_as_ours,
+                _our_experts("TritonExperts", problem),
+            ),
         ]
     found += [
         Case("b NoDPEP, weight on the input, our kernel and experts", ours_reducing, _on_input),
@@ -408,7 +417,9 @@ def cases() -> list[Case]:
             )
         ),
         Case(
-            "c our BatchedTritonExperts, bf16, vLLM's kernel", theirs_reducing_as_ours, _our_experts("BatchedTritonExperts", draw)
+            "c our BatchedTritonExperts, bf16, vLLM's kernel",
+            theirs_reducing_as_ours,
+            _our_experts("BatchedTritonExperts", draw),
         ),
         Case("c our DeepGemmExperts, fp8 blocks, vLLM's kernel", theirs_reducing_as_ours, _deep_gemm),
     ]
