@@ -45,11 +45,12 @@ def _vllm(arguments: argparse.Namespace) -> int:
     if interpreted == (arguments.engine == "cuda"):
         os.environ["TRITON_INTERPRET"] = "0" if interpreted else "1"
         os.execv(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]])
+    from tools.upstream import object_cases, vllm_cases
     from tools.upstream.refusals import VLLM
     from tools.upstream.running import run_cases, table
-    from tools.upstream.vllm_cases import cases
 
-    chosen = [case for case in cases() if arguments.only in case.name]
+    cases = [*vllm_cases.cases(), *object_cases.cases()]
+    chosen = [case for case in cases if arguments.only in case.name]
     results = run_cases(chosen, arguments.engine, files, VLLM)
     if arguments.traces:
         for result in results:

@@ -143,3 +143,24 @@ def compat_as_triton_kernels() -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def original_triton_kernels() -> Iterator[None]:
+    """Inside a world, `triton_kernels` and its modules are upstream's own of release 3.5.1, which vLLM's wheel has."""
+    folder = next(str(found.files) for found in sys.meta_path if isinstance(found, _Finder)) + "/vllm/third_party"
+
+    def loaded() -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "triton_kernels"}
+
+    before = loaded()
+    for name in before:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in loaded():
+            del sys.modules[name]
+        sys.modules.update(before)
