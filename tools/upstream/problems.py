@@ -61,10 +61,10 @@ def _chosen(weight: Any, experts: np.ndarray) -> Any:
 
 
 def draw(
-    format: Format | None = None, *, hidden: int = K, width: int = F, missing: bool = True, seed: int = 0
+    format: Format | None = None, *, hidden: int = K, width: int = F, missing: bool = True, top_k: int = TOPK
 ) -> Problem:
     """A problem whose numbers are exact in bf16. format: of the weights. missing: some ids are -1."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
         drawn = random.standard_normal(shape) * scale
@@ -73,10 +73,10 @@ def draw(
     x = normal(M, hidden)
     w1, w2 = normal(E, 2 * width, hidden, scale=hidden**-0.5), normal(E, hidden, width, scale=width**-0.5)
     b1, b2 = normal(E, 2 * width), normal(E, hidden)
-    ids = np.stack([random.permutation(E)[:TOPK] for _ in range(M)]).astype(np.int32)
+    ids = np.stack([random.permutation(E)[:top_k] for _ in range(M)]).astype(np.int32)
     if missing:
         ids[random.random(ids.shape) < 0.15] = -1
-    weights = (random.random((M, TOPK)) + 0.1).astype(np.float32)
+    weights = (random.random((M, top_k)) + 0.1).astype(np.float32)
     # vLLM's gpt-oss experts round them to bf16.
     weights = weights.astype(ml_dtypes.bfloat16).astype(np.float32)
     if format is not None:

@@ -65,6 +65,14 @@ class _Scheduler:
     DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP = 256
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
 def _moe_sum(input: torch.Tensor, output: torch.Tensor) -> None:
     output.copy_(input.float().sum(1))
 
@@ -82,6 +90,25 @@ def _swigluoai(output: torch.Tensor, input: torch.Tensor, alpha: float = 1.702, 
     output.copy_(gate * torch.sigmoid(alpha * gate) * (up + 1))
 
 
+def _group_quant(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    size: int,
+    eps: float,
+    least: float,
+    most: float,
+    ue8m0: bool = False,
+    column_major: bool = False,
+    aligned: bool = False,
+) -> None:
+    groups = x.float().unflatten(-1, (-1, size))
+    found = groups.abs().amax(-1).clamp(min=eps) / most
+    found = torch.exp2(torch.ceil(torch.log2(found))) if ue8m0 else found
+    scales.copy_(found)
+    values.copy_((groups / found[..., None]).clamp(least, most).flatten(-2).to(values.dtype))
+
+
 _GELU = torch.nn.functional.gelu
 #: Operators of vLLM's extension module, by schema.
 _OPERATORS = {
@@ -89,6 +116,8 @@ _OPERATORS = {
     "gelu_and_mul(Tensor! output, Tensor input) -> ()": _gated(_GELU),
     "gelu_tanh_and_mul(Tensor! output, Tensor input) -> ()": _gated(functools.partial(_GELU, approximate="tanh")),
     "swigluoai_and_mul(Tensor! output, Tensor input, float alpha=1.702, float limit=7.0) -> ()": _swigluoai,
+    "per_token_group_fp8_quant(Tensor x, Tensor! values, Tensor! scales, int size, float eps, float least, float most, "
+    "bool ue8m0=False, bool column_major=False, bool aligned=False) -> ()": _group_quant,
 }
 
 
@@ -108,14 +137,6 @@ def _register(op_name: str, op_func: Any, **_: Any) -> None:
         torch.library.custom_op(f"vllm::{op_name}", op_func, mutates_args=())
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    return False
-
-
 #: Names by module.
 STAND_INS: dict[str, dict[str, Any]] = {
     "vllm": {"envs": _Unset()},
@@ -126,6 +147,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vllm._aiter_ops": {"rocm_aiter_ops": _No()},
     "vllm._custom_ops": {"moe_sum": _moe_sum},
     "vllm.triton_utils": {"triton": triton, "tl": tl, "HAS_TRITON": triton is not None},
+    "vllm.utils.deep_gemm": {"is_deep_gemm_e8m0_used": _no},
     "vllm.utils.import_utils": {
         "has_triton_kernels": lambda: True,
         # As vLLM finds out: it has matmul_ogs, and no SparseMatrix.

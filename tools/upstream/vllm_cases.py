@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -351,16 +352,89 @@ def _our_experts(name: str, problem: Callable[[], Problem], activation: str = "s
     return run
 
 
-def _deep_gemm(device: str) -> Answer:
-    layer = draw(FP8_BLOCK, hidden=256, width=128)
+def _deep_gemm(call: Any, prepare_quantizes: bool, batched: bool = False) -> Run:
+    """Our DeepGEMM experts with vLLM's prepare, which quantises or leaves it to them; call: in which kernel."""
+
+    def run(device: str) -> Answer:
+        layer = draw(FP8_BLOCK, hidden=256, width=128)
+        given = tensors(layer, device)
+        config = modular.FusedMoEQuantConfig.make(
+            use_fp8_w8a8=True, block_shape=[128, 128], w1_scale=given.scales[0], w2_scale=given.scales[1]
+        )
+        base: Any = modular.BatchedDeepGemmExperts if batched else modular.DeepGemmExperts
+        options = (M, 1) if batched else ()
+
+        class Experts(base):
+            expects_unquantized_inputs = not prepare_quantizes
+
+        prepare_finalize = _batched(layer) if batched else _no_dp_ep()
+        prepare, prepared = prepare_finalize.prepare, []
+
+        @functools.wraps(prepare)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            prepared.append(prepare(*arguments, **named))
+            return prepared[-1]
+
+        prepare_finalize.prepare = watched
+        actual = call(prepare_finalize, Experts(*options, config), given, (given.w1, given.w2), "silu")
+        assert [found[0].dtype == torch.float8_e4m3fn for found in prepared] == [prepare_quantizes]
+        expected = layer.expected("silu", biases=False, activations=FP8_GROUP)
+        # A rounding to e4m3 that falls the other way moves an element by 2 ** -4.
+        return Answer(actual, expected, bound=0.04)
+
+    return run
+
+
+def _as_their_kind(device: str) -> Answer:
+    """Our experts in the kernel class that serving code makes, which asks for vLLM's kinds and enumeration."""
+    layer = draw()
     given = tensors(layer, device)
-    config = modular.FusedMoEQuantConfig.make(
-        use_fp8_w8a8=True, block_shape=[128, 128], w1_scale=given.scales[0], w2_scale=given.scales[1]
-    )
-    actual = _in_their_kernel(_no_dp_ep(), modular.DeepGemmExperts(config), given, (given.w1, given.w2), "silu")
-    expected = layer.expected("silu", biases=False, activations=FP8_GROUP)
-    # A rounding to e4m3 that falls the other way moves a row by 2 ** -4 of an element.
-    return Answer(actual, expected, bound=0.04)
+    kernels = _file("modular_kernel")
+
+    class Experts(modular.TritonExperts, kernels.FusedMoEExpertsModular):
+        def __init__(self, moe_config: Any, quant_config: Any) -> None:
+            modular.TritonExperts.__init__(self, quant_config)
+            self.moe_config = moe_config
+
+        @staticmethod
+        def activation_format() -> Any:
+            return kernels.FusedMoEActivationFormat.Standard
+
+    config = modular.FusedMoEQuantConfig(w1_bias=given.b1, w2_bias=given.b2)
+    experts = Experts(_moe_config(layer, "silu"), config)
+    actual = _in_their_kernel(_no_dp_ep(), experts, given, (given.w1, given.w2), "silu")
+    return Answer(actual, layer.expected("silu"))
+
+
+def _is_supported(device: str) -> Answer:
+    """vLLM's question whether a class can run a layer, put to our experts; its enumeration of formats is not asked."""
+    layer = draw()
+    kernels = _file("modular_kernel")
+    answers = []
+    kinds: tuple[Any, ...] = (modular.TritonExperts, modular.OAITritonExperts, modular.UnfusedOAITritonExperts)
+    for kind in kinds:
+        format = kind.activation_format()
+        question = kernels.FusedMoEExperts.is_supported_config
+        supported, reason = question(kind, _moe_config(layer, _SWIGLU), None, None, format)
+        assert supported, reason
+        answers.append(float(supported))
+    return Answer(torch.tensor(answers), torch.ones(3).numpy())
+
+
+def _choices(kind: str, top_k: int, dtype: torch.dtype) -> Run:
+    """vLLM's experts on compat with another number of choices and another type of ids."""
+
+    def run(device: str) -> Answer:
+        layer = draw(top_k=top_k)
+        given = tensors(layer, device)
+        given = given._replace(ids=given.ids.to(dtype))
+        w1, w2, arrays = _gpt_oss(given)
+        experts = getattr(_file("experts.gpt_oss_triton_kernels_moe"), kind)
+        experts = experts(_moe_config(layer, _SWIGLU), _their_config(given, arrays))
+        actual = _in_their_kernel(_no_dp_ep(), experts, given, (w1, w2), _SWIGLU)
+        return Answer(actual, layer.expected(_SWIGLU))
+
+    return run
 
 
 def _standard(given: Tensors) -> Any:
@@ -421,6 +495,24 @@ def cases() -> list[Case]:
             theirs_reducing_as_ours,
             _our_experts("BatchedTritonExperts", draw),
         ),
-        Case("c our DeepGemmExperts, fp8 blocks, vLLM's kernel", theirs_reducing_as_ours, _deep_gemm),
+        Case("c our TritonExperts as vLLM's kind, FusedMoEKernel", theirs_reducing_as_ours, _as_their_kind),
+        Case("c our experts, vLLM's is_supported_config", theirs, _is_supported),
     ]
+    for batched in (False, True):
+        for quantizes in (False, True) if not batched else (True,):
+            label = (
+                f"{'Batched' * batched}DeepGemmExperts, fp8 blocks quantised by {'prepare' if quantizes else 'experts'}"
+            )
+            found += [
+                Case(f"b {label}, our kernel", ours_reducing, _deep_gemm(_in_our_kernel, quantizes, batched)),
+                Case(
+                    f"c our {label}, vLLM's kernel",
+                    theirs_reducing_as_ours,
+                    _deep_gemm(_in_their_kernel, quantizes, batched),
+                ),
+            ]
+    for kind in activations:
+        for top_k, dtype in ((1, torch.int32), (3, torch.int64), (6, torch.int32)):
+            name = f"a {kind}, bf16, {top_k} choices, {str(dtype).removeprefix('torch.')} ids, vLLM's kernel"
+            found.append(Case(name, theirs, _choices(kind, top_k, dtype)))
     return sorted(found, key=lambda case: case.name[0])
