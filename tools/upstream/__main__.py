@@ -8,6 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+#: Settings of a process whose kernels are interpreted; vLLM's files must then see no GPU.
+_ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 #: The status where files of others are missing.
 UNAVAILABLE = 69
 
@@ -41,10 +43,9 @@ def _vllm(arguments: argparse.Namespace) -> int:
     if arguments.engine is None:
         # Kernels are either compiled or interpreted in a process.
         return max(_engine(name) for name in _engines())
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if interpreted == (arguments.engine == "cuda"):
-        os.environ["TRITON_INTERPRET"] = "0" if interpreted else "1"
-        os.execv(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]])
+    wanted = {"TRITON_INTERPRET": "0"} if arguments.engine == "cuda" else _ON_CPU
+    if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]], {**os.environ, **wanted})
     from tools.upstream import object_cases, vllm_cases
     from tools.upstream.refusals import VLLM
     from tools.upstream.running import run_cases, table
