@@ -7,6 +7,7 @@ import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -57,7 +58,9 @@ def on_engine(engine: str) -> Iterator[str]:
     if engine == "cuda":
         yield "cuda"
     else:
-        with moe_torch.cpu_engine(engine):
+        # Other people's code asks the device's stream whether a graph is captured; a CPU has none.
+        stream = mock.Mock(is_capturing=lambda: False)
+        with mock.patch.object(torch.accelerator, "current_stream", lambda: stream), moe_torch.cpu_engine(engine):
             yield "cpu"
 
 

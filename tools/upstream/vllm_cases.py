@@ -196,6 +196,34 @@ def _experts_in_our_kernel(name: str, problem: Callable[[], Problem], activation
     return run
 
 
+def _made_as_theirs(device: str) -> Answer:
+    """vLLM's experts in our kernel, made with the arguments that serving code passes."""
+    layer = draw()
+    given = tensors(layer, device)
+    w1, w2, arrays = _gpt_oss(given)
+    kind = _file("experts.gpt_oss_triton_kernels_moe").OAITritonExperts
+    experts = kind(_moe_config(layer, _SWIGLU), _our_config(given, arrays))
+    actual = _in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), _SWIGLU)
+    return Answer(actual, layer.expected(_SWIGLU))
+
+
+def _naive_batched(call: Any, prepare_is_theirs: bool) -> Run:
+    """vLLM's reference experts of the batched format, a class with a constructor of its own; call: in which kernel."""
+
+    def run(device: str) -> Answer:
+        layer = draw()
+        given = tensors(layer, device)
+        theirs = call is _in_their_kernel
+        config = _file("config").FUSED_MOE_UNQUANTIZED_CONFIG if theirs else modular.FUSED_MOE_UNQUANTIZED_CONFIG
+        kind = _file("experts.fused_batched_moe").NaiveBatchedExperts
+        experts = kind(_moe_config(layer, "silu"), config, max_num_tokens=M, num_dispatchers=1)
+        prepare_finalize = _batched(layer) if prepare_is_theirs else modular.BatchedPrepareAndFinalize(M, E)
+        actual = call(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
+        return Answer(actual, layer.expected("silu", biases=False))
+
+    return run
+
+
 def _moe_forward(problem: Callable[[], Problem], renormalize: bool) -> Run:
     """`triton_kernel_moe_forward` routes: with logits that choose the ids of the problem."""
 
@@ -497,6 +525,12 @@ def cases() -> list[Case]:
         ),
         Case("c our TritonExperts as vLLM's kind, FusedMoEKernel", theirs_reducing_as_ours, _as_their_kind),
         Case("c our experts, vLLM's is_supported_config", theirs, _is_supported),
+    ]
+    found += [
+        Case("a OAITritonExperts, bf16, made as vLLM makes them, our kernel", ours_reducing, _made_as_theirs),
+        Case("a NaiveBatchedExperts, bf16, vLLM's kernel", theirs, _naive_batched(_in_their_kernel, True)),
+        Case("a NaiveBatchedExperts, bf16, our kernel", ours_reducing, _naive_batched(_in_our_kernel, False)),
+        Case("b Batched, bf16, our kernel, NaiveBatchedExperts", ours_reducing, _naive_batched(_in_our_kernel, True)),
     ]
     for batched in (False, True):
         for quantizes in (False, True) if not batched else (True,):
