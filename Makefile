@@ -11,7 +11,7 @@ KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_fo
 	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
 	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py)
 
-.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck clean
+.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck upstream clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -61,6 +61,11 @@ memcheck: environment
 	$(call SANITIZE,memcheck,tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed)
 	$(call SANITIZE,racecheck)
 	$(CLEAN)
+
+# Other people's code on ours: vLLM's files out of its wheel, and triton_kernels' own tests where they are there.
+upstream: environment
+	$(RUN) -m tools.upstream
+	$(RUN) -m tools.upstream triton-tests || [ $$? = 69 ]
 
 clean:
 	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

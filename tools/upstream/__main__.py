@@ -1,0 +1,75 @@
+"""Run other people's code on ours: `python -m tools.upstream` (vLLM), `python -m tools.upstream triton-tests`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+
+#: Settings of a process whose kernels are interpreted; vLLM's files must then see no GPU.
+_ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+#: The status where files of others are missing.
+UNAVAILABLE = 69
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.upstream", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("vllm", "triton-tests"), default="vllm")
+    parser.add_argument("--wheel", type=pathlib.Path, help="vLLM's wheel; else it is downloaded once (336 MB)")
+    parser.add_argument("--source", type=pathlib.Path, help="the folder python/triton_kernels of Triton 3.5")
+    parser.add_argument("--engine", choices=("cuda", "interpreter", "reference"), help="only on this one")
+    parser.add_argument("--only", default="", help="only cases whose name holds this text")
+    parser.add_argument("--traces", action="store_true", help="show where failures were raised")
+    arguments = parser.parse_args()
+    from tools.upstream.published import Missing
+
+    try:
+        if arguments.what == "triton-tests":
+            from tools.upstream.triton_tests import run_tests
+
+            return run_tests(arguments.source, arguments.only)
+        return _vllm(arguments)
+    except Missing as error:
+        print(error, file=sys.stderr)
+        return UNAVAILABLE
+
+
+def _vllm(arguments: argparse.Namespace) -> int:
+    from tools.upstream.published import vllm_files
+
+    files = vllm_files(arguments.wheel)
+    if arguments.engine is None:
+        # Kernels are either compiled or interpreted in a process.
+        return max(_engine(name) for name in _engines())
+    wanted = {"TRITON_INTERPRET": "0"} if arguments.engine == "cuda" else _ON_CPU
+    if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]], {**os.environ, **wanted})
+    from tools.upstream import object_cases, vllm_cases
+    from tools.upstream.refusals import VLLM
+    from tools.upstream.running import run_cases, table
+
+    cases = [*vllm_cases.cases(), *object_cases.cases()]
+    chosen = [case for case in cases if arguments.only in case.name]
+    results = run_cases(chosen, arguments.engine, files, VLLM)
+    if arguments.traces:
+        for result in results:
+            print(result.trace)
+    print(table(results))
+    return int(any(result.failed for result in results))
+
+
+def _engines() -> list[str]:
+    import torch
+
+    return [*(["cuda"] if torch.cuda.is_available() else []), "reference", "interpreter"]
+
+
+def _engine(name: str) -> int:
+    command = [sys.executable, "-m", "tools.upstream", *sys.argv[1:], "--engine", name]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

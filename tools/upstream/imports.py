@@ -1,0 +1,166 @@
+"""Other people's imports, changed: `vllm` from the files of its wheel and stand-ins, `triton_kernels` = our compat.
+
+A module of `vllm` is the wheel's file where `SERVED` names it, a stand-in of ours, or else a placeholder, whose names
+may be imported and annotated with, and raise when they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import pathlib
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from moe_torch.compat import triton_kernels
+
+MOE = "vllm.model_executor.layers.fused_moe"
+QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
+#: Modules that are the wheel's own files, unmodified.
+SERVED = (
+    *(f"{MOE}.{name}" for name in ("activation", "config", "modular_kernel", "moe_output")),
+    *(f"{MOE}.{name}" for name in ("topk_weight_and_reduce", "utils")),
+    *(f"{MOE}.prepare_finalize.{name}" for name in ("batched", "no_dp_ep")),
+    *(f"{MOE}.experts.{name}" for name in ("fused_batched_moe", "gpt_oss_triton_kernels_moe", "lora_experts_mixin")),
+    *(f"{QUANTIZATION}.{name}" for name in ("fp8_utils", "mxfp4_utils", "ocp_mx_utils", "quant_utils")),
+    "vllm.scalar_type",
+    "vllm.utils.math_utils",
+)
+#: Names of a module that are others than the wheel's.
+Names = Mapping[str, Any]
+
+
+class _Unused(type):
+    """Classes that stand for what the cases do not use: false, and an error when they are called or looked into."""
+
+    def __bool__(cls) -> bool:
+        return False
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{cls.__module__}.{cls.__name__} is no part of this harness")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unused(f"{cls.__module__}.{cls.__name__}", name)
+
+
+def _unused(module: str, name: str) -> type:
+    return _Unused(name, (), {"__module__": module})
+
+
+class _Placeholder(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        if any(isinstance(finder, _Finder) and finder.knows(full) for finder in sys.meta_path):
+            return importlib.import_module(full)
+        return _unused(self.__name__, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of `vllm`; replaced: names that take the place of a module's, by module."""
+
+    def __init__(self, files: pathlib.Path, stand_ins: Mapping[str, Names], replaced: Mapping[str, Names]) -> None:
+        self.files, self.stand_ins, self.replaced = files, stand_ins, replaced
+
+    def knows(self, name: str) -> bool:
+        """Whether a module is more than a placeholder, or holds one that is."""
+        known = (*SERVED, *self.stand_ins, *self.replaced)
+        return any(one == name or one.startswith(f"{name}.") for one in known)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "vllm":
+            return None
+        if fullname in SERVED:
+            file = self.files / f"{fullname.replace('.', '/')}.py"
+            return importlib.util.spec_from_file_location(fullname, file, loader=_File(fullname, str(file), self))
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Placeholder(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self.stand_ins.get(module.__name__, {}))
+        vars(module).update(self.replaced.get(module.__name__, {}))
+
+
+class _File(importlib.machinery.SourceFileLoader):
+    """A file of the wheel; names that are replaced are so after it has run."""
+
+    def __init__(self, fullname: str, path: str, finder: _Finder) -> None:
+        super().__init__(fullname, path)
+        self._finder = finder
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = self._finder.replaced.get(module.__name__, {})
+        # A module that is ours altogether does not run the file.
+        if WHOLE not in names:
+            super().exec_module(module)
+        vars(module).update(names)
+
+
+#: Beside names that replace a whole module, whose file then does not run.
+WHOLE = "__whole__"
+
+
+@contextlib.contextmanager
+def world(files: pathlib.Path, stand_ins: Mapping[str, Names], replaced: Mapping[str, Names]) -> Iterator[None]:
+    """Inside, `vllm` and `triton_kernels` are importable; afterwards what was imported of them is forgotten."""
+    finder = _Finder(files, stand_ins, replaced)
+    sys.meta_path.insert(0, finder)
+    try:
+        with compat_as_triton_kernels():
+            yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def compat_as_triton_kernels() -> Iterator[None]:
+    """Inside, `triton_kernels` and its modules are those of `moe_torch.compat.triton_kernels`."""
+    base = triton_kernels.__name__
+    modules = [base, *(found.name for found in pkgutil.walk_packages(triton_kernels.__path__, f"{base}."))]
+    aliases = {f"triton_kernels{name.removeprefix(base)}": importlib.import_module(name) for name in modules}
+    before = {name: sys.modules.get(name) for name in aliases}
+    sys.modules.update(aliases)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def original_triton_kernels() -> Iterator[None]:
+    """Inside a world, `triton_kernels` and its modules are upstream's own of release 3.5.1, which vLLM's wheel has."""
+    folder = next(str(found.files) for found in sys.meta_path if isinstance(found, _Finder)) + "/vllm/third_party"
+
+    def loaded() -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "triton_kernels"}
+
+    before = loaded()
+    for name in before:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in loaded():
+            del sys.modules[name]
+        sys.modules.update(before)

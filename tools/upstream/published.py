@@ -1,0 +1,70 @@
+"""Where the files of others are: vLLM's wheel, fetched once, and the tests of Triton's `triton_kernels`.
+
+They stay below `build/`, which git ignores.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build" / "upstream"
+VLLM = "0.33.0"
+#: What is unpacked of the wheel, by the beginning of the path.
+_WANTED = (
+    "vllm/model_executor/layers/fused_moe/",
+    "vllm/model_executor/layers/quantization/utils/",
+    "vllm/third_party/triton_kernels/",
+    "vllm/utils/math_utils.py",
+    "vllm/scalar_type.py",
+)
+#: The folder `python/triton_kernels` of the Triton repository, with its tests.
+TRITON_KERNELS = CACHE / "triton_kernels"
+_HOW_TRITON = (
+    f"{TRITON_KERNELS} must hold the folder python/triton_kernels of github.com/triton-lang/triton at tag v3.5.1, with "
+    "triton_kernels/ and tests/ in it; copy it there, or name it with --source"
+)
+
+
+class Missing(Exception):
+    """Files of others are not there, and how to get them."""
+
+
+def vllm_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder that holds the package `vllm` of the wheel: a given one, or that of the package index."""
+    folder = CACHE / f"vllm-{VLLM}"
+    done = folder / "unpacked"
+    if wheel is None and done.exists():
+        return folder
+    with zipfile.ZipFile(wheel or _downloaded()) as archive:
+        for name in archive.namelist():
+            if name.startswith(_WANTED) and name.endswith(".py"):
+                archive.extract(name, folder)
+    done.touch()
+    return folder
+
+
+def _downloaded() -> pathlib.Path:
+    def found() -> list[pathlib.Path]:
+        return sorted(CACHE.glob(f"vllm-{VLLM}-*.whl"))
+
+    if not found():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        # Only read, never installed: any platform's wheel has the same Python files.
+        platform = ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12"]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), *platform]
+        status = subprocess.run([*command, f"vllm=={VLLM}"], check=False).returncode
+        if status or not found():
+            raise Missing(f"vllm=={VLLM} could not be downloaded; pass its wheel with --wheel PATH")
+    return found()[0]
+
+
+def triton_kernels_files(source: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder with upstream's `triton_kernels` and `tests`. Raises Missing, which says how to get it."""
+    folder = source or TRITON_KERNELS
+    if not (folder / "tests" / "test_matmul.py").exists() or not (folder / "triton_kernels").is_dir():
+        raise Missing(_HOW_TRITON)
+    return folder

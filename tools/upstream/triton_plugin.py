@@ -1,0 +1,144 @@
+"""A plugin of pytest: `triton_kernels` with the names that our compat has replaced by ours.
+
+References, helpers and whatever else compat does not have stay upstream's own. Without a GPU tests that ask for "cuda"
+get the CPU, and those that are too large for it are left out. Tests that differ in tiles alone, which ours ignore, run
+once.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import pathlib
+import pkgutil
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from moe_core.errors import Unsupported
+from moe_torch.compat import triton_kernels as compat
+from tools.upstream.refusals import TRITON_KERNELS
+
+#: Products of a CPU-sized test, fewer for the one with hundreds of cases, and elements of its weights.
+_MOST_PRODUCTS, _MOST_WEIGHTS = {"test_op": 2e8}, 1e8
+#: Parameters that choose tiles, and the value that is kept.
+_TILES = {"block_m": 16, "is_persistent": False, "fused_scatter": False}
+
+
+def _replace_names() -> None:
+    """Import upstream's modules and put our names over theirs, also where their references look them up."""
+    base = compat.__name__
+    for found in pkgutil.walk_packages(compat.__path__, f"{base}."):
+        try:
+            theirs = importlib.import_module(f"triton_kernels{found.name.removeprefix(base)}")
+        except ModuleNotFoundError:
+            continue
+        ours = importlib.import_module(found.name)
+        for name, value in vars(ours).items():
+            if not name.startswith("_") and not isinstance(value, ModuleType) and name in vars(theirs):
+                setattr(theirs, name, value)
+
+
+class _OnCpu(TorchFunctionMode):
+    """What is asked for on "cuda" is made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.histc and not args[0].is_floating_point():
+            # Of integers it exists on CUDA alone.
+            args = (args[0].double(), *args[1:])
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+_mode = _OnCpu()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _replace_names()
+    if not torch.cuda.is_available():
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        _mode.__enter__()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not torch.cuda.is_available():
+        _mode.__exit__(None, None, None)
+
+
+def _left_out(item: pytest.Item) -> bool:
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    if any(given.get(name, value) != value for name, value in _TILES.items()):
+        return True
+    if torch.cuda.is_available() or not {"m", "n", "k"} <= set(given):
+        return False
+    m, n, k = given["m"], given["n"], given["k"]
+    experts, chosen = given.get("n_expts_tot", 1), given.get("n_expts_act", 1)
+    rows = m * (experts if given.get("mode") == "batched" else chosen)
+    most = _MOST_PRODUCTS.get(getattr(item, "originalname", ""), 6e8)
+    return rows * n * max(k, 16) > most or experts * n * k > _MOST_WEIGHTS
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if _left_out(item)]
+    items[:] = [item for item in items if not _left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+_failures: dict[str, list[str]] = collections.defaultdict(list)
+_counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    outcome = yield
+    report = outcome.get_result()
+    raised = None if call.excinfo is None else call.excinfo.value
+    if isinstance(raised, pytest.skip.Exception) and isinstance(raised.__context__, Unsupported):
+        # Tests skip what raises NotImplementedError, which ours derives from.
+        raised, result = raised.__context__, "refused"
+    else:
+        result = report.outcome
+    if report.when == "call" or report.outcome != "passed":
+        _counts[item.nodeid.partition("[")[0]][result] += 1
+    if raised is None or result not in ("failed", "refused"):
+        return
+    where = ""
+    if isinstance(raised, AssertionError):
+        assert call.excinfo is not None
+        where = "".join(f" {pathlib.Path(entry.path).name}:{entry.lineno + 1}" for entry in call.excinfo.traceback[-2:])
+    # Sizes and numbers differ between tests that fail alike.
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", " ".join(str(raised).split()))
+    _failures[f"{type(raised).__name__}: {text[:240]}{where}"].append(item.nodeid)
+
+
+def _reason(text: str) -> str | None:
+    """Why tests that fail with a text do so by choice; None where nobody has said it."""
+    return next((reason for part, reason in TRITON_KERNELS if part in text), None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Failures by choice are no failures of the run, and refusals that nobody has documented are."""
+    if session.exitstatus in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.OK):
+        documented = all(map(_reason, _failures))
+        session.exitstatus = pytest.ExitCode.OK if documented else pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.section("by test")
+    for name, counts in _counts.items():
+        parts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        terminalreporter.line(f"{name}: {parts}")
+    terminalreporter.section("failures by what they say")
+    for text, names in sorted(_failures.items(), key=lambda entry: -len(entry[1])):
+        reason = _reason(text)
+        terminalreporter.line(f"{len(names):>4} x {text}")
+        terminalreporter.line(f"       {f'by choice: {reason}' if reason else 'NOT DOCUMENTED'}")
+        terminalreporter.line(f"       such as {names[len(names) // 2]}")
