@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_torch.compat.triton_kernels import from_upstream, tensor, to_upstream
 from moe_torch.compat.triton_kernels import matmul_ogs as ours
@@ -102,6 +102,24 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{name: getattr(package, name) for name in contents}, Swizzled=Swizzled)
 
 
+class Padded:
+    """A layout that pads the last two axes with other numbers, and knows the shape before."""
+
+    name = "PADDED"
+
+    def __init__(self, *initial_shape: int) -> None:
+        self.initial_shape = initial_shape
+
+    @staticmethod
+    def swizzle_data(data: Any) -> Any:
+        rows, columns = data.shape[-2:]
+        return torch.nn.functional.pad(data, (0, -columns % 256, 0, -rows % 2), value=77).flip(-1)
+
+    @staticmethod
+    def unswizzle_data(data: Any) -> Any:
+        return data.flip(-1)
+
+
 def test_objects_travel_there_and_back(stand_in: types.SimpleNamespace) -> None:
     found = routing(normal(T, E), TOPK)
     there = to_upstream(found, "stand_in")
@@ -152,6 +170,19 @@ def test_swizzled_memory_comes_back_plain(stand_in: types.SimpleNamespace) -> No
         x, mxfp.upcast_from_mxfp(values, scales, torch.float32, 1), None, *routing(normal(T, E), TOPK)[:2]
     )
     assert_close(to_numpy(found), to_numpy(plain), matmul_tolerance("float32", "float32", 64), label="mxfp4")
+
+
+@pytest.mark.parametrize("shape", [(90, 5760), (45, 2880), (4, 128), (2, 64), (3, 160), (2, 256)])
+def test_what_a_layout_pads_is_cropped(stand_in: types.SimpleNamespace, shape: tuple[int, int]) -> None:
+    """The scales of two matrices [K / 32, N], padded as layouts of Hopper pad them."""
+    scales = torch.arange(2 * shape[0] * shape[1]).to(torch.uint8).reshape(2, *shape)
+    there = stand_in.tensor
+    storage = there.Storage(Padded.swizzle_data(scales), Padded(*scales.shape))
+    found = from_upstream(there.Tensor(storage, torch.uint8, [*scales.shape], None))
+    assert found.shape == [2, *shape] and torch.equal(found.data, scales) and found.data.stride(-2) == 1
+    for wrong in ((3, *shape), (2, shape[0], 9999), (2, 99, shape[1])):
+        with pytest.raises(InvalidInput, match="storage must hold the initial_shape of its layout"):
+            from_upstream(there.Storage(storage.data, Padded(*wrong)))
 
 
 def upstream(name: str) -> Any:

@@ -16,6 +16,7 @@ from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_torch.compat.triton_kernels import from_upstream, numerics, swiglu, tensor, to_upstream
 from moe_torch.compat.triton_kernels import matmul_ogs as ours
 from moe_torch.compat.triton_kernels.matmul_ogs import PrecisionConfig, matmul_ogs
+from moe_torch.compat.triton_kernels.matmul_ogs_details import opt_flags
 from moe_torch.compat.triton_kernels.numerics_details import mxfp
 from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, routing
 from moe_torch.compat.triton_kernels.tensor_details import layout
@@ -148,6 +149,21 @@ def test_options_that_we_do_not_have_are_refused(reason: str) -> None:
 def test_what_contradicts_itself_is_refused(reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
         matmul_ogs(**{"x": normal(T, D), "w": normal(D, N), "bias": None} | INVALID[reason])
+
+
+def test_constraints_on_tiles_change_nothing() -> None:
+    x, w = normal(T, D), normal(D, N)
+    plain = matmul_ogs(x, w, None)
+    opt_flags.update_opt_flags_constraints({"split_k": 1, "is_persistent": True, "epilogue_subtile": 1})
+    opt_flags.update_opt_flags_constraints({"block_m": 64, "block_n": 32, "block_k": None, "fused_scatter": False})
+    opt_flags.update_opt_flags_constraints({"num_stages": 3, "idle_sms": 2})
+    assert torch.equal(matmul_ogs(x, w, None), plain)
+    opt_flags.reset_opt_flags_constraints()
+    assert issubclass(opt_flags.InapplicableConstraint, Exception)
+    with pytest.raises(InvalidInput, match=r"constraints must have names among .*block_m.*, got 'blockm'; leave it"):
+        opt_flags.update_opt_flags_constraints({"split_k": 1, "blockm": 64})
+    with pytest.raises(InvalidInput, match="constraints must be a dict"):
+        opt_flags.update_opt_flags_constraints([("split_k", 1)])
 
 
 def test_refusals_of_routing_tensors_and_conversions() -> None:

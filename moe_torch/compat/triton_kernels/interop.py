@@ -139,12 +139,19 @@ def _our_function(fn: Any) -> Any:
 
 
 def _plain_memory(storage: Any) -> torch.Tensor:
-    """The memory of a storage, in place where it is not swizzled."""
+    """The memory of a storage, in place where it is not swizzled; else without what its layout pads."""
     layout = storage.layout
     if layout is None or getattr(layout, "name", None) is None:
         return storage.data
     data = layout.unswizzle_data(storage.data)
-    return data.mT.contiguous().mT
+    padded = tuple(data.shape)
+    shape = tuple(getattr(layout, "initial_shape", padded))
+    if padded[:-2] != shape[:-2] or any(held < size for held, size in zip(padded[-2:], shape[-2:], strict=True)):
+        raise InvalidInput(
+            f"storage must hold the initial_shape of its layout, {list(shape)}, or that with its last two axes padded, "
+            f"got {list(padded)} in {type(layout).__name__}; convert the layout of the tensor it was made of"
+        )
+    return data[..., : shape[-2], : shape[-1]].mT.contiguous().mT
 
 
 def _upstream_class(package: str, module: str, name: str) -> Any:

@@ -77,18 +77,23 @@ def matmul_ogs(
     weight, shape = inputs.weight_of(w, precision), memory_of("x", x).shape
     alpha = None if out_alpha is None else finite_float("out_alpha", out_alpha)
     batch = shape[0] if len(shape) == 3 else None
+    if len(weight.shape) == 2 and routing.expt_hist is not None and routing.n_expts_tot == 1:
+        weight = Weight(inputs.indexed(weight.array, None), weight.weight_layout, (1, *weight.shape))
     values, rows = _rows(x, weight, precision, routing, (gather_indx, scatter_indx), routing_data is not None)
-    if rows.layout is None:
-        weight = weight._replace(array=_only(weight.array, len(weight.shape)), shape=weight.shape[-2:])
+    if rows.layout is None and len(weight.shape) == 3:
+        weight = Weight(inputs.indexed(weight.array, 0), weight.weight_layout, weight.shape[1:])
     out_dtype = str(values.dtype if precision.out_dtype is None else precision.out_dtype).removeprefix("torch.")
     tuning = MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
     choices = (rows.gather, "row", activation, out_dtype, precision.allow_tf32, tuning)
     spec = MatmulSpec(weight.weight_layout, *choices)
-    operands = ops.MatmulOperands(values, weight.array, bias=_bias(bias, weight, values, rows))
+    bias = _bias(bias, weight, values, rows)
+    operands = inputs.fitting(ops.MatmulOperands(values, weight.array, bias=bias), weight, shape)
     factors = (_factors("betas", betas, rows.count, batch), _factors("gammas", gammas, rows.count, batch), alpha)
     result, order = _product(operands, rows, spec, factors, scatter_indx)
     if scatter_indx is not None:
         result = ops.reduce(result, inputs.scattered(scatter_indx, routing.n_expts_act), order=order)
+    if not weight.shape[-1]:
+        result = result[:, :0]
     result = result[None] if batch is None else result.reshape(batch, shape[1], result.shape[-1])
     if y is not None:
         if y.shape != result.shape or y.dtype != result.dtype:
@@ -118,7 +123,8 @@ def _rows(
             )
         if weight.shape[:-2] != shape[:1]:
             raise InvalidInput(f"w must be [{shape[0]}, K, N] like x, got {list(weight.shape)}; pass a matrix for each")
-        values = inputs.rows_of(memory_of("x", x).reshape(-1, shape[-1]), precision)
+        values = memory_of("x", x).reshape(shape[0] * shape[1], shape[2])
+        values = inputs.rows_of(values, inputs.with_scales_of_rows(precision, shape))
         return values, inputs.batched_rows(shape[0], shape[1], memory_of("x", x).device)
     if len(shape) != 2:
         raise InvalidInput(f"x must be [M, K] or [B, M, K], got {list(shape)}; reshape it")
@@ -163,15 +169,6 @@ def _first(values: Any, count: int) -> Any:
     return values[:count]
 
 
-def _only(array: Any, rank: int) -> Any:
-    """The only matrix of w."""
-    if rank == 2:
-        return array
-    if isinstance(array, QuantizedTensor):
-        return replace(array, values=array.values[0], scales=array.scales[0])
-    return array[0]
-
-
 def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | None) -> torch.Tensor | None:
     """fp32 factors of all rows; those of a batch are the same for each of its matrices."""
     if given is None:
@@ -189,9 +186,11 @@ def _bias(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) ->
         return None
     plain = None if isinstance(values, QuantizedTensor) else values.dtype
     bias = bias if bias.dtype == plain else bias.to(torch.float32)
+    wanted = (*weight.shape[:-2], weight.shape[-1])
     if rows.layout is None and bias.ndim == 2 and bias.shape[0] == 1:
         bias = bias[0]
-    wanted = (*weight.shape[:-2], weight.shape[-1])
+    elif len(wanted) == 2 and wanted[0] == 1 and bias.ndim == 1:
+        bias = bias[None]
     if tuple(bias.shape) != wanted:
         raise InvalidInput(f"bias must be {list(wanted)}, got {list(bias.shape)}; pass one row per matrix")
     return bias.contiguous()
@@ -204,13 +203,15 @@ def _product(
     factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
     scatter: ScatterIndx | None,
 ) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order) for betas, gammas and alpha: one op, unless one of them comes before the
-    activation."""
+    """(`[rows, N]`, their order) for betas, gammas and alpha: one op, unless betas or alpha come before the activation,
+    or gammas need a gradient, which our op has without an activation and for rows written by slot alone."""
     (betas, gammas, alpha), bias = factors, operands.bias
-    if (betas is None or bias is None) and alpha in (None, 1.0):
+    one_op = (betas is None or bias is None) and alpha in (None, 1.0)
+    # Written where they are added up if the way back is that of the rows: then weights have gradients too.
+    order = "slot" if scatter is not None and rows.leads_back(scatter) else "row"
+    differentiated = gammas is not None and gammas.requires_grad and torch.is_grad_enabled()
+    if one_op and not (differentiated and (order == "row" or spec.activation is not None)):
         operands = replace(operands, row_weight=None if gammas is None else rows.by_slot(gammas))
-        # Written where they are added up if the way back is that of the rows: then weights have gradients too.
-        order = "slot" if scatter is not None and rows.leads_back(scatter) else "row"
         return ops.matmul_ogs(operands, rows.layout, replace(spec, scatter=order)), order
     plain = replace(spec, activation=None, out_dtype="float32")
     result = ops.matmul_ogs(replace(operands, bias=None), rows.layout, plain)

@@ -5,19 +5,22 @@ Bytes of w are mxfp4 codes, two along the reduction; fp8 has one scale for each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_TENSOR, MXFP4, MXFP8, QuantizedSpec, QuantizedTensor
+from moe_core.formats.mx import GROUP
 from moe_torch.bridge.options import layout_spec, require_instance
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import PrecisionConfig
 from moe_torch.compat.triton_kernels.numerics import InFlexData
 from moe_torch.compat.triton_kernels.tensor import FP4, Tensor
 from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, group_starts, layout_of
-from moe_torch.ops import RaggedLayout
+from moe_torch.ops import MatmulOperands, RaggedLayout
 
 _FP8 = torch.float8_e4m3fn
 
@@ -79,15 +82,16 @@ def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
     data = flex.reinterpret(memory_of("w", w))
     if data.ndim not in (2, 3):
         raise InvalidInput(f"w must be [K, N] or [E, K, N], got {list(data.shape)}; reshape it")
-    columns_first = data.stride(-2) == 1 and data.stride(-1) != 1
+    # Of one row of codes, two of K, both strides may be 1.
+    columns_first = data.stride(-2) == 1 and (data.stride(-1) != 1 or data.shape[-2] == 1)
     layout = "out_in" if columns_first else "in_out"
     held = data.mT if columns_first else data
     if precision.weight_scale is not None:
         if flex.scale is not None:
             raise InvalidInput("flex_ctx.rhs_data.scale must be None beside weight_scale, got both; keep one of them")
         quantized = _microscaled("w", data, held, precision.weight_scale, layout)
-        *stack, rows, columns = quantized.shape
-        return Weight(quantized, layout, (*stack, columns, rows) if layout == "out_in" else (*stack, rows, columns))
+        *stack, rows, columns = data.shape
+        return Weight(quantized, layout, (*stack, rows * (2 if quantized.format is MXFP4 else 1), columns))
     if data.dtype == _FP8:
         scales = _per_tensor("flex_ctx.rhs_data.scale", flex, data, (*data.shape[:-2], 1, 1))
         _require_dense("w", held)
@@ -135,7 +139,68 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
     scales = scales.mT if name == "w" and layout == "out_in" else scales
     _require_dense(name, held)
     _require_dense(option, scales)
-    return QuantizedTensor(QuantizedSpec(format, layout), held, scales)
+    missing = -held.shape[-1 if layout == "out_in" else -2] % (GROUP // (2 if format is MXFP4 else 1))
+    return QuantizedTensor(QuantizedSpec(format, layout), _padded(held, layout, missing), scales)
+
+
+def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> MatmulOperands:
+    """The operands of w and of x of a logical shape, with the same K in memory and without an empty axis.
+
+    Our ops take neither partial groups nor empty axes: zeros fill K up, and N = 0 gets two columns, to be cut off.
+    """
+    x, w, layout = operands.x, operands.weight, weight.weight_layout
+    *_, k, n = weight.shape
+    held = (x.shape[-1], w.shape[-1 if layout == "out_in" else -2])
+    wanted = max(*held, 1)
+    if n and held == (wanted, wanted):
+        return operands
+    if shape[-1] != k:
+        raise InvalidInput(
+            f"w must be [..., {shape[-1]}, N] for x {list(shape)}, got {list(weight.shape)}; pass a matrix with a row "
+            "for every column of x"
+        )
+    if not (k and n):
+        # Numbers in a format mean nothing where there is no product.
+        dtype = next((array.dtype for array in (x, w) if isinstance(array, torch.Tensor)), torch.bfloat16)
+        x, w = (
+            array if isinstance(array, torch.Tensor) else array.values.new_zeros(array.shape, dtype=dtype)
+            for array in (x, w)
+        )
+    bias = None if operands.bias is None else _padded(operands.bias, "out_in", 0 if n else 2)
+    x, w = _padded(x, "out_in", wanted - held[0]), _padded(w, layout, wanted - held[1], 0 if n else 2)
+    return MatmulOperands(x, w, bias=bias)
+
+
+def _padded(array: Any, layout: str, columns: int, rows: int = 0) -> Any:
+    """Zeros behind the axis that a product sums over, and behind the other; the same where there are none to add."""
+    if not (columns or rows):
+        return array
+    if isinstance(array, QuantizedTensor):
+        return replace(array, values=_padded(array.values, layout, columns, rows))
+    sizes = (0, columns, 0, rows) if layout == "out_in" else (0, rows, 0, columns)
+    sizes = sizes[: 2 * array.ndim]
+    return pad(array.view(torch.uint8), sizes).view(_FP8) if array.dtype == _FP8 else pad(array, sizes)
+
+
+def indexed(array: Any, index: int | None) -> Any:
+    """A matrix of w, None = all as a stack of one."""
+    if isinstance(array, QuantizedTensor):
+        return replace(array, values=array.values[index], scales=array.scales[index])
+    return array[index]
+
+
+def with_scales_of_rows(precision: PrecisionConfig, shape: Sequence[int]) -> PrecisionConfig:
+    """The options with act_scale `[B * M, K / 32]` for that of x `[B, M, K]`."""
+    if precision.act_scale is None:
+        return precision
+    scales, (batch, rows, columns) = memory_of("act_scale", precision.act_scale), shape
+    wanted = (batch, rows, -(-columns // GROUP))
+    if tuple(scales.shape) != wanted:
+        raise InvalidInput(
+            f"act_scale must be {list(wanted)}, one for {GROUP} columns of x {list(shape)}, got {list(scales.shape)}; "
+            "pass that of downcast_to_mxfp"
+        )
+    return replace(precision, act_scale=scales.reshape(batch * rows, wanted[-1]))
 
 
 def _per_tensor(name: str, flex: InFlexData, data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,148 @@
+"""The interface of triton_kernels on our ops: one expert, empty axes, factors with gradients, partial mx groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import moe_torch
+from moe_core.errors import InvalidInput
+from moe_core.parity.tolerance import assert_close, matmul_tolerance
+from moe_torch.compat.triton_kernels import matmul_ogs as ours
+from moe_torch.compat.triton_kernels import numerics
+from moe_torch.compat.triton_kernels.matmul_ogs import PrecisionConfig, matmul_ogs
+from moe_torch.compat.triton_kernels.numerics_details import mxfp
+from moe_torch.compat.triton_kernels.routing import routing
+from moe_torch.compat.triton_kernels.swiglu import swiglu_fn
+from tests.support.torch import to_numpy
+from tests.support.triton_kernels import ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, normal
+
+
+@pytest.fixture(autouse=True)
+def _on_reference():
+    """Everything here runs on the NumPy engine unless it asks for another."""
+    with moe_torch.cpu_engine("reference"):
+        yield
+
+
+def close(found: Any, wanted: Any, k: int = D, dtype: str = "float32") -> None:
+    assert found.shape == wanted.shape
+    assert_close(to_numpy(found), to_numpy(wanted), matmul_tolerance(dtype, dtype, k), label="result")
+
+
+@pytest.mark.parametrize("kind", ["plain", "mxfp4", "mxfp8", "fp8"])
+def test_one_expert_takes_a_matrix(kind: str) -> None:
+    """Its w may be [K, N] and its bias [N] or [1, N], with and without indices."""
+    x, w, bias, precision = normal(T, 64), normal(64, N), normal(N), PrecisionConfig()
+    given: Any = w
+    if kind.startswith("mx"):
+        dtype = torch.uint8 if kind == "mxfp4" else torch.float8_e4m3fn
+        given, precision.weight_scale = mxfp.downcast_to_mxfp(w, dtype, axis=0)
+        w = mxfp.upcast_from_mxfp(given, precision.weight_scale, torch.float32, axis=0)
+    if kind == "fp8":
+        given = w.to(torch.float8_e4m3fn)
+        precision.flex_ctx = ours.FlexCtx(rhs_data=numerics.InFlexData(scale=torch.tensor([2.0])))
+        w = given.float() * 2
+    data, gather, scatter = routing(normal(T, 1), 1)
+    for indices in ((None, None), (gather, None), (gather, scatter)):
+        for row in (bias, bias[None]):
+            close(matmul_ogs(x, given, row, data, *indices, precision_config=precision), x @ w + bias, 64)
+
+
+def test_one_matrix_for_several_experts_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"w must be \[6, K, N\] for this routing, got \[24, 16\]; pass every"):
+        matmul_ogs(normal(T, D), normal(D, N), None, *routing(normal(T, E), TOPK)[:2])
+
+
+FACTORS = {"plain": {}, "gammas": {"gammas": torch.arange(1.0, 1 + T)}, "alpha": {"out_alpha": 2.0}}
+
+
+@pytest.mark.parametrize("options", FACTORS)
+@pytest.mark.parametrize("fused", [None, SWIGLU], ids=["linear", "swiglu"])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batched"])
+def test_a_sum_of_nothing_leaves_the_bias(batch: tuple[int, ...], fused: Any, options: str) -> None:
+    """K = 0: the result is the bias, scaled, activated and weighted; zeros without one."""
+    x, w, bias = torch.zeros(*batch, T, 0), torch.zeros(*batch, 0, N), normal(*batch, N)
+    factors = FACTORS[options]
+    wanted = bias[..., None, :].expand(*batch, T, N) * factors.get("out_alpha", 1.0)
+    if fused is not None:
+        wanted = swiglu_fn(wanted.reshape(-1, N), ALPHA, LIMIT).reshape(*batch, T, N // 2)
+    wanted = wanted * factors.get("gammas", torch.ones(T))[:, None]
+    close(matmul_ogs(x, w, bias, fused_activation=fused, **factors), wanted)
+    assert not matmul_ogs(x, w, None, fused_activation=fused, **factors).any()
+
+
+def test_empty_axes_of_a_routing() -> None:
+    data, gather, scatter = routing(normal(T, E), TOPK)
+    bias = normal(E, N)
+    expert = torch.repeat_interleave(torch.arange(E), data.expt_hist.long())
+    x, w = normal(T, D), normal(E, D, N)
+    rows = matmul_ogs(x[:, :0], w[:, :0], bias, data, gather)
+    close(rows, bias[expert])
+    found = matmul_ogs(rows[:, :0], w[:, :0], bias, data, None, scatter, gammas=data.gate_scal)
+    one = matmul_ogs(torch.zeros(T * TOPK, D), w, bias, data, None, scatter, gammas=data.gate_scal)
+    close(found, one)
+    for fused in (None, SWIGLU):
+        assert matmul_ogs(x, w[..., :0], bias[:, :0], data, gather, fused_activation=fused).shape == (T * TOPK, 0)
+        assert matmul_ogs(x, w[..., :0], None, data, gather, scatter, fused_activation=fused).shape == (T, 0)
+    assert matmul_ogs(x[:0, :0], w[0, :0], None).shape == (0, N)
+    assert matmul_ogs(x.bfloat16(), w[0, :, :0].bfloat16(), None).dtype == torch.bfloat16
+    values, scales = (array[:, :0] for array in mxfp.downcast_to_mxfp(normal(E, 32, N), torch.uint8, axis=1))
+    precision = PrecisionConfig(weight_scale=scales)
+    close(matmul_ogs(x[:, :0], values, bias, data, gather, precision_config=precision), bias[expert])
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)], ids=str)
+def test_an_empty_axis_must_be_empty_on_both_sides(sizes: tuple[int, int]) -> None:
+    with pytest.raises(InvalidInput, match=rf"w must be \[..., {sizes[0]}, N\] for x .*, got \[{sizes[1]}, 16\]; pass"):
+        matmul_ogs(normal(T, sizes[0]), normal(sizes[1], N), None)
+
+
+def test_empty_axes_have_gradients() -> None:
+    x, w, bias = normal(T, D).requires_grad_(), normal(D, 0).requires_grad_(), normal(N).requires_grad_()
+    matmul_ogs(x, w, None).sum().backward()
+    assert x.grad is not None and not x.grad.any() and w.grad is not None and w.grad.shape == (D, 0)
+    matmul_ogs(torch.zeros(T, 0), torch.zeros(0, N), bias).sum().backward()
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad, torch.full((N,), float(T)))
+
+
+@pytest.mark.parametrize("fused", [None, SWIGLU], ids=["linear", "swiglu"])
+@pytest.mark.parametrize("way", ["one", "batched", "rows", "gathered", "scattered"])
+def test_gammas_have_gradients_everywhere(way: str, fused: Any) -> None:
+    data, gather, scatter = routing(normal(T, E), TOPK)
+    indices = {"rows": (data, None), "gathered": (data, gather), "scattered": (data, gather, scatter)}.get(way, ())
+    routed = bool(indices)
+    rows = T * TOPK if routed else T
+    shape = (T if way in ("gathered", "scattered") else rows, D)
+    x = normal(*(() if way != "batched" else (E,)), *shape)
+    w = (normal(E, D, N) if routed or way == "batched" else normal(D, N)).requires_grad_()
+    gammas = (torch.rand(rows) + 0.5).requires_grad_()
+    found = matmul_ogs(x, w, None, *indices, gammas=gammas, fused_activation=fused)
+    pulled = normal(*found.shape, seed=1)
+    (found * pulled).sum().backward()
+    flat = matmul_ogs(x, w.detach(), None, *indices[:2], fused_activation=fused)
+    if way == "scattered":
+        pulled = pulled[scatter.dst_indx.long() // TOPK]
+    each = (flat * pulled).sum(-1)
+    close(gammas.grad, each if way != "batched" else each.sum(0), N * E)
+    assert w.grad is not None and w.grad.any()
+    detached = matmul_ogs(x, w.detach(), None, *indices, gammas=gammas.detach(), fused_activation=fused)
+    close(found.detach(), detached)
+
+
+def test_a_batch_in_mxfp8() -> None:
+    """x [B, M, K] with scales [B, M, K / 32]."""
+    (left, scales), w = mxfp.downcast_to_mxfp(normal(E, T, 64), torch.float8_e4m3fn, axis=-1), normal(E, 64, N)
+    right, precision = mxfp.downcast_to_mxfp(w, torch.uint8, axis=1), PrecisionConfig(out_dtype=torch.float32)
+    precision.act_scale, precision.weight_scale = scales, right[1]
+    found = matmul_ogs(left, right[0], None, precision_config=precision)
+    wanted = mxfp.upcast_from_mxfp(left, scales, torch.float32, -1) @ mxfp.upcast_from_mxfp(*right, torch.float32, 1)
+    close(found, wanted, 64)
+    wrong = dataclasses.replace(precision, act_scale=scales[0])
+    with pytest.raises(InvalidInput, match=r"act_scale must be \[6, 9, 2\], .* got \[9, 2\]; pass that of downcast"):
+        matmul_ogs(left, right[0], None, precision_config=wrong)
