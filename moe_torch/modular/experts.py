@@ -404,12 +404,13 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """`workspace_shapes` of a problem with F columns after the activation."""
 
-    # Not what else is said of the interface's: it is abstract.
-    @functools.wraps(FusedMoEPermuteExpertsUnpermute.apply, updated=())
     def apply(self, *arguments: Any, **named: Any) -> None:
         call = ExpertsCall(*arguments, **named)
         experts, w1, w2 = self.as_stored(call.w1, call.w2)
         experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
+
+    # Not what else is said of the interface's: it is abstract.
+    functools.update_wrapper(apply, FusedMoEPermuteExpertsUnpermute.apply, updated=())
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
         """Others where `stored.as_stored` finds something to unwrap, or to read in the other layout."""
