@@ -19,8 +19,9 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.modular.deep_gemm import Quantized
 from moe_torch.modular.deep_gemm_package import DeepGemmPackage
-from moe_torch.modular.experts import ExpertsCall, WorkspaceShapes
+from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.stages import batched_layout, sum_by_token, weight_of_row, weighted_rows
+from moe_torch.modular.standard_experts import ExpertsCall
 from moe_torch.modular.triton_experts import BatchedExperts, GroupedExperts, view_as, weights_left
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")

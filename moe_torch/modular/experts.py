@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
-import functools
 import types
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,8 +30,7 @@ from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import encode
 from moe_torch.modular.into import write_into
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
-from moe_torch.modular.stored import as_stored
-from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
 from moe_torch.operators.table import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
@@ -102,6 +100,11 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         if len(configs) == 1:
             configs = (moe_config, *configs)
         named = (moe_config, quant_config, max_num_tokens, num_dispatchers)
+        if len(configs) > len(named) or any(value is not None for value in named[1 : len(configs)]):
+            raise InvalidInput(
+                f"configs must be quant_config, or moe_config, quant_config, max_num_tokens and num_dispatchers, each "
+                f"once, got {len(configs)} by place and some of them by name; name them all"
+            )
         given: tuple[Any, ...] = (*configs, *named[len(configs) :])
         config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if given[1] is None else given[1]
         require_kind("quant_config", config, core_config.FusedMoEQuantConfig)
@@ -359,69 +362,3 @@ for _name in (
     *core_config.QUANTIZATION_ARRAYS,
 ):
     setattr(FusedMoEPermuteExpertsUnpermute, _name, _of_quant_config(_name))
-
-
-class ExpertsCall(NamedTuple):
-    """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
-
-    output: torch.Tensor
-    hidden_states: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    activation: str | Activation
-    global_num_experts: int
-    expert_map: torch.Tensor | None
-    a1q_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
-    workspace13: torch.Tensor
-    workspace2: torch.Tensor
-    expert_tokens_meta: ExpertTokensMetadata | None
-    apply_router_weight_on_input: bool
-
-
-class StandardExperts(FusedMoEPermuteExpertsUnpermute):
-    """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
-
-    Tokens are in the Standard format, weighted and reduced inside, unless a class says otherwise. They need no
-    expert_tokens_meta: rows are counted from the ids.
-    """
-
-    @staticmethod
-    def activation_format() -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
-
-    def workspace_shapes(
-        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
-    ) -> WorkspaceShapes:
-        return self.shapes(ProblemSize(local_num_experts, M, N, K, topk), self.adjust_N_for_activation(N, activation))
-
-    @abc.abstractmethod
-    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
-        """`workspace_shapes` of a problem with F columns after the activation."""
-
-    def apply(self, *arguments: Any, **named: Any) -> None:
-        call = ExpertsCall(*arguments, **named)
-        experts, w1, w2 = self.as_stored(call.w1, call.w2)
-        experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
-
-    # Not what else is said of the interface's: it is abstract.
-    functools.update_wrapper(apply, FusedMoEPermuteExpertsUnpermute.apply, updated=())
-
-    def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
-        """Others where `stored.as_stored` finds something to unwrap, or to read in the other layout."""
-        found = as_stored(w1, w2, self.quant_config, self.weight_layout)
-        if found.w1 is w1 and found.config is self.quant_config:
-            return self, w1, w2
-        experts = self.with_quant_config(found.config)
-        experts = copy.copy(self) if experts is self else experts
-        experts.weight_layout = found.weight_layout
-        return experts, found.w1, found.w2
-
-    @abc.abstractmethod
-    def run(self, call: ExpertsCall) -> None:
-        """`apply`."""

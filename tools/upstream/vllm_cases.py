@@ -4,207 +4,48 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moe_core.formats import FP8_BLOCK, FP8_GROUP
 from moe_torch import modular
-from moe_torch.compat.triton_kernels import matmul_ogs, tensor
-from tools.upstream.imports import MOE, QUANTIZATION, WHOLE, Names
+from moe_torch.compat.triton_kernels import matmul_ogs
+from tools.upstream.imports import QUANTIZATION
 from tools.upstream.problems import E, M, Problem, Tensors, draw, draw_mxfp4, tensors
 from tools.upstream.running import Answer, Case, Run
-
-
-def _file(name: str) -> Any:
-    return importlib.import_module(f"{MOE}.{name}")
-
-
-# --- What imports are changed to -------------------------------------------------------------------------------------
-
-
-def theirs() -> Mapping[str, Names]:
-    """vLLM's kernel, configurations and classes; only `triton_kernels` is ours."""
-    return {}
-
-
-def ours() -> Mapping[str, Names]:
-    """`modular_kernel` is our `moe_torch.modular`, under vLLM's names, and configurations are ours."""
-
-    def named(name: str, older: str) -> Any:
-        return getattr(modular, name, None) or getattr(modular, older)
-
-    kernel = {name: getattr(modular, name) for name in modular.__all__} | {
-        "FusedMoEExpertsModular": named("FusedMoEExpertsModular", "FusedMoEPermuteExpertsUnpermute"),
-        "FusedMoEPrepareAndFinalizeModular": named("FusedMoEPrepareAndFinalizeModular", "FusedMoEPrepareAndFinalize"),
-        # Experts that route by themselves are no part of ours, nor of the cases.
-        "FusedMoEExpertsMonolithic": object,
-        "FusedMoEPrepareAndFinalizeMonolithic": object,
-        "PrepareResultType": tuple,
-        "PrepareMonolithicResultType": tuple,
-        WHOLE: True,
-    }
-    names = ("FusedMoEQuantConfig", "FUSED_MOE_UNQUANTIZED_CONFIG")
-    return {f"{MOE}.modular_kernel": kernel, f"{MOE}.config": {name: getattr(modular, name) for name in names}}
-
-
-def ours_reducing() -> Mapping[str, Names]:
-    """The same, and the classes that weight and reduce are ours too."""
-    return {**ours(), **theirs_reducing_as_ours()}
-
-
-def theirs_reducing_as_ours() -> Mapping[str, Names]:
-    """vLLM's kernel, with our classes that weight and reduce."""
-    reducing = {name: getattr(modular, name) for name in modular.__all__ if name.startswith("TopKWeight")}
-    return {f"{MOE}.topk_weight_and_reduce": reducing | {WHOLE: True}}
-
-
-# --- Objects of vLLM -------------------------------------------------------------------------------------------------
-
-
-def _activation(name: str) -> Any:
-    return _file("activation").MoEActivation.from_str(name)
-
-
-def _moe_config(problem: Problem, activation: str) -> Any:
-    """vLLM's description of a layer on one device."""
-    config = _file("config")
-    sizes = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "ep_size", "sp_size"), 1)
-    ranks = dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0)
-    parallel = config.FusedMoEParallelConfig(
-        **sizes, **ranks, use_ep=False, all2all_backend="allgather_reducescatter", enable_eplb=False
-    )
-    return config.FusedMoEConfig(
-        num_experts=E,
-        experts_per_token=problem.ids.shape[1],
-        hidden_dim=problem.x.shape[1],
-        intermediate_size=problem.b1.shape[1] // 2,
-        num_local_experts=len(problem.b1),
-        num_logical_experts=E,
-        activation=_activation(activation),
-        device="cpu",
-        routing_method=config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
-        in_dtype=torch.bfloat16,
-    )
-
-
-def _gpt_oss(given: Tensors) -> tuple[Any, Any, dict[str, Any]]:
-    """w1 and w2 as vLLM passes them to gpt-oss experts, `[E, K, N]`, and the arrays of their configuration."""
-    arrays: dict[str, Any] = {"w1_bias": given.b1, "w2_bias": given.b2}
-    if given.scales[0] is None:
-        return given.w1.mT.contiguous(), given.w2.mT.contiguous(), arrays
-    weights = []
-    for number, (codes, scales) in enumerate(zip((given.w1, given.w2), given.scales, strict=True), 1):
-        assert scales is not None
-        weights.append(tensor.wrap_torch_tensor(codes.mT, dtype=tensor.FP4))
-        scale = tensor.wrap_torch_tensor(scales.mT)
-        arrays[f"w{number}_scale"] = matmul_ogs.PrecisionConfig(weight_scale=scale)
-    return weights[0], weights[1], arrays
-
-
-def _their_config(given: Tensors, arrays: dict[str, Any]) -> Any:
-    config = _file("config")
-    if given.scales[0] is None:
-        return config.biased_moe_quant_config(arrays["w1_bias"], arrays["w2_bias"])
-    return config.mxfp4_w4a16_moe_quant_config(**arrays)
-
-
-def _our_config(given: Tensors, arrays: dict[str, Any]) -> Any:
-    scheme = None if given.scales[0] is None else "mxfp4_w4a16"
-    return modular.FusedMoEQuantConfig(scheme, **arrays)
-
-
-def _global_experts(given: Tensors) -> int:
-    return -1 if given.expert_map is None else given.expert_map.shape[0]
-
-
-def _in_their_kernel(prepare_finalize: Any, experts: Any, given: Tensors, weights: Any, activation: str) -> Any:
-    """vLLM's kernel; its class with both kinds where the experts are of vLLM's kind."""
-    kernels = _file("modular_kernel")
-    kind = kernels.FusedMoEKernel if isinstance(experts, kernels.FusedMoEExperts) else kernels.FusedMoEKernelModularImpl
-    return kind(prepare_finalize, experts).apply(
-        hidden_states=given.x,
-        w1=weights[0],
-        w2=weights[1],
-        topk_weights=given.weights,
-        topk_ids=given.ids,
-        activation=_activation(activation),
-        global_num_experts=_global_experts(given),
-        expert_map=given.expert_map,
-        apply_router_weight_on_input=False,
-    )
-
-
-def _in_our_kernel(prepare_finalize: Any, experts: Any, given: Tensors, weights: Any, activation: str) -> Any:
-    return modular.FusedMoEModularKernel(prepare_finalize, experts)(
-        given.x,
-        weights[0],
-        weights[1],
-        given.weights,
-        given.ids,
-        activation=_activation(activation),
-        global_num_experts=_global_experts(given),
-        expert_map=given.expert_map,
-    )
-
-
-def _no_dp_ep() -> Any:
-    return _file("prepare_finalize.no_dp_ep").MoEPrepareAndFinalizeNoDPEPModular()
-
-
-def _batched(problem: Problem) -> Any:
-    kind = _file("prepare_finalize.batched").BatchedPrepareAndFinalize
-    return kind(max_num_tokens=M, num_local_experts=len(problem.b1), num_dispatchers=1, rank=0)
-
-
-# --- The cases -------------------------------------------------------------------------------------------------------
-
-_DRAWS: dict[str, Callable[[], Problem]] = {
-    "bf16": lambda: draw(),
-    "bf16, expert_map": lambda: draw().on_rank(),
-    "mxfp4": lambda: draw_mxfp4(),
-    "mxfp4, expert_map": lambda: draw_mxfp4().on_rank(),
-}
-_SWIGLU = "swigluoai"
-
-
-def _experts_in_their_kernel(name: str, problem: Callable[[], Problem], activation: str) -> Run:
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        w1, w2, arrays = _gpt_oss(given)
-        kind = getattr(_file("experts.gpt_oss_triton_kernels_moe"), name)
-        experts = kind(_moe_config(layer, activation), _their_config(given, arrays))
-        actual = _in_their_kernel(_no_dp_ep(), experts, given, (w1, w2), activation)
-        return Answer(actual, layer.expected(activation))
-
-    return run
-
-
-def _experts_in_our_kernel(name: str, problem: Callable[[], Problem], activation: str) -> Run:
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        w1, w2, arrays = _gpt_oss(given)
-        kind = getattr(_file("experts.gpt_oss_triton_kernels_moe"), name)
-        experts = kind(_our_config(given, arrays))
-        actual = _in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), activation)
-        return Answer(actual, layer.expected(activation))
-
-    return run
+from tools.upstream.vllm_parts import (
+    DRAWS,
+    SWIGLU,
+    experts_in_our_kernel,
+    experts_in_their_kernel,
+    global_experts_of,
+    gpt_oss_weights,
+    in_our_kernel,
+    in_their_kernel,
+    our_config,
+    ours,
+    ours_reducing,
+    their_batched,
+    their_config,
+    their_moe_config,
+    their_no_dp_ep,
+    theirs,
+    theirs_reducing_as_ours,
+    vllm_file,
+)
 
 
 def _made_as_theirs(device: str) -> Answer:
     """vLLM's experts in our kernel, made with the arguments that serving code passes."""
     layer = draw()
     given = tensors(layer, device)
-    w1, w2, arrays = _gpt_oss(given)
-    kind = _file("experts.gpt_oss_triton_kernels_moe").OAITritonExperts
-    experts = kind(_moe_config(layer, _SWIGLU), _our_config(given, arrays))
-    actual = _in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), _SWIGLU)
-    return Answer(actual, layer.expected(_SWIGLU))
+    w1, w2, arrays = gpt_oss_weights(given)
+    kind = vllm_file("experts.gpt_oss_triton_kernels_moe").OAITritonExperts
+    experts = kind(their_moe_config(layer, SWIGLU), our_config(given, arrays))
+    actual = in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), SWIGLU)
+    return Answer(actual, layer.expected(SWIGLU))
 
 
 def _naive_batched(call: Any, prepare_is_theirs: bool) -> Run:
@@ -213,11 +54,11 @@ def _naive_batched(call: Any, prepare_is_theirs: bool) -> Run:
     def run(device: str) -> Answer:
         layer = draw()
         given = tensors(layer, device)
-        theirs = call is _in_their_kernel
-        config = _file("config").FUSED_MOE_UNQUANTIZED_CONFIG if theirs else modular.FUSED_MOE_UNQUANTIZED_CONFIG
-        kind = _file("experts.fused_batched_moe").NaiveBatchedExperts
-        experts = kind(_moe_config(layer, "silu"), config, max_num_tokens=M, num_dispatchers=1)
-        prepare_finalize = _batched(layer) if prepare_is_theirs else modular.BatchedPrepareAndFinalize(M, E)
+        theirs = call is in_their_kernel
+        config = vllm_file("config").FUSED_MOE_UNQUANTIZED_CONFIG if theirs else modular.FUSED_MOE_UNQUANTIZED_CONFIG
+        kind = vllm_file("experts.fused_batched_moe").NaiveBatchedExperts
+        experts = kind(their_moe_config(layer, "silu"), config, max_num_tokens=M, num_dispatchers=1)
+        prepare_finalize = their_batched(layer) if prepare_is_theirs else modular.BatchedPrepareAndFinalize(M, E)
         actual = call(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
         return Answer(actual, layer.expected("silu", biases=False))
 
@@ -235,8 +76,8 @@ def _moe_forward(problem: Callable[[], Problem], renormalize: bool) -> Run:
         weights, ids = scores.topk(layer.ids.shape[1], dim=-1)
         weights = weights.softmax(-1) if renormalize else weights
         layer = layer._replace(ids=ids.to(torch.int32).cpu().numpy(), weights=weights.cpu().numpy())
-        w1, w2, arrays = _gpt_oss(given)
-        forward = _file("experts.gpt_oss_triton_kernels_moe").triton_kernel_moe_forward
+        w1, w2, arrays = gpt_oss_weights(given)
+        forward = vllm_file("experts.gpt_oss_triton_kernels_moe").triton_kernel_moe_forward
         actual = forward(
             given.x,
             w1,
@@ -244,11 +85,11 @@ def _moe_forward(problem: Callable[[], Problem], renormalize: bool) -> Run:
             logits,
             layer.ids.shape[1],
             renormalize,
-            quant_config=_their_config(given, arrays),
-            global_num_experts=_global_experts(given),
+            quant_config=their_config(given, arrays),
+            global_num_experts=global_experts_of(given),
             expert_map=given.expert_map,
         )
-        return Answer(actual, layer.expected(_SWIGLU))
+        return Answer(actual, layer.expected(SWIGLU))
 
     return run
 
@@ -257,7 +98,7 @@ def _routing_data(device: str) -> Answer:
     """`make_routing_data`: the sum of the rows of each token's experts, brought there and back by its indices."""
     layer = draw()
     given = tensors(layer, device)
-    make = _file("experts.gpt_oss_triton_kernels_moe").make_routing_data
+    make = vllm_file("experts.gpt_oss_triton_kernels_moe").make_routing_data
     data, gather, scatter = make(given.ids.long(), given.weights, E)
     places = torch.arange(E, device=device).repeat_interleave(data.expt_hist.long())
     rows = torch.zeros(given.ids.numel(), device=device)
@@ -281,9 +122,9 @@ def _swizzled(device: str) -> Answer:
         arrays[f"w{number}_scale"] = matmul_ogs.PrecisionConfig(
             weight_scale=scale, flex_ctx=matmul_ogs.FlexCtx(rhs_data=flex)
         )
-    kind = _file("experts.gpt_oss_triton_kernels_moe").OAITritonExperts
-    experts = kind(_moe_config(layer, _SWIGLU), _their_config(given, arrays))
-    return Answer(_in_their_kernel(_no_dp_ep(), experts, given, weights, _SWIGLU), layer.expected(_SWIGLU))
+    kind = vllm_file("experts.gpt_oss_triton_kernels_moe").OAITritonExperts
+    experts = kind(their_moe_config(layer, SWIGLU), their_config(given, arrays))
+    return Answer(in_their_kernel(their_no_dp_ep(), experts, given, weights, SWIGLU), layer.expected(SWIGLU))
 
 
 def _their_prepare(problem: Callable[[], Problem], kind: Any, batched: bool = False) -> Run:
@@ -292,8 +133,8 @@ def _their_prepare(problem: Callable[[], Problem], kind: Any, batched: bool = Fa
     def run(device: str) -> Answer:
         layer = problem()
         given = tensors(layer, device)
-        prepare_finalize = _batched(layer) if batched else _no_dp_ep()
-        actual = _in_our_kernel(prepare_finalize, kind(given), given, (given.w1, given.w2), "silu")
+        prepare_finalize = their_batched(layer) if batched else their_no_dp_ep()
+        actual = in_our_kernel(prepare_finalize, kind(given), given, (given.w1, given.w2), "silu")
         return Answer(actual, layer.expected("silu"))
 
     return run
@@ -305,7 +146,7 @@ def _on_input(device: str) -> Answer:
     layer = layer._replace(ids=layer.ids[:, :1].copy(), weights=layer.weights[:, :1].copy())
     given = tensors(layer, device)
     before = given.x.clone()
-    kernel = modular.FusedMoEModularKernel(_no_dp_ep(), modular.TritonExperts())
+    kernel = modular.FusedMoEModularKernel(their_no_dp_ep(), modular.TritonExperts())
     actual = kernel(given.x, given.w1, given.w2, given.weights, given.ids, apply_router_weight_on_input=True)
     assert torch.equal(before, given.x)
     weighted = (given.x * given.weights.to(given.x.dtype)).float().cpu().numpy()
@@ -319,7 +160,7 @@ def _reduced(name: str) -> Run:
     def run(device: str) -> Answer:
         layer = draw(missing=name == "TopKWeightAndReduceNoOP")
         given = tensors(layer, device)
-        reducing = getattr(_file("topk_weight_and_reduce"), name)
+        reducing = getattr(vllm_file("topk_weight_and_reduce"), name)
 
         class Batched(modular.BatchedTritonExperts):
             def finalize_weight_and_reduce_impl(self) -> Any:
@@ -353,7 +194,7 @@ def _reduced(name: str) -> Run:
         else:
             kind = Slots if name == "TopKWeightAndReduceContiguous" else Reduced
             experts, prepare_finalize = kind(config), modular.MoEPrepareAndFinalizeNoEP()
-        actual = _in_our_kernel(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
+        actual = in_our_kernel(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
         return Answer(actual, layer.expected("silu"))
 
     return run
@@ -367,14 +208,14 @@ def _our_experts(name: str, problem: Callable[[], Problem], activation: str = "s
         given = tensors(layer, device)
         biases: dict[str, Any] = {"w1_bias": given.b1, "w2_bias": given.b2}
         if "OAI" in name:
-            w1, w2, arrays = _gpt_oss(given)
-            experts = getattr(modular, name)(_our_config(given, arrays))
+            w1, w2, arrays = gpt_oss_weights(given)
+            experts = getattr(modular, name)(our_config(given, arrays))
         else:
             w1, w2 = given.w1, given.w2
             options = (M, 1) if name.startswith("Batched") else ()
             experts = getattr(modular, name)(*options, modular.FusedMoEQuantConfig(**biases))
-        prepare_finalize = _batched(layer) if name.startswith("Batched") else _no_dp_ep()
-        actual = _in_their_kernel(prepare_finalize, experts, given, (w1, w2), activation)
+        prepare_finalize = their_batched(layer) if name.startswith("Batched") else their_no_dp_ep()
+        actual = in_their_kernel(prepare_finalize, experts, given, (w1, w2), activation)
         return Answer(actual, layer.expected(activation))
 
     return run
@@ -395,7 +236,7 @@ def _deep_gemm(call: Any, prepare_quantizes: bool, batched: bool = False) -> Run
         class Experts(base):
             expects_unquantized_inputs = not prepare_quantizes
 
-        prepare_finalize = _batched(layer) if batched else _no_dp_ep()
+        prepare_finalize = their_batched(layer) if batched else their_no_dp_ep()
         prepare, prepared = prepare_finalize.prepare, []
 
         @functools.wraps(prepare)
@@ -418,7 +259,7 @@ def _as_their_kind(device: str) -> Answer:
     """Our experts in the kernel class that serving code makes, which asks for vLLM's kinds and enumeration."""
     layer = draw()
     given = tensors(layer, device)
-    kernels = _file("modular_kernel")
+    kernels = vllm_file("modular_kernel")
 
     class Experts(modular.TritonExperts, kernels.FusedMoEExpertsModular):
         def __init__(self, moe_config: Any, quant_config: Any) -> None:
@@ -430,21 +271,21 @@ def _as_their_kind(device: str) -> Answer:
             return kernels.FusedMoEActivationFormat.Standard
 
     config = modular.FusedMoEQuantConfig(w1_bias=given.b1, w2_bias=given.b2)
-    experts = Experts(_moe_config(layer, "silu"), config)
-    actual = _in_their_kernel(_no_dp_ep(), experts, given, (given.w1, given.w2), "silu")
+    experts = Experts(their_moe_config(layer, "silu"), config)
+    actual = in_their_kernel(their_no_dp_ep(), experts, given, (given.w1, given.w2), "silu")
     return Answer(actual, layer.expected("silu"))
 
 
 def _is_supported(device: str) -> Answer:
     """vLLM's question whether a class can run a layer, put to our experts; its enumeration of formats is not asked."""
     layer = draw()
-    kernels = _file("modular_kernel")
+    kernels = vllm_file("modular_kernel")
     answers = []
     kinds: tuple[Any, ...] = (modular.TritonExperts, modular.OAITritonExperts, modular.UnfusedOAITritonExperts)
     for kind in kinds:
         format = kind.activation_format()
         question = kernels.FusedMoEExperts.is_supported_config
-        supported, reason = question(kind, _moe_config(layer, _SWIGLU), None, None, format)
+        supported, reason = question(kind, their_moe_config(layer, SWIGLU), None, None, format)
         assert supported, reason
         answers.append(float(supported))
     return Answer(torch.tensor(answers), torch.ones(3).numpy())
@@ -457,11 +298,11 @@ def _choices(kind: str, top_k: int, dtype: torch.dtype) -> Run:
         layer = draw(top_k=top_k)
         given = tensors(layer, device)
         given = given._replace(ids=given.ids.to(dtype))
-        w1, w2, arrays = _gpt_oss(given)
-        experts = getattr(_file("experts.gpt_oss_triton_kernels_moe"), kind)
-        experts = experts(_moe_config(layer, _SWIGLU), _their_config(given, arrays))
-        actual = _in_their_kernel(_no_dp_ep(), experts, given, (w1, w2), _SWIGLU)
-        return Answer(actual, layer.expected(_SWIGLU))
+        w1, w2, arrays = gpt_oss_weights(given)
+        experts = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), kind)
+        experts = experts(their_moe_config(layer, SWIGLU), their_config(given, arrays))
+        actual = in_their_kernel(their_no_dp_ep(), experts, given, (w1, w2), SWIGLU)
+        return Answer(actual, layer.expected(SWIGLU))
 
     return run
 
@@ -480,18 +321,18 @@ def cases() -> list[Case]:
         Case("a make_routing_data", theirs, _routing_data),
         Case("a mxfp4 weights laid out by vLLM", theirs, _swizzled),
     ]
-    for name, problem in _DRAWS.items():
+    for name, problem in DRAWS.items():
         for renormalize in (True, False):
             run = _moe_forward(problem, renormalize)
             found.append(Case(f"a triton_kernel_moe_forward, {name}, renormalize={renormalize}", theirs, run))
-    activations = {"OAITritonExperts": (_SWIGLU,), "UnfusedOAITritonExperts": (_SWIGLU, "silu")}
+    activations = {"OAITritonExperts": (SWIGLU,), "UnfusedOAITritonExperts": (SWIGLU, "silu")}
     for kind, names in activations.items():
-        for name, problem in _DRAWS.items():
+        for name, problem in DRAWS.items():
             for activation in names:
                 label = f"{kind}, {name}, {activation}"
                 found += [
-                    Case(f"a {label}, vLLM's kernel", theirs, _experts_in_their_kernel(kind, problem, activation)),
-                    Case(f"a {label}, our kernel", ours, _experts_in_our_kernel(kind, problem, activation)),
+                    Case(f"a {label}, vLLM's kernel", theirs, experts_in_their_kernel(kind, problem, activation)),
+                    Case(f"a {label}, our kernel", ours, experts_in_our_kernel(kind, problem, activation)),
                     Case(
                         f"c our {label}, vLLM's kernel",
                         theirs_reducing_as_ours,
@@ -499,7 +340,7 @@ def cases() -> list[Case]:
                     ),
                 ]
     for name in ("bf16", "bf16, expert_map"):
-        problem = _DRAWS[name]
+        problem = DRAWS[name]
         found += [
             Case(f"b NoDPEP, {name}, our kernel and experts", ours_reducing, _their_prepare(problem, _standard)),
             Case(
@@ -529,9 +370,9 @@ def cases() -> list[Case]:
     ]
     found += [
         Case("a OAITritonExperts, bf16, made as vLLM makes them, our kernel", ours_reducing, _made_as_theirs),
-        Case("a NaiveBatchedExperts, bf16, vLLM's kernel", theirs, _naive_batched(_in_their_kernel, True)),
-        Case("a NaiveBatchedExperts, bf16, our kernel", ours_reducing, _naive_batched(_in_our_kernel, False)),
-        Case("b Batched, bf16, our kernel, NaiveBatchedExperts", ours_reducing, _naive_batched(_in_our_kernel, True)),
+        Case("a NaiveBatchedExperts, bf16, vLLM's kernel", theirs, _naive_batched(in_their_kernel, True)),
+        Case("a NaiveBatchedExperts, bf16, our kernel", ours_reducing, _naive_batched(in_our_kernel, False)),
+        Case("b Batched, bf16, our kernel, NaiveBatchedExperts", ours_reducing, _naive_batched(in_our_kernel, True)),
     ]
     for batched in (False, True):
         for quantizes in (False, True) if not batched else (True,):
@@ -539,11 +380,11 @@ def cases() -> list[Case]:
                 f"{'Batched' * batched}DeepGemmExperts, fp8 blocks quantised by {'prepare' if quantizes else 'experts'}"
             )
             found += [
-                Case(f"b {label}, our kernel", ours_reducing, _deep_gemm(_in_our_kernel, quantizes, batched)),
+                Case(f"b {label}, our kernel", ours_reducing, _deep_gemm(in_our_kernel, quantizes, batched)),
                 Case(
                     f"c our {label}, vLLM's kernel",
                     theirs_reducing_as_ours,
-                    _deep_gemm(_in_their_kernel, quantizes, batched),
+                    _deep_gemm(in_their_kernel, quantizes, batched),
                 ),
             ]
     for kind in activations:

@@ -1,0 +1,82 @@
+"""Experts of this library: the arguments of `apply` as one, and what all of them share."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize
+from moe_core.specs.matmul import Activation
+from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
+from moe_torch.modular.stored import as_stored
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
+
+
+class ExpertsCall(NamedTuple):
+    """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    activation: str | Activation
+    global_num_experts: int
+    expert_map: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    workspace13: torch.Tensor
+    workspace2: torch.Tensor
+    expert_tokens_meta: ExpertTokensMetadata | None
+    apply_router_weight_on_input: bool
+
+
+class StandardExperts(FusedMoEPermuteExpertsUnpermute):
+    """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
+
+    Tokens are in the Standard format, weighted and reduced inside, unless a class says otherwise. They need no
+    expert_tokens_meta: rows are counted from the ids.
+    """
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ) -> WorkspaceShapes:
+        return self.shapes(ProblemSize(local_num_experts, M, N, K, topk), self.adjust_N_for_activation(N, activation))
+
+    @abc.abstractmethod
+    def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
+        """`workspace_shapes` of a problem with F columns after the activation."""
+
+    def apply(self, *arguments: Any, **named: Any) -> None:
+        call = ExpertsCall(*arguments, **named)
+        experts, w1, w2 = self.as_stored(call.w1, call.w2)
+        experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
+
+    # Not what else is said of the interface's: it is abstract.
+    functools.update_wrapper(apply, FusedMoEPermuteExpertsUnpermute.apply, updated=())
+
+    def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
+        """Others where `stored.as_stored` finds something to unwrap, or to read in the other layout."""
+        found = as_stored(w1, w2, self.quant_config, self.weight_layout)
+        if found.w1 is w1 and found.config is self.quant_config:
+            return self, w1, w2
+        experts = self.with_quant_config(found.config)
+        experts = copy.copy(self) if experts is self else experts
+        experts.weight_layout = found.weight_layout
+        return experts, found.w1, found.w2
+
+    @abc.abstractmethod
+    def run(self, call: ExpertsCall) -> None:
+        """`apply`."""
