@@ -115,6 +115,10 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "swiglu_fn": {"fused_activation": ours.FusedActivation(ours.FnSpecs("relu", foreign_function, ()), (), 1)},
     "epilogue": {"epilogue": ours.Epilogue(ours.FnSpecs("quantize", foreign_function, ()))},
     "e5m2": {"w": normal(D, N).to(torch.float8_e5m2)},
+    "fp8 e4m3 where it has microscales": {
+        "w": normal(D, N).to(torch.float8_e5m2),
+        "precision_config": PrecisionConfig(weight_scale=torch.zeros(1, N, dtype=torch.uint8)),
+    },
     "sizes of its memory": {"x": tensor.Tensor(normal(T, D), shape=[torch.tensor(4), D], shape_max=[T, D])},
     "two FP4 elements": {"w": tensor.Tensor(torch.zeros(D // 2, N, dtype=torch.uint8), tensor.FP4, [D, N - 4])},
     "elements of torch": {"x": tensor.Tensor(normal(T, D), tensor.BIT, [T, D])},
@@ -162,8 +166,9 @@ def test_constraints_on_tiles_change_nothing() -> None:
     assert issubclass(opt_flags.InapplicableConstraint, Exception)
     with pytest.raises(InvalidInput, match=r"constraints must have names among .*block_m.*, got 'blockm'; leave it"):
         opt_flags.update_opt_flags_constraints({"split_k": 1, "blockm": 64})
+    pairs: Any = [("split_k", 1)]
     with pytest.raises(InvalidInput, match="constraints must be a dict"):
-        opt_flags.update_opt_flags_constraints([("split_k", 1)])
+        opt_flags.update_opt_flags_constraints(pairs)
 
 
 def test_refusals_of_routing_tensors_and_conversions() -> None:
