@@ -115,6 +115,10 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "swiglu_fn": {"fused_activation": ours.FusedActivation(ours.FnSpecs("relu", foreign_function, ()), (), 1)},
     "epilogue": {"epilogue": ours.Epilogue(ours.FnSpecs("quantize", foreign_function, ()))},
     "e5m2": {"w": normal(D, N).to(torch.float8_e5m2)},
+    "fp8 e4m3 where it has microscales": {
+        "w": normal(D, N).to(torch.float8_e5m2),
+        "precision_config": PrecisionConfig(weight_scale=torch.zeros(1, N, dtype=torch.uint8)),
+    },
     "sizes of its memory": {"x": tensor.Tensor(normal(T, D), shape=[torch.tensor(4), D], shape_max=[T, D])},
     "two FP4 elements": {"w": tensor.Tensor(torch.zeros(D // 2, N, dtype=torch.uint8), tensor.FP4, [D, N - 4])},
     "elements of torch": {"x": tensor.Tensor(normal(T, D), tensor.BIT, [T, D])},
@@ -162,12 +166,14 @@ def test_constraints_on_tiles_change_nothing() -> None:
     assert issubclass(opt_flags.InapplicableConstraint, Exception)
     with pytest.raises(InvalidInput, match=r"constraints must have names among .*block_m.*, got 'blockm'; leave it"):
         opt_flags.update_opt_flags_constraints({"split_k": 1, "blockm": 64})
+    pairs: Any = [("split_k", 1)]
     with pytest.raises(InvalidInput, match="constraints must be a dict"):
-        opt_flags.update_opt_flags_constraints([("split_k", 1)])
+        opt_flags.update_opt_flags_constraints(pairs)
 
 
 def test_refusals_of_routing_tensors_and_conversions() -> None:
     data, gather, _ = routing(normal(T, E), TOPK)
+    codes = torch.zeros(2, 20, dtype=torch.uint8)
     for reason, call in {
         "rows for this routing": lambda: matmul_ogs(normal(T - 1, D), normal(E, D, N), None, data, gather),
         "w must be": lambda: matmul_ogs(normal(T, D), normal(E - 1, D, N), None, data, gather),
@@ -179,6 +185,13 @@ def test_refusals_of_routing_tensors_and_conversions() -> None:
         "bits|uint32": lambda: tensor.Bitmatrix(torch.zeros(4, 4), [4, 4]),
         "value must be": lambda: from_upstream(object()),
         "of moe_torch": lambda: to_upstream(object()),
+        "even axis 1 for mxfp4": lambda: mxfp.downcast_to_mxfp(normal(2, 33), torch.uint8, 1),
+        "ROUND_UP or ROUND_DOWN": lambda: mxfp.downcast_to_mxfp(normal(2, 32), torch.uint8, 1, 1),
+        "src_tensor must be bf16": lambda: mxfp.downcast_to_mxfp(normal(2, 32).double(), torch.float8_e5m2, 1),
+        "target_dtype must be bf16": lambda: mxfp.upcast_from_mxfp(codes, codes[:, :1], torch.float64, 1),
+        r"scale must be \[2, 2\], .* got \[2, 1\]": lambda: mxfp.upcast_from_mxfp(
+            codes, codes[:, :1], torch.float32, 1
+        ),
         "expt_data must be given": lambda: to_upstream(RoutingData(None, data.expt_hist, E, TOPK)),
     }.items():
         with pytest.raises(InvalidInput, match=reason):
@@ -188,10 +201,8 @@ def test_refusals_of_routing_tensors_and_conversions() -> None:
         "HopperMXValueLayout": lambda: tensor.convert_layout(tensor.Tensor(normal(2, 2)), swizzled, mx_axis=0),
         "dim": lambda: topk(normal(T, E), 2, dim=0),
         "return_bitmatrix": lambda: topk(normal(T, E), 2, return_bitmatrix=False),
-        "out_quant_type": lambda: mxfp.downcast_to_mxfp(normal(2, 32), torch.float8_e5m2, 1),
-        "ROUND_UP": lambda: mxfp.downcast_to_mxfp(
-            normal(2, 32), torch.uint8, 1, mxfp.DequantScaleRoundingMode.ROUND_DOWN
-        ),
+        "out_quant_type": lambda: mxfp.downcast_to_mxfp(normal(2, 32), torch.int8, 1),
+        "tensor must be of one of": lambda: mxfp.upcast_from_mxfp(normal(2, 32), normal(2, 1), torch.float32, 1),
         "cannot be used": lambda: to_upstream(gather, "package_that_is_not_there"),
     }.items():
         with pytest.raises(Unsupported, match=reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -146,3 +147,98 @@ def test_a_batch_in_mxfp8() -> None:
     wrong = dataclasses.replace(precision, act_scale=scales[0])
     with pytest.raises(InvalidInput, match=r"act_scale must be \[6, 9, 2\], .* got \[9, 2\]; pass that of downcast"):
         matmul_ogs(left, right[0], None, precision_config=wrong)
+
+
+ELEMENTS = {"mxfp4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LARGEST = {"mxfp4": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
+GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def stated_mxfp(row: list[float], kind: str, up: bool) -> tuple[list[float], list[int]]:
+    """(numbers, scale bytes) of a row, group by group, from the definition of the scales."""
+    numbers, scales = [], []
+    for start in range(0, len(row), 32):
+        group = torch.tensor(row[start : start + 32])
+        ratio = (group.abs().max() / torch.tensor(LARGEST[kind])).item()
+        mantissa, exponent = math.frexp(ratio)
+        power = exponent if up and mantissa > 0.5 else exponent - 1
+        scales.append(127 if ratio == 0 else power + 127)
+        held = (group / 2.0**power).clamp(-LARGEST[kind], LARGEST[kind])
+        if kind == "mxfp4":
+            # Codes are the places in the grid: of two as near as each other the even one.
+            away = (held.abs()[:, None] - GRID).abs()
+            codes = torch.tensor([min(range(8), key=lambda code: (line[code], code % 2)) for line in away.tolist()])
+            held = GRID[codes] * held.sign()
+        else:
+            held = held.to(ELEMENTS[kind]).float()
+        numbers += (held * 2.0**power).tolist()
+    return numbers, scales
+
+
+@pytest.mark.parametrize("columns", [2, 32, 50, 64, 400], ids=str)
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_mx_formats_of_any_axis(kind: str, up: bool, columns: int) -> None:
+    """Values and scales are those of the definition; a partial group at the end has a scale of its own."""
+    source = normal(2, columns, 3) * torch.tensor([1.0, 100.0, 2.0**-20])
+    source[1, :, 1] = 0.0
+    mode = mxfp.DequantScaleRoundingMode.ROUND_UP if up else mxfp.DequantScaleRoundingMode.ROUND_DOWN
+    values, scales = mxfp.downcast_to_mxfp(source, ELEMENTS[kind], 1, DEQUANT_SCALE_ROUNDING_MODE=mode)
+    assert values.shape == (2, columns // (2 if kind == "mxfp4" else 1), 3) and values.stride(1) == 1
+    assert scales.shape == (2, -(-columns // 32), 3) and scales.dtype == torch.uint8
+    found = mxfp.upcast_from_mxfp(values, scales, torch.float32, axis=1)
+    assert found.shape == source.shape and found.is_contiguous()
+    for matrix in range(2):
+        for column in range(3):
+            numbers, bytes = stated_mxfp(source[matrix, :, column].tolist(), kind, up)
+            assert scales[matrix, :, column].tolist() == bytes
+            assert found[matrix, :, column].tolist() == numbers
+    half = mxfp.upcast_from_mxfp(values, scales, torch.bfloat16, axis=1)
+    assert half.dtype == torch.bfloat16 and torch.equal(half, found.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_mx_formats_of_what_is_not_finite_or_tiny(kind: str) -> None:
+    """Such groups have the scale NaN; rounded down, groups below all scales become zeros."""
+    source = torch.full((3, 64), LARGEST[kind])
+    source[0, 3], source[1, 40], source[2, :32] = torch.inf, torch.nan, 1e-40
+    down = mxfp.DequantScaleRoundingMode.ROUND_DOWN
+    values, scales = mxfp.downcast_to_mxfp(source, ELEMENTS[kind], 1, down)
+    assert (scales == 255).tolist() == [[True, False], [False, True], [False, False]] and scales[2, 0] == 0
+    found = mxfp.upcast_from_mxfp(values, scales, torch.float32, 1)
+    assert found[0, :32].isnan().all() and found[1, 32:].isnan().all() and not found[2, :32].any()
+    assert torch.equal(found[0, 32:], source[0, 32:]) and torch.equal(found[1, :32], source[1, :32])
+
+
+PARTIAL = ("mxfp4", "mxfp8", "mxfp8 in rows", "mxfp8 x mxfp4", "mxfp8 x mxfp8 in rows")
+
+
+@pytest.mark.parametrize("k", [2, 40, 400], ids=str)
+@pytest.mark.parametrize("kind", PARTIAL)
+@pytest.mark.parametrize("way", ["one", "batched", "routed"])
+def test_partial_groups_multiply(way: str, kind: str, k: int) -> None:
+    """K is no multiple of 32."""
+    lead, batch = {"one": ((), ()), "batched": ((E,), (E,)), "routed": ((), (E,))}[way]
+    x, w = normal(*lead, T, k).bfloat16(), normal(*batch, k, N).bfloat16()
+    dtype = torch.uint8 if kind.endswith("mxfp4") else torch.float8_e4m3fn
+    values, scales = mxfp.downcast_to_mxfp(w, dtype, axis=-2)
+    plain_x, plain_w = x.float(), mxfp.upcast_from_mxfp(values, scales, torch.float32, axis=-2)
+    if "in rows" in kind:
+        values, scales = values.contiguous(), scales.contiguous()
+    precision, left = PrecisionConfig(weight_scale=scales, out_dtype=torch.float32), x
+    if " x " in kind:
+        left, precision.act_scale = mxfp.downcast_to_mxfp(x, torch.float8_e4m3fn, axis=-1)
+        plain_x = mxfp.upcast_from_mxfp(left, precision.act_scale, torch.float32, axis=-1)
+    indices = routing(normal(T, E), TOPK)[:2] if way == "routed" else ()
+    found = matmul_ogs(left, values, None, *indices, precision_config=precision)
+    assert_close(
+        to_numpy(found),
+        to_numpy(matmul_ogs(plain_x, plain_w, None, *indices)),
+        matmul_tolerance("bfloat16", "float32", k),
+        label=kind,
+    )
+    with pytest.raises(InvalidInput, match=rf"w must be \[..., {k + 2}, N\] for x .* got .*{k}, 16\]; pass a matrix"):
+        matmul_ogs(
+            normal(*lead, T, k + 2).bfloat16(), values, None, *indices,
+            precision_config=dataclasses.replace(precision, act_scale=None),
+        )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch.nn.functional import pad
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import MXFP4, MXFP4_CEIL, MXFP8, MXFP8_CEIL, QuantizedSpec, QuantizedTensor
@@ -15,10 +16,15 @@ from moe_core.formats.mx import GROUP
 from moe_torch.quantize import dequantize, quantize
 
 MXFP_BLOCK_SIZE = GROUP
+#: Types of values, each with its largest number.
+_LARGEST = {torch.uint8: 6.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_TYPES = ", ".join(map(str, _LARGEST))
+_MANTISSA_BITS, _ONE, _NAN = 23, 127, 255
 
 
 class DequantScaleRoundingMode(Enum):
-    """ROUND_UP: the smallest power of two with which nothing saturates. ROUND_DOWN is not supported."""
+    """ROUND_UP: the smallest power of two with which nothing saturates. ROUND_DOWN: the largest one with which the
+    largest number of a group fills its type, and may saturate."""
 
     ROUND_UP = 0
     ROUND_DOWN = 1
@@ -32,35 +38,96 @@ def downcast_to_mxfp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, scales uint8) of src_tensor (bf16, fp16 or fp32), both contiguous along axis.
 
-    out_quant_type: torch.uint8 (mxfp4, the axis halved) or torch.float8_e4m3fn; the axis must be a multiple of 32. Ties
-    go to the even code, and a group of zeros has the scale 1. Raises InvalidInput, and Unsupported for other types and
-    another rounding of scales.
+    out_quant_type: torch.uint8 (mxfp4, the axis halved, which must be even), torch.float8_e4m3fn or float8_e5m2. The
+    last group of an axis of K, of `ceil(K / 32)`, may be partial. Ties go to the even code, what is too large for a
+    type becomes its largest number, and a group of zeros has the scale 1. Raises InvalidInput, and Unsupported for
+    other types.
     """
-    if DEQUANT_SCALE_ROUNDING_MODE is not DequantScaleRoundingMode.ROUND_UP:
-        raise Unsupported(
-            f"DEQUANT_SCALE_ROUNDING_MODE must be ROUND_UP, got {DEQUANT_SCALE_ROUNDING_MODE}: no format has it; "
-            "moe_torch.quantize with MXFP4 or MXFP8 rounds scales down as OCP does"
+    mode = DEQUANT_SCALE_ROUNDING_MODE
+    if not isinstance(mode, DequantScaleRoundingMode):
+        raise InvalidInput(
+            f"DEQUANT_SCALE_ROUNDING_MODE must be ROUND_UP or ROUND_DOWN of DequantScaleRoundingMode, got {mode!r}; "
+            "leave it out for ROUND_UP"
         )
-    formats = {torch.uint8: MXFP4_CEIL, torch.float8_e4m3fn: MXFP8_CEIL}
-    if out_quant_type not in formats:
-        raise Unsupported(f"out_quant_type must be torch.uint8 or torch.float8_e4m3fn, got {out_quant_type}")
+    if out_quant_type not in _LARGEST:
+        raise Unsupported(f"out_quant_type must be one of {_TYPES}, got {out_quant_type}")
+    _require_dtype("src_tensor", src_tensor.dtype)
     axis = _axis(axis, src_tensor)
-    quantized = quantize(src_tensor.transpose(axis, -1), formats[out_quant_type])
-    return quantized.values.transpose(axis, -1), quantized.scales.transpose(axis, -1)
+    columns = src_tensor.shape[axis]
+    per_byte = 2 if out_quant_type == torch.uint8 else 1
+    if columns % per_byte:
+        raise InvalidInput(
+            f"src_tensor must have an even axis {axis} for mxfp4, two codes to a byte, got {list(src_tensor.shape)}; "
+            "pad it with zeros"
+        )
+    groups = pad(src_tensor.transpose(axis, -1), (0, -columns % GROUP))
+    if mode is DequantScaleRoundingMode.ROUND_UP and out_quant_type != torch.float8_e5m2:
+        quantized = quantize(groups, MXFP4_CEIL if per_byte == 2 else MXFP8_CEIL)
+        values, scales = quantized.values, quantized.scales
+    else:
+        values, scales = _scaled(groups, out_quant_type, mode)
+    values = values[..., : columns // per_byte].contiguous()
+    return values.transpose(axis, -1), scales.transpose(axis, -1)
 
 
 def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: torch.dtype, axis: int) -> torch.Tensor:
     """The numbers of what `downcast_to_mxfp` gives, contiguous, in bf16, fp16 or fp32; scale byte 255 gives NaN.
 
-    Raises InvalidInput, and Unsupported for elements other than mxfp4 (bytes) and fp8 e4m3.
+    Raises InvalidInput, and Unsupported for elements other than mxfp4 (bytes) and fp8.
     """
-    formats = {torch.uint8: MXFP4, torch.float8_e4m3fn: MXFP8}
-    if tensor.dtype not in formats:
-        raise Unsupported(f"tensor must be torch.uint8 or torch.float8_e4m3fn, got {tensor.dtype}")
+    if tensor.dtype not in _LARGEST:
+        raise Unsupported(f"tensor must be of one of {_TYPES}, got {tensor.dtype}")
+    _require_dtype("target_dtype", target_dtype)
     axis = _axis(axis, tensor)
-    held = [array.transpose(axis, -1).contiguous() for array in (tensor, scale)]
-    whole = dequantize(QuantizedTensor(QuantizedSpec(formats[tensor.dtype]), *held), target_dtype)
+    values = tensor.transpose(axis, -1)
+    per_byte = 2 if tensor.dtype == torch.uint8 else 1
+    columns = values.shape[-1] * per_byte
+    wanted = [*tensor.shape]
+    wanted[axis] = -(-columns // GROUP)
+    if list(scale.shape) != wanted:
+        raise InvalidInput(
+            f"scale must be {wanted}, one for {GROUP} elements along axis {axis}, got {list(scale.shape)}; pass that "
+            "of downcast_to_mxfp"
+        )
+    scales = scale.transpose(axis, -1).contiguous()
+    missing = -columns % GROUP
+    if tensor.dtype == torch.float8_e5m2:
+        ones = torch.ones((*values.shape[:-1], columns + missing), device=tensor.device).to(torch.float8_e4m3fn)
+        factors = dequantize(QuantizedTensor(QuantizedSpec(MXFP8), ones, scales))
+        whole = (values.float() * factors[..., :columns]).to(target_dtype)
+    else:
+        held = pad(values.contiguous().view(torch.uint8), (0, missing // per_byte)).view(tensor.dtype)
+        format = MXFP4 if per_byte == 2 else MXFP8
+        whole = dequantize(QuantizedTensor(QuantizedSpec(format), held, scales), target_dtype)[..., :columns]
     return whole.transpose(axis, -1).contiguous()
+
+
+@torch.no_grad()
+def _scaled(
+    numbers: torch.Tensor, kind: torch.dtype, mode: DequantScaleRoundingMode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scales) of whole groups along the last axis: what `quantize` has no format for."""
+    groups = numbers.float().unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1, keepdim=True)
+    finite, largest = amax.isfinite(), _LARGEST[kind]
+    # Divided by a tensor, as a GPU would multiply with the reciprocal of a number.
+    bits = (torch.where(finite, amax, 0.0) / amax.new_full((), largest)).view(torch.int32)
+    if mode is DequantScaleRoundingMode.ROUND_UP:
+        bits = bits + (2**_MANTISSA_BITS - 1)
+    exponent = bits >> _MANTISSA_BITS
+    # Rounded down, the smallest groups have no scale of a normal number: they become zeros.
+    quotients = groups / (exponent.clamp(min=1) << _MANTISSA_BITS).view(torch.float32)
+    quotients = torch.where(exponent > 0, quotients, 0.0).clamp(-largest, largest).flatten(-2)
+    scales = torch.where(finite, torch.where(amax == 0, _ONE, exponent), _NAN).to(torch.uint8).squeeze(-1)
+    if kind == torch.float8_e5m2:
+        return quotients.to(kind), scales
+    # The largest number of a group is the type's largest now, so that each has the scale 1.
+    return quantize(quotients, MXFP4_CEIL if kind == torch.uint8 else MXFP8_CEIL).values, scales
+
+
+def _require_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InvalidInput(f"{name} must be bf16, fp16 or fp32, got {dtype}; convert it")
 
 
 def _axis(axis: int, tensor: torch.Tensor) -> int:
