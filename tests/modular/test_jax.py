@@ -153,6 +153,33 @@ def test_wrong_calls_are_refused() -> None:
                 call()
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_token_may_name_an_expert_twice(mapped: bool) -> None:
+    """No row of a block is dropped, and both slots count, with torch's bits."""
+    problem = draw_problem(tokens=7, topk=3)
+    ids = np.random.default_rng(1).integers(-1, 2, problem.topk_ids.shape).astype(np.int32)
+    expert_map = np.array([1, 1, 0, -1, 3], np.int32) if mapped else None
+    local = ids if expert_map is None else np.where(ids >= 0, expert_map[ids], -1).astype(np.int32)
+    expected = expected_stages(problem._replace(topk_ids=local))["output"]
+    with running_on("reference"):
+        x, w1, w2, weights, given = to_jax(tuple(problem._replace(topk_ids=ids)))
+        prepared = modular.prepare_batched(x, weights, given, E, 7, expert_map=to_jax(expert_map))
+        rows = modular.batched_experts(prepared.a1q, w1, w2, prepared.expert_num_tokens)
+        found = np.asarray(modular.finalize_batched(rows, weights, prepared))
+        with pytest.raises(InvalidInput, match="expert_map must be int32"):
+            modular.prepare_batched(x, weights, given, E, 7, expert_map=weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    torch = pytest.importorskip("torch")
+    from moe_torch import modular as other
+    from tests.support import torch as torch_support
+
+    kernel = other.FusedMoEModularKernel(other.BatchedPrepareAndFinalize(7, E), other.BatchedTritonExperts(7))
+    with torch_support.running_on("reference"), torch.no_grad():
+        arguments = torch_support.to_torch(tuple(problem._replace(topk_ids=ids)))
+        result = kernel(*arguments, expert_map=torch_support.to_torch(expert_map))
+    np.testing.assert_array_equal(found, torch_support.to_numpy(result))
+
+
 def test_torch_and_jax_agree_bitwise() -> None:
     """Every experts class of torch and the composition that is it."""
     torch = pytest.importorskip("torch")

@@ -236,6 +236,13 @@ def test_quantised_weights_as_they_are_passed(engine: str) -> None:
                 larger, x, *held, *routing, topk=2, activation=Kind.SWIGLUOAI, quant_config=config
             )
         )
+        logits = torch.randn(9, E, generator=torch.Generator().manual_seed(3)).to(device)
+        forward = [
+            modular.triton_kernel_moe_forward(x, *given, logits, 2, True, Kind.SWIGLUOAI, quantised)
+            for given, quantised in ((held, config), ([weight.contiguous() for weight in plain], None))
+        ]
+        a, b = (to_numpy(output).astype(np.float32) for output in forward)
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=0.06)
         assert results[-1].data_ptr() == larger.data_ptr() and results[-1].shape == x.shape
     for found in results:
         a, b = to_numpy(found).astype(np.float32), to_numpy(wanted).astype(np.float32)

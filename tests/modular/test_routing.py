@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_core.errors import InvalidInput
 from moe_torch import modular
+from moe_torch.compat.triton_kernels import from_upstream
+from moe_torch.compat.triton_kernels import routing as triton_routing
 from tests.support.modular.problems import TOPK, E, F, as_in_out, draw_problem, expert_maps
 from tests.support.torch import on_engines, require_equal, running_on, to_torch
 
@@ -47,6 +49,32 @@ def test_fused_experts_on_a_given_routing(engine: str) -> None:
         halved = dataclasses.replace(routing_data, gate_scal=routing_data.gate_scal / 2)
         half = modular.triton_kernel_fused_experts(None, x, w1, w2, halved, *indices, TOPK)
         require_equal(half * 2, expected, "halved weights")
+
+
+def test_routing_of_triton_kernels_is_as_good() -> None:
+    """One set of classes: what `routing` returns runs here, given or from `_make_routing_data`; fields are writable."""
+    with running_on("reference"), torch.no_grad():
+        x, w1, w2, _, _ = to_torch(tuple(as_in_out(draw_problem())))
+        logits = torch.from_numpy(np.random.default_rng(5).standard_normal((40, E)).astype(np.float32))
+        found = triton_routing.routing(logits, TOPK)
+        assert type(found[0]) is modular.RoutingData
+        assert from_upstream(found)[1].src_indx is found[1].src_indx
+        result = modular.triton_kernel_fused_experts(None, x, w1, w2, *found, TOPK)
+
+        class Routed(modular.OAITritonExperts):
+            def _make_routing_data(self, *_: object) -> tuple[object, ...]:
+                return found
+
+        kernel = modular.FusedMoEModularKernel(modular.MoEPrepareAndFinalizeNoEP(), Routed())
+        ids, weights = torch.zeros(40, TOPK, dtype=torch.int32), torch.ones(40, TOPK)
+        require_equal(kernel(x, w1, w2, weights, ids, activation="swiglu_oai"), result, "output")
+        found[0].gate_scal = found[0].gate_scal / 2
+        half = modular.triton_kernel_fused_experts(None, x, w1, w2, *found, TOPK)
+        require_equal(half * 2, result, "halved weights")
+        for name in ("expt_hist", "gate_scal"):
+            setattr(found[0], name, None)
+            with pytest.raises(InvalidInput, match=f"{name} of routing_data must be a tensor"):
+                modular.triton_kernel_fused_experts(None, x, w1, w2, *found, TOPK)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

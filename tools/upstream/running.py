@@ -87,6 +87,8 @@ def _run(case: Case, engine: str, device: str, refusal: tuple[str, str] | None) 
         return Result(engine, case.name, "REFUSED", f"{type(error).__name__}: {error}", traceback.format_exc())
     except Exception as error:
         # Whatever other people's code raises is a row of the table.
+        if refusal is not None and refusal[0] in str(error):
+            return Result(engine, case.name, "refused", refusal[1])
         return Result(engine, case.name, "raises", f"{type(error).__name__}: {error}", traceback.format_exc())
     if wrong is not None:
         return Result(engine, case.name, "WRONG", wrong)
