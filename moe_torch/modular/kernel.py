@@ -65,20 +65,23 @@ def _taken(method: Callable[..., Any], known: tuple[str, ...], count: int) -> tu
     return tuple((name, place) for place, name in enumerate(known) if every or name in parameters)
 
 
-def _call(
-    method: Callable[..., Any], taken: tuple[tuple[str, int], ...] | None, values: tuple[Any, ...], count: int
-) -> Any:
-    """The method with the values that it takes."""
-    if taken is None:
-        return method(*values[:count])
-    return method(**{name: values[place] for name, place in taken})
+class _Parts(NamedTuple):
+    """What a kernel has to know of its prepare_finalize, found once. prepare, finalize: see `_taken`."""
+
+    of: FusedMoEPrepareAndFinalize
+    asynchronous: bool
+    ids_dtype: torch.dtype | None
+    prepare: tuple[tuple[str, int], ...] | None
+    finalize: tuple[tuple[str, int], ...] | None
 
 
-def _methods(prepare_finalize: FusedMoEPrepareAndFinalize) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`prepare` and `finalize`, or what is asynchronous instead of them."""
-    if prepare_finalize.supports_async():
-        return prepare_finalize.prepare_async, prepare_finalize.finalize_async
-    return prepare_finalize.prepare, prepare_finalize.finalize
+def _parts_of(part: FusedMoEPrepareAndFinalize) -> _Parts:
+    asynchronous = part.supports_async()
+    prepare, finalize = part.prepare, part.finalize
+    if asynchronous:
+        prepare, finalize = part.prepare_async, part.finalize_async
+    taken = _taken(prepare, _PREPARE, _OURS), _taken(finalize, _FINALIZE, len(_FINALIZE))
+    return _Parts(part, asynchronous, part.topk_indices_dtype(), *taken)
 
 
 def _received(found: Any) -> Any:
@@ -128,8 +131,7 @@ class FusedMoEModularKernel(torch.nn.Module):
                     f"{chunk_size}; leave it out"
                 )
         self.prepare_finalize, self.fused_experts, self.chunk_size = prepare_finalize, fused_experts, chunk_size
-        prepare, finalize = _methods(prepare_finalize)
-        self._taken = _taken(prepare, _PREPARE, _OURS), _taken(finalize, _FINALIZE, len(_FINALIZE))
+        self._parts = _parts_of(prepare_finalize)
         self.workspaces = Workspaces() if workspaces is None else workspaces
 
     def forward(
@@ -172,37 +174,44 @@ class FusedMoEModularKernel(torch.nn.Module):
             global_num_experts = size.E if expert_map is None else expert_map.shape[0]
         scratch, on_input = self.workspaces.here(hidden_states.device), apply_router_weight_on_input
         output = _output_for(hidden_states, inplace, scratch)
-        tokens = (hidden_states, a1_scale, a2_scale, weights, self._ids_for(ids), global_num_experts, expert_map)
-        prepare, finalize = _methods(self.prepare_finalize)
-        deferred = (experts.quant_config, experts.expects_unquantized_inputs)
-        prepared = _call(prepare, self._taken[0], (*tokens, on_input, *deferred), _OURS)
-        if self.prepare_finalize.supports_async():
+        part, parts = self.prepare_finalize, self._parts
+        if parts.of is not part:
+            parts = self._parts = _parts_of(part)
+        prepare: Callable[..., Any] = part.prepare_async if parts.asynchronous else part.prepare
+        finalize: Callable[..., Any] = part.finalize_async if parts.asynchronous else part.finalize
+        prepared: Any
+        given_ids = ids if parts.ids_dtype is None else ids.to(parts.ids_dtype)
+        tokens = (hidden_states, a1_scale, a2_scale, weights, given_ids, global_num_experts, expert_map, on_input)
+        if parts.prepare is None:
+            prepared = prepare(*tokens)
+        else:
+            values: tuple[Any, ...] = (*tokens, experts.quant_config, experts.expects_unquantized_inputs)
+            prepared = prepare(**{name: values[place] for name, place in parts.prepare})
+        if parts.asynchronous:
             prepared = _received(prepared)
         if not isinstance(prepared, PreparedTokens):
             prepared = PreparedTokens(*prepared)
         mapped = expert_map
-        if self.prepare_finalize.maps_experts:
+        if part.maps_experts:
             mapped, global_num_experts = None, size.E
         given_ids = ids if prepared.topk_ids is None else as_ids(prepared.topk_ids)
         given_weights = weights if prepared.topk_weights is None else as_weights(prepared.topk_weights, given_ids)
         routing = (given_weights, given_ids)
         impl = experts.finalize_weight_and_reduce_impl()
-        place = output if self.prepare_finalize.writes_output(impl) else None
+        place = output if part.writes_output(impl) else None
         if prepared.a1q is not hidden_states:
             size = ProblemSize(*experts.moe_problem_size(prepared.a1q, w1, w2, given_ids))
         options = (activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale)
         call = _Chunks(experts, scratch, size, (w1, w2), options, on_input)
         result = self._run(call, prepared, routing, place)
-        values = (output, result, weights, ids, on_input, impl, prepared)
-        found = _call(finalize, self._taken[1], values, len(values))
-        if self.prepare_finalize.supports_async():
+        results: tuple[Any, ...] = (output, result, weights, ids, on_input, impl, prepared)
+        if parts.finalize is None:
+            found = finalize(*results)
+        else:
+            found = finalize(**{name: results[place] for name, place in parts.finalize})
+        if parts.asynchronous:
             _received(found)
         return output
-
-    def _ids_for(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids that `prepare` gets."""
-        wanted = self.prepare_finalize.topk_indices_dtype()
-        return ids if wanted is None else ids.to(wanted)
 
     def _check(
         self,
@@ -219,7 +228,9 @@ class FusedMoEModularKernel(torch.nn.Module):
                 f"hidden_states must be [num_tokens, hidden], got {list(hidden_states.shape)}; flatten the batch axes "
                 "first"
             )
-        size = ProblemSize(*experts.moe_problem_size(hidden_states, w1, w2, topk_ids))
+        size: Any = experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        if not isinstance(size, ProblemSize):  # a plain tuple, as published
+            size = ProblemSize(*size)
         if hidden_states.shape[1] != size.K:
             raise InvalidInput(
                 f"hidden_states must have the {size.K} columns that w2 gives with weight_layout "

@@ -12,7 +12,7 @@ import torch
 from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
-from moe_torch.modular.stored import as_stored
+from moe_torch.modular.stored import as_stored, is_plain
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 
 
@@ -69,6 +69,8 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
         """Others where `stored.as_stored` finds something to unwrap, or to read in the other layout."""
+        if is_plain(w1, w2, self.quant_config):
+            return self, w1, w2
         found = as_stored(w1, w2, self.quant_config, self.weight_layout)
         if found.w1 is w1 and found.config is self.quant_config:
             return self, w1, w2

@@ -20,6 +20,12 @@ class Stored(NamedTuple):
     weight_layout: str
 
 
+def is_plain(w1: Any, w2: Any, config: FusedMoEQuantConfig) -> bool:
+    """Whether `as_stored` has nothing to do; every call asks."""
+    tensors = isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor)
+    return tensors and not config.is_wrapped and w1.stride(-1) == 1 == w2.stride(-1)
+
+
 def as_stored(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str) -> Stored:
     """w1 and w2 as the ops take them; what is so already is returned as it is.
 
