@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,19 +163,24 @@ def router_losses(
     # Masked logits may be anything: they must reach neither the sums nor their derivatives.
     logits = jnp.where(kept[:, None], logits, 0)
     num_tokens = jnp.maximum(kept.sum(), 1).astype(jnp.float32)
-    scores = _SCORES[spec.scoring](logits)
-    total = scores.sum(axis=-1, keepdims=True)
-    shares = jnp.where(kept[:, None] & (total != 0), scores / jnp.where(total == 0, 1, total), 0)
+    log_scores = _LOG_SCORES[spec.scoring](logits)
+    empty = jnp.isneginf(log_scores).all(axis=-1, keepdims=True)
+    shares = jax.nn.softmax(jnp.where(empty, 0, log_scores), axis=-1)
+    shares = jnp.where(kept[:, None] & ~empty, shares, 0)
     slot_share = jnp.asarray(tokens_per_expert, jnp.float32) / (num_tokens * spec.require_top_k())
     balance = num_experts * (slot_share * (shares.sum(axis=0) / num_tokens)).sum()
     squares = jnp.where(kept, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0)
     return balance, squares.sum() / num_tokens
 
 
-_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "softmax": functools.partial(jax.nn.softmax, axis=-1),
-    "sigmoid": jax.nn.sigmoid,
-    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+#: Logarithms of the scores, up to a constant of the token: scores underflow, and their sum then has no gradient.
+#: softplus(x) is exp(x) in fp32 below -17.
+_LOG_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": lambda logits: logits,
+    "sigmoid": jax.nn.log_sigmoid,
+    "sqrt_softplus": lambda logits: (
+        0.5 * jnp.where(logits < -17, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, -17))))
+    ),
 }
 
 

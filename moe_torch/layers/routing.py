@@ -103,9 +103,9 @@ def router_losses(
         # What a masked token holds, even NaN, must not reach the sums.
         logits = torch.where(token_mask[:, None], logits, 0.0)
         count = token_mask.sum().to(torch.float32)
-    scores = _scores(logits, router.scoring)
-    total = scores.sum(dim=-1, keepdim=True)
-    shares = torch.where(total == 0, 0.0, scores / total)
+    log_scores = _log_scores(logits, router.scoring)
+    empty = torch.isneginf(log_scores).all(dim=-1, keepdim=True)
+    shares = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, log_scores), dim=-1))
     squares = torch.logsumexp(logits, dim=-1).square()
     if token_mask is not None:
         shares, squares = torch.where(token_mask[:, None], shares, 0.0), torch.where(token_mask, squares, 0.0)
@@ -115,9 +115,13 @@ def router_losses(
     return balance, squares.sum() / count
 
 
-def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+def _log_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    """Logarithms of the scores, up to a constant of the token: scores themselves underflow, and their sum then has no
+    gradient."""
     if scoring == "softmax":
-        return torch.softmax(logits, dim=-1)
+        return logits
     if scoring == "sigmoid":
-        return torch.sigmoid(logits)
-    return torch.sqrt(torch.nn.functional.softplus(logits))
+        return torch.nn.functional.logsigmoid(logits)
+    # softplus(x) is exp(x) in fp32 below -17.
+    softplus = torch.nn.functional.softplus(logits.clamp(min=-17.0))
+    return 0.5 * torch.where(logits < -17.0, logits, softplus.log())

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 import moe_jax
 from moe_core.layers import MAXTEXT, ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, Storage
+from moe_core.ops.routing.reference import router_losses_backward
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import RouterSpec
 from moe_jax import Target, export_target, layers, linen, nnx
+from tests.support import strategies
 from tests.support.flax import (
     Bundles,
     as_numpy,
@@ -209,6 +211,18 @@ def test_losses_are_differentiable_and_blind_to_masked_logits() -> None:
     np.testing.assert_array_equal(loss(wild), loss(logits))
     gradient = np.asarray(jax.jit(jax.grad(loss))(wild))
     assert np.isfinite(gradient).all() and gradient[0].any() and not gradient[1].any()
+
+
+@pytest.mark.parametrize("low", [-50.0, -100.0, -1e4])
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrt_softplus"])
+def test_the_balance_loss_of_very_negative_logits_has_its_gradient(scoring: str, low: float) -> None:
+    """Scores underflow there, and their sum with them."""
+    logits, counts = strategies.low_logits(low), np.array([2, 0, 1, 1, 0])
+    spec = RouterSpec(2, scoring=scoring)
+    expected = router_losses_backward(1.0, None, logits, counts, spec=spec)
+    found = jax.jit(jax.grad(lambda logits: layers.router_losses(logits, counts, spec=spec)[0]))(logits)
+    assert expected[0].any()
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4, atol=1e-7)
 
 
 def test_update_correction_bias() -> None:

@@ -294,3 +294,10 @@ def layout_arrays(ids: np.ndarray, spec: LayoutSpec) -> dict[str, np.ndarray]:
     """group_sizes, group_start, slot_of_row and row_of_slot of ids."""
     sizes, start, slot_of_row, row_of_slot, _ = reference.layout(ids, layout=spec)
     return {"group_sizes": sizes, "group_start": start, "slot_of_row": slot_of_row, "row_of_slot": row_of_slot}
+
+
+def low_logits(low: float) -> np.ndarray:
+    """fp32 logits `[3, 5]` whose first token is near `low`, a number at which scores underflow."""
+    logits = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    logits[0] += np.float32(low)
+    return logits

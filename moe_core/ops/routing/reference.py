@@ -258,13 +258,26 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
     return d_logits
 
 
+def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
+    """P of `router_losses`, fp32 `[T, E]`: scores over their sum, as the softmax of their logarithms, so that no sum of
+    scores underflows. Zeros where all logits are -inf."""
+    with np.errstate(all="ignore"):
+        if scoring == "sigmoid":
+            logits = np.minimum(logits, np.float32(0)) - np.log1p(np.exp(-np.abs(logits)))
+        elif scoring == "sqrt_softplus":
+            softplus = np.maximum(logits, np.float32(0)) + np.log1p(np.exp(-np.abs(logits)))
+            # softplus(x) is exp(x) in fp32 below -17.
+            logits = np.float32(0.5) * np.where(logits < -_TINY, logits, np.log(softplus))
+        return np.where(np.isneginf(logits).all(axis=-1, keepdims=True), np.float32(0), scores_of(logits, "softmax"))
+
+
 def router_losses(
     logits: np.ndarray, tokens_per_expert: np.ndarray, token_mask: np.ndarray | None = None, *, spec: RouterSpec
 ) -> tuple[np.float32, np.float32]:
     """(load-balancing loss, z-loss) of fp32 logits `[T, E]`, in fp32.
 
     load balance: E * sum_i f_i * P_i; f_i = tokens_per_expert[i] / (tokens * K), the share of the routed slots; P_i =
-    the mean over tokens of expert i's score, normalised to sum 1 over experts (zeros where all are zero; softmax
+    the mean over tokens of expert i's score, normalised to sum 1 over experts (however small the scores; softmax
     whichever way the order goes; not moved by a correction bias). This is Switch Transformers' loss (Fedus et al. 2021,
     eq. 4-6) for any K and scoring; a uniform router has loss 1. z: mean over tokens of logsumexp(logits)^2 (ST-MoE,
     Zoph et al. 2022, eq. 5). token_mask bool `[T]`: tokens that are False are left out of every mean; without any token
@@ -276,7 +289,7 @@ def router_losses(
     if num_tokens == 0:
         return np.float32(0), np.float32(0)
     with np.errstate(all="ignore"):
-        mean_share = shares_of(scores_of(logits, spec.scoring)).mean(axis=0, dtype=np.float32)
+        mean_share = _loss_shares(logits, spec.scoring).mean(axis=0, dtype=np.float32)
         slot_share = tokens_per_expert.astype(np.float32) / np.float32(num_tokens * spec.require_top_k())
         log_sum = _softmax_and_log_sum(logits)[1][:, 0]
         balance = np.float32(num_experts) * (slot_share * mean_share).sum(dtype=np.float32)
@@ -298,7 +311,7 @@ def router_losses_backward(
     P = the scores of a token over their sum, N = unmasked tokens, f_i = tokens_per_expert[i] / (N K), which is a
     constant, v_i = d_load_balance E f_i / N:
 
-        load balance: d_logits = l P (v - <v, P>), l = d log(score) / d logit (softmax: 1; a zero sum of scores: zeros)
+        load balance: d_logits = l P (v - <v, P>), l = d log(score) / d logit (softmax: 1; all logits -inf: zeros)
         z-loss:       d_logits = d_z 2 logsumexp(logits) / N softmax(logits)
 
     Masked tokens (token_mask bool `[T]`, False) are not read and get exact zeros.
@@ -314,7 +327,7 @@ def router_losses_backward(
             assert tokens_per_expert is not None
             slot_share = tokens_per_expert.astype(np.float32) / (count * np.float32(spec.require_top_k()))
             coefficient = np.float32(d_load_balance) * num_experts / count * slot_share
-            d_balance = _centred(shares_of(scores_of(logits, spec.scoring)), coefficient)
+            d_balance = _centred(_loss_shares(logits, spec.scoring), coefficient)
             if spec.scoring != "softmax":
                 d_balance = d_balance * log_score_derivative(logits, spec.scoring)
             d_logits[tokens] = d_balance

@@ -19,12 +19,14 @@ import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.layers import LayerWeights, MoELayerSpec, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
-from moe_core.ops.routing.reference import router_losses
+from moe_core.ops.routing.reference import router_losses, router_losses_backward
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs.operands import RouterWeights, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_torch import MoE
+from moe_torch.layers.routing import router_losses as layer_losses
 from moe_torch.operators import table as operators
+from tests.support import strategies
 from tests.support.layers import (
     EVERYTHING,
     SPECS,
@@ -348,3 +350,16 @@ def test_the_layer_adds_no_calls_to_the_op(shape: tuple[int, ...], monkeypatch: 
         for key, entry in cache.items():
             monkeypatch.setitem(cache, key, entry._replace(prepared=lambda pointers, stream: None))
         assert python_events(lambda: layer(x)) <= python_events(by_op)
+
+
+@pytest.mark.parametrize("low", [-50.0, -100.0, -1e4])
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrt_softplus"])
+def test_the_balance_loss_of_very_negative_logits_has_its_gradient(scoring: str, low: float) -> None:
+    """Scores underflow there, and their sum with them."""
+    logits, counts = strategies.low_logits(low), np.array([2, 0, 1, 1, 0], np.int32)
+    spec = RouterSpec(2, scoring=scoring)
+    expected = router_losses_backward(1.0, None, logits, counts, spec=spec)
+    leaf = torch.from_numpy(logits).requires_grad_()
+    layer_losses(leaf, torch.from_numpy(counts), None, spec)[0].backward()
+    assert expected[0].any() and leaf.grad is not None
+    np.testing.assert_allclose(leaf.grad.numpy(), expected, rtol=1e-4, atol=1e-7)
