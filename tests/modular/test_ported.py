@@ -208,7 +208,8 @@ def test_ported_experts_run(kind: str, mapped: bool, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_quantised_weights_as_they_are_passed(engine: str) -> None:
     """mxfp4 in Tensors with precision objects as scales: in ported classes, in ours, and in the functions."""
-    problem = draw_problem("bfloat16", tokens=9)
+    problem, expert_map = draw_problem("bfloat16", tokens=9), np.array([2, 3, 0, 1, 4], np.int32)
+    problem.topk_ids[0, 1] = problem.topk_ids[3] = -1
     problem = problem._replace(w1=np.tile(problem.w1, (1, 1, 4))[:, :, :64], w2=np.tile(problem.w2, (1, 2, 1))[:, :64])
     problem = problem._replace(hidden_states=np.tile(problem.hidden_states, (1, 2))[:, :64])
     with running_on(engine) as device, torch.no_grad():
@@ -220,7 +221,9 @@ def test_quantised_weights_as_they_are_passed(engine: str) -> None:
             held.append(wrap_torch_tensor(values, FP4))
             precisions.append(PrecisionConfig(weight_scale=wrap_torch_tensor(scales)))
         config = modular.FusedMoEQuantConfig("mxfp4_w4a16", w1_scale=precisions[0], w2_scale=precisions[1])
-        options = {"activation": Kind.SWIGLUOAI}
+        local, ids = ids, to_torch(np.where(problem.topk_ids < 0, -1, expert_map[problem.topk_ids]), device)
+        # The map is its own inverse.
+        options = {"activation": Kind.SWIGLUOAI, "expert_map": to_torch(expert_map, device)}
         parts = modular.MoEPrepareAndFinalizeNoEP()
         wanted = modular.FusedMoEModularKernel(parts, modular.OAITritonExperts())(
             x, *(weight.contiguous() for weight in plain), weights, ids, **options
@@ -229,7 +232,7 @@ def test_quantised_weights_as_they_are_passed(engine: str) -> None:
             modular.FusedMoEModularKernel(parts, experts(config))(x, *held, weights, ids, **options)
             for experts in (Ported, PortedUnfused, modular.OAITritonExperts, modular.UnfusedOAITritonExperts)
         ]
-        routing = modular.make_routing_data(ids, weights, E)
+        routing = modular.make_routing_data(local, weights, E)
         larger = torch.zeros(1, 12, 64, dtype=torch.bfloat16, device=device)
         results.append(
             modular.triton_kernel_fused_experts(
