@@ -5,7 +5,7 @@ Nothing happens when the environment is up to date, so every target asks for it 
 - Without a CUDA device everything is installed from the package index, torch in one fixed version.
 - With one, torch, triton and jax must already be importable by the Python that runs this script: which builds fit the
   driver is that machine's business. The environment then sees that Python's packages and pip adds only what is
-  missing, so that a machine without a network works when nothing is. The linters are left out.
+  missing, so that a machine without a network works when nothing is. Linters and `recipes` are left out.
 
 `CUDA_VISIBLE_DEVICES= make test` hides the devices and gives the first kind.
 
@@ -147,7 +147,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    extras = options.extras or (EXTRAS if on_gpu else f"{EXTRAS},lint")
+    extras = options.extras or (EXTRAS if on_gpu else f"{EXTRAS},recipes,lint")
     directory = ROOT / options.directory
     inside = pathlib.Path(sys.prefix).resolve() == directory.resolve()
     stamp, wanted = directory / "environment.json", fingerprint(extras, on_gpu)
