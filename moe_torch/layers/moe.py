@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ from moe_core.specs.operands import MoEOperands, RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first, target_of_device
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
+from moe_torch.layers.blocks import block_weights
 from moe_torch.layers.parameters import ExpertParameters, PrepackedExperts, RouterParameters, SharedParameters
 from moe_torch.layers.routing import CapacityLimit, router_losses
 from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
@@ -103,6 +104,8 @@ class MoE(PrepackedExperts):
     router: RouterParameters
     experts: ExpertParameters
     shared_experts: SharedParameters | None
+    #: The parameters that `from_block` had to copy; the others are the block's own.
+    copied: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -137,14 +140,36 @@ class MoE(PrepackedExperts):
         router's weight becomes `[E, D]`)."""
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
-        for name, tensor in owned_tensors(convert_weights(weights, layer.storage), device):
+        return layer._holding(owned_tensors(convert_weights(weights, layer.storage), device))
+
+    @classmethod
+    def from_block(cls, block: torch.nn.Module, config: Any = None) -> MoE:
+        """A layer on the weights of a live MoE block of a Hugging Face model, such as `model.model.layers[0].mlp`.
+
+        block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
+        its own. The layer's parameters are the block's own tensors, and train with it, but for those named in the
+        layer's `copied`, whose storage differs: the shared experts' gate and up, which blocks have as two matrices,
+        every matrix of shared experts beside `in_out` experts, and a correction bias that is not float32.
+
+        The layer returns y alone, and a model no longer records the router's logits of a block that it replaces.
+        Raises InvalidInput for what is no block of that config; Unsupported for families without a preset, and for a
+        block with a part that the layer does not compute with, which it names.
+        """
+        spec, tensors, copied = block_weights(block, config)
+        layer = cls.from_spec(spec, device="meta", dtype=torch.float32)._holding(tensors.items())
+        layer.copied = copied
+        return layer.train(block.training)
+
+    def _holding(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> MoE:
+        """The layer with these tensors in place of its parameters and buffers."""
+        for name, tensor in tensors:
             path, _, field = name.rpartition(".")
-            group = layer.get_submodule(path)
-            if field not in group._buffers:
+            group = self.get_submodule(path)
+            if field not in group._buffers and not isinstance(tensor, torch.nn.Parameter):
                 trained = group.get_parameter(field).requires_grad
                 tensor = torch.nn.Parameter(tensor, requires_grad=trained)
             setattr(group, field, tensor)
-        return layer
+        return self
 
     def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         _require_dtype(dtype)

@@ -1,0 +1,129 @@
+"""`MoE.from_block`: layers on the weights of live blocks of transformers, one of every family with a preset."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parity.tolerance import assert_close
+from moe_torch import MoE
+from tests.support.layers import tolerances
+from tests.support.torch import on_engines, running_on, to_numpy
+
+pytest.importorskip("transformers", reason="the blocks are those of transformers")
+
+from tools.sweep import models
+from tools.sweep.measure import block_run
+
+
+def block_of(family: str) -> Any:
+    return list(models.moe_blocks(models.build(family)).values())[-1]
+
+
+def draw() -> torch.Tensor:
+    return torch.randn(2, models.T // 2, models.D, generator=torch.Generator().manual_seed(3))
+
+
+@on_engines
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_layer_is_the_block(engine: str, family: str) -> None:
+    """Shared experts with a gate; interleaved and biased; grouped with a correction bias."""
+    with running_on(engine) as device:
+        block = block_of(family).to(device)
+        layer, x = MoE.from_block(block), draw().to(device)
+        with torch.no_grad():
+            wanted, ids = block_run(block, x)
+            y, aux = layer(x, return_aux=True)
+        assert ids is not None and torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int())
+        label = f"{family} on {engine}"
+        assert_close(to_numpy(y), to_numpy(wanted), tolerances(layer.spec, "float32")["output"], label)
+
+
+def test_weights_are_the_blocks_own() -> None:
+    block = block_of("deepseek_v3")
+    layer = MoE.from_block(block)
+    assert layer.experts.gate_up is block.experts.gate_up_proj and layer.experts.down is block.experts.down_proj
+    assert layer.router.weight is block.gate.weight
+    bias = layer.router.correction_bias
+    assert bias is not None and bias.data_ptr() == block.gate.e_score_correction_bias.data_ptr()
+    assert layer.shared_experts is not None and layer.shared_experts.down is block.shared_experts.down_proj.weight
+    assert layer.copied == ("shared_experts.gate_up",)
+    assert MoE.from_block(block_of("gpt_oss")).copied == ()
+    layer(draw()).square().sum().backward()
+    assert block.experts.gate_up_proj.grad is not None and block.gate.weight.grad is not None
+
+
+def test_a_model_trains_with_the_layer_in_the_blocks_place() -> None:
+    model, inputs = models.build("qwen3_moe"), models.inputs("qwen3_moe")
+    wanted = models.outputs(model(**inputs))
+    other = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.mlp = MoE.from_block(layer.mlp)
+    found = models.outputs(model(**inputs))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for one in (found, models.outputs(other(**inputs))):
+        one.square().sum().backward()
+    theirs = other.model.layers[0].mlp.experts.gate_up_proj.grad
+    torch.testing.assert_close(model.model.layers[0].mlp.experts.gate_up.grad, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_the_mode_and_frozen_parameters_stay() -> None:
+    block = block_of("qwen2_moe").requires_grad_(False).eval()
+    layer = MoE.from_block(block)
+    assert not layer.training and not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_a_bfloat16_correction_bias_is_copied() -> None:
+    block = block_of("deepseek_v3").bfloat16()
+    layer = MoE.from_block(block)
+    assert layer.copied == ("shared_experts.gate_up", "router.correction_bias")
+    assert layer.router.correction_bias is not None and layer.router.correction_bias.dtype == torch.float32
+    assert layer(draw().bfloat16()).dtype == torch.bfloat16
+
+
+def test_what_is_no_block_is_refused() -> None:
+    block = block_of("mixtral")
+    with pytest.raises(InvalidInput, match=r"submodules experts and gate or router, got MixtralExperts with"):
+        MoE.from_block(block.experts)
+    with pytest.raises(InvalidInput, match="block must be a Module"):
+        MoE.from_block(models)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="model_type of config must be one of"):
+        MoE.from_block(block_of("vitpose_backbone"), {"model_type": "vitpose_backbone"})
+    llama = block_of("llama4")
+    with pytest.raises(InvalidInput, match="config must be given for Llama4TextMoe"):
+        MoE.from_block(llama)
+    assert MoE.from_block(llama, models.build("llama4").config).copied[0] == "shared_experts.gate_up"
+
+
+def test_a_part_that_the_layer_does_not_have_is_named() -> None:
+    block = block_of("mixtral")
+    block.norm = torch.nn.LayerNorm(models.D, bias=False)
+    with pytest.raises(Unsupported, match=r"router, experts and shared experts only, got .* with norm\.weight"):
+        MoE.from_block(block)
+    block = block_of("mixtral")
+    block.gate = torch.nn.Identity()
+    with pytest.raises(Unsupported, match=r"must hold router.weight as gate.weight or router.weight"):
+        MoE.from_block(block)
+    block = block_of("qwen3_moe")
+    block.experts.down_proj = torch.nn.Parameter(block.experts.down_proj[:-1])
+    with pytest.raises(InvalidInput, match=r"experts.down \(7, 32, 24\) for \(8, 32, 24\)"):
+        MoE.from_block(block)
+
+
+def test_another_familys_config_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"router\.correction_bias none for"):
+        MoE.from_block(block_of("mixtral"), models.build("deepseek_v3").config)
+
+
+def test_experts_without_flags_are_refused() -> None:
+    block = block_of("mixtral")
+    experts = torch.nn.Module()
+    for name, parameter in block.experts.named_parameters():
+        setattr(experts, name, parameter)
+    experts.config, block.experts = block.experts.config, experts  # type: ignore[assignment]
+    with pytest.raises(Unsupported, match="must say how its weights lie"):
+        MoE.from_block(block)
