@@ -13,6 +13,8 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoELayerSpec, SharedExpertsSpec, Storage
 from moe_torch.bridge.options import require_instance
 
+#: What blocks call their shared experts.
+_SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 #: The layer's arrays -> the names that blocks have for them. A shared expert's gate_up may be two tensors instead.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "router.weight": ("gate.weight", "router.weight", "router.gate.weight", "gate.wg.weight"),
@@ -27,8 +29,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts.down": ("experts.down_proj",),
     "experts.gate_up_bias": ("experts.gate_up_proj_bias", "experts.up_proj_bias"),
     "experts.down_bias": ("experts.down_proj_bias",),
-    "shared_experts.gate_up": tuple(f"{name}.gate_up_proj.weight" for name in ("shared_experts", "shared_expert")),
-    "shared_experts.down": tuple(f"{name}.down_proj.weight" for name in ("shared_experts", "shared_expert", "shared_mlp")),
+    "shared_experts.gate_up": tuple(f"{name}.gate_up_proj.weight" for name in _SHARED),
+    "shared_experts.down": tuple(f"{name}.down_proj.weight" for name in _SHARED),
     "shared_experts.gate": ("shared_expert_gate.weight",),
 }
 #: Experts without transformers' experts interface, whose flags say how weights lie -> how they do.
@@ -116,7 +118,7 @@ def _shared(own: dict[str, Any], tensors: dict[str, Any], copied: list[str], sto
     down = tensors.get("shared_experts.down")
     if down is None:
         return
-    for prefix in ("shared_experts", "shared_expert", "shared_mlp"):
+    for prefix in _SHARED:
         gate, up = (own.pop(f"{prefix}.{name}_proj.weight", None) for name in ("gate", "up"))
         if gate is not None and up is not None:
             whole = torch.cat([gate.detach(), up.detach()])
@@ -138,9 +140,10 @@ def _shared(own: dict[str, Any], tensors: dict[str, Any], copied: list[str], sto
 def _spec(preset: MoELayerSpec, tensors: Mapping[str, torch.Tensor], storage: Storage) -> MoELayerSpec:
     """The preset with the block's own sizes, storage and shared experts, which a model may have beside its block."""
     num_experts, d_model = tensors["router.weight"].shape
-    transposed = storage.weight_layout == "in_out"
+    width_axis = -2 if storage.weight_layout == "in_out" else -1
     shared, down = None, tensors.get("shared_experts.down")
     if down is not None:
-        shared = SharedExpertsSpec(down.shape[0 if transposed else 1], "shared_experts.gate" in tensors)
-    sizes = {"d_model": d_model, "num_experts": num_experts, "d_ff": tensors["experts.down"].shape[1 if transposed else 2]}
+        shared = SharedExpertsSpec(down.shape[width_axis], "shared_experts.gate" in tensors)
+    d_ff = tensors["experts.down"].shape[width_axis]
+    sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts}
     return dataclasses.replace(preset.stored_as(storage), shared_experts=shared, **sizes)
