@@ -96,5 +96,6 @@ def jax_activate(wide: Any, activation: Activation) -> Any:
     if activation.name == "silu":
         return jax.nn.silu(gate) * up
     limit = activation.limit
+    assert activation.alpha is not None
     gate, up = jnp.clip(gate, max=limit), jnp.clip(up, None if limit is None else -limit, limit)
     return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)

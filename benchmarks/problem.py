@@ -112,6 +112,7 @@ def activate(wide: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation.name == "silu":
         return torch.nn.functional.silu(gate) * up
     limit = activation.limit
+    assert activation.alpha is not None
     gate, up = gate.clamp(max=limit), up.clamp(None if limit is None else -limit, limit)
     return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
 

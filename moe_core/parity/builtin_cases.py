@@ -110,6 +110,17 @@ BUILT_IN: dict[str, BuiltInCase] = {
         correction_bias=True,
         shared_width=1,
     ),
+    "deepseek_v4": BuiltInCase(
+        "DeepSeek-V4: biased sqrt-softplus, renormalised x 1.5, gate and up clamped before silu, a shared expert",
+        Sizes(16, 6, 112, 80, 48),
+        Sizes(256, 6, 896, 256, 256),
+        lambda sizes: RouterSpec(sizes.top_k, "sqrt_softplus", renormalize=True, scale=1.5),
+        Activation("silu", limit=10.0),
+        "out_in",
+        correction_bias=True,
+        shared_width=1,
+        gain=6.0,
+    ),
     "qwen2_moe": BuiltInCase(
         "Qwen2-57B-A14B: 64 experts, 8 chosen, softmax then top-k, gated shared expert; padded batch",
         Sizes(16, 3, 112, 80, 64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import (
@@ -54,8 +55,30 @@ class WeightGradientSpec:
         set_matmul_dtype(self, "bias_dtype", optional=True)
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
+#: Names of activations -> the default of (alpha, limit); alpha None: the activation has none.
+_CONSTANTS: dict[str, tuple[float | None, float | None]] = {
+    "silu": (None, None),
+    "gelu": (None, None),
+    "gelu_tanh": (None, None),
+    "relu2": (None, None),
+    "swiglu_oai": (1.702, 7.0),
+    "clamped_silu": (None, 7.0),
+    "softcapped_silu": (4.0, 25.0),
+}
+ACTIVATIONS = tuple(_CONSTANTS)
+#: Those that have no ungated form.
+ALWAYS_GATED = ("swiglu_oai", "clamped_silu", "softcapped_silu")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
+
+
+class _Default:
+    """What stands for a value that the caller has not stated, where None is a value."""
+
+    def __repr__(self) -> str:
+        return "<of the activation>"
+
+
+_DEFAULT: Any = _Default()
 
 
 @plan_type
@@ -64,41 +87,60 @@ class Activation:
     """An activation in fp32. gated: `act(gate) * up`, input 2F wide; else `act(x)`, input F wide.
 
     gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers);
-    an ungated activation has none (the default counts as not stated). alpha and limit belong to swiglu_oai
-    (always gated): `g = min(gate, limit); u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1)`;
-    limit None = no clamp.
+    an ungated activation has none (the default counts as not stated).
+
+    limit, of gated activations, bounds both factors; None = no bound. The default is 7.0 for swiglu_oai and
+    clamped_silu, 25.0 for softcapped_silu and None for the others. With `u = clamp(up, -limit, limit)`:
+
+    - silu, gelu, gelu_tanh, relu2: `act(min(gate, limit)) * u`
+    - clamped_silu: `min(silu(gate), limit) * u`
+    - swiglu_oai: `g = min(gate, limit); g * sigmoid(alpha * g) * (u + 1)`, alpha 1.702 by default
+    - softcapped_silu: `alpha * tanh(gate / alpha) * sigmoid(gate) * limit * tanh(up / limit)`, alpha 4.0 by default
+
+    The last three are always gated, clamped_silu and softcapped_silu always limited. The others have no alpha.
     """
 
     name: str
     gated: bool = True
     gate_layout: str | None = "halves"
-    alpha: float = 1.702
-    limit: float | None = 7.0
+    alpha: float | None = _DEFAULT
+    limit: float | None = _DEFAULT
 
     def __post_init__(self) -> None:
         if self.name == "swigluoai":
             object.__setattr__(self, "name", "swiglu_oai")
         require_choice("activation", self.name, ACTIVATIONS)
         require_flag("gated", self.gated)
-        if self.name == "swiglu_oai":
-            if not self.gated:
-                raise InvalidInput("gated must be True for swiglu_oai, got False; it has no ungated form")
-            object.__setattr__(self, "alpha", finite_float("alpha", self.alpha))
-            if self.limit is not None:
-                object.__setattr__(self, "limit", finite_float("limit", self.limit))
-                if self.limit <= 0:
-                    raise InvalidInput(f"limit must be positive or None, got {self.limit}; pass None for no clamp")
-        elif (self.alpha, self.limit) != (1.702, 7.0):
-            raise InvalidInput(
-                f"alpha and limit belong to swiglu_oai, got alpha={self.alpha}, limit={self.limit} for {self.name}; "
-                "leave them out"
-            )
+        if self.name in ALWAYS_GATED and not self.gated:
+            raise InvalidInput(f"gated must be True for {self.name}, got False; it has no ungated form")
+        self._set_constants()
         if self.gated:
             require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
         elif self.gate_layout in ("halves", None):  # the default: not stated
             object.__setattr__(self, "gate_layout", None)
         else:
             raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
+
+    def _set_constants(self) -> None:
+        """alpha and limit: the defaults where they are not stated; what is stated is honoured or refused."""
+        for field, default in zip(("alpha", "limit"), _CONSTANTS[self.name], strict=True):
+            value = getattr(self, field)
+            if value is _DEFAULT:
+                value = default
+            elif value is None:
+                if default is not None and (field, self.name) != ("limit", "swiglu_oai"):
+                    raise InvalidInput(f"{field} must be a number for {self.name}, got None; leave it out")
+            elif field == "alpha" and default is None:
+                raise InvalidInput(
+                    f"alpha belongs to swiglu_oai and softcapped_silu, got {value} for {self.name}; leave it out"
+                )
+            elif not self.gated:
+                raise InvalidInput(f"limit must be None where gated=False, got {value}; leave it out")
+            else:
+                value = finite_float(field, value)
+                if value <= 0 and (field, self.name) != ("alpha", "swiglu_oai"):
+                    raise InvalidInput(f"{field} must be positive, got {value}; leave it out for the default")
+            object.__setattr__(self, field, value)
 
     def input_width(self, width: int) -> int:
         """Columns of the matmul output that `width` activated columns need."""

@@ -184,6 +184,7 @@ class _Forward:
     def activation(self) -> np.ndarray:
         """`[T * K, F]` through the fused activation."""
         experts, activation = self._case.experts, self._case.spec.activation
+        assert activation.alpha is not None
         fused = self._upstream.swiglu(activation.alpha, activation.limit)
         return self._first(experts.gate_up, experts.gate_up_bias, fused)
 

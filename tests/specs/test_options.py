@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from moe_core import InvalidInput
+from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
@@ -50,3 +52,15 @@ def test_equal_options_are_one_spec() -> None:
     assert RouterSpec(2, scale=np.float32(2.5)) == RouterSpec(2, scale=2.5)
     assert Activation("swigluoai", gate_layout="interleaved") == Activation("swiglu_oai", gate_layout="interleaved")
     assert Activation("silu", gated=False).gate_layout is None
+
+
+def test_what_an_activation_is_not_told() -> None:
+    """A stated limit is one, whatever the default of another activation is."""
+    assert Activation("silu").limit is None and Activation("silu", limit=7.0).limit == 7.0
+    assert Activation("silu", limit=None) == Activation("silu") != Activation("silu", limit=7.0)
+    assert Activation("swiglu_oai") == Activation("swiglu_oai", alpha=1.702, limit=7.0)
+    assert Activation("swiglu_oai", limit=None).limit is None
+    assert Activation("softcapped_silu") == Activation("softcapped_silu", alpha=4, limit=25)
+    for one in (Activation("silu", limit=7.0), Activation("clamped_silu"), Activation("swiglu_oai", limit=None)):
+        assert codec.loads(codec.dumps(one)) == one
+        assert dataclasses.replace(one, gate_layout="separate").limit == one.limit

@@ -16,11 +16,19 @@ from tests.support.strategies import draw_array
 
 def exact(gate: float, up: float | None, spec: Activation) -> float:
     """One element in float64, from the table of formulas."""
-    if spec.name == "swiglu_oai":
+    if spec.name == "softcapped_silu":
+        assert up is not None and spec.alpha is not None and spec.limit is not None
+        capped = spec.alpha * math.tanh(gate / spec.alpha), spec.limit * math.tanh(up / spec.limit)
+        return capped[0] / (1 + math.exp(-gate)) * capped[1]
+    limit = math.inf if spec.limit is None else spec.limit
+    up = None if up is None else max(-limit, min(up, limit))
+    if spec.name == "clamped_silu":
         assert up is not None
-        g = gate if spec.limit is None else min(gate, spec.limit)
-        u = up if spec.limit is None else max(-spec.limit, min(up, spec.limit))
-        return g / (1 + math.exp(-spec.alpha * g)) * (u + 1)
+        return min(gate / (1 + math.exp(-gate)), limit) * up
+    gate = min(gate, limit)
+    if spec.name == "swiglu_oai":
+        assert up is not None and spec.alpha is not None
+        return gate / (1 + math.exp(-spec.alpha * gate)) * (up + 1)
     if spec.name == "silu":
         value = gate / (1 + math.exp(-gate))
     elif spec.name == "gelu":

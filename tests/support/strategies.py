@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.dtypes import MATMUL_DTYPES, numpy_dtype
 from moe_core.ops.routing import reference
-from moe_core.specs.matmul import ACTIVATIONS, GATE_LAYOUTS, Activation
+from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, GATE_LAYOUTS, Activation
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
 #: Widths around and between tile sizes; most are no multiple of a tile.
@@ -53,13 +53,16 @@ def wide_widths() -> st.SearchStrategy[int]:
 
 
 def all_activations() -> tuple[Activation, ...]:
-    """Every activation with every gate layout, the ungated variants, and swiglu_oai with every kind of limit."""
+    """Every activation with every gate layout, the ungated variants, and every kind of limit."""
     found = []
     for name in ACTIVATIONS:
         found += [Activation(name, True, layout) for layout in GATE_LAYOUTS]
-        if name != "swiglu_oai":
+        if name not in ALWAYS_GATED:
             found.append(Activation(name, False))
     found += [Activation("swiglu_oai", limit=None), Activation("swiglu_oai", True, "interleaved", 1.5, 0.75)]
+    found += [Activation("silu", limit=0.75), Activation("gelu_tanh", True, "interleaved", limit=1.0)]
+    found += [Activation("clamped_silu", True, "separate", limit=0.75)]
+    found += [Activation("softcapped_silu", True, "interleaved", alpha=1.5, limit=0.75)]
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ _ERFC_LOWEST = 1 / (1 + _ERFC_LARGEST / 2)
 #: Terms of the polynomial in `_erfc_polynomial`: a relative error near 1e-12, far below fp32's 6e-8.
 _ERFC_TERMS = 17
 #: Where |x| is larger, the derivative is constant in fp32: taken at this bound, no infinity meets a zero.
-_SATURATED = {"silu": 128.0, "swiglu_oai": 128.0, "gelu": 16.0, "gelu_tanh": 16.0}
+_SATURATED = {"silu": 128.0, "gelu": 16.0, "gelu_tanh": 16.0}
 _NORMAL_DENSITY = np.float32(1 / math.sqrt(2 * math.pi))
 
 
@@ -61,6 +61,19 @@ def normal_cdf(x: np.ndarray) -> np.ndarray:
     return np.where(wide > 0, 1 - tail, tail)
 
 
+def softcap(x: np.ndarray, limit: float | None) -> np.ndarray:
+    """limit * tanh(x / limit) in fp32; softcapped_silu has a limit always."""
+    assert limit is not None
+    return np.float32(limit) * np.tanh(x / np.float32(limit))
+
+
+def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
+    """1 - tanh(x / limit)^2 in fp32, as 4 e / (1 + e)^2 with e = exp(-2 |x / limit|): no cancellation."""
+    assert limit is not None
+    power = np.exp(np.abs(x) * np.float32(-2 / limit))
+    return 4 * power / np.square(1 + power)
+
+
 def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
     """The gate and up columns `[R, F]` of `[R, 2F]` (halves, interleaved); (values, None) for ungated activations."""
     if not activation.gated:
@@ -74,14 +87,22 @@ def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.nd
 def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
     """The formula of `activation` on fp32 arrays `[R, F]`; up is None for ungated activations."""
     with np.errstate(all="ignore"):
-        if activation.name == "swiglu_oai":
+        if activation.name == "softcapped_silu":
             assert up is not None
-            if activation.limit is not None:
-                limit = np.float32(activation.limit)
-                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            return softcap(gate, activation.alpha) * sigmoid(gate) * softcap(up, activation.limit)
+        limit = None if activation.limit is None else np.float32(activation.limit)
+        if limit is not None:
+            assert up is not None
+            up = np.clip(up, -limit, limit)
+            if activation.name != "clamped_silu":
+                gate = np.minimum(gate, limit)
+        if activation.name == "swiglu_oai":
+            assert up is not None and activation.alpha is not None
             return gate * sigmoid(np.float32(activation.alpha) * gate) * (up + np.float32(1))
-        if activation.name == "silu":
+        if activation.name in ("silu", "clamped_silu"):
             activated = gate * sigmoid(gate)
+            if limit is not None and activation.name == "clamped_silu":
+                activated = np.minimum(activated, limit)
         elif activation.name == "gelu":
             activated = (gate * normal_cdf(gate)).astype(np.float32)
         elif activation.name == "gelu_tanh":
@@ -130,38 +151,45 @@ def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
         return sigmoid(inner) * (1 + x * sigmoid(-inner) * slope)
 
 
-def _swiglu_oai_backward(
-    d_y: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: Activation
-) -> tuple[np.ndarray, np.ndarray]:
-    """g = min(gate, limit), u = clamp(up): d_gate = d_y (u + 1) s(a g) (1 + a g s(-a g)), d_up = d_y g s(a g); exact
-    zeros where clamped."""
-    gate_clamped = up_clamped = np.zeros(gate.shape, bool)
-    if activation.limit is not None:
-        limit = np.float32(activation.limit)
-        gate_clamped, up_clamped = gate > limit, np.abs(up) > limit
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    inner = np.float32(activation.alpha) * gate
-    bounded = np.clip(inner, -_SATURATED["swiglu_oai"], _SATURATED["swiglu_oai"]).astype(np.float32)
-    d_gate = d_y * (up + np.float32(1)) * (sigmoid(bounded) * (1 + bounded * sigmoid(-bounded)))
-    d_up = d_y * (gate * sigmoid(inner))
-    return np.where(gate_clamped, np.float32(0), d_gate), np.where(up_clamped, np.float32(0), d_up)
-
-
 def apply_backward(
     d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """(d_gate, d_up) of `apply`, fp32 arrays `[R, F]`; d_up None for ungated activations.
 
-    Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate). Ungated: d_gate = d_y * act'(gate).
+    Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), of the bounded gate and up, and exact zeros where a
+    clamp holds. Ungated: d_gate = d_y * act'(gate). swiglu_oai, with a = alpha: act(g) = g s(a g), act'(g) =
+    s(a g) (1 + a g s(-a g)) and up + 1 for up. softcapped_silu, with c(x) = limit tanh(x / limit), c'(x) =
+    1 - tanh(x / limit)^2: act'(g) = c'(g) s(g) + c(g) s(g) s(-g), and d_up is multiplied by c'(up).
     """
     with np.errstate(all="ignore"):
-        if activation.name == "swiglu_oai":
-            assert up is not None
-            return _swiglu_oai_backward(d_y, gate, up, activation)
-        derivative = activation_derivative(gate, activation.name)
         if up is None:
-            return d_y * derivative, None
-        return d_y * up * derivative, d_y * apply(gate, None, activation)
+            return d_y * activation_derivative(gate, activation.name), None
+        if activation.name == "softcapped_silu":
+            capped, share = softcap(gate, activation.alpha), sigmoid(gate)
+            derivative = softcap_derivative(gate, activation.alpha) * share + capped * share * sigmoid(-gate)
+            d_gate = d_y * softcap(up, activation.limit) * derivative
+            return d_gate, d_y * (capped * share) * softcap_derivative(up, activation.limit)
+        limit = None if activation.limit is None else np.float32(activation.limit)
+        inner, bounded = gate, up
+        if limit is not None:
+            bounded = np.clip(up, -limit, limit)
+            inner = gate if activation.name == "clamped_silu" else np.minimum(gate, limit)
+        name = "silu" if activation.name in ("swiglu_oai", "clamped_silu") else activation.name
+        if activation.name == "swiglu_oai":
+            assert activation.alpha is not None
+            scaled = np.float32(activation.alpha) * inner
+            activated, derivative = inner * sigmoid(scaled), activation_derivative(scaled, name)
+            bounded = bounded + np.float32(1)
+        else:
+            activated = apply(inner, None, Activation(name, gated=False))
+            derivative = activation_derivative(inner, name)
+        d_gate, d_up = d_y * bounded * derivative, d_y * activated
+        if limit is None:
+            return d_gate, d_up
+        beyond = gate > limit
+        if activation.name == "clamped_silu":
+            beyond, d_up = activated > limit, d_y * np.minimum(activated, limit)
+        return np.where(beyond, np.float32(0), d_gate), np.where(np.abs(up) > limit, np.float32(0), d_up)
 
 
 def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:

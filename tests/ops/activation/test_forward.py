@@ -13,12 +13,11 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.ops.activation import reference
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.parity.tolerance import activation_tolerance, assert_close
-from moe_core.specs.matmul import ACTIVATIONS, GATE_LAYOUTS, Activation
+from moe_core.specs.matmul import Activation
+from tests.support import strategies
 from tests.support.harness import engine_target, run_plan
 
-GATED = [Activation(name, gate_layout=layout) for name in ACTIVATIONS for layout in GATE_LAYOUTS]
-UNGATED = [Activation(name, gated=False) for name in ACTIVATIONS if name != "swiglu_oai"]
-EVERY = [*GATED, *UNGATED, Activation("swiglu_oai", limit=None), Activation("swiglu_oai", alpha=1.0, limit=0.5)]
+EVERY = strategies.all_activations()
 
 
 def run_both(x: np.ndarray, up: np.ndarray | None, activation: Activation, out_dtype: str | None = None):
@@ -66,9 +65,15 @@ def test_shapes_and_dtypes(rows, width, dtype, out_dtype, activation, seed) -> N
     [
         (lambda: Activation("swish"), "activation must be one of silu, .*got 'swish'"),
         (lambda: Activation("silu", gate_layout="up_first"), "gate_layout must be one of halves, .*got 'up_first'"),
-        (lambda: Activation("silu", alpha=1.0), "alpha and limit belong to swiglu_oai"),
+        (lambda: Activation("silu", alpha=1.702), "alpha belongs to swiglu_oai and .*, got 1.702 for silu; leave it"),
+        (lambda: Activation("silu", False, limit=7.0), "limit must be None where gated=False, got 7.0; leave it out"),
+        (lambda: Activation("silu", limit=0.0), "limit must be positive, got 0.0; leave it out"),
+        (lambda: Activation("clamped_silu", limit=None), "limit must be a number for clamped_silu, got None"),
+        (lambda: Activation("softcapped_silu", alpha=None), "alpha must be a number for softcapped_silu, got None"),
+        (lambda: Activation("softcapped_silu", alpha=-4.0), "alpha must be positive, got -4.0"),
+        (lambda: Activation("clamped_silu", gated=False), "gated must be True for clamped_silu"),
         (lambda: Activation("swiglu_oai", gated=False), "gated must be True for swiglu_oai"),
-        (lambda: Activation("swiglu_oai", limit=-1.0), "limit must be positive or None, got -1.0"),
+        (lambda: Activation("swiglu_oai", limit=-1.0), "limit must be positive, got -1.0"),
     ],
 )
 def test_bad_activation(make, message) -> None:

@@ -41,6 +41,13 @@ def test_worked_examples():
     # gate 10 -> 7, up 9 -> 7; gate -10 stays (no lower clamp), up -9 -> -7.
     wanted = [7 / (1 + math.exp(-1.702 * 7)) * 8, -10 / (1 + math.exp(17.02)) * -6]
     np.testing.assert_allclose(clamped[0], wanted, rtol=1e-6)
+    for name, limited in (("silu", 7 / (1 + math.exp(-7))), ("clamped_silu", 7.0)):
+        y = activation(x, activation=Activation(name, True, "interleaved", limit=7.0))
+        np.testing.assert_allclose(y[0], [7 * limited, -10 / (1 + math.exp(10)) * -7], rtol=1e-6)
+    capped = activation(x[:, :2], activation=Activation("softcapped_silu"))
+    np.testing.assert_allclose(
+        capped[0], [4 * math.tanh(2.5) / (1 + math.exp(-10)) * 25 * math.tanh(9 / 25)], rtol=1e-6
+    )
     assert activation(np.array([[-1.0, 0.0, 3.0]], F32), activation=Activation("relu2", False)).tolist() == [[0, 0, 9]]
     assert activation(np.array([[0.0, 5.0]], F32), activation=Activation("silu")).tolist() == [[0.0]]
 

@@ -14,7 +14,7 @@ from moe_core.ops.reduction import rowwise as backward_rows
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import ACTIVATIONS, Activation, MatmulSpec
+from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, Activation, MatmulSpec
 from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 
@@ -37,7 +37,7 @@ def activation_plans(target: Target) -> Iterator[LaunchPlan]:
             separate = layout == "separate"
             x, d_y = ArraySpec((256, 768 if separate else 1536), "bfloat16"), ArraySpec((256, 768), "bfloat16")
             yield plan_activation_backward(d_y, x, Activation(name, True, layout), target, up=x if separate else None)
-        if name != "swiglu_oai":
+        if name not in ALWAYS_GATED:
             wide = ArraySpec((256, 768), "float32")
             yield plan_activation_backward(wide, wide, Activation(name, False), target)
     for width, top_k, activation in EXPERTS:

@@ -32,7 +32,7 @@ from moe_core.ops.moe import forward as moe
 from moe_core.ops.reduction import reduce as reduction
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.runtime.compiler import compile_launch, launch_signature
-from moe_core.specs.matmul import ACTIVATIONS, Activation, MatmulSpec
+from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
@@ -220,7 +220,7 @@ def _small_ops(target: Target) -> Iterator[LaunchPlan]:
             separate = layout == "separate"
             x = ArraySpec((256, 768 if separate else 1536), "bfloat16")
             yield plan_activation(x, Activation(name, True, layout), target, up=x if separate else None)
-        if name != "swiglu_oai":
+        if name not in ALWAYS_GATED:
             yield plan_activation(ArraySpec((256, 768), "float32"), Activation(name, False), target)
     for dtype in ("bfloat16", "float32"):
         y, slots = ArraySpec((256 * 8, 2048), dtype), ArraySpec((256 * 8,), "int32")

@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("tl.load(row_weight + slots", "tl.load(row_weight + rows", "mixtral", "matmul2"),
     ),
     "activation.kernels.formulas": (
-        Fault("(up + 1.0)\n    else:", "up\n    else:", "gpt_oss", "activation"),
+        Fault("(up + 1.0)\n        elif", "up\n        elif", "gpt_oss", "activation"),
         Fault("gate = tl.where(gate > LIMIT, LIMIT, gate)", "gate = gate", "gpt_oss", "activation"),
         Fault("tl.exp(-x)", "tl.exp(-1.0001 * x)", "mixtral", "activation"),
     ),

@@ -90,9 +90,10 @@ def _activated(pre: jax.Array, up: jax.Array | None, activation: Activation) -> 
         gate, up = pre[:width], pre[width:]
     elif activation.gate_layout == "interleaved":
         gate, up = pre[0::2], pre[1::2]
-    if activation.name == "swiglu_oai":
-        assert up is not None and activation.limit is not None
+    if activation.limit is not None:
+        assert up is not None
         gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    if activation.name == "swiglu_oai":
         return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
     acts = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "relu2": _relu2}
     value = acts[activation.name](gate)

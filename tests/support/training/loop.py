@@ -66,10 +66,18 @@ class Problem:
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor | None, spec: Activation) -> torch.Tensor:
+    if spec.name == "softcapped_silu":
+        assert up is not None and spec.alpha is not None and spec.limit is not None
+        capped = spec.alpha * torch.tanh(gate / spec.alpha) * torch.sigmoid(gate)
+        return capped * spec.limit * torch.tanh(up / spec.limit)
+    if spec.limit is not None:
+        assert up is not None
+        up = up.clamp(-spec.limit, spec.limit)
+        if spec.name == "clamped_silu":
+            return torch.nn.functional.silu(gate).clamp(max=spec.limit) * up
+        gate = gate.clamp(max=spec.limit)
     if spec.name == "swiglu_oai":
         assert up is not None
-        if spec.limit is not None:
-            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
         return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
     if spec.name == "silu":
         value = torch.nn.functional.silu(gate)

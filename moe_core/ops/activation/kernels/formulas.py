@@ -27,20 +27,46 @@ def activate(x, NAME: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """act(gate) * up, or swiglu_oai's `g * sigmoid(alpha * g) * (u + 1)` with its clamps, fp32."""
-    if NAME == "swiglu_oai":
-        if LIMIT is not None:
-            gate = tl.where(gate > LIMIT, LIMIT, gate)
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        return gate * sigmoid(ALPHA * gate) * (up + 1.0)
+    """act(gate) * up with its bounds, fp32: the formulas of `moe_core.specs.matmul.Activation`."""
+    if NAME == "softcapped_silu":
+        return softcap(gate, ALPHA) * sigmoid(gate) * softcap(up, LIMIT)
     else:
-        return activate(gate, NAME) * up
+        if LIMIT is not None:
+            up = clamp(up, LIMIT)
+            if NAME != "clamped_silu":
+                gate = tl.where(gate > LIMIT, LIMIT, gate)
+        if NAME == "swiglu_oai":
+            return gate * sigmoid(ALPHA * gate) * (up + 1.0)
+        elif NAME == "clamped_silu":
+            activated = activate(gate, "silu")
+            return tl.where(activated > LIMIT, LIMIT, activated) * up
+        else:
+            return activate(gate, NAME) * up
 
 
 @triton.jit
 def clamp(x, LIMIT: tl.constexpr):
     """x within [-LIMIT, LIMIT]; NaN stays NaN, for comparisons with it are false."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
+def softcap(x, LIMIT: tl.constexpr):
+    """LIMIT * tanh(x / LIMIT), fp32. A polynomial near 0, where 1 - 2 / (1 + exp(2z)) would cancel."""
+    z = x * (1.0 / LIMIT)
+    square = z * z
+    rest = (((-0.00610495 * square + 0.02100364) * square - 0.0538525) * square + 0.13332782) * square - 0.33333329
+    small = z + z * square * rest
+    size = tl.abs(z)
+    large = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
+    return LIMIT * tl.where(size < 0.625, small, tl.where(z < 0.0, -large, large))
+
+
+@triton.jit
+def softcap_slope(x, LIMIT: tl.constexpr):
+    """1 - tanh(x / LIMIT)^2, fp32, without its cancellation: 4 e / (1 + e)^2 with e = exp(-2 |x / LIMIT|)."""
+    power = tl.exp(tl.abs(x) * (-2.0 / LIMIT))
+    return 4.0 * power / ((1.0 + power) * (1.0 + power))
 
 
 @triton.jit
@@ -72,19 +98,35 @@ def value_and_slope(x, NAME: tl.constexpr):
 
 @triton.jit
 def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(y, d_gate, d_up) of the gated form: y = act(gate) * up, or swiglu_oai with its clamps."""
-    if NAME == "swiglu_oai":
+    """(y, d_gate, d_up) of `activate_gated`: exact zeros where a factor is clamped."""
+    if NAME == "softcapped_silu":
+        share = sigmoid(gate)
+        capped, second = softcap(gate, ALPHA), softcap(up, LIMIT)
+        activated = capped * share
+        slope = softcap_slope(gate, ALPHA) * share + activated * (1.0 - share)
+        return activated * second, d_y * second * slope, d_y * activated * softcap_slope(up, LIMIT)
+    else:
         g, u = gate, up
         if LIMIT is not None:
-            g, u = tl.where(gate > LIMIT, LIMIT, gate), clamp(up, LIMIT)
-        # g s(a g) is silu(a g) / a: its slope is silu's at a g, its value that of s(a g) times g.
-        _, slope = value_and_slope(ALPHA * g, "silu")
-        activated = g * sigmoid(ALPHA * g)
-        d_gate, d_up = d_y * (u + 1.0) * slope, d_y * activated
-        if LIMIT is not None:
+            u = clamp(up, LIMIT)
+            if NAME != "clamped_silu":
+                g = tl.where(gate > LIMIT, LIMIT, gate)
+        if NAME == "swiglu_oai":
+            # g s(a g) is silu(a g) / a: its slope is silu's at a g, its value that of s(a g) times g.
+            _, slope = value_and_slope(ALPHA * g, "silu")
+            activated = g * sigmoid(ALPHA * g)
+            u += 1.0
+        elif NAME == "clamped_silu":
+            activated, slope = value_and_slope(gate, "silu")
+        else:
+            activated, slope = value_and_slope(g, NAME)
+        d_gate = d_y * u * slope
+        if NAME == "clamped_silu":
+            d_gate = tl.where(activated > LIMIT, 0.0, d_gate)
+            activated = tl.where(activated > LIMIT, LIMIT, activated)
+        elif LIMIT is not None:
             d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
+        d_up = d_y * activated
+        if LIMIT is not None:
             d_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_up)
-        return activated * (u + 1.0), d_gate, d_up
-    else:
-        activated, slope = value_and_slope(gate, NAME)
-        return activated * up, d_y * up * slope, d_y * activated
+        return activated * u, d_gate, d_up
