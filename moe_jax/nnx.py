@@ -154,18 +154,22 @@ class MoE(nnx.Module):
         return cls(**described, rngs=rngs, **options)
 
     @classmethod
-    def from_weights(cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None) -> MoE:
+    def from_weights(
+        cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None, copy: bool = True
+    ) -> MoE:
         """A layer that holds the weights in the storage they have; nothing is drawn first.
 
         param_dtype: None = that of the weights (`LayerWeights.dtype`). Quantised experts stay as their format stores
-        them. For another storage, a stack or more options make an abstract layer,
-        `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
+        them. copy=False: on a CPU the layer takes over the arrays, which must not change from then on, instead of
+        holding a second copy. Meant for weights that were just read from a checkpoint. For another storage, a stack or
+        more options make an abstract layer, `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call
+        load_weights.
         """
         if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
         options = {"dtype": dtype, "param_dtype": param_dtype or jnp.dtype(weights.dtype)}
         layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
-        layer.load_weights(weights)
+        layer._load(weights, copy)
         return layer
 
     def __call__(
@@ -209,12 +213,15 @@ class MoE(nnx.Module):
             finally:
                 self.prepack_weights()
             return
+        self._load(weights, True)
+
+    def _load(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights], copy: bool) -> None:
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         for leaf in layers.leaves(self.spec, self.num_layers):
             variable, value = self._variable_of(leaf), layers.find(arrays, leaf.path)
             place = getattr(variable.get_value(), "sharding", None)
             placed = jax.device_put(value, place)
-            if any(device.platform == "cpu" for device in placed.devices()):
+            if copy and any(device.platform == "cpu" for device in placed.devices()):
                 # On a CPU device_put may hand out the caller's own memory, which JAX takes for immutable.
                 placed = jax.device_put(np.array(value), place)
             variable.set_value(placed)

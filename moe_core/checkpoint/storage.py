@@ -1,7 +1,8 @@
 """Safetensors files: which shard holds a tensor, and reading tensors into the arrays they are stacked in.
 
-Reading copies once, from the memory-mapped file into memory of our own: file offsets are only 8-byte aligned and mapped
-pages are read-only, while every engine wants 16-byte aligned arrays it may share through DLPack.
+Reading copies once, from the file into memory of our own: file offsets are only 8-byte aligned and mapped pages are
+read-only, while every engine wants 16-byte aligned arrays it may share through DLPack. Files are read, not mapped:
+mapped pages would count as memory of the process beside the arrays.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from moe_core.errors import InvalidInput, Unsupported
 
 #: dtype names of safetensors headers -> canonical names, of what is read as it is.
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-#: The same of 8-bit floats, which the safetensors package does not hand NumPy, for want of such dtypes there.
-RAW_DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+#: dtype names of safetensors headers -> NumPy's dtypes. The package hands NumPy no 8-bit floats.
+_NUMPY_DTYPES: Mapping[str, Any] = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
+}  # fmt: skip
 #: A file begins with the length of its JSON header, a little-endian uint64.
 _LENGTH_BYTES = 8
 #: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
-_PIECE_BYTES = 64 * 2**20
+_PIECE_BYTES = 16 * 2**20
+#: Arrays that are read start at multiples of so many bytes: what XLA wants of memory that it does not copy.
+_ALIGNMENT = 64
 
 
 @functools.lru_cache(maxsize=8)
@@ -42,7 +48,7 @@ def _header(path: Path, modified: int) -> tuple[int, dict[str, Any]]:
 
 
 class RawTensor:
-    """An 8-bit float tensor of a file that safetensors has validated; has the methods of its lazy slices."""
+    """A tensor of a file that safetensors has validated; has the methods of its lazy slices."""
 
     def __init__(self, path: Path, name: str) -> None:
         data, header = _header(path, path.stat().st_mtime_ns)
@@ -57,14 +63,26 @@ class RawTensor:
         return self._dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """The rows of a slice of the first axis, copied from the file; all of a tensor without axes."""
-        dtype = RAW_DTYPES[self._dtype]
-        if 0 in self._shape:
-            return np.empty(self._shape, dtype)[rows]
-        # A tensor without axes is mapped as one element.
-        mapped = np.memmap(self._path, np.uint8, "r", self._offset, self._shape or (1,))
-        copied = np.array(mapped[rows]).view(dtype)
-        return copied if self._shape else copied.reshape(())
+        """The rows of a slice of the first axis, read from the file; all of a tensor without axes."""
+        shape = (len(range(*rows.indices(self._shape[0]))), *self._shape[1:]) if self._shape else ()
+        target = np.empty(shape, _NUMPY_DTYPES[self._dtype])
+        self.read_into(rows, target)
+        return target
+
+    def read_into(self, rows: slice, target: np.ndarray) -> None:
+        """Fill a row-major array of the tensor's dtype with the rows of a slice of the first axis."""
+        first = rows.indices(self._shape[0])[0] if self._shape else 0
+        left, offset = target.reshape(-1).view(np.uint8), first * math.prod(self._shape[1:]) * target.itemsize
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._offset + offset)
+            # A system call reads less than 2 GiB.
+            while len(left):
+                count = file.readinto(left)  # pyright: ignore[reportArgumentType]
+                if not count:
+                    raise InvalidInput(
+                        f"{self._path} must be complete, got an end {len(left)} bytes early; download it again"
+                    )
+                left = left[count:]
 
 
 class ReadProgress(NamedTuple):
@@ -144,7 +162,7 @@ class TensorIndex:
 def lazy_tensor(file: Any, path: Path, name: str) -> Any:
     """A tensor of an open file: `get_shape()`, `get_dtype()` from the header, data when indexed with a slice."""
     tensor = file.get_slice(name)
-    return RawTensor(path, name) if tensor.get_dtype() in RAW_DTYPES else tensor
+    return RawTensor(path, name) if tensor.get_dtype() in _NUMPY_DTYPES else tensor
 
 
 def read_tensor(file: Any, path: Path, name: str) -> np.ndarray:
@@ -236,7 +254,7 @@ class StackReader(contextlib.ExitStack):
         stored: Mapping[str, str],
         progress: Callable[[ReadProgress], object] | None = None,
     ) -> dict[str, np.ndarray]:
-        """The arrays of `stacks`: row-major, writable, owned.
+        """The arrays of `stacks`: row-major, writable, owned, at addresses that JAX shares without a copy.
 
         stored: the dtypes `check` gave. progress is called after every piece that was read.
         """
@@ -244,11 +262,13 @@ class StackReader(contextlib.ExitStack):
         done = 0
         arrays: dict[str, np.ndarray] = {}
         for name, stack in stacks.items():
-            array = arrays[name] = np.empty(stack.shape, dtypes.numpy_dtype(stored[name]))
+            array = arrays[name] = _empty(stack.shape, dtypes.numpy_dtype(stored[name]))
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
                 for piece in _pieces(target):
-                    if part.decode is None:
+                    if part.decode is None and _is_as_stored(source, target):
+                        source.read_into(piece, target[piece])
+                    elif part.decode is None:
                         target[piece] = source[piece]
                     else:
                         # A matrix is one piece, whose rows the tensor may pack; words may be filled up at the end.
@@ -258,6 +278,20 @@ class StackReader(contextlib.ExitStack):
                     if progress is not None:
                         progress(ReadProgress(part.tensor, done, total))
         return arrays
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new row-major array that starts at a multiple of _ALIGNMENT bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _is_as_stored(source: Any, target: np.ndarray) -> bool:
+    """Whether the bytes of the file are those of the array."""
+    own = isinstance(source, RawTensor) and _NUMPY_DTYPES[source.get_dtype()] == target.dtype
+    return own and target.flags.c_contiguous and target.ndim > 0
 
 
 def _pieces(target: np.ndarray) -> Iterator[slice]:

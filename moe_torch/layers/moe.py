@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +33,7 @@ from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
 from moe_torch.layers.blocks import block_weights
 from moe_torch.layers.parameters import ExpertParameters, PrepackedExperts, RouterParameters, SharedParameters
 from moe_torch.layers.routing import CapacityLimit, router_losses
-from moe_torch.layers.weights import copy_weights, gathered, owned_tensors, require_same_layer
+from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import operands_of
 from moe_torch.operators.table import MOE_QUANTIZED
@@ -135,12 +135,17 @@ class MoE(PrepackedExperts):
         return layer
 
     @classmethod
-    def from_weights(cls, weights: LayerWeights, *, device: torch.device | str | None = None) -> MoE:
+    def from_weights(cls, weights: LayerWeights, *, device: torch.device | str | None = None, copy: bool = True) -> MoE:
         """A layer with copies of these weights: every dtype and the experts' storage as they are, quantised or not (the
-        router's weight becomes `[E, D]`)."""
+        router's weight becomes `[E, D]`).
+
+        copy=False: on a CPU the layer takes over the arrays that are writable, instead of holding a second copy, and
+        what changes one changes the other. Meant for weights that were just read from a checkpoint.
+        """
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
-        return layer._holding(owned_tensors(convert_weights(weights, layer.storage), device))
+        hold(layer, placed_tensors(convert_weights(weights, layer.storage), device, copy))
+        return layer
 
     @classmethod
     def from_block(cls, block: torch.nn.Module, config: Any = None) -> MoE:
@@ -156,20 +161,10 @@ class MoE(PrepackedExperts):
         block with a part that the layer does not compute with, which it names.
         """
         spec, tensors, copied = block_weights(block, config)
-        layer = cls.from_spec(spec, device="meta", dtype=torch.float32)._holding(tensors.items())
+        layer = cls.from_spec(spec, device="meta", dtype=torch.float32)
+        hold(layer, tensors.items())
         layer.copied = copied
         return layer.train(block.training)
-
-    def _holding(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> MoE:
-        """The layer with these tensors in place of its parameters and buffers."""
-        for name, tensor in tensors:
-            path, _, field = name.rpartition(".")
-            group = self.get_submodule(path)
-            if field not in group._buffers and not isinstance(tensor, torch.nn.Parameter):
-                trained = group.get_parameter(field).requires_grad
-                tensor = torch.nn.Parameter(tensor, requires_grad=trained)
-            setattr(group, field, tensor)
-        return self
 
     def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         _require_dtype(dtype)

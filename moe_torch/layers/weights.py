@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moe_core.base import dtypes
-from moe_core.base.arrays import TensorView, host_array
+from moe_core.base.arrays import ALIGNMENT, TensorView, host_array
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import FREE_FIELDS, HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
@@ -89,11 +89,28 @@ def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> Non
         )
 
 
-def owned_tensors(weights: LayerWeights, device: torch.device | str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, copy on the device) of every array, dtypes kept."""
+def placed_tensors(
+    weights: LayerWeights, device: torch.device | str | None, copy: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on the device) of every array, dtypes kept: a copy, or where `copy` is False and an array can be a
+    parameter as it lies, its own memory."""
     for name, array in weights.named().items():
-        dtype = TORCH_DTYPES[dtypes.canonical(array.dtype)]
-        yield name, torch.empty(array.shape, dtype=dtype, device=device).copy_(from_numpy(array))
+        target = torch.empty(array.shape, dtype=TORCH_DTYPES[dtypes.canonical(array.dtype)], device=device)
+        usable = array.flags.writeable and array.ctypes.data % ALIGNMENT == 0
+        if not copy and usable and target.device.type == "cpu":
+            yield name, from_numpy(array)
+        else:
+            yield name, target.copy_(from_numpy(array))
+
+
+def hold(layer: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Put the tensors in the place of the layer's parameters and buffers of these names."""
+    for name, tensor in tensors:
+        path, _, field = name.rpartition(".")
+        group = layer.get_submodule(path)
+        if field not in group._buffers and not isinstance(tensor, torch.nn.Parameter):
+            tensor = torch.nn.Parameter(tensor, requires_grad=group.get_parameter(field).requires_grad)
+        setattr(group, field, tensor)
 
 
 def gathered(name: str, tensor: Any) -> np.ndarray:

@@ -323,6 +323,18 @@ def test_a_layer_from_weights_keeps_their_storage(dtype: str) -> None:
         nnx.MoE.from_weights([weights])  # type: ignore[arg-type]
 
 
+def test_weights_are_taken_over_when_asked() -> None:
+    weights = draw_weights(preset("mixtral"))
+    raw = np.empty(weights.experts.down.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    down = raw[start : start + weights.experts.down.nbytes].view(np.float32).reshape(weights.experts.down.shape)
+    down[...] = weights.experts.down
+    weights = dataclasses.replace(weights, experts=dataclasses.replace(weights.experts, down=down))
+    for copy in (True, False):
+        held = nnx.MoE.from_weights(weights, copy=copy).parameters()["wo"]
+        assert np.shares_memory(np.asarray(held), down) != copy and (np.asarray(held) == down).all()
+
+
 def test_what_weights_do_not_depend_on_may_differ() -> None:
     spec = dataclasses.replace(preset("mixtral"), capacity_factor=1.5, logits_dtype="bfloat16")
     nnx_layer(draw_weights(preset("mixtral")), spec)

@@ -120,6 +120,23 @@ def test_weights_in_and_out(storage: Storage) -> None:
     assert_close(one, other, tolerances(EVERYTHING, "bfloat16")["output"], "stored otherwise")
 
 
+def test_weights_are_taken_over_where_they_can_be() -> None:
+    weights = draw_weights(EVERYTHING)
+    down, router = weights.experts.down, weights.router.weight
+    for array in weights.named().values():
+        array.setflags(write=True)
+    layer = MoE.from_weights(weights, copy=False)
+    assert np.shares_memory(to_numpy(layer.experts.down), down) and layer.experts.down.requires_grad
+    assert not np.shares_memory(to_numpy(MoE.from_weights(weights).experts.down), down)
+    down.setflags(write=False)
+    shifted = np.empty(router.nbytes + 4, np.uint8)[4:].view(router.dtype).reshape(router.shape)
+    shifted[...] = router
+    moved = dataclasses.replace(weights, router=dataclasses.replace(weights.router, weight=shifted))
+    layer = MoE.from_weights(moved, copy=False)
+    assert not np.shares_memory(to_numpy(layer.experts.down), down), "a read-only array"
+    assert not np.shares_memory(to_numpy(layer.router.weight), shifted), "an array at an address kernels do not take"
+
+
 def test_loading_refuses_other_layers_and_rounding() -> None:
     layer = MoE.from_spec(EVERYTHING)
     cases = {
