@@ -87,7 +87,7 @@ def test_unknown_family_lists_the_known(tmp_path, config, got):
             "decoder_sparse_step in config.json must be an integer",
         ),
         ("gpt_oss", {"swiglu_alpha": "1.7"}, InvalidInput, "swiglu_alpha in config.json must be a finite number, got"),
-        ("gpt_oss", {"swiglu_limit": -1}, InvalidInput, "limit must be positive or None, got -1"),
+        ("gpt_oss", {"swiglu_limit": -1}, InvalidInput, "limit must be positive, got -1"),
         ("deepseek_v3", {"n_group": 3}, InvalidInput, f"num_groups must divide num_experts = {E}, got 3"),
         ("deepseek_v3", {"n_group": E, "topk_group": E}, InvalidInput, "at least two experts per group"),
         (
