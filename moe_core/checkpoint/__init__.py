@@ -6,7 +6,7 @@ Reading gives one MoE layer at a time, as NumPy arrays and the spec that compute
     layer = checkpoint.layer(checkpoint.moe_layers[0])  # reads this layer's tensors, nothing else
     moe_torch.ops.moe(x, layer.experts, layer.router, layer.spec, shared=layer.shared)  # after moving the arrays
 
-Families: mixtral, qwen3_moe, gpt_oss, deepseek_v3, in bfloat16, float16 or float32, one file or shards, per-expert or
+Families: those of `moe_core.checkpoint.families`, in bfloat16, float16 or float32, one file or shards, per-expert or
 fused storage; quantised as gpt-oss is (mxfp4), as DeepSeek is (fp8 in blocks) or by compressed-tensors: their layers
 hold `QuantizedTensor`s, and `MoELayer.dequantized` makes plain ones. `convert_checkpoint` quantises experts.
 `save_checkpoint` writes what is read (see `moe_core.checkpoint.write`) from `moe_core.layers.LayerWeights`, which the

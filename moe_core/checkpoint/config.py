@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_core.errors import InvalidInput, Unsupported
 
+#: Settings come from files of others: no list of layers grows beyond this.
+_MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The settings of a text model. model_type: the family name they declare; quantization: `quantization_config`,
-    which multimodal models may give outside of the text model's settings, or None."""
+    which multimodal models may give outside of the text model's settings, or None. nested: the settings are a part of
+    those of a multimodal model."""
 
     model_type: str
     settings: Mapping[str, Any]
     quantization: Any = None
+    nested: bool = False
 
     def find(self, *keys: str) -> Any:
         """The value of the first of `keys` that is present (a setting has several names across releases)."""
@@ -32,28 +37,49 @@ class ModelConfig:
             "without it; restore the original config.json"
         )
 
-    def integer(self, *keys: str, least: int = 1, null: int | None = None) -> int:
-        """A required integer of at least `least`; `null` is what a JSON null stands for, where null is legal."""
-        value = self.find(*keys)
+    def num_layers(self, *keys: str) -> int:
+        """A number of layers, small enough to be that of a model."""
+        value = self.integer(*(keys or ("num_hidden_layers",)))
+        if value > _MOST_LAYERS:
+            raise _wrong((keys or ("num_hidden_layers",))[0], f"an integer of at most {_MOST_LAYERS}", value)
+        return value
+
+    def integer(self, *keys: str, least: int = 1, null: int | None = None, default: int | None = None) -> int:
+        """An integer of at least `least`, required unless a default is given.
+
+        null: what a JSON null stands for, where null is legal. A list gives one number per layer: all must be alike.
+        """
+        value = self._given(keys, default)
         if value is None and null is not None:
             return null
+        if isinstance(value, list) and value:
+            if any(item != value[0] for item in value):
+                raise Unsupported(
+                    f"{keys[0]} in config.json must be the same number for every layer, got {value!r}; layers that "
+                    "differ cannot be described by one spec"
+                )
+            value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise _wrong(keys[0], f"an integer of at least {least}", value)
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, *keys: str, default: float | None = None) -> float:
         """A finite number, required unless a default is given."""
-        value = self.find(key) if default is None else self.settings.get(key, default)
+        value = self._given(keys, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise _wrong(key, "a finite number", value)
+            raise _wrong(keys[0], "a finite number", value)
         return float(value)
 
-    def boolean(self, key: str) -> bool:
-        """A required true or false."""
-        value = self.find(key)
+    def boolean(self, *keys: str, default: bool | None = None) -> bool:
+        """True or false, required unless a default is given."""
+        value = self._given(keys, default)
         if not isinstance(value, bool):
-            raise _wrong(key, "true or false", value)
+            raise _wrong(keys[0], "true or false", value)
         return value
+
+    def _given(self, keys: tuple[str, ...], default: Any) -> Any:
+        present = default is None or any(key in self.settings for key in keys)
+        return self.find(*keys) if present else default
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of integers; absent or null is the empty list."""
@@ -64,13 +90,22 @@ class ModelConfig:
             raise _wrong(key, "a list of integers", value)
         return tuple(value)
 
-    def require(self, key: str, supported: object) -> None:
-        """Refuse a setting that says something else than the one thing supported; an absent or null one is fine."""
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings; absent or null is the empty list."""
+        value = self.settings.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+            raise _wrong(key, "a list of strings", value)
+        return tuple(value)
+
+    def require(self, key: str, supported: object, operation: str) -> None:
+        """Refuse a setting that asks for an operation we do not have; an absent or null one is fine."""
         value = self.settings.get(key)
         if value is not None and value != supported:
             raise Unsupported(
-                f"{key} in config.json must be {supported!r} for {self.model_type}, got {value!r}; "
-                "this variant cannot be read"
+                f"{key} in config.json must be {supported!r} for {self.model_type}, got {value!r}; {operation} cannot "
+                "be computed"
             )
 
 
@@ -105,12 +140,8 @@ def settings_of(config: Any) -> Mapping[str, Any]:
     return config
 
 
-def read_config(directory: Path, known: Collection[str]) -> ModelConfig:
-    """Read `directory`/config.json and pick the text model's settings.
-
-    known: the readable model types. Multimodal checkpoints nest the text model under `text_config`.
-    Raises InvalidInput for a missing or malformed directory or file, Unsupported for an unknown model_type.
-    """
+def read_config(directory: Path) -> Mapping[str, Any]:
+    """The settings of `directory`/config.json. Raises InvalidInput for a missing or malformed directory or file."""
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise InvalidInput(f"path must be a checkpoint directory, got {directory}, which {state}; download it first")
@@ -120,16 +151,4 @@ def read_config(directory: Path, known: Collection[str]) -> ModelConfig:
             f"path must be a checkpoint directory with a config.json, got {directory}, which has none; "
             "pass the directory that holds config.json"
         )
-    settings = read_json(path)
-    quantisation, nested = settings.get("quantization_config"), settings.get("text_config")
-    model_types = [settings.get("model_type")]
-    if model_types[0] not in known and isinstance(nested, dict):
-        settings = nested
-        quantisation = quantisation or nested.get("quantization_config")
-        model_types.append(nested.get("model_type"))
-    if model_types[-1] not in known:
-        raise Unsupported(
-            f"model_type in {path} must be one of {', '.join(sorted(known))}, got "
-            f"{' with text_config '.join(map(repr, model_types))}; no other family can be read"
-        )
-    return ModelConfig(str(model_types[-1]), settings, quantisation)
+    return read_json(path)

@@ -169,15 +169,14 @@ class _Conversion:
             return
         matrices = (tensor[expert : expert + 1][0] for expert in range(tensor.get_shape()[0]))
         if per_expert is None:
-            quantized = [self._matrix(weight, matrix.T) for matrix in matrices]
+            turn = self._checkpoint.architecture.spec.weight_layout == "in_out"
+            quantized = [self._matrix(weight, matrix.T if turn else matrix) for matrix in matrices]
             yield from self._packing.tensors(module, _stacked(quantized), fused=True)
             return
-        gate, up, down = per_expert
         experts = module.rpartition(".")[0]
+        names = per_expert[-1:] if weight[1] == "down" else per_expert[:-1]
         for expert, matrix in enumerate(matrices):
-            half = len(matrix) // 2
-            parts = {down: matrix} if weight[1] == "down" else {gate: matrix[:half], up: matrix[half:]}
-            for part, rows in parts.items():
+            for part, rows in zip(names, np.split(matrix, len(names)), strict=True):
                 yield from self._packing.tensors(f"{experts}.{expert}.{part}", self._matrix(weight, rows), fused=False)
 
     def _matrix(self, weight: tuple[int, str], matrix: np.ndarray) -> QuantizedTensor:

@@ -12,17 +12,16 @@ from typing import Any
 from moe_core.base import dtypes
 from moe_core.checkpoint import quantized
 from moe_core.checkpoint.config import read_config
-from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
+from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantization import read_quantization
-from moe_core.checkpoint.storage import Part, ReadProgress, Stack, StackReader, TensorIndex, find_tensors
+from moe_core.checkpoint.stacks import LayerNames, found_names, layer_stacks
+from moe_core.checkpoint.storage import ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
 
-#: What stands before `layers.<n>.`: the causal model, the bare model, and the nestings of multimodal models.
-_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
 #: Tensor name endings that only quantised storage has.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_packed", "qweight")
 
@@ -31,8 +30,8 @@ _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_
 class MoELayer:
     """One MoE layer. spec computes with experts, router and shared (NumPy arrays) as they are.
 
-    Weights are `[E, 2F, D]`, `[E, D, F]` with gate_layout `halves` (mixtral, qwen3_moe, deepseek_v3: weight_layout
-    `out_in`) or `[E, D, 2F]`, `[E, F, D]` with `interleaved` (gpt_oss: `in_out`): the fused storage of the family.
+    Weights are `[E, 2F, D]`, `[E, D, F]` with gate_layout `halves` (weight_layout `out_in`: most families) or `[E, D,
+    2F]`, `[E, F, D]` (`in_out`: gpt_oss, interleaved, aria, llama4): the fused storage of the family.
     Per-expert storage is stacked into the same form, so that both storages give one plan and equal bits. The router
     weight is `[E, D]` (`out_in`). spec keeps fp32 logits; to reproduce models that round them, replace logits_dtype.
 
@@ -81,7 +80,8 @@ class Checkpoint:
     """A checkpoint directory: what config.json says, and where the tensors are.
 
     config: the text model's settings as config.json gives them. moe_layers: the layers `layer` can read. packing: how
-    quantised weights are stored, None for a plain checkpoint.
+    quantised weights are stored, None for a plain checkpoint. nested: the model is multimodal, and config is a part of
+    its config.json.
     """
 
     path: Path
@@ -90,6 +90,7 @@ class Checkpoint:
     architecture: Architecture = field(repr=False)
     index: TensorIndex = field(repr=False)
     packing: Packing | None = field(default=None, repr=False)
+    nested: bool = field(default=False, repr=False)
 
     @property
     def scheme(self) -> Scheme | None:
@@ -113,11 +114,11 @@ class Checkpoint:
         does not describe.
         """
         self._require_moe_layer(layer)
-        block = self.block(layer)
+        names = self._names(layer)
         with StackReader(self.index) as reader:
             if self.packing is None:
-                _refuse_quantised(self.index, block, reader)
-            architecture, stacks = self._layout(block)
+                _refuse_quantised(self.index, names.block, reader)
+            architecture, stacks = self._layout(names, reader)
             stored = reader.check(stacks)
             _require_one_dtype(stored)
             arrays: dict[str, Any] = reader.read(stacks, stored, progress)
@@ -136,20 +137,25 @@ class Checkpoint:
 
     def stacks(self, layer: int) -> dict[str, Stack]:
         """The arrays of a layer by field name, and the tensors of the files each is put together from."""
-        return self._layout(self.block(layer))[1]
+        with StackReader(self.index) as reader:
+            return self._layout(self._names(layer), reader)[1]
 
-    def _layout(self, block: str) -> tuple[Architecture, dict[str, Stack]]:
+    def _layout(self, names: LayerNames, reader: StackReader) -> tuple[Architecture, dict[str, Stack]]:
         """What to read of a layer, and the architecture with the layouts it then has."""
         packing, architecture = self.packing, self.architecture
-        fused = _is_fused(architecture, self.index, block, packing)
-        stacks = layer_stacks(architecture, block, fused)
+        if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
+            # Files of either orientation exist; transformers goes by the shape too, and prefers its own.
+            own = layer_stacks(architecture, names)["experts.gate_up"].shape
+            stored = reader.stored_shape(names.fused[0])
+            names = dataclasses.replace(names, turned=stored != own and stored == (own[0], own[2], own[1]))
+        stacks = layer_stacks(architecture, names)
         if packing is None:
             return architecture, stacks
         if quantized.is_quantized(stacks["experts.gate_up"].parts[0].tensor, packing, self.index):
             architecture = quantized.quantized_architecture(architecture, stacks, packing, self.index)
             separate = architecture.spec.activation.gate_layout == "separate"
-            stacks = quantized.quantized_stacks(layer_stacks(architecture, block, fused), packing, self.index, separate)
-        quantized.refuse_unread(self.index, block, stacks)
+            stacks = quantized.quantized_stacks(layer_stacks(architecture, names), packing, self.index, separate)
+        quantized.refuse_unread(self.index, names.block, stacks)
         return architecture, stacks
 
     def _require_moe_layer(self, layer: int) -> None:
@@ -167,16 +173,16 @@ class Checkpoint:
 
     def block(self, layer: int) -> str:
         """The name before the layer's router and experts: `model.layers.3.mlp.`."""
-        naming = self.architecture.naming
-        candidates = [f"{prefix}layers.{layer}.{block}." for prefix in _PREFIXES for block in naming.blocks]
-        for candidate in candidates:
-            if f"{candidate}{naming.router}.weight" in self.index.files:
-                return candidate
-        raise InvalidInput(
-            f"{self.path} must hold the router of layer {layer} under a name such as "
-            f"{candidates[0]}{naming.router}.weight, got {self.index.summary()} without it; download the checkpoint "
-            "again or correct its config.json"
-        )
+        return self._names(layer).block
+
+    def _names(self, layer: int) -> LayerNames:
+        """The names of the layer's tensors."""
+
+        def holds(weight: str) -> bool:
+            packed = self.packing is not None and quantized.is_quantized(weight, self.packing, self.index)
+            return packed or weight in self.index.files
+
+        return found_names(self.architecture, layer, self.index, holds, self.nested)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -187,94 +193,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     not installed.
     """
     directory = Path(path)
-    config = read_config(directory, FAMILY_NAMES)
+    config = text_model(read_config(directory))
     architecture = architecture_of(config)
     packing = read_quantization(config.quantization, config.model_type)
-    return Checkpoint(directory, config.model_type, config.settings, architecture, find_tensors(directory), packing)
-
-
-def layer_stacks(architecture: Architecture, block: str, fused: bool) -> dict[str, Stack]:
-    """The arrays of a layer by field name (`experts.gate_up`), and the tensors each is put together from.
-
-    block: the name before the router and the experts, `model.layers.3.mlp.`. fused: whether one tensor holds the
-    matrices of all experts.
-    """
-    naming, num_experts, d_model = architecture.naming, architecture.num_experts, architecture.d_model
-    router = block + naming.router
-    # The router comes first: its shape tells a wrong number of experts before one of them seems to be missing.
-    stacks = {"router.weight": Stack.whole(f"{router}.weight", (num_experts, d_model))}
-    if naming.router_bias:
-        stacks["router.bias"] = Stack.whole(f"{router}.bias", (num_experts,))
-    if naming.correction_bias:
-        name = f"{router}.e_score_correction_bias"
-        stacks["router.correction_bias"] = Stack.whole(name, (num_experts,), dtype="float32")
-    stacks |= _expert_stacks(architecture, f"{block}experts.", fused)
-    if architecture.shared_d_ff:
-        stacks |= _halves("shared.", f"{block}shared_experts.", (architecture.shared_d_ff, d_model))
-    return stacks
-
-
-def _is_fused(architecture: Architecture, index: TensorIndex, block: str, packing: Packing | None) -> bool:
-    """Whether the files hold fused storage, or else per-expert storage; InvalidInput if they hold neither."""
-    naming, fused = architecture.naming, f"{block}experts.gate_up_proj"
-
-    def holds(weight: str) -> bool:
-        return weight in index.files or (packing is not None and quantized.is_quantized(weight, packing, index))
-
-    if naming.per_expert is None or holds(fused):
-        return True
-    first = f"{block}experts.0.{naming.per_expert[0]}.weight"
-    if not holds(first):
-        raise InvalidInput(
-            f"{index.directory} must hold {fused} or {first}, got {index.summary()} without "
-            "either; download the checkpoint again or correct its config.json"
-        )
-    return False
-
-
-def _expert_stacks(architecture: Architecture, experts: str, fused: bool) -> dict[str, Stack]:
-    """gate_up, down and biases of the experts. experts: the name before what belongs to them."""
-    naming, num_experts = architecture.naming, architecture.num_experts
-    d_model, d_ff = architecture.d_model, architecture.d_ff
-    if not fused:
-        assert naming.per_expert is not None
-        per_expert = [
-            _halves("experts.", f"{experts}{expert}.", (d_ff, d_model), naming.per_expert, place=(expert,))
-            for expert in range(num_experts)
-        ]
-        return {
-            name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
-            for name, stack in per_expert[0].items()
-        }
-    step = 1 if architecture.spec.weight_layout == "out_in" else -1
-    shapes = {"gate_up": (2 * d_ff, d_model), "down": (d_model, d_ff)}
-    stacks = {
-        f"experts.{name}": Stack.whole(f"{experts}{name}_proj", (num_experts, *shape[::step]))
-        for name, shape in shapes.items()
-    }
-    for name, shape in shapes.items() if naming.expert_bias else ():
-        stacks[f"experts.{name}_bias"] = Stack.whole(f"{experts}{name}_proj_bias", (num_experts, shape[0]))
-    return stacks
-
-
-def _halves(
-    field_prefix: str,
-    module: str,
-    shape: tuple[int, int],
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    place: tuple[int, ...] = (),
-) -> dict[str, Stack]:
-    """One MLP with separate gate, up and down tensors: gate_up `[2F, D]` (gate first) and down `[D, F]`.
-
-    shape: (F, D). place: where the MLP sits in the stack of experts.
-    """
-    d_ff, d_model = shape
-    gate, up, down = (f"{module}{name}.weight" for name in names)
-    gate_up = (Part(gate, shape, (*place, slice(0, d_ff))), Part(up, shape, (*place, slice(d_ff, 2 * d_ff))))
-    return {
-        f"{field_prefix}gate_up": Stack((2 * d_ff, d_model), gate_up),
-        f"{field_prefix}down": Stack((d_model, d_ff), (Part(down, (d_model, d_ff), place),)),
-    }
+    index = find_tensors(directory)
+    return Checkpoint(directory, config.model_type, config.settings, architecture, index, packing, config.nested)
 
 
 def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:

@@ -98,13 +98,14 @@ class Part:
     """One tensor of the files and the place it fills in an array: `array[place]`; () = all of it.
 
     shape: that of the tensor. decode: makes what fits the place of the tensor, or of a range of a stack's first axis;
-    None = nothing to do.
+    None = nothing to do. turned: the tensor's last two axes are exchanged.
     """
 
     tensor: str
     shape: tuple[int, ...]
     place: tuple[int | slice, ...] = ()
     decode: Callable[[np.ndarray], np.ndarray] | None = None
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,10 @@ class StackReader(contextlib.ExitStack):
             raise InvalidInput(f"{path} must hold the tensor {name}, got a file without it; download it again")
         return lazy_tensor(file, path, name)
 
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from its header."""
+        return tuple(self._tensor(name).get_shape())
+
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor as its header spells it (`BF16`, `F8_E4M3`)."""
         return self._tensor(name).get_dtype()
@@ -266,7 +271,9 @@ class StackReader(contextlib.ExitStack):
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
                 for piece in _pieces(target):
-                    if part.decode is None and _is_as_stored(source, target):
+                    if part.turned:
+                        target[piece] = source[piece if target.ndim > 2 else slice(None)].swapaxes(-1, -2)
+                    elif part.decode is None and _is_as_stored(source, target):
                         source.read_into(piece, target[piece])
                     elif part.decode is None:
                         target[piece] = source[piece]

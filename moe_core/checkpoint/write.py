@@ -24,10 +24,10 @@ import numpy as np
 
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.base.files import file_writer
-from moe_core.checkpoint.config import ModelConfig, settings_of
-from moe_core.checkpoint.families import FAMILY_NAMES, Architecture, architecture_of
-from moe_core.checkpoint.layer import Checkpoint, layer_stacks, open_checkpoint
-from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.checkpoint.config import settings_of
+from moe_core.checkpoint.families import Architecture, architecture_of, text_model
+from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
+from moe_core.checkpoint.stacks import layer_stacks, written_names
 from moe_core.checkpoint.storage import Stack, read_tensor
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import WHOLE, Place, placements
@@ -50,14 +50,15 @@ class WriteProgress(NamedTuple):
 
 
 def layer_tensors(
-    weights: LayerWeights, config: Any, layer: int, storage: str = "per_expert"
+    weights: LayerWeights, config: Any, layer: int, storage: str | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(name, row-major array) of every tensor of one MoE layer, each made when it is asked for.
 
-    weights: in any storage. config: see `save_checkpoint`. storage: `fused` (`experts.gate_up_proj`, what transformers
-    saves by itself) or `per_expert` (`experts.0.gate_proj.weight`, what models are published as); gpt_oss has only
-    `fused`. dtypes are kept. Raises InvalidInput where weights, config and layer disagree, Unsupported for other
-    families and for a storage the family does not have.
+    weights: in any storage. config: see `save_checkpoint`. storage: None = as the family's models are published;
+    `fused` (`experts.gate_up_proj`, the names of transformers' `state_dict`) or `per_expert`
+    (`experts.0.gate_proj.weight`), which some families, such as gpt_oss, do not have. dtypes are kept. Raises
+    InvalidInput where weights, config and layer disagree, Unsupported for other families and for a storage the family
+    does not have.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -66,9 +67,14 @@ def layer_tensors(
 
 
 def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a checkpoint that belongs to none of its MoE layers, read one at a time."""
-    blocks = tuple(checkpoint.block(layer) for layer in checkpoint.moe_layers)
-    names = [name for name in checkpoint.index.files if not name.startswith(blocks)]
+    """(name, array) of every tensor of a checkpoint that its layers do not hold, read one at a time.
+
+    Of quantised checkpoints, everything below the blocks is left out.
+    """
+    parts = (stack.parts for layer in checkpoint.moe_layers for stack in checkpoint.stacks(layer).values())
+    held = {part.tensor for some in parts for part in some}
+    blocks = () if checkpoint.packing is None else tuple(map(checkpoint.block, checkpoint.moe_layers))
+    names = [name for name in checkpoint.index.files if name not in held and not name.startswith(blocks)]
     for name, tensors, path in checkpoint.index.opened(names):
         yield name, read_tensor(tensors, path, name)
 
@@ -78,7 +84,7 @@ def save_checkpoint(
     config: Any,
     layers: Iterable[tuple[int, LayerWeights]],
     *,
-    storage: str = "per_expert",
+    storage: str | None = None,
     other_tensors: Iterable[tuple[str, np.ndarray]] = (),
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[WriteProgress], object] | None = None,
@@ -118,37 +124,37 @@ def save_checkpoint(
 
 def _model(config: Any) -> _Model:
     settings = settings_of(config)
-    model_type = settings.get("model_type")
-    if model_type not in FAMILY_NAMES:
-        raise Unsupported(
-            f"model_type of config must be one of {', '.join(FAMILY_NAMES)}, got {model_type!r}; no other family can "
-            "be written"
-        )
-    if settings.get("quantization_config"):
+    model = text_model(settings)
+    if model.quantization:
         raise InvalidInput(
             "config must have no quantization_config, got one; weights are written dequantised, so remove it"
         )
-    architecture = architecture_of(ModelConfig(str(model_type), settings))
-    return _Model(settings, architecture, layer_spec_from_config(settings))
+    architecture = architecture_of(model)
+    return _Model(settings, architecture, architecture.layer_spec(), model.nested)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model as its config describes it. spec: of its MoE layers, in any storage."""
+    """A model as its config describes it. spec: of its MoE layers, in any storage. nested: see `ModelConfig`."""
 
     settings: Mapping[str, Any]
     architecture: Architecture
     spec: MoELayerSpec
+    nested: bool
 
     @property
     def storage(self) -> Storage:
         """The layouts of the arrays that `layer_stacks` speaks of."""
         return storage_of(self.architecture.spec)
 
-    def require_storage(self, storage: str) -> None:
-        require_choice("storage", storage, STORAGES)
+    def require_storage(self, storage: str | None) -> None:
+        if storage is not None:
+            require_choice("storage", storage, STORAGES)
         if storage == "per_expert" and self.architecture.naming.per_expert is None:
-            raise Unsupported("storage must be 'fused' for this family, got 'per_expert', which it does not have")
+            raise Unsupported(
+                "storage must be None or 'fused' for this family, which has no per-expert storage, got 'per_expert'; "
+                "leave it out"
+            )
 
     def require_layer(self, layer: int, weights: LayerWeights) -> None:
         """Raise InvalidInput unless the weights make the layer that config describes, storage aside."""
@@ -182,12 +188,10 @@ class _Model:
             )
 
 
-def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str) -> Iterator[tuple[str, np.ndarray]]:
-    # Published per-expert files use the oldest name of the block, fused ones the newest.
-    block = model.architecture.naming.blocks[0 if storage == "fused" else -1]
-    stacks = layer_stacks(model.architecture, f"model.layers.{layer}.{block}.", storage == "fused")
+def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | None) -> Iterator[tuple[str, np.ndarray]]:
+    names = written_names(model.architecture, layer, storage, nested=model.nested)
     source = _Source(weights, model.storage)
-    for field, stack in stacks.items():
+    for field, stack in layer_stacks(model.architecture, names).items():
         yield from source.tensors(field.replace("shared.", "shared_experts."), stack)
 
 
@@ -203,10 +207,12 @@ class _Source:
         """The tensors an array is put together from; of per-expert storage one expert's matrix is made at a time."""
         expert, array = None, np.empty(0)
         for part in stack.parts:
-            lead = part.place[:1] if len(stack.shape) == 3 else ()
+            lead = part.place[:1] if part.place and isinstance(part.place[0], int) else ()
             if lead != expert:
                 expert, array = lead, self._array(name, stack.shape[len(lead) :], lead)
-            yield part.tensor, np.asarray(array[part.place[len(lead) :]], order="C")
+            found = array[part.place[len(lead) :]]
+            found = np.asarray(found.swapaxes(-1, -2) if part.turned else found, order="C")
+            yield part.tensor, found.reshape(part.shape)
 
     def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:
         """The array, or one expert's part of it: where nothing moves a view, else a new array of `shape`."""

@@ -174,8 +174,11 @@ def test_more_refusals(tmp_path):
     with pytest.raises(InvalidInput, match="path must be a new or empty directory"):
         save_checkpoint(path, config_of("gpt_oss"), weights_of(checkpoint), storage="fused")
     _, weights = next(weights_of(checkpoint))
-    with pytest.raises(Unsupported, match="storage must be 'fused' for this family"):
-        layer_tensors(weights, config_of("gpt_oss"), 0)
+    with pytest.raises(Unsupported, match=r"storage must be None or 'fused' for this family, .*; leave it out"):
+        layer_tensors(weights, config_of("gpt_oss"), 0, "per_expert")
+    # What the message says.
+    written = {name for name, _ in layer_tensors(weights, config_of("gpt_oss"), 0)}
+    assert written == {name for name in checkpoint.index.files if ".layers.0.mlp." in name}
     with pytest.raises(InvalidInput, match="must have router = "):
         layer_tensors(weights, config_of("mixtral"), 0)
 
@@ -239,7 +242,7 @@ def test_memory_is_not_doubled(tmp_path, source, storage, most):
 
 def test_both_import_orders_work():
     for first in ("moe_core.layers", "moe_core.checkpoint", "moe_core.checkpoint.presets", "moe_core.checkpoint.write"):
-        imports = "from moe_core.checkpoint import save_checkpoint; from moe_core.checkpoint.presets import PRESETS"
+        imports = "from moe_core.checkpoint import save_checkpoint; from moe_core.checkpoint.families import FAMILIES"
         script = f"import {first}; {imports}"
         subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 

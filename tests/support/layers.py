@@ -30,8 +30,7 @@ _DEEPSEEK = {
 _QWEN = {"moe_intermediate_size": F, "num_experts": E, "norm_topk_prob": True}
 _QWEN_SHARED = _QWEN | {"norm_topk_prob": False, "shared_expert_intermediate_size": S}
 _MIXTRAL = {"intermediate_size": F, "num_local_experts": E}
-#: name -> settings of a small config.json; every family of `moe_core.checkpoint.presets.PRESETS`, some in several
-#: variants.
+#: name -> settings of a small config.json, as a user writes them; some families in several variants.
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral"} | _MIXTRAL,
     "minimax": {"model_type": "minimax"} | _MIXTRAL,

@@ -91,7 +91,7 @@ def test_what_is_no_block_is_refused() -> None:
         MoE.from_block(block.experts)
     with pytest.raises(InvalidInput, match="block must be a Module"):
         MoE.from_block(models)  # type: ignore[arg-type]
-    with pytest.raises(Unsupported, match="model_type of config must be one of"):
+    with pytest.raises(Unsupported, match="vitpose_backbone' cannot be described"):
         MoE.from_block(block_of("vitpose_backbone"), {"model_type": "vitpose_backbone"})
     llama = block_of("llama4")
     with pytest.raises(InvalidInput, match="config must be given for Llama4TextMoe"):

@@ -1,0 +1,70 @@
+"""The model families whose MoE layers can be described, read and written: one `Family` per model_type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.deepseek import DEEPSEEK
+from moe_core.checkpoint.families.mixtral import MIXTRAL
+from moe_core.checkpoint.families.qwen import QWEN
+from moe_core.checkpoint.families.record import Architecture as Architecture
+from moe_core.checkpoint.families.record import Family as Family
+from moe_core.checkpoint.families.record import Naming as Naming
+from moe_core.checkpoint.families.record import describe
+from moe_core.errors import Unsupported
+
+#: model_type -> what it declares.
+FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK}
+#: model_type -> the one operation of its block that a layer cannot compute.
+REFUSED: Mapping[str, str] = {
+    "axk1": "an RMSNorm of the sum of routed and shared experts (post_mlp_layernorm)",
+    "diffusion_gemma_text": "a router that normalises its own input and scales the weight of each expert",
+    "doge": "experts of one row each, found by a product of keys",
+    "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
+    "gemma4_text": "a router that normalises its own input and scales the weight of each expert",
+    "hy_v4": "clamps in the routed experts and none in the shared experts",
+    "inkling_text": "a softmax over the chosen and the shared experts together",
+    "jetmoe": "a bias added to the sum of the experts",
+    "kolibri1": "a correction bias on the logits instead of the scores",
+    "muse_spark_text": "a projection before the experts and one behind them, with an RMSNorm of each expert's output",
+    "nllb-moe": "a second expert chosen at random, with a capacity that depends on the batch",
+    "phimoe": "sparsemixer routing",
+    "switch_transformers": "relu experts with dropout, and tokens dropped by a fixed capacity",
+    "vitpose_backbone": "an expert per data set, chosen for a whole image",
+    "zaya": "a router of several layers that carries a state from layer to layer",
+}
+#: Settings that hold the text model's within those of a multimodal model.
+_NESTED = ("text_config", "thinker_config")
+
+
+def text_model(settings: Mapping[str, Any]) -> ModelConfig:
+    """The text model of a config.json whose family is known: of multimodal models, the one under `text_config`.
+
+    Raises Unsupported for other families.
+    """
+    met, quantization, nested = [], settings.get("quantization_config"), False
+    while True:
+        name = settings.get("model_type")
+        met.append(repr(name))
+        if isinstance(name, str) and name in FAMILIES:
+            return ModelConfig(name, settings, quantization, nested)
+        if isinstance(name, str) and name in REFUSED:
+            raise Unsupported(
+                f"model_type {name!r} cannot be described: its block has {REFUSED[name]}, which no layer computes; "
+                "keep the model's own block"
+            )
+        inner = next((settings[key] for key in _NESTED if isinstance(settings.get(key), Mapping)), None)
+        if inner is None:
+            raise Unsupported(
+                f"model_type of config must be one of the {len(FAMILIES)} in moe_core.checkpoint.families.FAMILIES, "
+                f"got {' with text_config '.join(met)}; describe the layer with a MoELayerSpec instead"
+            )
+        settings, nested = inner, True
+        quantization = quantization or settings.get("quantization_config")
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """The MoE layers that `config` (of one of FAMILIES) describes; InvalidInput where its settings disagree."""
+    return describe(FAMILIES[config.model_type], config)

@@ -1,0 +1,287 @@
+"""Families routed as DeepSeek: sigmoid scores and a correction bias (V3) or softmax scores (V2), within groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.record import (
+    Family,
+    Layers,
+    Naming,
+    Shared,
+    dense_first,
+    every_layer,
+    hidden_activation,
+    limited,
+    mlp_names,
+    routing,
+)
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs import RouterSpec
+
+_SCALE, _NORM, _GROUPS = ("routed_scaling_factor",), ("norm_topk_prob",), (("n_group",), ("topk_group",))
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_SHARED = Shared(copies=("n_shared_experts",))
+
+#: Sigmoid scores, selection with a correction bias within the best groups, scaled weights, shared experts.
+_V3 = Family(
+    router=routing("sigmoid", renormalize=_NORM, scale=_SCALE, groups=_GROUPS),
+    layers=dense_first(),
+    experts=_EXPERTS,
+    shared=_SHARED,
+    correction_bias=True,
+)
+#: Without groups, always renormalised.
+_FLAT = replace(_V3, router=routing("sigmoid", scale=_SCALE))
+
+
+def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
+    """Softmax scores, chosen within the best groups where topk_method says so, scaled."""
+    config.require("scoring_func", "softmax", "another score")
+    method = config.find("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise Unsupported(
+            f"topk_method must be 'greedy' or 'group_limited_greedy' for {config.model_type}, got {method!r}; this "
+            "variant cannot be computed"
+        )
+    groups = None if method == "greedy" else _GROUPS
+    return routing(renormalize=False, scale=_SCALE, groups=groups)(config)
+
+
+_V2 = replace(
+    _V3,
+    router=_deepseek_v2_router,
+    correction_bias=False,
+    requires=(("norm_topk_prob", False, "renormalisation, which transformers' block leaves out,"),),
+)
+#: Shared experts of some families have a width setting of their own, or the gate of hy_v3's files another name.
+_HY_V3 = Naming(
+    router=("gate.weight", "router.gate.weight"),
+    correction_bias=("e_score_correction_bias", "expert_bias"),
+    shared=(mlp_names("shared_experts"), mlp_names("shared_mlp")),
+)
+#: step3p5 is published with gate and up of all experts in a tensor each.
+_STEP = Naming(
+    ("mlp", "moe"),
+    correction_bias=("gate.e_score_correction_bias", "router_bias"),
+    fused=(("experts.gate_up_proj", "experts.down_proj"), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
+    per_expert=None,
+    shared=(mlp_names("shared_experts"), mlp_names("/share_expert")),
+    nested_prefixes=("model.language_model.", "model."),
+    text_fused=True,
+)
+_KIMI = Naming(("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
+_KIMI_ROUTER = routing(
+    "sigmoid",
+    renormalize=("moe_renormalize", "norm_topk_prob"),
+    scale=_SCALE,
+    groups=(("num_expert_group", "n_group"), ("topk_group",)),
+    top_k=("num_experts_per_token", "num_experts_per_tok"),
+)
+_KIMI_SHARED = Shared(copies=("num_shared_experts", "n_shared_experts"))
+
+
+def _nemotron_layers(config: ModelConfig) -> Layers:
+    """One layer is one of attention, Mamba, an MLP or experts: layers_block_type, or `E` in hybrid_override_pattern."""
+    kinds = config.strings("layers_block_type")
+    if kinds:
+        return Layers(len(kinds), tuple(n for n, kind in enumerate(kinds) if kind == "moe"), "layers_block_type")
+    pattern = config.find("layers_block_type", "hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        raise InvalidInput(
+            f"hybrid_override_pattern in config.json must be a string of layer kinds, got {pattern!r}; restore the "
+            "original config.json"
+        )
+    return Layers(len(pattern), tuple(n for n, kind in enumerate(pattern) if kind == "E"), "hybrid_override_pattern")
+
+
+def _deepseek_v4_router(config: ModelConfig) -> RouterSpec:
+    scores = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+    name = config.find("scoring_func")
+    if not isinstance(name, str) or name not in scores:
+        raise Unsupported(
+            f"scoring_func in config.json must be one of {', '.join(scores)}, got {name!r}; this score cannot be "
+            "computed"
+        )
+    return routing(scores[name], scale=_SCALE)(config)
+
+
+def _deepseek_v4_layers(config: ModelConfig) -> Layers:
+    """Layers of mlp_layer_types `moe`, or all from num_hash_layers on."""
+    count = config.num_layers()
+    if config.strings("mlp_layer_types"):
+        return dense_first()(config)
+    first = config.integer("num_hash_layers", least=0)
+    return Layers(count, tuple(range(first, count)), f"num_hash_layers = {first}, whose ids come from a table")
+
+
+def _step3p5_layers(config: ModelConfig) -> Layers:
+    """Layers of mlp_layer_types `sparse` or of moe_layers_enum without limits.
+
+    Routed and shared experts have different limits where they have any, which no layer describes.
+    """
+    layers = dense_first(3)(config)
+    chosen = config.settings.get("moe_layers_enum")
+    if isinstance(chosen, str) and not config.strings("mlp_layer_types"):
+        numbers = {int(number) for number in chosen.split(",") if number.strip().isdecimal()}
+        moe = tuple(layer for layer in range(layers.count) if layer in numbers)
+        layers = Layers(layers.count, moe, f"moe_layers_enum = {chosen}")
+    limits = [config.settings.get(name) or [] for name in ("swiglu_limits", "swiglu_limits_shared")]
+    if not all(isinstance(values, list) for values in limits):
+        raise InvalidInput(
+            f"swiglu_limits in config.json must be a list of numbers, got {limits!r}; restore the original config.json"
+        )
+    moe = tuple(layer for layer in layers.moe if not any(any(values[layer : layer + 1]) for values in limits))
+    return Layers(layers.count, moe, f"{layers.rule}; none of swiglu_limits and swiglu_limits_shared")
+
+
+def _longcat_layers(config: ModelConfig) -> Layers:
+    count = config.num_layers("num_layers")
+    return Layers(count, tuple(range(count)), "every layer")
+
+
+DEEPSEEK = {
+    "deepseek_v3": replace(
+        _V3,
+        requires=(("scoring_func", "sigmoid", "another score"), ("topk_method", "noaux_tc", "another selection")),
+    ),
+    # The models below do not read scoring_func and topk_method.
+    "deepseek_v32": _V3,
+    "glm4_moe": _V3,
+    "glm4_moe_lite": replace(_V3, layers=dense_first(1)),
+    "glm4v_moe_text": replace(_V3, naming=Naming(text_fused=True)),
+    "glm_moe_dsa": _V3,
+    "dots1": _V3,
+    "dots3_note_text": replace(
+        _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
+    ),
+    "axk2": replace(_V3, layers=dense_first(1)),
+    "solar_open": replace(_V3, layers=every_layer),
+    "mimo_v2_flash": replace(_V3, layers=dense_first(1), shared=None),
+    "beam": replace(_V3, layers=dense_first(3), shared=None),
+    "exaone_moe": replace(
+        _V3,
+        shared=Shared(("num_shared_experts",)),
+        naming=Naming(correction_bias=("gate.e_score_correction_bias", "e_score_correction_bias")),
+    ),
+    "bailing_hybrid": replace(
+        _V3,
+        router=_KIMI_ROUTER,
+        experts=("num_experts",),
+        shared=_KIMI_SHARED,
+        naming=Naming(correction_bias=("gate.e_score_correction_bias", "gate.expert_bias")),
+    ),
+    "kimi_linear": replace(
+        _V3, router=_KIMI_ROUTER, layers=dense_first(1), experts=("num_experts",), shared=_KIMI_SHARED, naming=_KIMI
+    ),
+    "hy_v3": replace(
+        _V3,
+        router=routing("sigmoid", scale=("router_scaling_factor",)),
+        layers=dense_first(1),
+        experts=("num_experts",),
+        shared=Shared(("num_shared_experts",)),
+        naming=_HY_V3,
+    ),
+    "afmoe": replace(
+        _V3,
+        router=routing("sigmoid", scale=("route_scale",)),
+        layers=dense_first(1, "num_dense_layers"),
+        experts=("num_experts",),
+        shared=Shared(("num_shared_experts",)),
+        naming=Naming(router=("router.gate.weight",), correction_bias=("expert_bias",)),
+    ),
+    "laguna": replace(
+        _V3,
+        router=routing("sigmoid", scale=("moe_routed_scaling_factor",)),
+        layers=dense_first(1),
+        experts=("num_experts",),
+        shared=Shared(width=("shared_expert_intermediate_size",)),
+        naming=Naming(
+            correction_bias=("gate.e_score_correction_bias", "experts.e_score_correction_bias"),
+            shared=(mlp_names("shared_experts"), mlp_names("shared_expert")),
+        ),
+        requires=(
+            ("moe_router_logit_softcapping", 0.0, "a soft cap of the router's logits"),
+            ("moe_apply_router_weight_on_input", False, "router weights on the input with several experts per token"),
+        ),
+    ),
+    "nemotron_h": replace(
+        _V3,
+        layers=_nemotron_layers,
+        activation=hidden_activation("mlp_hidden_act", gated=False),
+        shared=Shared(width=("moe_shared_expert_intermediate_size",)),
+        naming=Naming(
+            blocks=("mixer",),
+            fused=(("experts.up_proj", "experts.down_proj"),),
+            per_expert=("up_proj", "down_proj"),
+            shared=(mlp_names("shared_experts")[1:],),
+            prefixes=("model.", "backbone."),
+        ),
+        requires=(("moe_latent_size", None, "a projection before the experts and one behind them"),),
+    ),
+    "mistral4": replace(
+        _V3,
+        router=routing(renormalize=_NORM, scale=_SCALE),
+        correction_bias=False,
+        naming=Naming(per_expert=None),
+        requires=(("n_group", 1, "a softmax group scored by its two best experts"),),
+    ),
+    "mistral_large4_text": replace(
+        _V3,
+        router=routing(renormalize=True, scale=_SCALE),
+        layers=dense_first(1),
+        correction_bias=False,
+        naming=Naming(
+            ("mlp", ""),
+            per_expert=("w1", "w3", "w2"),
+            shared=(mlp_names("shared_experts"), mlp_names("shared_experts", "w1", "w3", "w2")),
+            nested_prefixes=("model.language_model.", ""),
+            text_fused=True,
+        ),
+        requires=(("n_group", 1, "a softmax group scored by its two best experts"),),
+    ),
+    # Its first layers take ids from a table of tokens (hash_moe); no layer here describes those.
+    "deepseek_v4": replace(
+        _V3,
+        router=_deepseek_v4_router,
+        layers=_deepseek_v4_layers,
+        activation=limited,
+        shared=Shared(),
+        naming=Naming(
+            ("mlp", "ffn"),
+            correction_bias=("gate.e_score_correction_bias", "gate.bias"),
+            per_expert=("w1", "w3", "w2"),
+            shared=(mlp_names("shared_experts"), mlp_names("shared_experts", "w1", "w3", "w2")),
+            prefixes=("model.", ""),
+        ),
+        requires=(("mlp_bias", False, "a bias of the shared experts"),),
+    ),
+    "glm5_next_text": replace(_V3, layers=dense_first(3), activation=limited),
+    "step3p5": replace(
+        _V3,
+        router=routing("sigmoid", scale=("moe_router_scaling_factor",), top_k=("num_experts_per_tok", "moe_top_k")),
+        layers=_step3p5_layers,
+        experts=("n_routed_experts", "moe_num_experts"),
+        shared=Shared(width=("share_expert_dim", "share_expert_dims")),
+        naming=_STEP,
+        requires=(("mlp_bias", False, "a bias of the shared experts"),),
+    ),
+    # A softmax of all experts; the correction bias changes only which are chosen.
+    "longcat_flash": replace(
+        _V3,
+        router=routing(renormalize=False, scale=_SCALE, top_k=("moe_topk",)),
+        layers=_longcat_layers,
+        width=("expert_ffn_hidden_size",),
+        experts=("n_routed_experts",),
+        shared=None,
+        naming=Naming(router=("router.classifier.weight",), correction_bias=("router.e_score_correction_bias",)),
+        requires=(
+            ("zero_expert_num", 0, "experts that return their input (zero experts)"),
+            ("router_bias", False, "the bias of the classifier, which transformers' block leaves out,"),
+        ),
+    ),
+    "deepseek_v2": _V2,
+    "deepseek_ocr2_text": replace(_V2, naming=Naming(text_fused=True)),
+    "unlimited_ocr_text": replace(_V2, layers=dense_first(1)),
+}

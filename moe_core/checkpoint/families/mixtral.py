@@ -1,0 +1,135 @@
+"""Families like Mixtral, whose experts are as wide as intermediate_size, and gpt-oss's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.record import (
+    Family,
+    Layers,
+    Naming,
+    Shared,
+    dense_first,
+    every_layer,
+    mlp_names,
+    routing,
+    silu,
+    swiglu_oai,
+)
+
+_EXPERTS, _FUSED = ("num_local_experts", "num_experts"), ("experts.gate_up_proj", "experts.down_proj")
+_TOPK_FIRST = routing(
+    order="topk_then_softmax", renormalize=False, top_k=("num_experts_per_tok", "experts_per_token", "moe_topk")
+)
+_NAMES = Naming(("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
+
+#: Softmax over all experts, then top-k, renormalised.
+_MIXTRAL = Family(
+    router=routing(renormalize=True),
+    layers=every_layer,
+    width=("intermediate_size",),
+    experts=_EXPERTS,
+    naming=_NAMES,
+)
+_GRANITE_NAMES = Naming(
+    ("block_sparse_moe",),
+    router=("router.weight", "router.layer.weight"),
+    fused=(_FUSED, ("input_linear.weight", "output_linear.weight")),
+    per_expert=None,
+    shared=(("/shared_mlp.input_linear.weight", "/shared_mlp.output_linear.weight"),),
+)
+#: Softmax over the chosen logits; the shared experts are an MLP beside the block.
+_GRANITE = replace(
+    _MIXTRAL, router=_TOPK_FIRST, shared=Shared(width=("shared_intermediate_size",)), naming=_GRANITE_NAMES
+)
+#: Top-k of the logits, then softmax over the chosen; clamped SwiGLU; biases everywhere.
+#: Files hold `[E, D, 2F]` and `[E, F, D]`.
+_GPT_OSS = replace(
+    _MIXTRAL,
+    router=_TOPK_FIRST,
+    activation=swiglu_oai("interleaved"),
+    router_bias=True,
+    expert_bias=True,
+    weight_layout="in_out",
+    naming=Naming(router=("router.weight",), per_expert=None),
+)
+
+
+def _llama4_layers(config: ModelConfig) -> Layers:
+    """moe_layers, or one layer in interleave_moe_layer_step."""
+    count, chosen = config.num_layers(), config.integers("moe_layers")
+    if chosen:
+        return Layers(count, tuple(n for n in range(count) if n in chosen), f"moe_layers = {list(chosen)}")
+    step = config.integer("interleave_moe_layer_step", default=1)
+    return Layers(count, tuple(range(step - 1, count, step)), f"interleave_moe_layer_step = {step}")
+
+
+MIXTRAL = {
+    "mixtral": _MIXTRAL,
+    "minimax": _MIXTRAL,
+    "minimax_m2": replace(
+        _MIXTRAL,
+        router=routing("sigmoid"),
+        correction_bias=True,
+        naming=replace(_NAMES, correction_bias=("e_score_correction_bias",)),
+    ),
+    "minimax_m3_vl_text": replace(
+        _MIXTRAL,
+        router=routing("sigmoid", scale=("routed_scaling_factor",)),
+        layers=dense_first(0),
+        activation=swiglu_oai("halves"),
+        shared=Shared(width=("shared_intermediate_size",)),
+        correction_bias=True,
+        naming=replace(
+            _NAMES,
+            correction_bias=("gate.e_score_correction_bias", "e_score_correction_bias"),
+            shared=(
+                ("shared_experts.gate_up_proj.weight", "shared_experts.down_proj.weight"),
+                mlp_names("shared_experts"),
+            ),
+            nested_prefixes=("model.language_model.", "language_model.model."),
+            text_fused=True,
+        ),
+    ),
+    "granitemoe": replace(_GRANITE, shared=None),
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "granitemoe_swa": replace(
+        _GRANITE,
+        naming=replace(_GRANITE_NAMES, router=("router.weight",), fused=(_FUSED,)),
+    ),
+    "gpt_oss": _GPT_OSS,
+    # Its block divides the weights by K and multiplies the output by K.
+    "openai_privacy_filter": replace(_GPT_OSS, activation=swiglu_oai("halves")),
+    # Sigmoid weights on the input of the one chosen expert, and a shared expert of the same width.
+    "llama4_text": replace(
+        _MIXTRAL,
+        router=routing("sigmoid", renormalize=False),
+        layers=_llama4_layers,
+        shared=Shared(),
+        weight_layout="in_out",
+        router_weight_on_input=True,
+        naming=Naming(
+            ("feed_forward",),
+            router=("router.weight",),
+            per_expert=None,
+            shared=(mlp_names("shared_expert"),),
+            nested_prefixes=("language_model.model.",),
+        ),
+    ),
+    "aria_text": replace(
+        _MIXTRAL,
+        router=_TOPK_FIRST,
+        experts=("moe_num_experts",),
+        activation=silu,
+        shared=Shared(("moe_num_shared_experts",)),
+        weight_layout="in_out",
+        naming=Naming(
+            router=("router.weight",),
+            fused=(_FUSED, ("experts.fc1.weight", "experts.fc2.weight")),
+            per_expert=None,
+            nested_prefixes=("model.language_model.", "language_model.model."),
+        ),
+    ),
+}

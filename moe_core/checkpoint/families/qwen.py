@@ -1,0 +1,116 @@
+"""Families routed as Qwen-MoE: softmax over all experts, then top-k, renormalised where norm_topk_prob says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.record import (
+    Family,
+    Layers,
+    Naming,
+    Shared,
+    dense_first,
+    every_layer,
+    mlp_names,
+    routing,
+    silu,
+    sparse_step,
+)
+from moe_core.specs import RouterSpec
+
+_EXPERTS, _NORM = ("num_experts", "num_local_experts"), ("norm_topk_prob",)
+_GATED = Shared(width=("shared_expert_intermediate_size",), gate=True)
+_SHARED_EXPERT = Naming(shared=(mlp_names("shared_expert"),))
+
+_QWEN3 = Family(router=routing(renormalize=_NORM), layers=sparse_step, experts=_EXPERTS)
+#: With a shared expert behind a sigmoid gate.
+_QWEN2 = replace(_QWEN3, shared=_GATED, naming=_SHARED_EXPERT)
+#: Every layer has experts, as wide as intermediate_size.
+_OLMOE = replace(_QWEN3, layers=every_layer, width=("intermediate_size",))
+
+
+def _ernie_layers(config: ModelConfig) -> Layers:
+    """Layers from moe_layer_start_index to moe_layer_end_index (-1 = the last), one in moe_layer_interval."""
+    count, step = config.num_layers(), config.integer("moe_layer_interval", null=1, default=1)
+    first = config.integer("moe_layer_start_index", least=0, null=0, default=1)
+    last = config.integer("moe_layer_end_index", least=-1, null=-1, default=-1)
+    last = count - 1 if last == -1 else last
+    moe = tuple(n for n in range(first, min(last + 1, count)) if (n + 1) % step == 0)
+    return Layers(count, moe, f"layers {first} to {last}, moe_layer_interval = {step}")
+
+
+def _jamba_layers(config: ModelConfig) -> Layers:
+    count, period = config.num_layers(), config.integer("expert_layer_period")
+    offset = config.integer("expert_layer_offset", least=0)
+    moe = tuple(n for n in range(count) if n % period == offset)
+    return Layers(count, moe, f"expert_layer_period = {period}, expert_layer_offset = {offset}")
+
+
+def _cohere2_router(config: ModelConfig) -> RouterSpec:
+    """Top-k of the logits, then softmax or sigmoid of the chosen; only sigmoid weights may be renormalised."""
+    if config.find("expert_selection_fn") == "sigmoid":
+        return routing("sigmoid", renormalize=_NORM)(config)
+    config.require("expert_selection_fn", "softmax", "another score")
+    return routing(order="topk_then_softmax", renormalize=False)(config)
+
+
+QWEN = {
+    "qwen3_moe": _QWEN3,
+    "qwen3_omni_moe_text": _QWEN3,
+    "qwen3_vl_moe_text": replace(_QWEN3, router=routing(renormalize=True), naming=Naming(per_expert=None, turned=True)),
+    "qwen2_moe": _QWEN2,
+    "qwen3_next": _QWEN2,
+    "qwen3_omni_moe_talker_text": replace(_QWEN2, router=routing(renormalize=True)),
+    "qwen3_5_moe_text": replace(_QWEN2, router=routing(renormalize=True), layers=every_layer),
+    "qwen4_exp_text": replace(_QWEN2, layers=every_layer),
+    "mellum": replace(_QWEN3, layers=dense_first(0)),
+    "olmoe": _OLMOE,
+    "flex_olmo": _OLMOE,
+    "flint": replace(
+        _QWEN3,
+        router=routing("sigmoid", renormalize=_NORM),
+        shared=Shared(width=("shared_expert_intermediate_size",)),
+        naming=_SHARED_EXPERT,
+    ),
+    "cohere2_moe": replace(
+        _OLMOE,
+        router=_cohere2_router,
+        layers=dense_first(0),
+        shared=Shared(("num_shared_experts",)),
+        requires=(("shared_expert_combination_strategy", "sum", "the average of routed and shared experts"),),
+    ),
+    # Weights are softmax scores; the correction bias changes only which experts are chosen.
+    "ernie4_5_moe": Family(
+        router=routing(renormalize=True, top_k=("moe_k", "num_experts_per_tok")),
+        layers=_ernie_layers,
+        experts=("moe_num_experts", "num_experts"),
+        shared=Shared(("moe_num_shared_experts",)),
+        correction_bias=True,
+        naming=Naming(
+            correction_bias=("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),
+            bias_row=True,
+        ),
+        requires=(("use_bias", False, "a bias of the shared experts"),),
+    ),
+    "jamba": replace(
+        _OLMOE,
+        router=routing(renormalize=False),
+        layers=_jamba_layers,
+        naming=Naming(("feed_forward",), router=("router.weight",)),
+    ),
+    "hunyuan_v1_moe": replace(
+        _OLMOE,
+        router=routing(renormalize=True, top_k=("moe_topk", "num_experts_per_tok")),
+        shared=Shared(),
+        naming=Naming(router=("gate.wg.weight",), shared=(mlp_names("shared_mlp"),)),
+    ),
+    "lfm2_moe": replace(
+        _QWEN3,
+        router=routing("sigmoid", renormalize=_NORM, scale=("routed_scaling_factor",)),
+        layers=dense_first(2, "num_dense_layers"),
+        activation=silu,
+        correction_bias="use_expert_bias",
+        naming=Naming(("feed_forward",), correction_bias=("expert_bias",), per_expert=("w1", "w3", "w2")),
+    ),
+}

@@ -1,0 +1,276 @@
+"""What a family is: the settings of a config.json that describe its MoE layers, and the names of their tensors.
+
+A new family is one `Family`, most often a few fields replaced in one of the same lineage. Its preset, its reader and
+its writer follow from the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from moe_core.checkpoint.config import ModelConfig
+from moe_core.errors import Unsupported
+from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
+
+#: hidden_act of a config.json -> name of the activation.
+_HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+_HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+
+#: Alternative names of one thing.
+Names = tuple[str, ...]
+
+
+def mlp_names(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
+    """The three weights of an MLP that is a module."""
+    return (f"{module}.{gate}.weight", f"{module}.{up}.weight", f"{module}.{down}.weight")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Tensor names of one MoE layer.
+
+    Each field holds alternatives: transformers' own name (as in `state_dict`) first, the published one last. Names are
+    below `layers.<n>.<block>.`; one that starts with `/` is below `layers.<n>.`.
+
+    fused: (gate_up, down) or (gate, up, down) of all experts; ungated experts have an up in place of gate_up. Biases
+    have the same names with `_bias`. per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for
+    ungated experts; None = the family has only fused storage. shared: (gate, up, down), or (gate_up, down) where gate
+    and up are one tensor. prefixes, nested_prefixes: what stands before `layers.` in files of a text model, and of a
+    model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
+    bias_row: files hold the correction bias as `[1, E]`. text_fused: a text model saved without the rest has only
+    transformers' own names.
+    """
+
+    blocks: Names = ("mlp",)
+    router: Names = ("gate.weight",)
+    correction_bias: Names = ("gate.e_score_correction_bias",)
+    fused: tuple[Names, ...] = (("experts.gate_up_proj", "experts.down_proj"),)
+    per_expert: Names | None = ("gate_proj", "up_proj", "down_proj")
+    shared: tuple[Names, ...] = (mlp_names("shared_experts"),)
+    shared_gate: str = "shared_expert_gate.weight"
+    prefixes: Names = ("model.",)
+    nested_prefixes: Names = ("model.language_model.",)
+    turned: bool = False
+    bias_row: bool = False
+    text_fused: bool = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The shared experts' settings: `copies` of `width`, where no name stands for one copy of the experts' width."""
+
+    copies: Names = ()
+    width: Names = ()
+    gate: bool = False
+
+    def d_ff(self, config: ModelConfig, d_ff: int) -> int:
+        """The width of all together; 0 = none."""
+        width = config.integer(*self.width, least=0, null=0) if self.width else d_ff
+        return width * (config.integer(*self.copies, least=0, null=0) if self.copies else 1)
+
+
+class Layers(NamedTuple):
+    """How many layers a model has, which of them have experts (ascending), and the settings that decided it."""
+
+    count: int
+    moe: tuple[int, ...]
+    rule: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """The MoE layers of a model_type.
+
+    width, experts: settings that give d_ff and E. shared: None = no shared experts. correction_bias: whether there is
+    one, or the setting that says so. requires: (setting, the value that can be computed, what another one asks for);
+    absent and null settings are fine. weight_layout: of fused storage in files.
+    """
+
+    router: Callable[[ModelConfig], RouterSpec]
+    layers: Callable[[ModelConfig], Layers]
+    naming: Naming = Naming()
+    width: Names = ("moe_intermediate_size",)
+    experts: Names = ("num_experts", "num_local_experts", "n_routed_experts")
+    activation: Callable[[ModelConfig], Activation] | None = None
+    shared: Shared | None = None
+    correction_bias: bool | str = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    weight_layout: str = "out_in"
+    router_weight_on_input: bool = False
+    requires: tuple[tuple[str, object, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The MoE layers of one model.
+
+    moe_layers: the layers that have one, ascending; moe_layers_rule: the settings that decided it. d_ff: width of one
+    expert after gating; shared_d_ff: of the shared experts together, 0 = none. spec: weights as the family's fused
+    storage lays them out, which per-expert storage is stacked into.
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    moe_layers_rule: str
+    d_model: int
+    d_ff: int
+    num_experts: int
+    shared_d_ff: int
+    spec: MoESpec
+    family: Family
+    correction_bias: bool
+
+    @property
+    def naming(self) -> Naming:
+        return self.family.naming
+
+    def layer_spec(self) -> MoELayerSpec:
+        """The layer, stored as the framework stores it by default: the family's layouts are those of its files."""
+        activation, router, family = self.spec.activation, self.spec.router, self.family
+        assert router is not None
+        if activation.gated:
+            activation = replace(activation, gate_layout="halves")
+        gate = family.shared is not None and family.shared.gate
+        return MoELayerSpec(
+            self.d_model,
+            self.d_ff,
+            self.num_experts,
+            router.require_top_k(),
+            router,
+            ExpertsSpec(activation, bias=family.expert_bias),
+            SharedExpertsSpec(self.shared_d_ff, gate) if self.shared_d_ff else None,
+            family.router_bias,
+            self.correction_bias,
+            family.router_weight_on_input,
+        )
+
+
+def describe(family: Family, config: ModelConfig) -> Architecture:
+    """The MoE layers that `config` describes.
+
+    Raises InvalidInput for settings that are missing or disagree, Unsupported for variants that no layer computes.
+    """
+    layers = family.layers(config)
+    for setting, supported, operation in family.requires:
+        config.require(setting, supported, operation)
+    activation, router = (family.activation or hidden_activation())(config), family.router(config)
+    d_model, d_ff = config.integer("hidden_size"), config.integer(*family.width)
+    num_experts = config.integer(*family.experts)
+    correction_bias = family.correction_bias
+    if isinstance(correction_bias, str):
+        correction_bias = config.boolean(correction_bias, default=True)
+    shared_d_ff = 0 if family.shared is None else family.shared.d_ff(config, d_ff)
+    router.validate_experts(num_experts, has_bias=correction_bias)
+    spec = MoESpec(
+        activation,
+        router,
+        family.weight_layout,
+        router_weight_layout="out_in",
+        apply_router_weight_on_input=family.router_weight_on_input,
+    )
+    return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias)
+
+
+def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:
+    """The activation that a setting names."""
+
+    def activation(config: ModelConfig) -> Activation:
+        names = settings or ("hidden_act",)
+        name = config.find(*names)
+        if not isinstance(name, str) or name not in _HIDDEN_ACTIVATIONS:
+            raise Unsupported(
+                f"{names[0]} in config.json must be one of {', '.join(_HIDDEN_ACTIVATIONS)}, got {name!r}; "
+                "this activation cannot be computed"
+            )
+        return Activation(_HIDDEN_ACTIVATIONS[name], gated=gated)
+
+    return activation
+
+
+def silu(config: ModelConfig) -> Activation:
+    """Gated silu, whatever the settings say."""
+    return Activation("silu")
+
+
+def limited(config: ModelConfig) -> Activation:
+    """The activation of hidden_act with both factors bounded by swiglu_limit."""
+    return replace(hidden_activation()(config), limit=config.number("swiglu_limit"))
+
+
+def swiglu_oai(gate_layout: str) -> Callable[[ModelConfig], Activation]:
+    """gpt-oss's clamped SwiGLU, whatever hidden_act says."""
+
+    def activation(config: ModelConfig) -> Activation:
+        limit = config.settings.get("swiglu_limit", 7.0)
+        limit = None if limit is None else config.number("swiglu_limit", default=7.0)
+        alpha = config.number("swiglu_alpha", default=1.702)
+        return Activation("swiglu_oai", gate_layout=gate_layout, alpha=alpha, limit=limit)
+
+    return activation
+
+
+def routing(
+    scoring: str = "softmax",
+    *,
+    order: str | None = None,
+    renormalize: bool | Names = True,
+    scale: float | Names = 1.0,
+    groups: tuple[Names, Names] | None = None,
+    top_k: Names = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
+) -> Callable[[ModelConfig], RouterSpec]:
+    """A router whose options are constants, or the settings that give them. groups: of num_groups and topk_group."""
+
+    def router(config: ModelConfig) -> RouterSpec:
+        num_groups, topk_group = (1, 1) if groups is None else (config.integer(*names, null=1) for names in groups)
+        return RouterSpec(
+            config.integer(*top_k),
+            scoring,
+            order,
+            renormalize if isinstance(renormalize, bool) else config.boolean(*renormalize),
+            config.number(*scale) if isinstance(scale, tuple) else scale,
+            num_groups,
+            topk_group,
+        )
+
+    return router
+
+
+def every_layer(config: ModelConfig) -> Layers:
+    count = config.num_layers()
+    return Layers(count, tuple(range(count)), "every layer")
+
+
+def dense_first(dense: int | None = None, setting: str = "first_k_dense_replace") -> Callable[[ModelConfig], Layers]:
+    """mlp_layer_types where it is given, else layers from `setting` on, at multiples of moe_layer_freq.
+
+    dense: what `setting` is by default; None = it must be given.
+    """
+
+    def layers(config: ModelConfig) -> Layers:
+        count = config.num_layers()
+        kinds = config.strings("mlp_layer_types")
+        if kinds:
+            moe = tuple(layer for layer in range(count) if kinds[layer : layer + 1] in (("sparse",), ("moe",)))
+            return Layers(count, moe, "mlp_layer_types")
+        first = config.integer(setting, least=0, null=0, default=dense)
+        frequency = config.settings.get("moe_layer_freq")
+        rule = f"{setting} = {first}, moe_layer_freq = {1 if frequency is None else frequency}"
+        if isinstance(frequency, list):
+            chosen = config.integers("moe_layer_freq")
+            return Layers(count, tuple(layer for layer in range(first, count) if any(chosen[layer : layer + 1])), rule)
+        step = config.integer("moe_layer_freq", null=1, default=1)
+        return Layers(count, tuple(layer for layer in range(first, count) if layer % step == 0), rule)
+
+    return layers
+
+
+def sparse_step(config: ModelConfig) -> Layers:
+    """Layer n has experts if (n + 1) is a multiple of decoder_sparse_step and n is not in mlp_only_layers."""
+    count, dense = config.num_layers(), config.integers("mlp_only_layers")
+    step = config.integer("decoder_sparse_step", default=1)
+    moe = tuple(layer for layer in range(count) if (layer + 1) % step == 0 and layer not in dense)
+    return Layers(count, moe, f"decoder_sparse_step = {step}, mlp_only_layers = {list(dense)}")

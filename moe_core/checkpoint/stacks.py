@@ -1,0 +1,191 @@
+"""Which tensors of the files make the arrays of a layer: names in one storage, and the stacks that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_core.checkpoint.families import Architecture, Naming
+from moe_core.checkpoint.storage import Part, Stack, TensorIndex
+from moe_core.errors import InvalidInput
+
+#: What may stand before `layers.<n>.` in files, whatever the family: nestings of multimodal models among them.
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.", "thinker.model.")
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """The tensors of one layer in one storage, by their full names.
+
+    block: what stands before the router and the experts, `model.layers.3.mlp.`. fused: (gate_up, down) of all experts,
+    None = per expert. Others: see `Naming`.
+    """
+
+    block: str
+    router: str
+    correction_bias: str
+    fused: tuple[str, ...] | None
+    shared: tuple[str, ...]
+    shared_gate: str
+    turned: bool = False
+
+    @property
+    def router_bias(self) -> str:
+        return self.router.removesuffix("weight") + "bias"
+
+
+#: Chooses one of several alternatives, each a tuple of full names.
+_Choice = Callable[[list[tuple[str, ...]]], tuple[str, ...]]
+
+
+def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) -> LayerNames:
+    """root: `model.layers.3.`; block: `mlp`, or nothing."""
+    inside = f"{root}{block}." if block else root
+
+    def full(name: str) -> str:
+        return root + name[1:] if name.startswith("/") else inside + name
+
+    def pick(alternatives: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+        return choose([tuple(map(full, names)) for names in alternatives])
+
+    def one(alternatives: tuple[str, ...]) -> str:
+        return pick(tuple((name,) for name in alternatives))[0]
+
+    return LayerNames(
+        inside,
+        one(naming.router),
+        one(naming.correction_bias),
+        pick(naming.fused) if fused else None,
+        pick(naming.shared),
+        full(naming.shared_gate),
+    )
+
+
+def written_names(architecture: Architecture, layer: int, storage: str | None, *, nested: bool) -> LayerNames:
+    """The names a layer is written under: transformers' own for `fused`, the published ones for others.
+
+    nested: config.json is that of a multimodal model.
+    """
+    naming = architecture.naming
+    storage = storage or ("fused" if naming.text_fused and not nested else "published")
+    newest = 0 if storage == "fused" else -1
+    prefix = (naming.nested_prefixes if nested else naming.prefixes)[newest]
+    root = f"{prefix}layers.{layer}."
+    fused = storage == "fused" or naming.per_expert is None
+    return _names(naming, root, naming.blocks[newest], lambda found: found[newest], fused)
+
+
+def found_names(
+    architecture: Architecture, layer: int, index: TensorIndex, holds: Callable[[str], bool], nested: bool
+) -> LayerNames:
+    """The names that the files hold a layer under. holds: whether they hold a weight, quantised or not."""
+    naming = architecture.naming
+    own = naming.nested_prefixes if nested else naming.prefixes
+    roots = [f"{prefix}layers.{layer}." for prefix in dict.fromkeys((*own, *_PREFIXES))]
+
+    def choose(alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
+        return next((names for names in alternatives if holds(names[0])), alternatives[-1])
+
+    candidates = [_names(naming, root, block, choose, True) for root in roots for block in naming.blocks]
+    names = next((names for names in candidates if names.router in index.files), None)
+    if names is None:
+        raise InvalidInput(
+            f"{index.directory} must hold the router of layer {layer} under a name such as {candidates[0].router}, got "
+            f"{index.summary()} without it; download the checkpoint again or correct its config.json"
+        )
+    assert names.fused is not None
+    if naming.per_expert is None or holds(names.fused[0]):
+        return names
+    first = f"{names.block}experts.0.{naming.per_expert[0]}.weight"
+    if not holds(first):
+        raise InvalidInput(
+            f"{index.directory} must hold {names.fused[0]} or {first}, got {index.summary()} without "
+            "either; download the checkpoint again or correct its config.json"
+        )
+    return dataclasses.replace(names, fused=None)
+
+
+def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
+    """The arrays of a layer by field name (`experts.gate_up`), and the tensors each is put together from."""
+    num_experts, d_model, family = architecture.num_experts, architecture.d_model, architecture.family
+    # The router comes first: its shape tells a wrong number of experts before one of them seems to be missing.
+    stacks = {"router.weight": Stack.whole(names.router, (num_experts, d_model))}
+    if family.router_bias:
+        stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))
+    if architecture.correction_bias:
+        shape = (1, num_experts) if architecture.naming.bias_row else (num_experts,)
+        part = Part(names.correction_bias, shape, decode=np.ravel)
+        stacks["router.correction_bias"] = Stack((num_experts,), (part,), dtype="float32")
+    stacks |= _expert_stacks(architecture, names)
+    if architecture.shared_d_ff:
+        # Shared experts are plain modules: `out_in`, whatever the layout of the fused experts.
+        turned = architecture.spec.weight_layout == "in_out"
+        stacks |= _mlp_stacks("shared.", names.shared, architecture, architecture.shared_d_ff, turned=turned)
+        if family.shared is not None and family.shared.gate:
+            shape = (d_model, 1) if turned else (1, d_model)
+            stacks["shared.gate"] = Stack((shape), (_part(names.shared_gate, shape, turned=turned),))
+    return stacks
+
+
+def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
+    """gate_up, down and biases of the experts."""
+    num_experts, d_ff = architecture.num_experts, architecture.d_ff
+    if names.fused is None:
+        modules = architecture.naming.per_expert
+        assert modules is not None
+        per_expert = []
+        for expert in range(num_experts):
+            tensors = tuple(f"{names.block}experts.{expert}.{module}.weight" for module in modules)
+            per_expert.append(_mlp_stacks("experts.", tensors, architecture, d_ff, place=(expert,)))
+        return {
+            name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
+            for name, stack in per_expert[0].items()
+        }
+    stacks = _mlp_stacks("experts.", names.fused, architecture, d_ff, lead=(num_experts,), turned=names.turned)
+    widths = {"gate_up": architecture.spec.activation.input_width(d_ff), "down": architecture.d_model}
+    for name, tensor in zip(widths, names.fused, strict=True) if architecture.family.expert_bias else ():
+        stacks[f"experts.{name}_bias"] = Stack.whole(f"{tensor}_bias", (num_experts, widths[name]))
+    return stacks
+
+
+def _mlp_stacks(
+    prefix: str,
+    names: tuple[str, ...],
+    architecture: Architecture,
+    d_ff: int,
+    *,
+    lead: tuple[int, ...] = (),
+    turned: bool = False,
+    place: tuple[int, ...] = (),
+) -> dict[str, Stack]:
+    """One MLP of width d_ff, or a stack of `lead`: gate_up (gate first) from one tensor or two, and down.
+
+    names: see `Naming.shared`. turned: files hold the transposes of the arrays. place: where the MLP sits in the stack
+    of experts.
+    """
+    step = -1 if architecture.spec.weight_layout == "in_out" else 1
+    *halves, down = names
+    rows = architecture.spec.activation.input_width(d_ff)
+    gate_up = (*lead, *(rows, architecture.d_model)[::step])
+    half_rows = rows // len(halves)
+    half_shape = (*lead, *(half_rows, architecture.d_model)[::step])
+    parts = []
+    for half, name in enumerate(halves):
+        columns = slice(half * half_rows, (half + 1) * half_rows)
+        # Before the rows come the experts and, in `in_out`, d_model.
+        before = len(lead) + (step == -1)
+        inside = (*(slice(None),) * before, columns) if len(halves) > 1 else ()
+        parts.append(_part(name, half_shape, (*place, *inside), turned=turned))
+    down_shape = (*lead, *(architecture.d_model, d_ff)[::step])
+    return {
+        f"{prefix}gate_up": Stack(gate_up, tuple(parts)),
+        f"{prefix}down": Stack(down_shape, (_part(down, down_shape, place, turned=turned),)),
+    }
+
+
+def _part(name: str, shape: tuple[int, ...], place: tuple[int | slice, ...] = (), *, turned: bool) -> Part:
+    """shape: of the place; of the tensor, if it is turned, with its last two axes exchanged."""
+    return Part(name, (*shape[:-2], shape[-1], shape[-2]) if turned else shape, place, turned=turned)
