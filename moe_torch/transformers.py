@@ -16,6 +16,7 @@ Differentiable: training works, of the model's router too, which gets the gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ import torch
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import Activation, MoESpec
-from moe_core.specs.operands import ExpertWeights, TopK
+from moe_core.specs import Activation, MatmulSpec, MoESpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, constant_result
 
@@ -55,11 +56,31 @@ _ACTIVATIONS = {
 _FUNCTIONS = {torch.nn.functional.silu: "silu", torch.nn.functional.gelu: "gelu"}
 #: The gate of experts that have none of their own: act(gate) * up of two halves.
 _PLAIN_GATE = ("transformers.integrations.moe", "_default_apply_gate")
-#: Gates of models' own that are swiglu_oai -> (gate layout, attribute of alpha, attribute of limit).
-_CLAMPED_GATES = {
-    "GptOssExperts._apply_gate": ("interleaved", "alpha", "limit"),
-    "OpenAIPrivacyFilterExperts._apply_gate": ("halves", "alpha", "limit"),
-    "MiniMaxM3VLExperts._apply_gate": ("halves", "swiglu_alpha", "swiglu_limit"),
+
+
+def _swiglu_oai(alpha: str, limit: str, layout: str = "halves") -> tuple[str, Callable[[Any], Activation]]:
+    """(gate layout, the activation of experts that hold its constants as attributes of these names)."""
+    return layout, lambda experts: Activation(
+        "swiglu_oai", gate_layout=layout, alpha=getattr(experts, alpha), limit=getattr(experts, limit)
+    )
+
+
+def _softcapped(experts: Any) -> Activation:
+    caps = experts.act_fn
+    return Activation("softcapped_silu", alpha=caps.gate_softcap.softcap, limit=caps.up_softcap.softcap)
+
+
+#: Gates of models' own -> (gate layout, the activation).
+_GATES: dict[str, tuple[str, Callable[[Any], Activation]]] = {
+    "GptOssExperts._apply_gate": _swiglu_oai("alpha", "limit", "interleaved"),
+    "OpenAIPrivacyFilterExperts._apply_gate": _swiglu_oai("alpha", "limit"),
+    "MiniMaxM3VLExperts._apply_gate": _swiglu_oai("swiglu_alpha", "swiglu_limit"),
+    # In fp32, as here.
+    "BeamExperts._apply_gate": ("halves", lambda experts: Activation(_name(experts))),
+    "DeepseekV4Experts._apply_gate": ("halves", lambda experts: Activation(_name(experts), limit=experts.limit)),
+    "Glm5NextTextExperts._apply_gate": ("halves", lambda experts: Activation("silu", limit=experts.swiglu_limit)),
+    "HYV4Experts._apply_gate": ("halves", lambda experts: Activation("silu", limit=experts.swiglu_limit)),
+    "Inkling2Experts._apply_gate": ("halves", _softcapped),
 }
 
 
@@ -98,12 +119,12 @@ def experts_forward(
     experts: a class decorated with transformers' `use_experts_implementation`, whose flags say how its weights lie.
     hidden_states `[T, D]`, cast to the weights' dtype where it has another, as autocast leaves it; top_k_index `[T, K]`
     integers, one outside [0, E) is no expert (transformers' mark of another process's experts); top_k_weights `[T, K]`.
-    Raises InvalidInput for weights that start at no multiple of 16 bytes: see align_weights. Raises Unsupported for
-    experts that are quantised, normalised after the second product or activated in a way Moebius does not have.
+    Experts whose results are normalised one by one (`has_post_expert_norm`) run as several operators around the norm,
+    and the traces of `moe_torch.trace` do not see them. Raises InvalidInput for weights that start at no multiple of 16
+    bytes: see align_weights. Raises Unsupported for experts that are quantised, or activated in a way Moebius does not
+    have.
     """
     module: Any = experts
-    if getattr(module, "has_post_expert_norm", False):
-        raise _unsupported(module, "normalises what each expert returns (has_post_expert_norm)")
     weight = module.gate_up_proj if module.has_gate else module.up_proj
     if weight.dtype not in DTYPE_NAMES or DTYPE_NAMES[weight.dtype] not in MATMUL_DTYPES:
         raise _unsupported(module, f"has weights of {weight.dtype}, not of {', '.join(MATMUL_DTYPES)} (quantised)")
@@ -117,7 +138,23 @@ def experts_forward(
     x = hidden_states.to(weight.dtype).contiguous()
     routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
     weights = ExpertWeights(weight, module.down_proj, **biases)
-    return ops.moe(x, weights, routing, spec).output.to(hidden_states.dtype)
+    run = _around_norm if getattr(module, "has_post_expert_norm", False) else _whole
+    return run(module, x, weights, routing, spec).to(hidden_states.dtype)
+
+
+def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
+    return ops.moe(x, weights, routing, spec).output
+
+
+def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
+    """Experts with a norm between the second product and the router weight: stage by stage, with the model's norm."""
+    layout = ops.make_layout(routing.ids, weights.down.shape[0])
+    first = MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias)
+    hidden = ops.activation(ops.matmul_ogs(first, layout, MatmulSpec(spec.weight_layout, "token")), spec.activation)
+    second = MatmulOperands(hidden, weights.down, bias=weights.down_bias)
+    slots = ops.matmul_ogs(second, layout, MatmulSpec(spec.weight_layout, scatter="slot"))
+    weighted = experts.post_expert_norm(slots).float() * routing.weights.reshape(-1, 1)
+    return ops.reduce(weighted, layout, out_dtype=x.dtype)
 
 
 def _require_alignment(experts: Any) -> None:
@@ -137,12 +174,10 @@ def _activation(experts: Any) -> Activation:
     layout = "halves" if experts.is_concatenated else "interleaved"
     if (module, gate) == _PLAIN_GATE and layout == "halves":
         return Activation(_name(experts))
-    if module.startswith("transformers.models.") and gate in _CLAMPED_GATES:
-        known, alpha, limit = _CLAMPED_GATES[gate]
+    if module.startswith("transformers.models.") and gate in _GATES:
+        known, activation = _GATES[gate]
         if layout == known:
-            return Activation(
-                "swiglu_oai", gate_layout=layout, alpha=getattr(experts, alpha), limit=getattr(experts, limit)
-            )
+            return activation(experts)
     raise _unsupported(experts, f"gates {layout} of its weights by {module}.{gate}")
 
 

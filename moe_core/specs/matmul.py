@@ -69,16 +69,8 @@ ACTIVATIONS = tuple(_CONSTANTS)
 #: Those that have no ungated form.
 ALWAYS_GATED = ("swiglu_oai", "clamped_silu", "softcapped_silu")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
-
-
-class _Default:
-    """What stands for a value that the caller has not stated, where None is a value."""
-
-    def __repr__(self) -> str:
-        return "<of the activation>"
-
-
-_DEFAULT: Any = _Default()
+#: What stands for a constant that the caller has not stated, where None is a value. torch.compile traces a string.
+_DEFAULT: Any = "default"
 
 
 @plan_type
@@ -125,7 +117,7 @@ class Activation:
         """alpha and limit: the defaults where they are not stated; what is stated is honoured or refused."""
         for field, default in zip(("alpha", "limit"), _CONSTANTS[self.name], strict=True):
             value = getattr(self, field)
-            if value is _DEFAULT:
+            if value == _DEFAULT:
                 value = default
             elif value is None:
                 if default is not None and (field, self.name) != ("limit", "swiglu_oai"):

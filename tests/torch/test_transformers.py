@@ -162,14 +162,17 @@ EXPERTS = {
     "transposed_halves_bias": ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", _CLAMPED),
     "concatenated_clamped": ("minimax_m3_vl", "MiniMaxM3VLExperts", _CLAMPED),
     "ungated": ("nemotron_h", "NemotronHExperts", {"mlp_hidden_act": "relu2"}),
+    "plain_gate_of_its_own": ("beam", "BeamExperts", {}),
     "clamped_silu": ("deepseek_v4", "DeepseekV4Experts", _CLAMPED),
-    "own_activation": ("mixtral", "MixtralExperts", {"hidden_act": "quick_gelu"}),
+    "clamped_gelu": ("deepseek_v4", "DeepseekV4Experts", {"swiglu_limit": 0.5, "hidden_act": "gelu"}),
+    "clamped_silu_glm": ("glm5_next", "Glm5NextTextExperts", _CLAMPED),
+    "clamped_silu_hy": ("hy_v4", "HYV4Experts", _CLAMPED),
+    "softcapped_silu": ("inkling2", "Inkling2Experts", {"mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.75}),
     "norm": ("muse_spark", "MuseSparkExperts", {"post_norm_eps": 1e-6, "moe_hidden_size": D}),
+    "own_activation": ("mixtral", "MixtralExperts", {"hidden_act": "quick_gelu"}),
 }
 REFUSED = {
-    "clamped_silu": "DeepseekV4Experts, which gates halves of its weights by .*DeepseekV4Experts._apply_gate",
     "own_activation": "MixtralExperts, which activates by QuickGELUActivation",
-    "norm": "MuseSparkExperts, which normalises what each expert returns",
 }
 
 
@@ -238,7 +241,9 @@ def test_a_missing_transformers_is_explained() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["concatenated", "transposed_interleaved_bias", "ungated"])
+@pytest.mark.parametrize(
+    "kind", ["concatenated", "transposed_interleaved_bias", "ungated", "clamped_silu", "softcapped_silu", "norm"]
+)
 def test_gradients_are_those_of_eager_experts(kind: str) -> None:
     """Into hidden states, the model's own router weights and every parameter."""
     experts = build_experts(kind).requires_grad_(True)
