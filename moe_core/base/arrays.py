@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,18 +125,23 @@ def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bo
 
     The array keeps `owner` alive. An array without elements never touches the address.
     """
-    dtype = dtypes.numpy_dtype(spec.dtype)
+    dtype, layout = _interface(spec)
     if spec.size == 0:
         return np.empty(spec.shape, dtype)
-    interface = {
-        "data": (pointer, not writable),
+    return np.asarray(_Borrowed({"data": (pointer, not writable), **layout}, owner)).view(dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _interface(spec: ArraySpec) -> tuple[np.dtype, dict[str, Any]]:
+    """The dtype and NumPy's array interface, but for the address, of an array of `spec`."""
+    dtype = dtypes.numpy_dtype(spec.dtype)
+    return dtype, {
         "shape": spec.shape,
         "strides": tuple(step * dtype.itemsize for step in spec.stride),
         # NumPy's interface does not know the ml_dtypes: borrow bytes of that size, then reinterpret them.
         "typestr": dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}",
         "version": 3,
     }
-    return np.asarray(_Borrowed(interface, owner)).view(dtype)
 
 
 @dataclass(frozen=True)

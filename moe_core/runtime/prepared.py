@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from moe_core.base.arrays import ALIGNMENT, host_array
+from moe_core.base.floats import exact_denormals
+from moe_core.base.threads import one_blas_thread
 from moe_core.errors import InvalidInput
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall
 from moe_core.runtime.compiler import load_kernel
@@ -74,20 +76,27 @@ class HostPrepared(Prepared):
 
     def _reference(self, step: ReferenceCall) -> Callable[[list[int]], None]:
         function, constants = load_kernel(step.function), dict(step.constants)
+        takes_places = "places" in inspect.signature(function).parameters
+        inputs = [(keyword, self._index[buffer], self.plan.spec(buffer)) for keyword, buffer in step.inputs]
+        outputs = [(self._index[buffer], self.plan.spec(buffer)) for buffer in step.outputs]
 
         def call(addresses: list[int]) -> None:
-            def view(buffer: str) -> Any:
-                return host_array(addresses[self._index[buffer]], self.plan.spec(buffer))
-
-            results = function(**{keyword: view(buffer) for keyword, buffer in step.inputs}, **constants)
+            places = tuple(host_array(addresses[index], spec) for index, spec in outputs)
+            given = {keyword: host_array(addresses[index], spec) for keyword, index, spec in inputs}
+            if takes_places:
+                given["places"] = places
+            with one_blas_thread():
+                results = function(**given, **constants)
             results = results if isinstance(results, tuple) else (results,)
-            for buffer, result in zip(step.outputs, results, strict=True):
-                view(buffer)[...] = result
+            for place, result in zip(places, results, strict=True):
+                if result is not place:
+                    place[...] = result
 
         return call
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:
         arena = pointers[self._count] if self._scratch_bytes else 0
         addresses = [*pointers[: self._count], *self._scratch_addresses(arena)]
-        for call in self._calls:
-            call(addresses)
+        with exact_denormals():
+            for call in self._calls:
+                call(addresses)

@@ -12,12 +12,8 @@ and one short string. The tensors handed in are borrowed: reading their address 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -44,8 +40,6 @@ except ModuleNotFoundError as error:
 #: The custom call's name in every program, and what `jax.export.DisabledSafetyCheck.custom_call` takes.
 TARGET_NAME = "moebius"
 
-#: More than the fenv_t of any platform.
-_ENVIRONMENT_BYTES = 64
 # (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing; read by the callback.
 _prepared: dict[tuple[str, str, int], Prepared] = {}
 _count_lock = threading.Lock()
@@ -93,37 +87,7 @@ def _callback(key: str, stream: int, *tensors: Any) -> None:
     if prepared is None:
         prepared = _prepare_late(key, device.type, device.index)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    if device.type != "cpu":
-        prepared(pointers, stream)
-        return
-    with exact_denormals():
-        prepared(pointers, stream)
-
-
-@contextlib.contextmanager
-def exact_denormals() -> Iterator[None]:
-    """The thread's default floating-point environment (C11, 7.6) inside the block, and behind it what was there.
-
-    XLA's CPU threads flush denormal numbers to zero. NumPy and Triton's interpreter, which run in them, would differ
-    from what they compute elsewhere, and lose codes: e2m1's 0.5 lies in a denormal.
-    """
-    library, default = _library()
-    saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
-    library.fegetenv(saved)
-    library.fesetenv(default)
-    try:
-        yield
-    finally:
-        library.fesetenv(saved)
-
-
-@functools.cache
-def _library() -> tuple[Any, Any]:
-    """(the C library with fesetenv, its FE_DFL_ENV)."""
-    library = ctypes.CDLL(None if sys.platform == "darwin" else "libm.so.6")
-    if sys.platform == "darwin":
-        return library, ctypes.byref(ctypes.c_byte.in_dll(library, "_FE_DFL_ENV"))
-    return library, ctypes.c_void_p(-1)
+    prepared(pointers, stream)
 
 
 def _prepare_late(key: str, platform: str, index: int) -> Prepared:

@@ -20,6 +20,7 @@ import torch
 from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
+from moe_core.base import threads
 from moe_core.base.arrays import ALIGNMENT, ArraySpec
 from moe_core.base.target import Target, cpu_target
 from moe_core.errors import InvalidInput, Unsupported
@@ -74,7 +75,11 @@ class Ready(NamedTuple):
             scratch = empty(*self.scratch)
             pointers.append(scratch.data_ptr())
         index = self.device.index
-        self.prepared(pointers, 0 if index is None else eager.current_stream(index))
+        if index is not None:
+            self.prepared(pointers, eager.current_stream(index))
+        else:
+            with threads.use(torch.get_num_threads()):
+                self.prepared(pointers)
         return outputs
 
 

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from moe_core.base.threads import row_blocks, spread
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.specs.matmul import Activation
 
@@ -240,17 +241,23 @@ def expert_activation_backward(
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
-    z = to_float32(d_hidden[rows])
-    gate, up = split(to_float32(pre[rows]), activation)
-    hidden = apply(gate, up, activation)
     d_weight = np.zeros(len(places), np.float32)
     d_pre, weighted = np.zeros(pre.shape, pre.dtype), np.zeros(d_hidden.shape, pre.dtype)
-    with np.errstate(all="ignore"):
-        d_weight[slots] = (z * hidden).sum(axis=-1, dtype=np.float32)
-        if bias_product is not None:
-            d_weight[slots] += bias_product[slots]
-        weight = np.float32(1) if row_weight is None else row_weight.reshape(-1)[slots, None]
-        d_pre[rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
-        weighted[rows] = round_to(weight * hidden, pre.dtype)
+    weights = None if row_weight is None else row_weight.reshape(-1)
+
+    def back(block: slice) -> None:
+        own_rows, own_slots = rows[block], slots[block]
+        z = to_float32(d_hidden[own_rows])
+        gate, up = split(to_float32(pre[own_rows]), activation)
+        hidden = apply(gate, up, activation)
+        with np.errstate(all="ignore"):
+            d_weight[own_slots] = (z * hidden).sum(axis=-1, dtype=np.float32)
+            if bias_product is not None:
+                d_weight[own_slots] += bias_product[own_slots]
+            weight = np.float32(1) if weights is None else weights[own_slots, None]
+            d_pre[own_rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
+            weighted[own_rows] = round_to(weight * hidden, pre.dtype)
+
+    spread(back, row_blocks(len(rows)))
     found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
     return tuple(found[name] for name in outputs)

@@ -6,6 +6,9 @@ import numpy as np
 
 from moe_core.ops.common.rounding import to_float32
 
+#: BLAS reads a large matrix as it lies faster than its transpose, which counts where few rows are multiplied with it.
+_FEW_ROWS = 64
+
 
 def product(x: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool) -> np.ndarray:
     """fp32 `[R, N]` = x `[R, D]` . weight. batch_invariant: row by row, because the order of BLAS depends on R."""
@@ -15,4 +18,8 @@ def product(x: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invaria
 def multiply(rows: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool) -> np.ndarray:
     """`product` in the dtype both operands have."""
     matrix = weight if weight_layout == "in_out" else weight.T
-    return np.matmul(rows[:, None, :], matrix)[:, 0, :] if batch_invariant else rows @ matrix
+    if batch_invariant:
+        return np.matmul(rows[:, None, :], matrix)[:, 0, :]
+    if weight_layout == "out_in" and 1 < len(rows) <= _FEW_ROWS:
+        return (weight @ rows.T).T
+    return rows @ matrix

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_core.base import dtypes
+from moe_core.base.threads import row_blocks, spread
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
 
@@ -21,15 +23,22 @@ def reduce(
     """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read."""
     rows = row_of_slot.reshape(-1, top_k)
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
-    total = np.zeros((len(rows), y.shape[1]), np.float32)
-    with np.errstate(all="ignore"):
-        for k in range(top_k):
-            tokens = np.flatnonzero(rows[:, k] >= 0)
-            total[tokens] += to_float32(y[sources[tokens, k]])
-        if shared is not None:
-            visited = to_float32(shared)
-            total += visited if shared_gate is None else visited * sigmoid(shared_gate)
-    return round_to(total, out_dtype or y.dtype)
+    out = np.empty((len(rows), y.shape[1]), dtypes.numpy_dtype(out_dtype) if out_dtype else y.dtype)
+
+    def add(block: slice) -> None:
+        own, own_sources = rows[block], sources[block]
+        total = np.zeros((len(own), y.shape[1]), np.float32)
+        with np.errstate(all="ignore"):
+            for k in range(top_k):
+                tokens = np.flatnonzero(own[:, k] >= 0)
+                total[tokens] += to_float32(y[own_sources[tokens, k]])
+            if shared is not None:
+                visited = to_float32(shared[block])
+                total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])
+        out[block] = round_to(total, out.dtype)
+
+    spread(add, row_blocks(len(rows)))
+    return out
 
 
 def scale_rows(x: np.ndarray, weights: np.ndarray) -> np.ndarray:

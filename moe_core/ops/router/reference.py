@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_core.base import dtypes
+from moe_core.base.threads import row_blocks, spread
 from moe_core.ops.common.product import product
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.specs.routing import LogitsSpec
@@ -18,12 +19,16 @@ def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *,
     Bitwise the same for either storage of the weight, as the kernel's are: BLAS adds in another order where it is told
     that a matrix is transposed.
     """
-    with np.errstate(all="ignore"):
-        matrix = np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T)
-        logits = product(x, matrix, "in_out", spec.batch_invariant)
-        if bias is not None:
-            logits = logits + to_float32(bias)
-    return to_float32(round_to(logits, spec.logits_dtype))
+    matrix = to_float32(np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T))
+    logits = np.empty((len(x), matrix.shape[1]), np.float32)
+
+    def multiply(block: slice) -> None:
+        with np.errstate(all="ignore"):
+            rows = product(x[block], matrix, "in_out", spec.batch_invariant)
+            logits[block] = round_to(rows if bias is None else rows + to_float32(bias), spec.logits_dtype)
+
+    spread(multiply, row_blocks(len(x)))
+    return logits
 
 
 class RouterGradients(NamedTuple):

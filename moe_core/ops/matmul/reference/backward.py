@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
+from moe_core.base.threads import spread
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from, rows_of_experts
@@ -21,6 +22,9 @@ from moe_core.ops.quantize.reference import dequantize
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.routing import LayoutSpec
+
+#: Columns of the left operand, rows of a gradient, that one thread multiplies at a time.
+BLOCK_COLUMNS = 1024
 
 
 def input_gradient(
@@ -62,6 +66,7 @@ def weight_gradient(
     left: np.ndarray,
     right: np.ndarray,
     into: np.ndarray | None = None,
+    place: np.ndarray | None = None,
     *,
     layout: LayoutSpec | None,
     gather: tuple[str, str] = ("row", "row"),
@@ -73,15 +78,32 @@ def weight_gradient(
     left `[*, M]` and right `[*, N]` are each indexed by layout `row`, `slot` or `token` (gather). For `in_out` weights
     left is the matmul's input and right the gradient of its output; for `out_in` the other way round. An expert without
     rows has exact zeros. into: an array of the result's shape and dtype to which the fp32 product is added before the
-    cast (an accumulated main gradient). layout None: dense, `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the
-    layout's arrays.
+    cast (an accumulated main gradient). place: what is written to and returned, None = a new array. layout None: dense,
+    `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the layout's arrays.
     """
-    d_weight = np.zeros((1 if layout is None else layout.num_experts, left.shape[1], right.shape[1]), np.float32)
-    with np.errstate(all="ignore"):
-        for expert, index in rows_of_experts(layout, **groups):
-            d_weight[expert] = to_float32(left[index[gather[0]]]).T @ to_float32(right[index[gather[1]]])
-        d_weight = d_weight[0] if layout is None else d_weight
-        return round_to(d_weight if into is None else to_float32(into) + d_weight, out_dtype)
+    num_experts, (num_columns, width) = 1 if layout is None else layout.num_experts, (left.shape[1], right.shape[1])
+    added = None if into is None else into.reshape(num_experts, num_columns, width)
+    result = place
+    if result is None:
+        shape = (num_columns, width) if layout is None else (num_experts, num_columns, width)
+        result = np.empty(shape, dtypes.numpy_dtype(out_dtype))
+    d_weight = result.reshape(num_experts, num_columns, width)
+    rows = dict(rows_of_experts(layout, **groups))
+
+    def multiply(block: tuple[int, slice]) -> None:
+        expert, columns = block
+        part = d_weight[expert, columns]
+        with np.errstate(all="ignore"):
+            if expert not in rows:
+                part[...] = 0 if added is None else added[expert, columns]
+                return
+            left_rows, right_rows = left[rows[expert][gather[0]], columns], right[rows[expert][gather[1]]]
+            product = to_float32(left_rows).T @ to_float32(right_rows)
+            part[...] = product if added is None else to_float32(added[expert, columns]) + product
+
+    blocks = [slice(first, first + BLOCK_COLUMNS) for first in range(0, num_columns, BLOCK_COLUMNS)]
+    spread(multiply, [(expert, columns) for expert in range(num_experts) for columns in blocks])
+    return result
 
 
 def bias_gradient(
@@ -139,17 +161,20 @@ def matrix_gradient(
     weight: np.ndarray,
     layer_index: np.ndarray | None = None,
     into: np.ndarray | None = None,
+    place: np.ndarray | None = None,
     *,
     weight_layout: str,
     **where: Any,
 ) -> np.ndarray:
     """d_weight of `y = x @ weight`, in the layout and dtype of weight; with into fp32, of its shape, added to that.
 
-    x, d_y: each with how it is gathered; where: the layout and its arrays, as `weight_gradient` takes them.
+    x, d_y: each with how it is gathered; place: where it may be written, which a stack of layers does not use; where:
+    the layout and its arrays, as `weight_gradient` takes them.
     """
     (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
     added, dtype = pick_layer(into, layer_index), dtypes.canonical(weight.dtype) if into is None else "float32"
-    d_weight = weight_gradient(left, right, into=added, gather=(of_left, of_right), out_dtype=dtype, **where)
+    place = place if layer_index is None else None
+    d_weight = weight_gradient(left, right, added, place, gather=(of_left, of_right), out_dtype=dtype, **where)
     return in_stack(d_weight, weight, layer_index, into)
 
 

@@ -1,4 +1,4 @@
-"""NumPy twin of the ragged grouped matmul: a loop over experts, one fp32 BLAS product each."""
+"""NumPy twin of the ragged grouped matmul: fp32 BLAS products of blocks of each expert's rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import dtypes
+from moe_core.base.threads import row_blocks, spread
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
-from moe_core.ops.activation.reference import apply, split
+from moe_core.ops.activation.reference import apply, join, split
 from moe_core.ops.common.product import product
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.matmul.reference.quantized import quantized_product
@@ -59,6 +60,17 @@ def rows_of_experts(
         yield expert, {"row": rows, "slot": slots, "token": slots // layout.top_k}
 
 
+def _blocks(num_rows: int, layout: LayoutSpec | None, groups: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """`rows_of_experts` in pieces of work. num_rows: of x, where layout is None."""
+    if layout is None:
+        for block in row_blocks(num_rows):
+            yield 0, dict.fromkeys(("row", "slot", "token"), block)
+        return
+    for expert, index in rows_of_experts(layout, *groups):
+        for block in row_blocks(len(index["row"])):
+            yield expert, {name: rows[block] for name, rows in index.items()}
+
+
 def _rows(x: Matrix, rows: np.ndarray) -> Matrix:
     """Rows of x; a scale of all rows stays what it is."""
     if isinstance(x, QuantizedTensor):
@@ -88,19 +100,14 @@ def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
     return x.dtype
 
 
-def _epilogue(x: Matrix, weights: tuple[Any, ...], row_weight: np.ndarray | None, spec: MatmulSpec) -> np.ndarray:
-    """fp32 rows of one expert: product -> + bias -> activation -> x row weight. weights: weight, up, bias, up_bias."""
+def _products(x: Matrix, weights: tuple[Any, ...], spec: MatmulSpec) -> tuple[np.ndarray, np.ndarray | None]:
+    """fp32 rows of one expert before the activation: gate (or all that there is) and up columns, biases added.
+    weights: weight, up, bias, up_bias."""
     weight, up, bias, up_bias = weights
-    assert weight is not None
-    with np.errstate(all="ignore"):
-        result = _with_bias(x, weight, bias, spec)
-        if spec.activation is not None:
-            if up is None:
-                gate_values, up_values = split(result, spec.activation)
-            else:
-                gate_values, up_values = result, _with_bias(x, up, up_bias, spec)
-            result = apply(gate_values, up_values, spec.activation)
-        return result if row_weight is None else result * row_weight[:, None]
+    result = _with_bias(x, weight, bias, spec)
+    if up is not None:
+        return result, _with_bias(x, up, up_bias, spec)
+    return (result, None) if spec.activation is None else split(result, spec.activation)
 
 
 def matmul_ogs(
@@ -123,21 +130,54 @@ def matmul_ogs(
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
     spec.out_dtype.
     """
-    weights = tuple(pick_layer(array, layer_index) for array in (weight, up, bias, up_bias))
-    out_dtype = _out_dtype(x, spec)
-    if layout is None:
-        return round_to(_epilogue(x, weights, row_weight, spec), out_dtype)
-    assert weights[0] is not None
-    width = weights[0].shape[-1 if spec.weight_layout == "in_out" else -2]
+    weights, out_dtype = (weight, up, bias, up_bias), _out_dtype(x, spec)
+    return _matmul(
+        x, weights, row_weight, layer_index, layout, (group_sizes, group_start, slot_of_row), spec, out_dtype
+    )
+
+
+def _matmul(
+    x: Matrix,
+    weights: tuple[Any, ...],
+    row_weight: np.ndarray | None,
+    layer_index: np.ndarray | None,
+    layout: LayoutSpec | None,
+    groups: tuple[Any, ...],
+    spec: MatmulSpec,
+    out_dtype: np.dtype,
+    pre: np.ndarray | None = None,
+) -> np.ndarray:
+    """y; what the activation is applied to is written to pre, where given."""
+    weights = tuple(pick_layer(array, layer_index) for array in weights)
+    weight, up = weights[:2]
+    width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
     if spec.activation is not None and spec.activation.gated and up is None:
         width //= 2
-    num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
+    if layout is None:
+        num_rows = x.shape[0]
+    else:
+        num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
     row_weight = None if row_weight is None else row_weight.reshape(-1)
     y = np.zeros((num_rows, width), out_dtype)
-    for expert, index in rows_of_experts(layout, group_sizes, group_start, slot_of_row):
-        own = tuple(None if array is None else pick(array, expert) for array in weights)
-        weighting = None if row_weight is None else row_weight[index["slot"]]
-        y[index[spec.scatter]] = round_to(_epilogue(_rows(x, index[spec.gather]), own, weighting, spec), out_dtype)
+
+    def multiply(block: tuple[int, dict[str, Any]]) -> None:
+        expert, index = block
+        own = weights if layout is None else tuple(None if one is None else pick(one, expert) for one in weights)
+        to = index[spec.scatter]
+        with np.errstate(all="ignore"):
+            gate_values, up_values = _products(_rows(x, index[spec.gather]), own, spec)
+            if pre is not None:
+                assert spec.activation is not None
+                whole = (
+                    dataclasses.replace(spec.activation, gate_layout="halves") if up is not None else spec.activation
+                )
+                pre[to] = round_to(join(gate_values, up_values, whole), pre.dtype)
+            result = gate_values if spec.activation is None else apply(gate_values, up_values, spec.activation)
+            if row_weight is not None:
+                result = result * row_weight[index["slot"], None]
+        y[to] = round_to(result, out_dtype)
+
+    spread(multiply, _blocks(x.shape[0], layout, groups))
     return y
 
 
@@ -167,23 +207,26 @@ def matmul_ogs_keeping(
     up: Matrix | None = None,
     bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
+    group_sizes: np.ndarray | None = None,
+    group_start: np.ndarray | None = None,
+    slot_of_row: np.ndarray | None = None,
+    layer_index: np.ndarray | None = None,
     *,
+    layout: LayoutSpec | None,
     spec: MatmulSpec,
     outputs: tuple[str, ...],
-    **where: Any,
 ) -> tuple[np.ndarray, ...]:
     """What outputs names of y, as `matmul_ogs` has it, and pre: what the activation is applied to, cast to the dtype of
-    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up. where: its layout, with arrays, and
-    layer_index."""
+    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up."""
     assert spec.activation is not None
-    wide = dataclasses.replace(spec, activation=None, out_dtype="float32")
-    pre = matmul_ogs(x, weight, bias=bias, spec=wide, **where)
-    if up is not None:
-        second = matmul_ogs(x, up, bias=up_bias, spec=wide, **where)
-    gate_values, up_values = split(pre, spec.activation) if up is None else (pre, second)
-    with np.errstate(all="ignore"):
-        y = apply(gate_values, up_values, spec.activation)
+    if layout is None:
+        num_rows = len(x)
+    else:
+        num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
+    width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
+    pre = np.zeros((num_rows, width if up is None else 2 * width), x.dtype)
     out_dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
-    whole = pre if up is None else np.concatenate([pre, second], axis=1)
-    found = {"y": round_to(y, out_dtype), "pre": round_to(whole, x.dtype)}
+    groups = group_sizes, group_start, slot_of_row
+    weights = weight, up, bias, up_bias
+    found = {"pre": pre, "y": _matmul(x, weights, None, layer_index, layout, groups, spec, out_dtype, pre)}
     return tuple(found[name] for name in outputs)

@@ -39,10 +39,12 @@ _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": 
 @dataclass(frozen=True)
 class Request:
     """What a backward is to compute. wanted: names of gradients, None = all there are. into: fp32 arrays by name, to
-    which the gradient of that name is added before its cast, which is to fp32 then."""
+    which the gradient of that name is added before its cast, which is to fp32 then. places: memory by name that the
+    gradient of a matrix may be written to."""
 
     wanted: frozenset[str] | None = None
     into: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def wants(self, name: str) -> bool:
         return self.wanted is None or name in self.wanted
@@ -111,7 +113,8 @@ class _MoEBackward:
         for name, sides in factors.items():
             matrix, full = getattr(bundle, name), chain.prefix + name
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
-                stack = (matrix, chain.layer_index, self.request.into.get(full))
+                request = self.request
+                stack = (matrix, chain.layer_index, request.into.get(full), request.places.get(full))
                 where = {"weight_layout": spec.weight_layout, **chain.where}
                 self.found[full] = matmul.matrix_gradient(*sides, *stack, **where)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
@@ -250,13 +253,15 @@ def moe_backward(
     accumulate: tuple[str, ...],
     one_layer: bool,
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
+    places: tuple[np.ndarray, ...] = (),
     **arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
 
     The pre-activation comes from `saved.pre_activation` (by layout row; `saved.row_of_slot` finds a slot's) or, without
     it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. one_layer: of a stack,
-    only the layer used. tensors: quantised inputs, see `quantized_from`.
+    only the layer used. tensors: quantised inputs, see `quantized_from`. places: memory for the gradients, in the order
+    of wanted, which may be used.
     """
     arrays = quantized_from(arrays, tensors)
     x, experts = arrays["x"], _bundle(ExpertWeights, "experts.", arrays)
@@ -275,7 +280,8 @@ def moe_backward(
         if name in arrays:
             stages[stage] = arrays[name]
     masks: dict[str, Any] = {name: arrays.get(name) for name in ("token_mask", "expert_map")}
-    request = Request(frozenset(wanted), {name: arrays["into." + name.removeprefix("d_")] for name in accumulate})
+    into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
+    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)))
     gradients = _bundle(OutputGradients, "gradients.", arrays)
     found = moe_backward_stages(gradients, x, experts, routing, spec, stages, shared=shared, request=request, **masks)
     if one_layer and experts.layer_index is not None:

@@ -1,0 +1,242 @@
+"""Layers on a CPU: forward and training step beside transformers' `grouped_mm` and JAX's `ragged_dot` and dense einsum.
+
+    python -m benchmarks.cpu [--shapes small,middle,large] [--tokens 64,512,2048] [--threads N] [--seconds 2]
+
+Every cell is measured on an idle machine and on a loaded one, where as many processes as there are cores compute
+without end. All contestants of a cell take turns; the figures are medians in milliseconds, and `ratio` is ours over the
+peer's. Before its timing a cell's outputs and gradients are compared. `--output` writes the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import moe_jax.nnx
+import moe_torch
+from benchmarks.provenance import provenance
+from moe_core.layers import MoELayerSpec
+from moe_core.specs import RouterSpec
+
+#: D, F, E, K.
+SHAPES = {"small": (256, 512, 8, 2), "middle": (512, 1024, 16, 4), "large": (1024, 1536, 32, 4)}
+_FEWEST_ROUNDS = 5
+
+
+class Contestant(NamedTuple):
+    """forward(): the output. step(): output, gradients of x and of the down matrix."""
+
+    forward: Callable[[], Any]
+    step: Callable[[], Any]
+
+
+def contestants(shape: tuple[int, int, int, int], tokens: int) -> dict[str, Contestant]:
+    """The same layer, weights and tokens in every implementation."""
+    d_model, d_ff, num_experts, top_k = shape
+    torch.manual_seed(0)
+    spec = MoELayerSpec(d_model, d_ff, num_experts, top_k, RouterSpec(renormalize=True))
+    ours = moe_torch.MoE.from_spec(spec)
+    x = torch.randn(1, tokens, d_model)
+    return {
+        "torch": _of_torch(ours, x, ours.experts.down),
+        "grouped_mm": _of_torch(*_transformers_block(ours, x)),
+        **_of_jax(ours, x),
+    }
+
+
+def _of_torch(layer: torch.nn.Module, x: torch.Tensor, down: torch.nn.Parameter) -> Contestant:
+    leaf = x.clone().requires_grad_()
+
+    def step() -> tuple[Any, ...]:
+        layer.zero_grad()
+        leaf.grad = None
+        output = layer(leaf)
+        output.backward(torch.ones_like(output))
+        return output.detach(), leaf.grad, down.grad
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return layer(x)
+
+    return Contestant(forward, step)
+
+
+def _transformers_block(ours: moe_torch.MoE, x: torch.Tensor) -> tuple[Any, torch.Tensor, torch.nn.Parameter]:
+    spec = ours.spec
+    config = MixtralConfig(
+        hidden_size=spec.d_model,
+        intermediate_size=spec.d_ff,
+        num_local_experts=spec.num_experts,
+        num_experts_per_tok=spec.top_k,
+        experts_implementation="grouped_mm",
+    )
+    block: Any = MixtralSparseMoeBlock(config)
+    values = {
+        "gate.weight": ours.router.weight,
+        "experts.gate_up_proj": ours.experts.gate_up,
+        "experts.down_proj": ours.experts.down,
+    }
+    block.load_state_dict({name: tensor.detach().clone() for name, tensor in values.items()})
+    return block, x, block.experts.down_proj
+
+
+def _of_jax(ours: moe_torch.MoE, x: torch.Tensor) -> dict[str, Contestant]:
+    layer = moe_jax.nnx.MoE.from_weights(ours.export_weights())
+    graph, state = nnx.split(layer)
+    gate_up = jnp.asarray(ours.experts.gate_up.detach().numpy()).swapaxes(1, 2)
+    weights = {
+        "router": jnp.asarray(ours.router.weight.detach().numpy().T),
+        "gate": gate_up[..., : ours.spec.d_ff],
+        "up": gate_up[..., ours.spec.d_ff :],
+        "down": jnp.asarray(ours.experts.down.detach().numpy()).swapaxes(1, 2),
+    }
+    rows = jnp.asarray(x.numpy())
+
+    def route(weights: dict[str, jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores, ids = jax.lax.top_k(jax.nn.softmax(rows @ weights["router"]), ours.spec.top_k)
+        return scores / scores.sum(-1, keepdims=True), ids
+
+    def ragged_dot(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        scores, ids = route(weights, x[0])
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        sizes = jnp.bincount(ids.reshape(-1), length=ours.spec.num_experts)
+        rows = x[0][order // ids.shape[1]]
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, weights["gate"], sizes))
+        hidden = hidden * jax.lax.ragged_dot(rows, weights["up"], sizes)
+        slots = jax.lax.ragged_dot(hidden, weights["down"], sizes)[jnp.argsort(order)]
+        return (slots.reshape(*ids.shape, -1) * scores[..., None]).sum(1)[None]
+
+    def einsum(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        scores, ids = route(weights, x[0])
+        dense = (jax.nn.one_hot(ids, ours.spec.num_experts) * scores[..., None]).sum(1)
+        hidden = jax.nn.silu(jnp.einsum("td,edf->etf", x[0], weights["gate"]))
+        hidden = hidden * jnp.einsum("td,edf->etf", x[0], weights["up"])
+        return jnp.einsum("etf,efd,te->td", hidden, weights["down"], dense)[None]
+
+    def contestant(apply: Callable[..., jax.Array], parameters: Any, down: Callable[[Any], Any]) -> Contestant:
+        forward = jax.jit(apply)
+
+        @jax.jit
+        def step(parameters: Any, rows: jax.Array) -> tuple[Any, ...]:
+            def loss(parameters: Any, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+                output = apply(parameters, rows)
+                return output.sum(), output
+
+            (_, output), (of_parameters, of_rows) = jax.value_and_grad(loss, (0, 1), has_aux=True)(parameters, rows)
+            return output, of_rows, of_parameters
+
+        def whole_step() -> tuple[Any, ...]:
+            output, of_rows, of_parameters = jax.block_until_ready(step(parameters, rows))
+            return output, of_rows, jnp.swapaxes(down(of_parameters), 1, 2)
+
+        return Contestant(lambda: jax.block_until_ready(forward(parameters, rows)), whole_step)
+
+    def layer_forward(state: Any, rows: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(rows)
+
+    # The ported layer keeps torch's storage [E, D, F], the others have [E, F, D].
+    ported = contestant(layer_forward, state, lambda state: jnp.swapaxes(state["wo"].get_value(), 1, 2))
+    peers = {"ragged_dot": ragged_dot, "einsum": einsum}
+    made = {name: contestant(apply, weights, lambda found: found["down"]) for name, apply in peers.items()}
+    return {"jax": ported, **made}
+
+
+def check(found: dict[str, Contestant]) -> None:
+    """Raise AssertionError where outputs or gradients differ; torch and jax must be bitwise equal."""
+    wanted = [np.asarray(array) for array in found["torch"].step()]
+    for name, contestant in found.items():
+        for array, reference in zip(contestant.step(), wanted, strict=True):
+            if name == "jax":
+                np.testing.assert_array_equal(np.asarray(array), reference)
+            np.testing.assert_allclose(np.asarray(array), reference, rtol=1e-2, atol=1e-3 * np.abs(reference).max())
+
+
+def _burn() -> None:
+    while True:
+        sum(range(10_000))
+
+
+@contextlib.contextmanager
+def load(busy: int) -> Iterator[None]:
+    """So many processes that compute without end inside the block."""
+    processes = [multiprocessing.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(busy)]
+    for process in processes:
+        process.start()
+    if processes:
+        time.sleep(5)  # until they have imported what this module imports
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Median milliseconds of each call; all of them take turns until `seconds` per call are over."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end or len(times[next(iter(times))]) < _FEWEST_ROUNDS:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+_PEERS = {"torch": ("grouped_mm",), "jax": ("ragged_dot", "einsum")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="64,512,2048")
+    parser.add_argument("--loads", default="idle,loaded")
+    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per contestant and cell")
+    parser.add_argument("--output", type=pathlib.Path)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    cores = len(os.sched_getaffinity(0))
+    record: dict[str, Any] = {**provenance("benchmarks.cpu"), "cores": cores, "threads": torch.get_num_threads()}
+    record["cells"] = cells = []
+    for loaded in options.loads.split(","):
+        with load(cores if loaded == "loaded" else 0):
+            for shape in options.shapes.split(","):
+                for tokens in map(int, options.tokens.split(",")):
+                    found = contestants(SHAPES[shape], tokens)
+                    check(found)
+                    for kind in ("forward", "step"):
+                        calls = {name: getattr(contestant, kind) for name, contestant in found.items()}
+                        times = measure(calls, options.seconds)
+                        ratios = {
+                            f"{ours}/{peer}": times[ours] / times[peer] for ours in _PEERS for peer in _PEERS[ours]
+                        }
+                        cell = {"load": loaded, "shape": shape, "tokens": tokens, "kind": kind}
+                        cells.append({**cell, "ms": times, "ratio": ratios})
+                        line = [f"{name} {ms:.2f}" for name, ms in times.items()]
+                        line += [f"{name} {ratio:.2f}" for name, ratio in ratios.items()]
+                        print(*cell.values(), "|", *line, flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Threads of the NumPy engine: as many as the caller's framework uses, and one BLAS thread in each.
+
+BLAS libraries keep pools of threads that wait busily for each other. Beside the pools of torch and XLA, or on a busy
+machine, such a product takes ten to thirty times as long. So a product runs in one thread, and `spread` hands out
+independent pieces of work (experts, blocks of rows) to threads that take the next piece when they are done. The pieces
+depend on shapes only: results are the same bits for every number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moe_core.base.floats import set_default_environment
+
+T = TypeVar("T")
+#: Rows of a piece of work.
+BLOCK_ROWS = 256
+#: OpenBLAS has memory for about so many threads that compute at a time.
+_MOST = 64
+
+_limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("moebius_threads", default=None)
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+#: Names of the functions that read and set the number of threads: OpenBLAS in NumPy's wheels and elsewhere, MKL, BLIS.
+_CONTROLS = (
+    ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
+    ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
+    ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
+    ("openblas_get_num_threads", "openblas_set_num_threads"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
+    ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
+)
+#: Runs inside `one_blas_thread`, and the number of threads that the last of them restores.
+_runs, _before = 0, 1
+
+
+def count() -> int:
+    """Threads that `spread` uses: the framework's where one is running a plan, else one per core of this process, at
+    most OMP_NUM_THREADS."""
+    limit = _limit.get()
+    return _default_count() if limit is None else limit
+
+
+@functools.cache
+def _default_count() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    stated = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(cores, int(stated) if stated.isdigit() and int(stated) else cores, _MOST)
+
+
+@contextlib.contextmanager
+def use(threads: int) -> Iterator[None]:
+    """Let `spread` use so many threads inside the block."""
+    token = _limit.set(max(1, min(threads, _MOST)))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """NumPy's BLAS computes in one thread inside the block, for the whole process; blocks may overlap."""
+    global _runs, _before
+    read, write = _blas()
+    with _lock:
+        if _runs == 0:
+            _before = read()
+            if _before != 1:
+                write(1)
+        _runs += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _runs -= 1
+            if _runs == 0 and _before != 1:
+                write(_before)
+
+
+@functools.cache
+def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
+    """What reads and what sets the number of threads of the BLAS that NumPy is linked to; where there is no such thing
+    (Apple's Accelerate), it counts as 1.
+
+    Found through NumPy's own library, whose dependencies the dynamic linker searches too. threadpoolctl finds the same
+    functions, but from version 3.8 on lets only one thread of a process call them.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]
+        for read, write in _CONTROLS:
+            if hasattr(library, read) and hasattr(library, write):
+                return getattr(library, read), getattr(library, write)
+    return (lambda: 1), (lambda threads: None)
+
+
+def spread(function: Callable[[T], None], pieces: Iterable[T]) -> None:
+    """`function(piece)` for every piece, on up to `count()` threads, this one among them; the order is not defined.
+
+    Returns when no piece is running any more, also where one raised: the first exception is raised then, and pieces
+    not begun are left out.
+    """
+    waiting = deque(pieces)
+    helpers = min(count(), len(waiting)) - 1
+    if helpers < 1:
+        for piece in waiting:
+            function(piece)
+        return
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    piece = waiting.popleft()
+                except IndexError:
+                    return
+                function(piece)
+        except BaseException:
+            waiting.clear()
+            raise
+
+    futures: list[Future[None]] = []
+    try:
+        for _ in range(helpers):
+            # NumPy's error state is the context's.
+            futures.append(_executor().submit(contextvars.copy_context().run, work))
+        work()
+    finally:
+        waiting.clear()
+        running = [future for future in futures if not future.cancel()]
+        _wait(running)
+    for future in running:
+        future.result()
+
+
+def row_blocks(num_rows: int) -> list[slice]:
+    """Pieces of an array of so many rows."""
+    return [slice(first, first + BLOCK_ROWS) for first in range(0, num_rows, BLOCK_ROWS)]
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    """Return when all are done, whatever interrupts the waiting: they write to memory that is not ours."""
+    interrupted: BaseException | None = None
+    for future in futures:
+        while not future.done():
+            try:
+                future.exception()
+            except BaseException as error:  # KeyboardInterrupt in this thread
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        with _lock:
+            if _pool is None:
+                _pool = ThreadPoolExecutor(_MOST, "moebius", initializer=set_default_environment)
+    return _pool
+
+
+def _forget_pool() -> None:
+    """A child process has none of its parent's threads."""
+    global _pool, _lock, _runs
+    _pool, _lock, _runs = None, threading.Lock(), 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
