@@ -1,0 +1,118 @@
+"""Threads of the NumPy engine: every piece once, exceptions, forks, and BLAS in one thread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from moe_core.base import threads
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 200])
+@pytest.mark.parametrize("pieces", [0, 1, 2, 50])
+def test_every_piece_is_worked_on_once(count, pieces):
+    done = []
+    with threads.use(count):
+        threads.spread(done.append, range(pieces))
+    assert sorted(done) == list(range(pieces))
+
+
+def test_several_threads_take_part_and_keep_numpys_error_state():
+    seen, barrier = set(), threading.Barrier(3, timeout=30)
+
+    def piece(_: int) -> None:
+        barrier.wait()
+        seen.add((threading.get_ident(), np.geterr()["over"]))
+
+    with threads.use(3), np.errstate(over="ignore"):
+        threads.spread(piece, range(3))
+    assert len(seen) == 3 and {state for _, state in seen} == {"ignore"}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_first_exception_is_raised_when_no_piece_runs_any_more(error):
+    running = []
+
+    def piece(number: int) -> None:
+        running.append(number)
+        try:
+            if number == 0:
+                time.sleep(0.01)
+                raise error("piece 0")
+            time.sleep(0.05)
+        finally:
+            running.remove(number)
+
+    with threads.use(4), pytest.raises(error, match="piece 0"):
+        threads.spread(piece, range(1000))
+    assert not running
+    done = []
+    with threads.use(4):
+        threads.spread(done.append, range(10))
+    assert len(done) == 10
+
+
+def test_spread_inside_a_piece_and_in_many_threads_ends():
+    totals = []
+
+    def outer(_: int) -> None:
+        inner = []
+        threads.spread(inner.append, range(20))
+        totals.append(len(inner))
+
+    def caller() -> None:
+        with threads.use(8):
+            threads.spread(outer, range(20))
+
+    callers = [threading.Thread(target=caller) for _ in range(8)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(60)
+    assert totals == [20] * 160
+
+
+def test_blas_has_one_thread_inside_and_its_own_number_behind():
+    read, write = threads._blas()
+    if read() == 1:
+        write(2)
+    before = read()
+    first, second = threads.one_blas_thread(), threads.one_blas_thread()
+    with first:
+        with second:
+            assert read() == 1
+        assert read() == 1
+    assert read() == before
+
+
+def test_the_default_follows_omp_num_threads():
+    program = "from moe_core.base import threads; print(threads.count())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_has_threads_of_its_own():
+    with threads.use(2):
+        threads.spread(lambda _: None, range(4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+            child = os.fork()
+        if child == 0:
+            done: list[int] = []
+            threads.spread(done.append, range(4))
+            os._exit(len(done))
+    deadline = time.monotonic() + 30
+    while (result := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if result[0] == 0:
+        os.kill(child, 9)
+    assert result[0] == child and os.waitstatus_to_exitcode(result[1]) == 4
