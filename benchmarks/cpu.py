@@ -84,8 +84,8 @@ def _transformers_block(ours: moe_torch.MoE, x: torch.Tensor) -> tuple[Any, torc
         intermediate_size=spec.d_ff,
         num_local_experts=spec.num_experts,
         num_experts_per_tok=spec.top_k,
-        experts_implementation="grouped_mm",
     )
+    config._experts_implementation = "grouped_mm"
     block: Any = MixtralSparseMoeBlock(config)
     values = {
         "gate.weight": ours.router.weight,

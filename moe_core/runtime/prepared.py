@@ -83,10 +83,9 @@ class HostPrepared(Prepared):
         def call(addresses: list[int]) -> None:
             places = tuple(host_array(addresses[index], spec) for index, spec in outputs)
             given = {keyword: host_array(addresses[index], spec) for keyword, index, spec in inputs}
-            if takes_places:
-                given["places"] = places
+            memory = {"places": places} if takes_places else {}
             with one_blas_thread():
-                results = function(**given, **constants)
+                results = function(**given, **memory, **constants)
             results = results if isinstance(results, tuple) else (results,)
             for place, result in zip(places, results, strict=True):
                 if result is not place:
