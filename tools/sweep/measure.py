@@ -3,60 +3,88 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import moe_torch.transformers
+from moe_core.checkpoint import open_checkpoint, other_tensors, save_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
+from moe_torch import LayerWeights, MoE, layer_spec_from_config
 from tools.sweep import models
 
 #: Errors up to this are rounding: float32, relative to the largest value.
-TOLERANCE = 2e-5
+TOLERANCE = 1e-4
 #: A gradient counts as at least this share of the model's largest, so that one that is zero but for rounding passes.
 _FLOOR = 1e-3
+#: What a family may run: the experts of its model, a layer from its config, one on a live block, files in and out.
+PARTS = ("experts", "preset", "block", "reader", "writer")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One family. Empty texts mean yes; others say what is missing.
-
-    experts, layer: reasons why `experts_implementation="moebius"`, and a preset, do not run. logits, gradients: errors
-    against eager experts, relative to the largest value; None where nothing ran. block, reader, writer: reasons why
-    `MoE.from_block`, the checkpoint's reader and its writer do not.
+    """One family. logits, gradients: errors of the model with Moebius' experts against its own, relative to the largest
+    value; None where they do not run. reasons: part -> why it does not run; of PARTS, empty for one that does.
     """
 
     family: str
-    experts: str = ""
     logits: float | None = None
     gradients: float | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
 def measure(family: str) -> Row:
-    """Everything about one family."""
-    model = models.build(family)
-    row = Row(family)
-    try:
-        logits, gradients = experts_errors(family, model)
-    except (Unsupported, InvalidInput) as error:
-        return dataclasses.replace(row, experts=str(error))
-    return dataclasses.replace(row, logits=logits, gradients=gradients)
+    """Everything about one family. Raises AssertionError where something runs and is wrong."""
+    row, model = Row(family), models.build(family)
+
+    def part(name: str, run: Callable[[], Any], *needs: str) -> Any:
+        lacking = [need for need in needs if need in row.reasons]
+        if lacking:
+            row.reasons[name] = f"needs the {lacking[0]}"
+            return None
+        try:
+            return run()
+        except (Unsupported, InvalidInput) as error:
+            row.reasons[name] = _short(str(error))
+            return None
+
+    errors = part("experts", lambda: experts_errors(family, model))
+    if errors is not None:
+        row.logits, row.gradients = errors
+    part("preset", lambda: layer_spec_from_config(model.config))
+    part("block", lambda: _blocks(model), "preset")
+    with tempfile.TemporaryDirectory() as directory:
+        read, written = Path(directory, "read"), Path(directory, "written")
+        model.save_pretrained(read)
+        layers = part("reader", lambda: _read(model, read), "preset")
+        part("writer", lambda: _write(model, read, written, layers), "preset", "reader")
+    return row
 
 
 def experts_errors(family: str, model: Any) -> tuple[float, float]:
-    """(of the outputs, of the gradients) with Moebius' experts against eager ones."""
+    """(of the outputs, of the gradients) with Moebius' experts against eager ones. Raises Unsupported."""
+    if not any(hasattr(module, "has_gate") and hasattr(module, "is_transposed") for module in model.modules()):
+        raise Unsupported("transformers runs its experts outside of the experts interface")
     wanted, wanted_gradients = _step(family, model)
     moe_torch.transformers.register()
     model.set_experts_implementation("moebius")
-    given, gradients = _step(family, model)
-    model.set_experts_implementation("eager")
+    try:
+        given, gradients = _step(family, model)
+    finally:
+        model.set_experts_implementation("eager")
     largest = max(float(gradient.abs().max()) for gradient in wanted_gradients.values())
     errors = []
     for name, gradient in wanted_gradients.items():
         scale = max(float(gradient.abs().max()), _FLOOR * largest)
         errors.append(float((gradients[name] - gradient).abs().max()) / scale)
-    return float((given - wanted).abs().max() / wanted.abs().max()), max(errors)
+    found = float((given - wanted).abs().max() / wanted.abs().max()), max(errors)
+    assert 0 < max(found) < TOLERANCE, f"{family} with experts_implementation 'moebius' differs by {found}"
+    return found
 
 
 def _step(family: str, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -80,3 +108,66 @@ def block_run(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     ids = [one for one in given if isinstance(one, torch.Tensor) and one.dtype == torch.int64]
     output = output[0] if isinstance(output, tuple) else output
     return output.view_as(x), ids[0] if ids else None
+
+
+def _moe_layers(model: Any) -> dict[int, Any]:
+    """The MoE blocks of a model by the numbers of their layers."""
+    blocks = models.moe_blocks(model)
+    if not blocks:
+        raise Unsupported("the model has no module of a router and experts alone")
+    return {int(re.findall(r"\.(\d+)\.", f".{path}")[-1]): block for path, block in blocks.items()}
+
+
+def _blocks(model: Any) -> None:
+    """Every block as a layer on its own weights."""
+    for block in _moe_layers(model).values():
+        _require_same(f"from_block of {type(block).__name__}", MoE.from_block(block, model.config), block)
+
+
+def _read(model: Any, path: Path) -> list[tuple[int, LayerWeights]]:
+    """The layers of a checkpoint that transformers wrote."""
+    checkpoint, blocks, found = open_checkpoint(path), _moe_layers(model), []
+    if checkpoint.moe_layers != tuple(blocks):
+        raise Unsupported(f"only {checkpoint.moe_layers} of the layers {tuple(blocks)}")
+    for number, block in blocks.items():
+        weights = LayerWeights.from_checkpoint(checkpoint.layer(number))
+        # Some models have their shared experts beside the block.
+        beside = not any("shared" in name for name, _ in block.named_children())
+        layer = MoE.from_weights(dataclasses.replace(weights, shared=None) if beside else weights)
+        _require_same(f"layer {number} of the checkpoint", layer, block)
+        found.append((number, weights))
+    return found
+
+
+def _write(model: Any, read: Path, written: Path, layers: list[tuple[int, LayerWeights]]) -> None:
+    """A checkpoint of our own, which transformers loads with the same bits."""
+    save_checkpoint(written, read, layers, other_tensors=other_tensors(open_checkpoint(read)))
+    differing = _differing(model, written)
+    if differing and _differing(model, read):
+        raise Unsupported(f"transformers does not load its own files of {type(model).__name__}")
+    assert not differing, f"{', '.join(differing)} of the checkpoint that we wrote for {type(model).__name__} differ"
+
+
+def _differing(model: Any, path: Path) -> list[str]:
+    """The tensors of a model that transformers loads otherwise."""
+    loaded = type(model).from_pretrained(path, dtype=torch.float32).state_dict()
+    return [name for name, tensor in model.state_dict().items() if not torch.equal(loaded[name], tensor)]
+
+
+def _require_same(what: str, layer: MoE, block: Any) -> None:
+    """Compare a layer with a block of transformers: the experts of every token, and the output."""
+    x = torch.randn(2, models.T // 2, layer.spec.d_model, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        wanted, ids = block_run(block, x)
+        y, aux = layer(x, return_aux=True)
+    if ids is not None:
+        assert torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int()), f"{what}: other experts"
+    error = float((y - wanted).abs().max() / wanted.abs().max())
+    assert error < TOLERANCE, f"{what} differs by {error}"
+
+
+def _short(message: str) -> str:
+    """A message without the advice behind its semicolon, folders, lists of names and what all refusals begin with."""
+    message = re.sub(r"^experts_implementation '\w+' cannot run (\w+), which", r"\1", message)
+    message = re.sub(r"must be one of .*, got", "is", re.sub(r"/\S*/(?=[\w.]+)", "", message))
+    return message.partition(";")[0]

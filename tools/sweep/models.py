@@ -113,6 +113,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 2},
     "deepseek_v3": {"head_dim": 8},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
     "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4},
     "dots1": {"n_shared_experts": 2},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [F, F], "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
@@ -123,6 +124,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "inkling": {"rel_extent": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
     "inkling2": {"rel_extent": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"n_group": 1, "topk_group": 1},
+    "mistral_large4": {"n_group": 1, "topk_group": 1},
     "llama4": {"num_experts_per_tok": 1},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "zero_expert_num": 4, "moe_topk": K},
     "mimo_v2_flash": {
@@ -165,6 +168,13 @@ def families() -> tuple[str, ...]:
     root = pathlib.Path(inspect.getfile(transformers)).parent / "models"
     files = sorted(root.glob("*/modeling_*.py"))
     return tuple(dict.fromkeys(file.parent.name for file in files if _EXPERTS.search(file.read_text("utf-8"))))
+
+
+def quiet() -> None:
+    """No advice about settings and no progress bars from transformers in this process."""
+    log = transformers.utils.logging
+    log.set_verbosity_error()
+    log.disable_progress_bar()
 
 
 def model_class(family: str) -> type:
