@@ -19,13 +19,13 @@ _MOST_LAYERS = 10_000
 @dataclass(frozen=True)
 class ModelConfig:
     """The settings of a text model. model_type: the family name they declare; quantization: `quantization_config`,
-    which multimodal models may give outside of the text model's settings, or None. nested: the settings are a part of
-    those of a multimodal model."""
+    which multimodal models may give outside of the text model's settings, or None. nested: where the settings are in
+    those of a multimodal model: `("text_config",)`."""
 
     model_type: str
     settings: Mapping[str, Any]
     quantization: Any = None
-    nested: bool = False
+    nested: tuple[str, ...] = ()
 
     def find(self, *keys: str) -> Any:
         """The value of the first of `keys` that is present (a setting has several names across releases)."""

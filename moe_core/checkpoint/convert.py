@@ -124,12 +124,17 @@ class _Conversion:
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
         #: (layer, field) of every tensor that holds weights of experts.
         self._weights: dict[str, tuple[int, str]] = {}
+        #: Tensors of all experts that hold their inputs before their outputs: `[E, D, N]`.
+        self._turned: set[str] = set()
+        in_out = checkpoint.architecture.spec.weight_layout == "in_out"
         self._kept: list[str] = []
         self._before = self._after = 0
         for layer in checkpoint.moe_layers:
             stacks = checkpoint.stacks(layer)
             for field in _FIELDS:
-                self._weights |= {part.tensor: (layer, field) for part in stacks[f"experts.{field}"].parts}
+                parts = stacks[f"experts.{field}"].parts
+                self._weights |= {part.tensor: (layer, field) for part in parts}
+                self._turned |= {part.tensor for part in parts if len(part.shape) == 3 and part.is_turned != in_out}
 
     def require_sizes(self) -> None:
         """Raise InvalidInput, naming the tensor, where the format's padding rule refuses its sizes."""
@@ -164,14 +169,14 @@ class _Conversion:
             raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; cast it first")
         weight, per_expert = self._weights[name], self._checkpoint.architecture.naming.per_expert
         module, fused = module_of(name)
-        if not fused:
+        if len(tensor.get_shape()) == 2:
             yield from self._packing.tensors(module, self._matrix(weight, tensor[:]), fused=False)
             return
         matrices = (tensor[expert : expert + 1][0] for expert in range(tensor.get_shape()[0]))
         if per_expert is None:
-            turn = self._checkpoint.architecture.spec.weight_layout == "in_out"
+            turn = name in self._turned
             quantized = [self._matrix(weight, matrix.T if turn else matrix) for matrix in matrices]
-            yield from self._packing.tensors(module, _stacked(quantized), fused=True)
+            yield from self._packing.tensors(module, _stacked(quantized), fused=fused)
             return
         experts = module.rpartition(".")[0]
         names = per_expert[-1:] if weight[1] == "down" else per_expert[:-1]

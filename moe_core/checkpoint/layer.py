@@ -80,8 +80,8 @@ class Checkpoint:
     """A checkpoint directory: what config.json says, and where the tensors are.
 
     config: the text model's settings as config.json gives them. moe_layers: the layers `layer` can read. packing: how
-    quantised weights are stored, None for a plain checkpoint. nested: the model is multimodal, and config is a part of
-    its config.json.
+    quantised weights are stored, None for a plain checkpoint. nested: where config is in the
+    config.json of a multimodal model.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class Checkpoint:
     architecture: Architecture = field(repr=False)
     index: TensorIndex = field(repr=False)
     packing: Packing | None = field(default=None, repr=False)
-    nested: bool = field(default=False, repr=False)
+    nested: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def scheme(self) -> Scheme | None:

@@ -55,6 +55,11 @@ def quantized_architecture(
             f"the shared experts' width must be a multiple of {packing.format.group_rows} beside fused experts, got "
             f"{halves[0].parts[0].shape[-2]}; dequantise the checkpoint to bfloat16 first"
         )
+    if any(name.endswith(".gate_up") and not _is_divided(stack) for name, stack in stacks.items()):
+        raise Unsupported(
+            f"the experts' width must be a multiple of {packing.format.group_rows} beside shared experts whose gate "
+            f"and up are one tensor, got {architecture.d_ff}; dequantise the checkpoint to bfloat16 first"
+        )
     activation = dataclasses.replace(spec.activation, gate_layout="separate")
     return dataclasses.replace(architecture, spec=dataclasses.replace(spec, activation=activation))
 
@@ -73,6 +78,11 @@ def quantized_stacks(
             continue
         for field, own in (_apart(name, stack) if separate and name.endswith("gate_up") else {name: stack}).items():
             if is_quantized(own.parts[0].tensor, packing, index):
+                if own.parts[0].decode is not None:
+                    raise Unsupported(
+                        f"{own.parts[0].tensor} holds quantised weights in an order of its own (transposed, or rows "
+                        "of gate and up in turn), which cannot be read; dequantise the checkpoint to bfloat16 first"
+                    )
                 shapes = quantized_shapes(QuantizedSpec(packing.format), own.shape)
                 for component in packing.components:
                     result[f"{field}.{component.field}"] = _component_stack(own, shapes, packing, component)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_core.checkpoint.families import Architecture, Naming
-from moe_core.checkpoint.storage import Part, Stack, TensorIndex
+from moe_core.checkpoint.storage import Part, Stack, TensorIndex, rows_apart, rows_in_turn, turn
 from moe_core.errors import InvalidInput
 
 #: What may stand before `layers.<n>.` in files, whatever the family: nestings of multimodal models among them.
@@ -21,7 +21,7 @@ class LayerNames:
     """The tensors of one layer in one storage, by their full names.
 
     block: what stands before the router and the experts, `model.layers.3.mlp.`. fused: (gate_up, down) of all experts,
-    None = per expert. Others: see `Naming`.
+    None = per expert. turned, interleaved: how `fused` lies in the files. Others: see `Naming`.
     """
 
     block: str
@@ -31,6 +31,7 @@ class LayerNames:
     shared: tuple[str, ...]
     shared_gate: str
     turned: bool = False
+    interleaved: bool = False
 
     @property
     def router_bias(self) -> str:
@@ -54,37 +55,47 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) 
     def one(alternatives: tuple[str, ...]) -> str:
         return pick(tuple((name,) for name in alternatives))[0]
 
+    chosen = pick(naming.fused) if fused else None
     return LayerNames(
         inside,
         one(naming.router),
         one(naming.correction_bias),
-        pick(naming.fused) if fused else None,
+        chosen,
         pick(naming.shared),
         full(naming.shared_gate),
+        interleaved=naming.interleaved and chosen == tuple(map(full, naming.fused[-1])),
     )
 
 
-def written_names(architecture: Architecture, layer: int, storage: str | None, *, nested: bool) -> LayerNames:
+def _own_prefixes(naming: Naming, nested: tuple[str, ...]) -> tuple[str, ...]:
+    """What stands before `layers.` in the family's files; qwen3_omni_moe nests its thinker, which nests the text."""
+    prefixes = naming.nested_prefixes if nested else naming.prefixes
+    return tuple(f"thinker.{prefix}" for prefix in prefixes) if "thinker_config" in nested else prefixes
+
+
+def written_names(architecture: Architecture, layer: int, storage: str | None, nested: tuple[str, ...]) -> LayerNames:
     """The names a layer is written under: transformers' own for `fused`, the published ones for others.
 
-    nested: config.json is that of a multimodal model.
+    nested: see `ModelConfig`.
     """
     naming = architecture.naming
-    storage = storage or ("fused" if naming.text_fused and not nested else "published")
     newest = 0 if storage == "fused" else -1
-    prefix = (naming.nested_prefixes if nested else naming.prefixes)[newest]
-    root = f"{prefix}layers.{layer}."
+    root = f"{_own_prefixes(naming, nested)[newest]}layers.{layer}."
     fused = storage == "fused" or naming.per_expert is None
     return _names(naming, root, naming.blocks[newest], lambda found: found[newest], fused)
 
 
 def found_names(
-    architecture: Architecture, layer: int, index: TensorIndex, holds: Callable[[str], bool], nested: bool
+    architecture: Architecture,
+    layer: int,
+    index: TensorIndex,
+    holds: Callable[[str], bool],
+    nested: tuple[str, ...],
 ) -> LayerNames:
     """The names that the files hold a layer under. holds: whether they hold a weight, quantised or not."""
     naming = architecture.naming
-    own = naming.nested_prefixes if nested else naming.prefixes
-    roots = [f"{prefix}layers.{layer}." for prefix in dict.fromkeys((*own, *_PREFIXES))]
+    prefixes = dict.fromkeys((*_own_prefixes(naming, nested), *_PREFIXES))
+    roots = [f"{prefix}layers.{layer}." for prefix in prefixes]
 
     def choose(alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
         return next((names for names in alternatives if holds(names[0])), alternatives[-1])
@@ -117,7 +128,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))
     if architecture.correction_bias:
         shape = (1, num_experts) if architecture.naming.bias_row else (num_experts,)
-        part = Part(names.correction_bias, shape, decode=np.ravel)
+        part = Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None)
         stacks["router.correction_bias"] = Stack((num_experts,), (part,), dtype="float32")
     stacks |= _expert_stacks(architecture, names)
     if architecture.shared_d_ff:
@@ -126,7 +137,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         stacks |= _mlp_stacks("shared.", names.shared, architecture, architecture.shared_d_ff, turned=turned)
         if family.shared is not None and family.shared.gate:
             shape = (d_model, 1) if turned else (1, d_model)
-            stacks["shared.gate"] = Stack((shape), (_part(names.shared_gate, shape, turned=turned),))
+            stacks["shared.gate"] = Stack(shape, (_part(names.shared_gate, shape, turned=turned),))
     return stacks
 
 
@@ -145,6 +156,10 @@ def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, S
             for name, stack in per_expert[0].items()
         }
     stacks = _mlp_stacks("experts.", names.fused, architecture, d_ff, lead=(num_experts,), turned=names.turned)
+    if names.interleaved:
+        gate_up = stacks["experts.gate_up"]
+        apart = dataclasses.replace(gate_up.parts[0], decode=rows_apart, encode=rows_in_turn)
+        stacks["experts.gate_up"] = dataclasses.replace(gate_up, parts=(apart,))
     widths = {"gate_up": architecture.spec.activation.input_width(d_ff), "down": architecture.d_model}
     for name, tensor in zip(widths, names.fused, strict=True) if architecture.family.expert_bias else ():
         stacks[f"experts.{name}_bias"] = Stack.whole(f"{tensor}_bias", (num_experts, widths[name]))
@@ -188,4 +203,6 @@ def _mlp_stacks(
 
 def _part(name: str, shape: tuple[int, ...], place: tuple[int | slice, ...] = (), *, turned: bool) -> Part:
     """shape: of the place; of the tensor, if it is turned, with its last two axes exchanged."""
-    return Part(name, (*shape[:-2], shape[-1], shape[-2]) if turned else shape, place, turned=turned)
+    if not turned:
+        return Part(name, shape, place)
+    return Part(name, (*shape[:-2], shape[-1], shape[-2]), place, turn, turn)

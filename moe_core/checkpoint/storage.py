@@ -93,19 +93,40 @@ class ReadProgress(NamedTuple):
     bytes_total: int
 
 
+def turn(array: np.ndarray) -> np.ndarray:
+    """The last two axes exchanged; its own inverse."""
+    return array.swapaxes(-1, -2)
+
+
+def rows_apart(array: np.ndarray) -> np.ndarray:
+    """`[..., 2F, D]` whose even rows are the gate's, with the gate's rows first."""
+    return np.concatenate([array[..., ::2, :], array[..., 1::2, :]], axis=-2)
+
+
+def rows_in_turn(array: np.ndarray) -> np.ndarray:
+    """The inverse of `rows_apart`."""
+    half = array.shape[-2] // 2
+    return np.stack([array[..., :half, :], array[..., half:, :]], axis=-2).reshape(array.shape)
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of the files and the place it fills in an array: `array[place]`; () = all of it.
 
     shape: that of the tensor. decode: makes what fits the place of the tensor, or of a range of a stack's first axis;
-    None = nothing to do. turned: the tensor's last two axes are exchanged.
+    None = nothing to do. encode: the inverse, for writers; None = only the shape changes.
     """
 
     tensor: str
     shape: tuple[int, ...]
     place: tuple[int | slice, ...] = ()
     decode: Callable[[np.ndarray], np.ndarray] | None = None
-    turned: bool = False
+    encode: Callable[[np.ndarray], np.ndarray] | None = None
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the tensor is the transpose of what fills the place."""
+        return self.decode is turn
 
 
 @dataclass(frozen=True)
@@ -271,9 +292,7 @@ class StackReader(contextlib.ExitStack):
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
                 for piece in _pieces(target):
-                    if part.turned:
-                        target[piece] = source[piece if target.ndim > 2 else slice(None)].swapaxes(-1, -2)
-                    elif part.decode is None and _is_as_stored(source, target):
+                    if part.decode is None and _is_as_stored(source, target):
                         source.read_into(piece, target[piece])
                     elif part.decode is None:
                         target[piece] = source[piece]

@@ -140,7 +140,7 @@ class _Model:
     settings: Mapping[str, Any]
     architecture: Architecture
     spec: MoELayerSpec
-    nested: bool
+    nested: tuple[str, ...]
 
     @property
     def storage(self) -> Storage:
@@ -189,7 +189,7 @@ class _Model:
 
 
 def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | None) -> Iterator[tuple[str, np.ndarray]]:
-    names = written_names(model.architecture, layer, storage, nested=model.nested)
+    names = written_names(model.architecture, layer, storage, model.nested)
     source = _Source(weights, model.storage)
     for field, stack in layer_stacks(model.architecture, names).items():
         yield from source.tensors(field.replace("shared.", "shared_experts."), stack)
@@ -211,7 +211,7 @@ class _Source:
             if lead != expert:
                 expert, array = lead, self._array(name, stack.shape[len(lead) :], lead)
             found = array[part.place[len(lead) :]]
-            found = np.asarray(found.swapaxes(-1, -2) if part.turned else found, order="C")
+            found = np.asarray(found if part.encode is None else part.encode(found), order="C")
             yield part.tensor, found.reshape(part.shape)
 
     def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:

@@ -16,11 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from moe_core.checkpoint import Checkpoint, MoELayer, open_checkpoint, other_tensors, save_checkpoint
+from moe_core.checkpoint import (
+    Checkpoint,
+    MoELayer,
+    convert_checkpoint,
+    open_checkpoint,
+    other_tensors,
+    save_checkpoint,
+)
 from moe_core.checkpoint.families import FAMILIES, REFUSED, text_model
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.layers import LayerWeights
+from moe_core.formats import format_named
+from moe_core.layers import HUGGING_FACE, LayerWeights, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from tests.support.layers import tolerances
@@ -173,8 +181,6 @@ def test_family(tmp_path: Path, row: str) -> None:
             path, settings, weights_of(source), storage=storage, other_tensors=other_tensors(source)
         )
         assert written.moe_layers == source.moe_layers
-        if family == "mistral_large4":
-            continue  # transformers does not read its own files of this text model alone: see the multimodal test.
         assert tensors_of(path) == tensors_of(source.path)
         assert_same_state(model, path)
 
@@ -213,10 +219,30 @@ def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
     assert_close(output, judge(model, number, hidden_states()).output, allowed, f"{row} output")
 
 
+@pytest.mark.parametrize("row", ["aria", "granitemoe", "mistral4", "nemotron_h", "qwen3_vl_moe", "step3p7"])
+def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None:
+    """`[E, D, N]` with and without `.weight`, `[E, N, D]`, ungated, and gate and up of all experts in a tensor each."""
+    family, changes = ROWS[row]
+    checkpoint = saved(models.build(family, **changes), tmp_path / "plain")
+    convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"))
+    number = checkpoint.moe_layers[-1]
+    read = open_checkpoint(tmp_path / "int8").layer(number)
+    assert read.scheme is not None
+    plain, found = (
+        convert_weights(LayerWeights.from_checkpoint(layer), HUGGING_FACE).named()
+        for layer in (checkpoint.layer(number), read.dequantized("float32"))
+    )
+    for name, array in plain.items():
+        error = np.linalg.norm(found[name] - array) / np.linalg.norm(array)
+        assert error < (0.01 if name.startswith("experts.") else 1e-12), (name, error)
+
+
 #: Multimodal model -> settings of its parts beside the text model's.
 _VISION = {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": models.D}
 _VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vision_output_dim": 16, "projector_input_dim": 16}
 _VISION |= {"projector_output_dim": 16, "image_size": 28, "patch_size": 14}
+_AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 16}
+_AUDIO |= {"downsample_hidden_size": 8, "num_mel_bins": 16}
 NESTED = {
     "aria": "AriaForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
@@ -224,6 +250,7 @@ NESTED = {
     "mistral_large4": "MistralLarge4ForConditionalGeneration",
     "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "step3p7": "Step3p7ForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
@@ -235,12 +262,15 @@ def test_multimodal_models_nest_the_text_model(tmp_path: Path, family: str) -> N
     kind = made.config_class.sub_configs["vision_config"]
     known = set(vars(kind())) if kind is not transformers.AutoConfig else {*_VISION, "model_type"}
     vision = {name: value for name, value in _VISION.items() if name in known}
-    model = made(made.config_class(text_config=text.config.to_dict(), vision_config=vision)).float().eval()
+    parts = {"text_config": text.config.to_dict(), "vision_config": vision}
+    if "audio_config" in made.config_class.sub_configs:
+        parts["audio_config"] = _AUDIO
+    model = made(made.config_class(**parts)).float().eval()
     state = text.state_dict()
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             ours = [key for key in state if "layers." in key and name.endswith(key[key.index("layers.") :])]
-            if ours and "vision" not in name:
+            if ours and "vision" not in name and "audio" not in name:
                 parameter.copy_(state[ours[0]])
     checkpoint = saved(model, tmp_path / "published")
     assert checkpoint.nested

@@ -44,7 +44,7 @@ def text_model(settings: Mapping[str, Any]) -> ModelConfig:
 
     Raises Unsupported for other families.
     """
-    met, quantization, nested = [], settings.get("quantization_config"), False
+    met, quantization, nested = [], settings.get("quantization_config"), ()
     while True:
         name = settings.get("model_type")
         met.append(repr(name))
@@ -55,13 +55,13 @@ def text_model(settings: Mapping[str, Any]) -> ModelConfig:
                 f"model_type {name!r} cannot be described: its block has {REFUSED[name]}, which no layer computes; "
                 "keep the model's own block"
             )
-        inner = next((settings[key] for key in _NESTED if isinstance(settings.get(key), Mapping)), None)
-        if inner is None:
+        key = next((key for key in _NESTED if isinstance(settings.get(key), Mapping)), None)
+        if key is None:
             raise Unsupported(
                 f"model_type of config must be one of the {len(FAMILIES)} in moe_core.checkpoint.families.FAMILIES, "
                 f"got {' with text_config '.join(met)}; describe the layer with a MoELayerSpec instead"
             )
-        settings, nested = inner, True
+        settings, nested = settings[key], (*nested, key)
         quantization = quantization or settings.get("quantization_config")
 
 

@@ -18,7 +18,7 @@ from moe_core.checkpoint.families.record import (
     routing,
 )
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import RouterSpec
+from moe_core.specs import Activation, RouterSpec
 
 _SCALE, _NORM, _GROUPS = ("routed_scaling_factor",), ("norm_topk_prob",), (("n_group",), ("topk_group",))
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -61,6 +61,7 @@ _HY_V3 = Naming(
     correction_bias=("e_score_correction_bias", "expert_bias"),
     shared=(mlp_names("shared_experts"), mlp_names("shared_mlp")),
 )
+_FUSED = Naming(per_expert=None)
 #: step3p5 is published with gate and up of all experts in a tensor each.
 _STEP = Naming(
     ("mlp", "moe"),
@@ -69,7 +70,6 @@ _STEP = Naming(
     per_expert=None,
     shared=(mlp_names("shared_experts"), mlp_names("/share_expert")),
     nested_prefixes=("model.language_model.", "model."),
-    text_fused=True,
 )
 _KIMI = Naming(("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
 _KIMI_ROUTER = routing(
@@ -96,15 +96,21 @@ def _nemotron_layers(config: ModelConfig) -> Layers:
     return Layers(len(pattern), tuple(n for n, kind in enumerate(pattern) if kind == "E"), "hybrid_override_pattern")
 
 
-def _deepseek_v4_router(config: ModelConfig) -> RouterSpec:
-    scores = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+def _scored_router(config: ModelConfig) -> RouterSpec:
+    scores = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid"}
     name = config.find("scoring_func")
     if not isinstance(name, str) or name not in scores:
         raise Unsupported(
             f"scoring_func in config.json must be one of {', '.join(scores)}, got {name!r}; this score cannot be "
             "computed"
         )
-    return routing(scores[name], scale=_SCALE)(config)
+    return routing(scores[name], scale=("routed_scaling_factor", "route_scale"))(config)
+
+
+def _soft_capped(config: ModelConfig) -> Activation:
+    """Silu with soft caps of gate and up."""
+    gate, up = config.number("mlp_gate_softcap"), config.number("mlp_up_softcap")
+    return Activation("softcapped_silu", alpha=gate, limit=up)
 
 
 def _deepseek_v4_layers(config: ModelConfig) -> Layers:
@@ -150,7 +156,7 @@ DEEPSEEK = {
     "deepseek_v32": _V3,
     "glm4_moe": _V3,
     "glm4_moe_lite": replace(_V3, layers=dense_first(1)),
-    "glm4v_moe_text": replace(_V3, naming=Naming(text_fused=True)),
+    "glm4v_moe_text": replace(_V3, alone=_FUSED),
     "glm_moe_dsa": _V3,
     "dots1": _V3,
     "dots3_note_text": replace(
@@ -224,7 +230,7 @@ DEEPSEEK = {
         _V3,
         router=routing(renormalize=_NORM, scale=_SCALE),
         correction_bias=False,
-        naming=Naming(per_expert=None),
+        naming=_FUSED,
         requires=(("n_group", 1, "a softmax group scored by its two best experts"),),
     ),
     "mistral_large4_text": replace(
@@ -237,14 +243,14 @@ DEEPSEEK = {
             per_expert=("w1", "w3", "w2"),
             shared=(mlp_names("shared_experts"), mlp_names("shared_experts", "w1", "w3", "w2")),
             nested_prefixes=("model.language_model.", ""),
-            text_fused=True,
         ),
+        alone=Naming(("mlp", ""), per_expert=("w1", "w3", "w2"), prefixes=("",)),
         requires=(("n_group", 1, "a softmax group scored by its two best experts"),),
     ),
     # Its first layers take ids from a table of tokens (hash_moe); no layer here describes those.
     "deepseek_v4": replace(
         _V3,
-        router=_deepseek_v4_router,
+        router=_scored_router,
         layers=_deepseek_v4_layers,
         activation=limited,
         shared=Shared(),
@@ -258,6 +264,21 @@ DEEPSEEK = {
         requires=(("mlp_bias", False, "a bias of the shared experts"),),
     ),
     "glm5_next_text": replace(_V3, layers=dense_first(3), activation=limited),
+    "inkling2_text": replace(
+        _V3,
+        router=_scored_router,
+        layers=every_layer,
+        activation=_soft_capped,
+        shared=None,
+        naming=Naming(
+            correction_bias=("gate.e_score_correction_bias", "gate.bias"),
+            fused=(("experts.gate_up_proj", "experts.down_proj"), ("experts.w13_weight", "experts.w2_weight")),
+            per_expert=None,
+            prefixes=("model.", "model.llm."),
+            nested_prefixes=("model.language_model.", "model.llm."),
+            interleaved=True,
+        ),
+    ),
     "step3p5": replace(
         _V3,
         router=routing("sigmoid", scale=("moe_router_scaling_factor",), top_k=("num_experts_per_tok", "moe_top_k")),
@@ -265,6 +286,7 @@ DEEPSEEK = {
         experts=("n_routed_experts", "moe_num_experts"),
         shared=Shared(width=("share_expert_dim", "share_expert_dims")),
         naming=_STEP,
+        alone=_FUSED,
         requires=(("mlp_bias", False, "a bias of the shared experts"),),
     ),
     # A softmax of all experts; the correction bias changes only which are chosen.
@@ -282,6 +304,6 @@ DEEPSEEK = {
         ),
     ),
     "deepseek_v2": _V2,
-    "deepseek_ocr2_text": replace(_V2, naming=Naming(text_fused=True)),
+    "deepseek_ocr2_text": replace(_V2, alone=_FUSED),
     "unlimited_ocr_text": replace(_V2, layers=dense_first(1)),
 }

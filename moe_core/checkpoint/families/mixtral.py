@@ -19,6 +19,7 @@ from moe_core.checkpoint.families.record import (
 )
 
 _EXPERTS, _FUSED = ("num_local_experts", "num_experts"), ("experts.gate_up_proj", "experts.down_proj")
+_GATE_UP = ("shared_experts.gate_up_proj.weight", "shared_experts.down_proj.weight")
 _TOPK_FIRST = routing(
     order="topk_then_softmax", renormalize=False, top_k=("num_experts_per_tok", "experts_per_token", "moe_topk")
 )
@@ -85,12 +86,12 @@ MIXTRAL = {
             _NAMES,
             correction_bias=("gate.e_score_correction_bias", "e_score_correction_bias"),
             shared=(
-                ("shared_experts.gate_up_proj.weight", "shared_experts.down_proj.weight"),
+                _GATE_UP,
                 mlp_names("shared_experts"),
             ),
             nested_prefixes=("model.language_model.", "language_model.model."),
-            text_fused=True,
         ),
+        alone=Naming(per_expert=None, shared=(_GATE_UP,)),
     ),
     "granitemoe": replace(_GRANITE, shared=None),
     "granitemoeshared": _GRANITE,

@@ -57,7 +57,7 @@ def _cohere2_router(config: ModelConfig) -> RouterSpec:
 
 QWEN = {
     "qwen3_moe": _QWEN3,
-    "qwen3_omni_moe_text": _QWEN3,
+    "qwen3_omni_moe_text": replace(_QWEN3, naming=Naming(nested_prefixes=("model.",))),
     "qwen3_vl_moe_text": replace(_QWEN3, router=routing(renormalize=True), naming=Naming(per_expert=None, turned=True)),
     "qwen2_moe": _QWEN2,
     "qwen3_next": _QWEN2,

@@ -40,8 +40,8 @@ class Naming:
     ungated experts; None = the family has only fused storage. shared: (gate, up, down), or (gate_up, down) where gate
     and up are one tensor. prefixes, nested_prefixes: what stands before `layers.` in files of a text model, and of a
     model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
-    bias_row: files hold the correction bias as `[1, E]`. text_fused: a text model saved without the rest has only
-    transformers' own names.
+    interleaved: the published `fused` holds rows of gate and up in turn. bias_row: files hold the correction bias as
+    `[1, E]`.
     """
 
     blocks: Names = ("mlp",)
@@ -54,8 +54,8 @@ class Naming:
     prefixes: Names = ("model.",)
     nested_prefixes: Names = ("model.language_model.",)
     turned: bool = False
+    interleaved: bool = False
     bias_row: bool = False
-    text_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,14 @@ class Family:
 
     width, experts: settings that give d_ff and E. shared: None = no shared experts. correction_bias: whether there is
     one, or the setting that says so. requires: (setting, the value that can be computed, what another one asks for);
-    absent and null settings are fine. weight_layout: of fused storage in files.
+    absent and null settings are fine. weight_layout: of fused storage in files. alone: the names in files of a text
+    model that was saved without the rest of its multimodal model; None = the same.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
     layers: Callable[[ModelConfig], Layers]
     naming: Naming = Naming()
+    alone: Naming | None = None
     width: Names = ("moe_intermediate_size",)
     experts: Names = ("num_experts", "num_local_experts", "n_routed_experts")
     activation: Callable[[ModelConfig], Activation] | None = None
@@ -123,10 +125,7 @@ class Architecture:
     spec: MoESpec
     family: Family
     correction_bias: bool
-
-    @property
-    def naming(self) -> Naming:
-        return self.family.naming
+    naming: Naming
 
     def layer_spec(self) -> MoELayerSpec:
         """The layer, stored as the framework stores it by default: the family's layouts are those of its files."""
@@ -172,7 +171,8 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         router_weight_layout="out_in",
         apply_router_weight_on_input=family.router_weight_on_input,
     )
-    return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias)
+    naming = family.naming if config.nested else family.alone or family.naming
+    return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming)
 
 
 def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:
