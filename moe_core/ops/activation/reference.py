@@ -29,7 +29,8 @@ _NORMAL_DENSITY = np.float32(1 / math.sqrt(2 * math.pi))
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x)) elementwise, without overflow: exp(min(x, 0)) / (1 + exp(-|x|)); NaN stays NaN."""
     with np.errstate(all="ignore"):
-        return np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))
+        small = np.exp(-np.abs(x))
+        return np.where(x < 0, small, np.ones_like(small)) / (1 + small)
 
 
 @functools.cache

@@ -98,7 +98,11 @@ def weight_gradient(
                 part[...] = 0 if added is None else added[expert, columns]
                 return
             left_rows, right_rows = left[rows[expert][gather[0]], columns], right[rows[expert][gather[1]]]
-            product = to_float32(left_rows).T @ to_float32(right_rows)
+            left_rows, right_rows = to_float32(left_rows).T, to_float32(right_rows)
+            if added is None and part.dtype == np.float32:
+                np.matmul(left_rows, right_rows, out=part)
+                return
+            product = left_rows @ right_rows
             part[...] = product if added is None else to_float32(added[expert, columns]) + product
 
     blocks = [slice(first, first + BLOCK_COLUMNS) for first in range(0, num_columns, BLOCK_COLUMNS)]
