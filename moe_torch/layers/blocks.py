@@ -45,17 +45,17 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     if not any(name.startswith("shared_experts.") for name in names):
         # The model has them beside its block.
         spec = dataclasses.replace(spec, shared_experts=None)
-    missing = [name for alternatives in names.values() for name in alternatives if name not in own]
-    unknown = [name for name in own if not any(name in alternatives for alternatives in names.values())]
+    known = [name for alternatives in names.values() for name in alternatives]
+    unknown, missing = [name for name in own if name not in known], [name for name in known if name not in own]
+    if unknown:
+        raise Unsupported(
+            f"block must hold only {', '.join(known)} by its config, got {kind} with {', '.join(unknown)}, which the "
+            "layer does not compute with; keep the block, and run its experts by moe_torch.transformers"
+        )
     if missing:
         raise InvalidInput(
             f"block must hold {', '.join(missing)} by its config, got {kind} without; pass the config that the block "
             "was made with"
-        )
-    if unknown:
-        raise Unsupported(
-            f"block must hold a router, experts and shared experts only, got {kind} with {', '.join(unknown)}, which "
-            "the layer does not compute with; keep the block, and run its experts by moe_torch.transformers"
         )
     stored = {name: _stored(name, [own[one] for one in found], storage) for name, found in names.items()}
     tensors = {name: tensor for name, (tensor, _) in stored.items()}

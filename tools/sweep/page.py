@@ -11,6 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "user" / "families.md"
 #: What stands around the generated part of the page.
 BEGIN, END = "<!-- begin: python -m tools.sweep --write -->", "<!-- end -->"
 _HEADINGS = ("family", "experts", "logits", "gradients", "preset", "from_block", "read", "written")
+_REASONS = ("family", "what does not run", "reason", "instead")
 #: A part that does not run for want of another one needs no reason of its own.
 _FOLLOWS = "needs the "
 
@@ -28,8 +29,8 @@ def render(rows: Iterable[Row], version: str) -> str:
         "|" + " --- |" * len(_HEADINGS),
         *(_line(cells(row)) for row in rows),
         "",
-        _line(("family", "what does not run", "reason")),
-        "| --- | --- | --- |",
+        _line(_REASONS),
+        "|" + " --- |" * len(_REASONS),
         *(_line(reason) for row in rows for reason in reasons(row)),
     ]
     return "\n".join(lines)
@@ -42,13 +43,18 @@ def cells(row: Row) -> tuple[str, ...]:
     return (row.family, runs["experts"], *errors, *(runs[part] for part in PARTS[1:]))
 
 
-def reasons(row: Row) -> list[tuple[str, str, str]]:
-    """(family, parts, reason), parts that do not run for one reason together."""
+def reasons(row: Row) -> list[tuple[str, ...]]:
+    """(family, parts, reason, what to do instead), parts that do not run for one reason together."""
     found: dict[str, list[str]] = {}
     for part, reason in row.reasons.items():
         if not reason.startswith(_FOLLOWS):
             found.setdefault(reason.replace("|", "\\|"), []).append(part)
-    return [(row.family, ", ".join(parts), reason) for reason, parts in found.items()]
+    instead = "transformers' own experts"
+    if "experts" not in row.reasons:
+        instead = '`experts_implementation="moebius"`'
+    elif "block" not in row.reasons:
+        instead = "`MoE.from_block`"
+    return [(row.family, ", ".join(parts), reason, instead) for reason, parts in found.items()]
 
 
 def write(rows: Iterable[Row], version: str) -> None:
@@ -65,7 +71,7 @@ def published() -> tuple[str, Mapping[str, tuple[str, ...]], list[tuple[str, ...
         if line.startswith("|") and "---" not in line
     ]
     lines = [tuple(cell.replace("\0", "\\|") for cell in line) for line in lines]
-    middle = next(number for number, line in enumerate(lines) if len(line) == 3)
+    middle = lines.index(_REASONS)
     table = {line[0]: line for line in lines[1:middle]}
     return text.split()[1].strip(","), table, lines[middle + 1 :]
 

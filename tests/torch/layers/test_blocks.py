@@ -105,7 +105,9 @@ def test_what_is_no_block_is_refused() -> None:
 def test_a_part_that_the_layer_does_not_have_is_named() -> None:
     block = block_of("mixtral")
     block.norm = torch.nn.LayerNorm(models.D, bias=False)
-    with pytest.raises(Unsupported, match=r"router, experts and shared experts only, got .* with norm\.weight"):
+    with pytest.raises(
+        Unsupported, match=r"block must hold only gate.weight, .* by its config, got .* with norm\.weight,"
+    ):
         MoE.from_block(block)
     block = block_of("mixtral")
     block.gate = torch.nn.Identity()
