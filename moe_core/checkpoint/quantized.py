@@ -60,8 +60,7 @@ def quantized_architecture(
             f"the experts' width must be a multiple of {packing.format.group_rows} beside shared experts whose gate "
             f"and up are one tensor, got {architecture.d_ff}; dequantise the checkpoint to bfloat16 first"
         )
-    activation = dataclasses.replace(spec.activation, gate_layout="separate")
-    return dataclasses.replace(architecture, spec=dataclasses.replace(spec, activation=activation))
+    return dataclasses.replace(architecture, spec=spec.with_gate_layout("separate"))
 
 
 def quantized_stacks(

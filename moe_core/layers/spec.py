@@ -112,15 +112,23 @@ _SILU_EXPERTS = ExpertsSpec()
 class SharedExpertsSpec:
     """Experts every token visits, stored as one of width d_ff (n shared experts of width f: d_ff = n * f).
 
-    gate: its output is scaled per token by the sigmoid of x · a gate vector `[D]`.
+    gate: its output is scaled per token by the sigmoid of x · a gate vector `[D]`. activation: None = that of the
+    experts; another is gated as theirs is, and stored in their gate_layout.
     """
 
     d_ff: int
     gate: bool = False
+    activation: Activation | None = None
 
     def __post_init__(self) -> None:
         require_at_least("shared_experts.d_ff", self.d_ff, 1)
         require_flag("shared_experts.gate", self.gate)
+        require_kind("shared_experts.activation", self.activation, Activation, optional=True)
+        if self.activation is not None and self.activation.gate_layout not in (_UNSTATED_GATE_LAYOUT, None):
+            raise InvalidInput(
+                f"shared_experts.activation must state no gate_layout, got {self.activation.gate_layout!r}; the layout "
+                "is that of the experts: leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,10 @@ class MoELayerSpec:
                     "depends on the other tokens; leave one of the two out"
                 )
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
-        self.moe_spec(HUGGING_FACE)
+        spec = self.moe_spec(HUGGING_FACE)
+        if self.shared_experts is not None and spec.shared_activation is None:
+            # One spelling of each choice, so that equal choices are equal specs.
+            object.__setattr__(self, "shared_experts", dataclasses.replace(self.shared_experts, activation=None))
         if self.experts.scheme is not None:
             self._check_training(self.experts.scheme)
             # Refuses sizes that the format does not take.
@@ -248,14 +259,17 @@ class MoELayerSpec:
     def moe_spec(self, default: Storage) -> MoESpec:
         """The composed op's spec for parameters in `storage(default)`."""
         storage, activation = self.storage(default), self.experts.activation
+        shared = None if self.shared_experts is None else self.shared_experts.activation
         if activation.gated:
             activation = dataclasses.replace(activation, gate_layout=storage.gate_layout)
+            shared = shared and dataclasses.replace(shared, gate_layout=storage.gate_layout)
         return MoESpec(
             activation,
             self.router,
             weight_layout=storage.weight_layout,
             router_weight_layout=storage.router_weight_layout,
             activations=None if self.experts.scheme is None else self.experts.scheme.activations,
+            shared_activation=shared,
             **{name: getattr(self, name) for name in MOE_SPEC_FIELDS},
         )
 

@@ -108,6 +108,9 @@ class LayerWeights:
         d_model, num_experts = self.router.weight.shape[:: 1 if spec.router_weight_layout == "in_out" else -1]
         gate_layout = self.storage.gate_layout if spec.activation.gated else None
         has_bias = self.experts.down_bias is not None
+        shared_activation = spec.shared_activation
+        if shared_activation is not None and shared_activation.gated:
+            shared_activation = dataclasses.replace(shared_activation, gate_layout="halves")  # not stated
         assert spec.router is not None
         return MoELayerSpec(
             d_model,
@@ -116,7 +119,7 @@ class LayerWeights:
             spec.router.require_top_k(),
             spec.router,
             ExpertsSpec(spec.activation, has_bias, spec.weight_layout, gate_layout, self.scheme),
-            shared and SharedExpertsSpec(shared.down.shape[width_axis], shared.gate is not None),
+            shared and SharedExpertsSpec(shared.down.shape[width_axis], shared.gate is not None, shared_activation),
             router_bias=self.router.bias is not None,
             correction_bias=self.router.correction_bias is not None,
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},

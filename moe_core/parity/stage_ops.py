@@ -160,7 +160,7 @@ class _Runner:
         shared, spec, ops = self._shared, self._case.spec, self._ops
         if shared is None:
             return None, None
-        first = MatmulSpec(spec.weight_layout, activation=spec.activation, allow_tf32=spec.allow_tf32)
+        first = MatmulSpec(spec.weight_layout, activation=spec.of_shared().activation, allow_tf32=spec.allow_tf32)
         second = MatmulSpec(spec.weight_layout, out_dtype="float32", allow_tf32=spec.allow_tf32)
         hidden = ops.matmul_ogs(MatmulOperands(self._x, shared.gate_up, up=shared.up), None, first)
         output = ops.matmul_ogs(MatmulOperands(hidden, shared.down), None, second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from moe_core.base.arrays import WEIGHT_LAYOUTS
@@ -23,7 +24,8 @@ class MoESpec:
     router_weight_layout of the router matrix (`in_out` `[D, E]` or `out_in` `[E, D]`).
     apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2;
     K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
-    checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults.
+    checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults. shared_activation: that of the
+    shared expert, gated and laid out as `activation` is; None = the same.
 
     Of quantised experts (docs/user/quantization.md). activations: the format that x and the hidden rows are quantised
     to before each product, None = as they are. fast_accumulate: see `MatmulSpec`; of fp8 activations.
@@ -47,6 +49,7 @@ class MoESpec:
     main_grad: bool = False
     activations: Format | None = None
     fast_accumulate: bool = False
+    shared_activation: Activation | None = None
 
     def __post_init__(self) -> None:
         require_kind("activations", self.activations, Format, optional=True)
@@ -60,6 +63,16 @@ class MoESpec:
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
         require_kind("activation", self.activation, Activation)
+        require_kind("shared_activation", self.shared_activation, Activation, optional=True)
+        if self.shared_activation is not None:
+            own, other = self.activation.gate_layout, self.shared_activation.gate_layout
+            if own != other:
+                raise InvalidInput(
+                    f"shared_activation must be gated and laid out as activation is, with gate_layout {own!r}, got "
+                    f"{other!r}; the shared expert's matrices are stored as the experts' are"
+                )
+            if self.shared_activation == self.activation:  # one spelling of each choice
+                object.__setattr__(self, "shared_activation", None)
         require_kind("router", self.router, RouterSpec, optional=True)
         set_matmul_dtype(self, "logits_dtype")
         set_matmul_dtype(self, "out_dtype", optional=True)
@@ -72,6 +85,21 @@ class MoESpec:
     def batch_invariant(self) -> bool:
         """Whether every sum has one order for every number of tokens."""
         return self.tuning is not None and self.tuning.batch_invariant
+
+    def of_shared(self) -> MoESpec:
+        """The same options with the shared expert's activation as the activation."""
+        if self.shared_activation is None:
+            return self
+        return dataclasses.replace(self, activation=self.shared_activation, shared_activation=None)
+
+    def with_gate_layout(self, gate_layout: str) -> MoESpec:
+        """The same options for gated experts stored in another gate_layout."""
+        activation, shared = self.activation, self.shared_activation
+        return dataclasses.replace(
+            self,
+            activation=dataclasses.replace(activation, gate_layout=gate_layout),
+            shared_activation=shared and dataclasses.replace(shared, gate_layout=gate_layout),
+        )
 
     def logits_spec(self) -> LogitsSpec:
         """The router product's options."""

@@ -138,6 +138,10 @@ def test_wrong_specs_say_what_is_wrong(name: str) -> None:
 def test_wrong_parts_say_what_is_wrong() -> None:
     with pytest.raises(InvalidInput, match=r"shared_experts.d_ff must be an integer of at least 1"):
         SharedExpertsSpec(0)
+    with pytest.raises(InvalidInput, match=r"shared_experts.activation must state no gate_layout, got 'separate'"):
+        SharedExpertsSpec(S, activation=Activation("silu", gate_layout="separate"))
+    with pytest.raises(InvalidInput, match=r"shared_activation must be gated and laid out as activation is"):
+        MoELayerSpec(D, F, E, K, shared_experts=SharedExpertsSpec(S, activation=Activation("silu", gated=False)))
     with pytest.raises(InvalidInput, match="gate_layout must be None for an ungated activation"):
         ExpertsSpec(Activation("relu2", gated=False), gate_layout="halves")
     with pytest.raises(InvalidInput, match="weight_layout must be one of in_out, out_in"):
@@ -157,6 +161,19 @@ def test_capacity(factor: float, num_tokens: int, expected: int) -> None:
 @given(layer_specs())
 def test_specs_survive_the_codec(spec: MoELayerSpec) -> None:
     assert codec.loads(codec.dumps(spec)) == spec
+
+
+def test_an_activation_of_the_shared_experts_own() -> None:
+    """It follows the experts' gate layout, and the experts' own is stated in one way."""
+    experts, other = ExpertsSpec(Activation("silu", limit=7.0)), Activation("silu")
+    spec = MoELayerSpec(D, F, E, K, experts=experts, shared_experts=SharedExpertsSpec(S, activation=other))
+    for storage in (HUGGING_FACE, MAXTEXT):
+        found = spec.moe_spec(storage)
+        assert found.shared_activation == Activation("silu", gate_layout=storage.gate_layout)
+        assert found.of_shared().activation == found.shared_activation and found.activation.limit == 7.0
+    same = SharedExpertsSpec(S, activation=experts.activation)
+    plain = MoELayerSpec(D, F, E, K, experts=experts, shared_experts=SharedExpertsSpec(S))
+    assert MoELayerSpec(D, F, E, K, experts=experts, shared_experts=same) == plain != spec
 
 
 def test_preset_of_deepseek_v3() -> None:

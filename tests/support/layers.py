@@ -138,7 +138,8 @@ def layer_specs(draw: st.DrawFn) -> MoELayerSpec:
         bias=draw(st.booleans()),
         weight_layout=draw(st.sampled_from((None, *WEIGHT_LAYOUTS))),
     )
-    shared = st.builds(SharedExpertsSpec, st.sampled_from((1, 8, 17)), st.booleans())
+    others = (None, Activation("silu", activation.gated), Activation("relu2", activation.gated))
+    shared = st.builds(SharedExpertsSpec, st.sampled_from((1, 8, 17)), st.booleans(), st.sampled_from(others))
     return MoELayerSpec(
         d_model=draw(st.sampled_from((16, 17, 33))),
         d_ff=draw(st.sampled_from((1, 16, 17))),

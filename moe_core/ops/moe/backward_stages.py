@@ -180,7 +180,7 @@ class BackwardPlanner:
         """Gradients of the shared expert; the parts of d_x fp32 `[T, D]`, where that is wanted."""
         builder, target, experts = self.builder, self.target, self.operands.experts
         layer_index = experts.layer_index if shared_is_stacked(experts, shared) else None
-        chain = _Chain(builder, self.x, shared, layer_index, None, self.spec)
+        chain = _Chain(builder, self.x, shared, layer_index, None, self.spec.of_shared())
         if not chain.wants("gate_up", "up", "down", "gate") and not builder.has("d_x"):
             return []
         chain.recompute()

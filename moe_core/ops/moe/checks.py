@@ -36,6 +36,11 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     if stacked:
         require_spec("experts.layer_index", experts.layer_index, (1,), "int32")
     _check_activations(experts, spec)
+    if shared is None and spec.shared_activation is not None:
+        raise InvalidInput(
+            f"spec.shared_activation must be None without a shared expert, got {spec.shared_activation}; pass shared or "
+            "leave it out"
+        )
     if shared is not None:
         lead = lead[:1] if shared_is_stacked(experts, shared) else ()
         require_spec("shared.gate_up", shared.gate_up, (*lead, *_axes(d_model, "width", spec)), dtype)

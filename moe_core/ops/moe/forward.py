@@ -303,7 +303,7 @@ class _MoEPlanner:
 
     def _shared(self) -> tuple[str | None, str | None]:
         """The shared expert's output (fp32 `[T, D]`) and its gate logits (fp32 `[T, 1]`)."""
-        shared, spec, builder = self.shared, self.spec, self.builder
+        shared, spec, builder = self.shared, self.spec.of_shared(), self.builder
         if shared is None:
             return None, None
         layer_index = self.experts.layer_index if shared_is_stacked(self.experts, shared) else None

@@ -87,7 +87,7 @@ def test_drawn_layers(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_16_bit(dtype: str, on_input: bool) -> None:
-    spec = MoESpec(Activation("gelu"), apply_router_weight_on_input=on_input)
+    spec = MoESpec(Activation("gelu"), shared_activation=Activation("silu", limit=0.75), apply_router_weight_on_input=on_input)
     problem = draw(hard_routing("top_1"), spec, dtype=dtype, with_shared=True)
     problem.check(BF16)
     routed(problem, RouterSpec(1, "sigmoid")).check(BF16)
@@ -132,7 +132,9 @@ def test_recomputing_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize("activation", strategies.all_activations(), ids=str)
 def test_keeping_does_not_change_the_forward(activation: Activation) -> None:
-    problem = draw(hard_routing("missing_ids"), MoESpec(activation), dtype="bfloat16", with_shared=True)
+    other = Activation("relu2", activation.gated, activation.gate_layout)
+    spec = MoESpec(activation, shared_activation=other)
+    problem = draw(hard_routing("missing_ids"), spec, dtype="bfloat16", with_shared=True)
     for target in (engine_target(), REFERENCE):
         (plan, kept), (_, plain) = problem.forward(target), problem.forward(target, save=False)
         for name, array in plain.items():

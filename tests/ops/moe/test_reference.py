@@ -90,7 +90,8 @@ class TokenLoop:
 
     def _shared(self, x: np.ndarray, shared: SharedExpert) -> np.ndarray:
         first = {"weight": shared.gate_up} | ({} if shared.up is None else {"up": shared.up})
-        hidden = cast(exact_row(x, first, self.activate), self.dtype)
+        activate = dataclasses.replace(self.activate, activation=self.spec.of_shared().activation)
+        hidden = cast(exact_row(x, first, activate), self.dtype)
         result = exact_row(hidden, {"weight": shared.down}, self.plain)
         gate = 1.0 if shared.gate is None else 1 / (1 + np.exp(-(x.astype(F64) @ shared.gate.astype(F64))[0]))
         return result * gate
@@ -143,6 +144,9 @@ def test_every_stage_follows_the_contract(data: st.DataObject):
         one = draw_experts(rng, 1, d_model, d_ff + 3, spec.activation, dtype)
         gate = draw_array(rng, (d_model, 1), dtype, 0.3) if data.draw(st.booleans()) else None
         shared = SharedExpert(one.gate_up[0], one.down[0], None if one.up is None else one.up[0], gate)
+        if data.draw(st.booleans()):
+            other = Activation("gelu", spec.activation.gated, spec.activation.gate_layout)
+            spec = dataclasses.replace(spec, shared_activation=other)
     check(draw_array(rng, (case.num_tokens, d_model), dtype), experts, case, spec, shared)
 
 

@@ -107,6 +107,11 @@ def test_given_ids_against_autograd(data: st.DataObject) -> None:
     check(draw_problem(case, spec, seed=data.draw(strategies.seeds()), with_shared=data.draw(st.booleans())))
 
 
+def test_a_shared_expert_with_an_activation_of_its_own() -> None:
+    spec = MoESpec(Activation("silu"), shared_activation=Activation("gelu", limit=0.75))
+    check(draw_problem(hard_routing("missing_ids"), spec, with_shared=True))
+
+
 @pytest.mark.parametrize("name", HARD_ROUTINGS)
 @pytest.mark.parametrize("weight_layout", ["in_out", "out_in"])
 def test_hard_routings(name: str, weight_layout: str) -> None:

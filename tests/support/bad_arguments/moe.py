@@ -196,6 +196,12 @@ CASES = (
         expert_map=ids(5),
     ),
     moe(
+        "activation of no shared expert",
+        "option",
+        r"spec\.shared_activation must be None without a shared expert, got Activation\(.*; pass shared or leave it out",
+        spec=MoESpec(SILU, RouterSpec(K), shared_activation=Activation("gelu")),
+    ),
+    moe(
         "shared",
         "shape",
         r"shared\.down must be \[8, 16\], got \(7, 16\); pass an array of that shape",

@@ -176,7 +176,7 @@ def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, 
                 part = weights[slot] * _expert(x, experts, local[slot], spec)
             row = row + jnp.where(is_saved & (local[slot] >= 0), part, 0)
         if shared is not None:
-            more = _expert(x, shared, None, spec)
+            more = _expert(x, shared, None, spec.of_shared())
             if shared.gate is not None:
                 gate = shared.gate.T if spec.weight_layout == "out_in" else shared.gate
                 more = more * jax.nn.sigmoid(x @ gate)
@@ -244,7 +244,9 @@ CASES: list[tuple[str, MoESpec, type, dict[str, Any]]] = [
     (
         "deepseek",
         MoESpec(
-            Activation("silu", gate_layout="separate"), RouterSpec(K, scoring="sigmoid", renormalize=True, scale=2.5)
+            Activation("silu", gate_layout="separate"),
+            RouterSpec(K, scoring="sigmoid", renormalize=True, scale=2.5),
+            shared_activation=Activation("silu", gate_layout="separate", limit=0.5),
         ),
         RouterWeights,
         {"correction_bias": True, "shared": "gate", "bias": True},

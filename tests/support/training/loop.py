@@ -163,7 +163,8 @@ class Loop:
             return result if bias is None else result + bias[index]
 
         second = product(x, "up") if f"{bundle}up" in leaves else None
-        hidden = activated(product(x, "gate_up"), second, self.problem.spec.activation)
+        spec = self.problem.spec if bundle == "experts." else self.problem.spec.of_shared()
+        hidden = activated(product(x, "gate_up"), second, spec.activation)
         return product(hidden, "down")
 
     def routed(self, leaves: Leaves) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:

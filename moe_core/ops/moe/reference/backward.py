@@ -94,7 +94,8 @@ class _MoEBackward:
         """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype; the chain's gradients are found.
 
         pre: None = computed again. weighting: of `expert_activation_backward`."""
-        spec, bundle, (of_x, by_slot, of_output) = self.spec, chain.bundle, chain.gathers
+        bundle, (of_x, by_slot, of_output) = chain.bundle, chain.gathers
+        spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
 
         def back(d_y: np.ndarray, gather: str, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:

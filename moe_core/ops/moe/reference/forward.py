@@ -44,7 +44,7 @@ def _shared_output(
     # A stack of layers may leave the shared expert's matrices unstacked.
     layer_index = layer_index if shared.gate_up.ndim == 3 else None
     options = {"weight_layout": spec.weight_layout, "allow_tf32": spec.allow_tf32}
-    first = MatmulSpec(activation=spec.activation, **options)
+    first = MatmulSpec(activation=spec.of_shared().activation, **options)
     hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layer_index=layer_index, layout=None, spec=first)
     second = MatmulSpec(out_dtype="float32", **options)
     output = matmul_ogs(hidden, shared.down, layer_index=layer_index, layout=None, spec=second)
