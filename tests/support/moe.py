@@ -172,6 +172,8 @@ def layers(draw: st.DrawFn) -> Layer:
         shared = SharedExpert(
             matrix(d_model, width), matrix(d_ff, d_model), matrix(d_model, d_ff) if separate else None, gate
         )
+        other = Activation("gelu_tanh", activation.gated, activation.gate_layout)
+        spec = dataclasses.replace(spec, shared_activation=draw(st.sampled_from((None, other))))
     return Layer(
         array(num_tokens, d_model),
         experts,
