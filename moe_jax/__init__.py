@@ -7,12 +7,13 @@ from moe_core.plan.registry import export_plans
 from moe_jax import ops
 from moe_jax.autodiff.moe import SAVED_NAMES
 from moe_jax.bridge.dlpack import from_dlpack
+from moe_jax.bridge.placement import replicated
 from moe_jax.bridge.platforms import cpu_engine, export_target, load_plans
 from moe_jax.ops import *  # noqa: F403 - its `__all__`
 from moe_jax.warmup import warmup
 
 __all__ = [
     "SAVED_NAMES", "InvalidInput", "Target", "Unsupported", "__version__", "cpu_engine", "export_plans",
-    "export_target", "from_dlpack", "load_plans", "warmup",
+    "export_target", "from_dlpack", "load_plans", "replicated", "warmup",
 ]  # fmt: skip
 __all__ += ops.__all__

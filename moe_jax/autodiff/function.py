@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from moe_jax.bridge import placement
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -68,23 +70,25 @@ class Saved:
 jax.tree_util.register_dataclass(Saved, data_fields=["arrays", "outputs", "asked"], meta_fields=[])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _function(rule: Rule, *arrays: Any) -> tuple[Any, ...]:
-    outputs = rule.forward(dict(zip(rule.names, arrays, strict=True)), save=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _function(rule: Rule, everywhere: bool, *arrays: Any) -> tuple[Any, ...]:
+    with placement.everywhere(everywhere):
+        outputs = rule.forward(dict(zip(rule.names, arrays, strict=True)), save=False)
     return tuple(outputs[name] for name in rule.results)
 
 
-def _forward_rule(rule: Rule, *primals: Any) -> tuple[tuple[Any, ...], Saved]:
+def _forward_rule(rule: Rule, everywhere: bool, *primals: Any) -> tuple[tuple[Any, ...], Saved]:
     arrays = {name: primal.value for name, primal in zip(rule.names, primals, strict=True)}
     asked = [name for name, primal in zip(rule.names, primals, strict=True) if primal.perturbed]
     rule.refuse(asked)
     bits = sum(1 << place for place, name in enumerate(rule.differentiable()) if name in asked)
-    outputs = rule.forward(arrays, save=bits > 0)
+    with placement.everywhere(everywhere):
+        outputs = rule.forward(arrays, save=bits > 0)
     saved = Saved(arrays, rule.saved(outputs, bits > 0), jnp.zeros((0, bits), bool))
     return tuple(outputs[name] for name in rule.results), saved
 
 
-def _backward_rule(rule: Rule, saved: Saved, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+def _backward_rule(rule: Rule, everywhere: bool, saved: Saved, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
     bits, found = saved.asked.shape[1], {}
     asked = tuple(name for place, name in enumerate(rule.differentiable()) if bits >> place & 1)
     pairs = zip(rule.results, cotangents, strict=True)
@@ -92,18 +96,21 @@ def _backward_rule(rule: Rule, saved: Saved, cotangents: tuple[Any, ...]) -> tup
     if asked and upstream:
         # What JAX hands back has the names sorted.
         arrays = {name: saved.arrays[name] for name in rule.names}
-        found = rule.gradients(arrays, saved.outputs, upstream, asked)
+        with placement.everywhere(everywhere):
+            found = rule.gradients(arrays, saved.outputs, upstream, asked)
     return tuple(found.get(name) if name in asked else None for name in rule.names)
 
 
 _function.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 # Inlined into an outer trace, so that programs hold nothing but the custom calls.
-_run = jax.jit(_function, static_argnums=0, inline=True)
+_run = jax.jit(_function, static_argnums=(0, 1), inline=True)
 
 
 def differentiated(rule: Rule, arrays: Iterable[Any]) -> dict[str, Any]:
     """The results of a call by name, with its gradients."""
-    return dict(zip(rule.results, _run(rule, *varying_alike(arrays)), strict=True))
+    arrays = varying_alike(arrays)
+    results = _run(rule, placement.may_run_everywhere(arrays), *arrays)
+    return dict(zip(rule.results, results, strict=True))
 
 
 def varying_alike(arrays: Iterable[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from moe_core.ops.moe.backward import plan_training
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import LayoutSpec, MoESpec
 from moe_core.specs import operands as bundles
-from moe_jax.bridge import ffi, platforms
+from moe_jax.bridge import ffi, placement, platforms
 
 T = TypeVar("T")
 #: What the ops take for an array; they return jax.Array.
@@ -40,7 +40,8 @@ DIFFERENTIABLE_OPS = ("moe", "router", "route", "matmul_ogs", "activation", "red
 class Request:
     """What decides a call: `planner(*arguments, target, **keywords)` for the target of each JAX platform.
 
-    names: the plan's input names, in the order in which the arrays are passed.
+    names: the plan's input names, in the order in which the arrays are passed. everywhere: whether every device of a
+    program for several may run all of it.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Request:
     keywords: tuple[tuple[str, Any], ...]
     names: tuple[str, ...]
     targets: tuple[tuple[str, Target], ...]
+    everywhere: bool = dataclasses.field(default_factory=lambda: placement.everywhere.value)
 
     def plan(self, target: Target) -> LaunchPlan:
         return self.planner(*self.arguments, target, **dict(self.keywords))
@@ -117,7 +119,7 @@ class OpCall:
 
     def placed(self) -> dict[str, Any]:
         """The arrays by plan input name. Raises InvalidInput, Unsupported where they are on several devices."""
-        _check_placement(self._op, self._arrays)
+        placement.check(self._op, self._arrays)
         return dict(self._arrays)
 
     def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
@@ -130,7 +132,8 @@ class OpCall:
 
     def request(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> Request:
         """What `run` calls."""
-        return Request(self._op, planner, arguments, tuple(keywords.items()), tuple(self._arrays), platforms.targets())
+        names, everywhere = tuple(self._arrays), placement.may_run_everywhere(self._arrays.values())
+        return Request(self._op, planner, arguments, tuple(keywords.items()), names, platforms.targets(), everywhere)
 
 
 def require_type(name: str, value: object, *kinds: type) -> None:
@@ -178,38 +181,6 @@ def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
         raise InvalidInput(f"{name} has dtype {dtype}, which no op takes: {error}") from error
 
 
-def _check_placement(op: str, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays split over devices outside shard_map, where they can be seen, and arrays of several devices."""
-    placed: tuple[str, Any] | None = None
-    for name, value in arrays.items():
-        if isinstance(value, Tracer):
-            split = any(axis is not None for axis in jax.typeof(value).sharding.spec)
-            where: Any = jax.typeof(value).sharding
-        elif isinstance(value, jax.Array):
-            where = value.sharding
-            split = len(where.device_set) > 1 and not where.is_fully_replicated
-            if value.committed:
-                if placed is not None and placed[1] != where.device_set:
-                    raise InvalidInput(
-                        f"{name} must be on the device of {placed[0]}, {_list(placed[1])}, "
-                        f"got {_list(where.device_set)}; move it with jax.device_put"
-                    )
-                placed = placed or (name, where.device_set)
-        elif isinstance(value, jax.ShapeDtypeStruct):
-            raise InvalidInput(f"{name} must be an array, got {value}; only explain_* functions take shapes")
-        else:
-            continue
-        if split:
-            raise Unsupported(
-                f"{op} runs on one device at a time, and {name} is split over several ({where}), so that XLA would "
-                "gather all of it on each; call the op inside jax.shard_map, on the local part"
-            )
-
-
-def _list(devices: Any) -> str:
-    return ", ".join(sorted(str(device) for device in devices))
-
-
 def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for.
 
@@ -217,6 +188,8 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
     when it is lowered for it.
     """
     by_name = dict(zip(request.names, arrays, strict=True))
+    if not request.everywhere:
+        by_name = placement.on_one_device(request.op, by_name)
     branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}
     reasons: dict[str, str] = {}
     for platform, target in request.targets:

@@ -1,0 +1,133 @@
+"""On which devices a call may run: on one at a time, or whole on every one of them where that is wanted.
+
+XLA cannot split a custom call. In a program for several devices it gathers every operand on each of them, and each runs
+the whole call. What shows in the arrays is refused in the call; what only XLA decides, when the program is lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import AxisType
+
+from moe_core.errors import InvalidInput, Unsupported
+
+#: Whether calls traced now may run on several devices. Part of the key of every jit cache.
+everywhere = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def replicated() -> Iterator[None]:
+    """Let ops and layers run outside `jax.shard_map` in programs for several devices, each of which runs all of it.
+
+    `with moe_jax.replicated(): y = jax.jit(layer)(x)`. XLA gathers every operand on every device, and the results are
+    replicated. Without it such a program raises Unsupported when it is lowered. Gradients of calls made inside the
+    block are allowed too, wherever they are taken. jitted functions trace again in it.
+    """
+    with everywhere(True):
+        yield
+
+
+def check(op: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays split over devices outside shard_map, where they can be seen, and arrays of several devices."""
+    placed: tuple[str, Any] | None = None
+    for name, value in arrays.items():
+        if isinstance(value, Tracer):
+            split = any(axis is not None for axis in jax.typeof(value).sharding.spec)
+            where: Any = jax.typeof(value).sharding
+        elif isinstance(value, jax.Array):
+            where = value.sharding
+            split = not (everywhere.value or len(where.device_set) == 1 or where.is_fully_replicated)
+            if value.committed:
+                if placed is not None and placed[1] != where.device_set:
+                    raise InvalidInput(
+                        f"{name} must be on the device of {placed[0]}, {_list(placed[1])}, "
+                        f"got {_list(where.device_set)}; move it with jax.device_put"
+                    )
+                placed = placed or (name, where.device_set)
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            raise InvalidInput(f"{name} must be an array, got {value}; only explain_* functions take shapes")
+        else:
+            continue
+        if split:
+            raise Unsupported(
+                f"{op} runs on one device at a time, and {name} is split over several ({where}), so that XLA would "
+                "gather all of it on each; call the op inside jax.shard_map, on the local part"
+            )
+
+
+def _list(devices: Any) -> str:
+    return ", ".join(sorted(str(device) for device in devices))
+
+
+def may_run_everywhere(arrays: Iterable[Any]) -> bool:
+    """Whether a call of arrays that passed `check` may run on several devices: inside `replicated`, and where every
+    array is known to be whole on each of its devices, so that XLA gathers nothing."""
+    return everywhere.value or all(_is_whole(array) for array in arrays)
+
+
+def _is_whole(array: Any) -> bool:
+    """Whether `check` has seen all of an array's sharding: it is no tracer, or every axis of the mesh has a type that
+    tracers show."""
+    if not isinstance(array, Tracer):
+        return True
+    meshes = [mesh for mesh in (jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()) if not mesh.empty]
+    return bool(meshes) and not any(
+        kind == AxisType.Auto and size > 1
+        for mesh in meshes
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
+
+
+# The identity, which refuses to be lowered for several devices; run eagerly, it sees its array.
+_on_one_device = Primitive("moebius_on_one_device")
+_on_one_device.def_abstract_eval(lambda operand, *, op, name: operand)
+batching.primitive_batchers[_on_one_device] = lambda operands, axes, **static: (
+    _on_one_device.bind(operands[0], **static), axes[0]
+)  # fmt: skip
+
+
+@_on_one_device.def_impl
+def _check_one(operand: jax.Array, *, op: str, name: str) -> jax.Array:
+    check(op, {name: operand})
+    return operand
+
+
+def on_one_device(op: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a call that must not run on several devices outside shard_map: where only XLA knows, lowering them
+    raises Unsupported, which names the op and the fix. Raises as `check` does."""
+    check(op, arrays)
+    if may_run_everywhere(arrays.values()):
+        return arrays
+    return {name: _on_one_device.bind(array, op=op, name=name) for name, array in arrays.items()}
+
+
+def _lower_on_one_device(context: mlir.LoweringRuleContext, operand: Any, *, op: str, name: str) -> Any:
+    where: Any = context.module_context.axis_context
+    devices = getattr(where, "num_devices", None)  # none inside shard_map and pmap
+    mesh = getattr(where, "mesh", None)
+    if devices is not None and devices > 1:
+        place = f"a program for {devices} devices outside jax.shard_map"
+    elif left := [] if mesh is None else _left_to_xla(mesh, where.manual_axes):
+        place = f"a jax.shard_map that leaves {', '.join(left)} of the mesh to XLA"
+    else:
+        return [operand]
+    raise Unsupported(
+        f"{op} runs on one device at a time, got {place}: XLA would gather every operand and run the whole call on "
+        "each device; call it inside jax.shard_map over every axis of the mesh, on the local tokens, or, if every "
+        "device should do all of it, inside `with moe_jax.replicated():`"
+    )
+
+
+def _left_to_xla(mesh: Any, manual: frozenset[Any]) -> list[str]:
+    """The axes of a mesh over which XLA may split arrays inside a shard_map."""
+    return [f"{name!r} ({size} devices)" for name, size in mesh.shape.items() if size > 1 and name not in manual]
+
+
+mlir.register_lowering(_on_one_device, _lower_on_one_device, cacheable=False)

@@ -1,0 +1,171 @@
+"""Programs for several devices outside shard_map: refused when they are lowered, or replicated where that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moe_jax
+from moe_jax.bridge import ffi
+from tests.support.jax import NUM_DEVICES, running_on, small_layer, to_jax
+
+REFUSED = r"one device at a time, got a program for 4 devices outside jax.shard_map.*`with moe_jax.replicated\(\):`"
+LAYER = small_layer(num_tokens=8)
+
+
+def mesh_of(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    devices = jax.devices("cpu")[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, ("data", "model")[: len(sizes)], axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def arrays(mesh: Mesh | None = None) -> tuple[Any, ...]:
+    """x, over the tokens of a mesh if there is one, experts and routing."""
+    x, experts, routing = to_jax(LAYER[:3])
+    return (x if mesh is None else jax.device_put(x, NamedSharding(mesh, P("data")))), experts, routing
+
+
+def forward(x: jax.Array, experts: Any, routing: Any) -> jax.Array:
+    return moe_jax.moe(x, experts, routing, LAYER.spec).output
+
+
+def replicated_forward(x: jax.Array, experts: Any, routing: Any) -> jax.Array:
+    with moe_jax.replicated():
+        return forward(x, experts, routing)
+
+
+def scanned(layer: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *more: jax.lax.scan(lambda carry, _: (carry + layer(carry, *more), None), x, None, length=2)[0]
+
+
+def gradient(layer: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *given: jnp.square(layer(*given)).sum(), argnums=(0, 1, 2))
+
+
+PROGRAMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "forward": lambda layer: layer,
+    "gradient": gradient,
+    "remat": lambda layer: gradient(jax.checkpoint(layer)),
+    "scan": scanned,
+    "gradient of scan": lambda layer: gradient(scanned(layer)),
+    "vmap": lambda layer: lambda x, *more: jax.vmap(lambda x: layer(x, *more))(x[:, None]),
+}
+every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+
+
+@every_program
+def test_jit_on_an_auto_mesh_is_refused_or_replicated(program: Callable[..., Any]) -> None:
+    """The block may stand around the program or only around the layer: its gradient is allowed as well."""
+    with running_on("reference"):
+        given = arrays(mesh_of(NUM_DEVICES))
+        with pytest.raises(moe_jax.Unsupported, match=REFUSED):
+            jax.jit(program(forward))(*given)
+        wanted = jax.jit(program(forward))(*arrays())
+        with moe_jax.replicated():
+            around = jax.jit(program(forward))(*given)
+        inside = jax.jit(program(replicated_forward))(*given)
+    for found in (around, inside):
+        jax.tree.map(
+            lambda ours, other: np.testing.assert_array_equal(np.asarray(ours), np.asarray(other)), found, wanted
+        )
+        assert len(jax.tree.leaves(found)[0].sharding.device_set) == NUM_DEVICES
+
+
+def test_every_device_runs_all_of_a_replicated_call() -> None:
+    with running_on("reference"), moe_jax.replicated():
+        program = jax.jit(forward)
+        jax.block_until_ready(program(*arrays(mesh_of(NUM_DEVICES))))
+        before = ffi.callback_count()
+        jax.block_until_ready(program(*arrays(mesh_of(NUM_DEVICES))))
+        assert ffi.callback_count() - before == NUM_DEVICES
+
+
+def test_shardings_of_a_program_and_exports_are_refused() -> None:
+    with running_on("reference"):
+        sharding = NamedSharding(mesh_of(NUM_DEVICES), P("data"))
+        program = jax.jit(forward, in_shardings=(sharding, None, None))
+        checks = [export.DisabledSafetyCheck.custom_call(ffi.TARGET_NAME)]
+        for call in (program, program.lower, export.export(program, platforms=["cpu"], disabled_checks=checks)):
+            with pytest.raises(moe_jax.Unsupported, match=REFUSED):
+                call(*arrays())
+        with jax.set_mesh(mesh_of(NUM_DEVICES)), pytest.raises(moe_jax.Unsupported, match=REFUSED):
+            jax.jit(forward)(*arrays())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: moe_jax.route(x, moe_jax.RouterSpec(2)),
+        lambda x: moe_jax.scale_rows(x, x[:, :1]),
+        lambda x: moe_jax.make_layout(x.astype(jnp.int32), 4),
+        lambda x: moe_jax.activation(x, moe_jax.Activation("silu")),
+    ],
+    ids=["route", "scale_rows", "make_layout", "activation"],
+)
+def test_every_op_is_refused(call: Callable[[jax.Array], Any]) -> None:
+    with running_on("reference"):
+        x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh_of(NUM_DEVICES), P("data")))
+        with pytest.raises(moe_jax.Unsupported, match=REFUSED):
+            jax.jit(call)(x)
+
+
+def test_every_axis_of_a_mesh_must_be_manual() -> None:
+    """Axes of one device aside: XLA has nothing to split over them."""
+    specs = {"in_specs": (P("data"), P(), P()), "out_specs": P("data"), "axis_names": {"data"}}
+    with running_on("reference"):
+        wanted = forward(*arrays())
+        message = r"got a jax.shard_map that leaves 'model' \(2 devices\) of the mesh to XLA"
+        with pytest.raises(moe_jax.Unsupported, match=message):
+            jax.jit(jax.shard_map(forward, mesh=mesh_of(2, 2), **specs))(*arrays())
+        partial = jax.shard_map(replicated_forward, mesh=mesh_of(2, 2), **specs)
+        whole = jax.shard_map(forward, mesh=mesh_of(NUM_DEVICES, 1), **specs)
+        for program in (partial, whole):
+            np.testing.assert_allclose(jax.jit(program)(*arrays()), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_whole_on_every_device_runs() -> None:
+    """One device, eager calls on copies, and axes whose types say that nothing is split."""
+    with running_on("reference"):
+        wanted = np.asarray(forward(*arrays()))
+        assert (np.asarray(jax.jit(forward)(*arrays(mesh_of(1, 1)))) == wanted).all()
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            copies = jax.device_put(arrays(), NamedSharding(mesh_of(NUM_DEVICES, kind=kind), P()))
+            assert (np.asarray(forward(*copies)) == wanted).all()
+        assert (np.asarray(jax.jit(forward)(*copies)) == wanted).all()
+        with jax.set_mesh(mesh_of(NUM_DEVICES, kind=AxisType.Explicit)):
+            assert (np.asarray(jax.jit(forward)(*arrays())) == wanted).all()
+
+
+def test_eager_gradients_on_split_arrays() -> None:
+    """Where no program is lowered, the arrays themselves show it."""
+    with running_on("reference"):
+        split = arrays(mesh_of(NUM_DEVICES))
+        with pytest.raises(moe_jax.Unsupported, match=REFUSED):
+            gradient(forward)(*split)
+        wanted = gradient(forward)(*arrays())
+        with moe_jax.replicated():
+            found = gradient(forward)(*split)
+            np.testing.assert_array_equal(np.asarray(forward(*split)), np.asarray(forward(*arrays())))
+        jax.tree.map(
+            lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), found, wanted
+        )
+        # A cotangent may be split although nothing else is.
+        _, backward = jax.vjp(forward, *arrays())
+        with pytest.raises(moe_jax.Unsupported, match=r"moe_backward runs .* is split over several"):
+            backward(split[0])
+
+
+def test_an_eager_vmap_of_split_arrays_is_refused() -> None:
+    with running_on("reference"):
+        whole, sharding = (jnp.ones((4, 8, 2)), jnp.ones((4, 8, 1))), NamedSharding(mesh_of(NUM_DEVICES), P("data"))
+        for place in range(2):
+            given = [jax.device_put(array, sharding) if at == place else array for at, array in enumerate(whole)]
+            with pytest.raises(moe_jax.Unsupported, match="scale_rows runs on one device at a time"):
+                jax.vmap(moe_jax.scale_rows)(*given)
