@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.errors import InvalidInput, Unsupported
@@ -57,6 +58,8 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
             f"block must hold {', '.join(missing)} by its config, got {kind} without; pass the config that the block "
             "was made with"
         )
+    for tensor in own.values():
+        _align(tensor)
     stored = {name: _stored(name, [own[one] for one in found], storage) for name, found in names.items()}
     tensors = {name: tensor for name, (tensor, _) in stored.items()}
     for parameter in spec.parameters(storage):
@@ -71,6 +74,15 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
 def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from block.named_parameters()
     yield from block.named_buffers()
+
+
+def _align(tensor: torch.Tensor) -> None:
+    """Give a tensor that lies in a mapped file, at an address that kernels do not take, memory of its own.
+
+    It stays the same parameter, with the same values.
+    """
+    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+        tensor.data = tensor.data.clone()
 
 
 def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:

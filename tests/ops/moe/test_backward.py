@@ -87,7 +87,9 @@ def test_drawn_layers(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_16_bit(dtype: str, on_input: bool) -> None:
-    spec = MoESpec(Activation("gelu"), shared_activation=Activation("silu", limit=0.75), apply_router_weight_on_input=on_input)
+    spec = MoESpec(
+        Activation("gelu"), shared_activation=Activation("silu", limit=0.75), apply_router_weight_on_input=on_input
+    )
     problem = draw(hard_routing("top_1"), spec, dtype=dtype, with_shared=True)
     problem.check(BF16)
     routed(problem, RouterSpec(1, "sigmoid")).check(BF16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 from typing import Any
 
 import pytest
@@ -86,6 +87,20 @@ def test_a_bfloat16_correction_bias_is_copied() -> None:
     assert layer.copied == ("router.correction_bias", "shared_experts.gate_up")
     assert layer.router.correction_bias is not None and layer.router.correction_bias.dtype == torch.float32
     assert layer(draw().bfloat16()).dtype == torch.bfloat16
+
+
+def test_weights_at_unaligned_addresses_of_a_file(tmp_path: pathlib.Path) -> None:
+    """Where `from_pretrained` leaves them on a CPU."""
+    model = models.build("gpt_oss")
+    model.save_pretrained(tmp_path)
+    block = type(model).from_pretrained(tmp_path).model.layers[1].mlp
+    moved = block.experts.gate_up_proj
+    storage = torch.empty(moved.numel() + 2)
+    moved.data = storage[2:].view(moved.shape).copy_(moved.detach())
+    layer = MoE.from_block(block)
+    assert layer.experts.gate_up is block.experts.gate_up_proj is moved and moved.data_ptr() % 16 == 0
+    wanted, _ = block_run(model.model.layers[1].mlp, draw())
+    torch.testing.assert_close(layer(draw()), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_no_block_is_refused() -> None:
