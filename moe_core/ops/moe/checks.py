@@ -38,8 +38,8 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     _check_activations(experts, spec)
     if shared is None and spec.shared_activation is not None:
         raise InvalidInput(
-            f"spec.shared_activation must be None without a shared expert, got {spec.shared_activation}; pass shared or "
-            "leave it out"
+            f"spec.shared_activation must be None without a shared expert, got {spec.shared_activation}; pass shared "
+            "or leave it out"
         )
     if shared is not None:
         lead = lead[:1] if shared_is_stacked(experts, shared) else ()

@@ -198,7 +198,7 @@ CASES = (
     moe(
         "activation of no shared expert",
         "option",
-        r"spec\.shared_activation must be None without a shared expert, got Activation\(.*; pass shared or leave it out",
+        r"spec\.shared_activation must be None without a shared expert, got Activation\(.*; pass shared or leave",
         spec=MoESpec(SILU, RouterSpec(K), shared_activation=Activation("gelu")),
     ),
     moe(

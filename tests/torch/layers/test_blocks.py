@@ -15,14 +15,18 @@ from moe_torch import MoE
 from tests.support.layers import tolerances
 from tests.support.torch import on_engines, running_on, to_numpy
 
-pytest.importorskip("transformers", reason="the blocks are those of transformers")
+transformers = pytest.importorskip("transformers", reason="the blocks are those of transformers")
 
 from tools.sweep import models
 from tools.sweep.measure import block_run
 
 
 def block_of(family: str) -> Any:
-    return list(models.moe_blocks(models.build(family)).values())[-1]
+    """The last block of a family's tiny model, or a skip where this transformers keeps the experts' weights apart."""
+    block: Any = list(models.moe_blocks(models.build(family)).values())[-1]
+    if family == "aria" and not hasattr(block.experts, "gate_up_proj"):
+        pytest.skip(f"transformers {transformers.__version__} computes {family} outside of its experts interface")
+    return block
 
 
 def draw() -> torch.Tensor:
