@@ -1,4 +1,5 @@
-"""The bridge: one XLA FFI target through which a plan runs on XLA's own buffers. The only user of tvm_ffi.
+"""The bridge: one XLA FFI target through which a plan runs on XLA's own buffers. The only user of tvm_ffi, which
+`moe_jax.bridge.tvm` imports.
 
 A compiled program calls the target `moebius` with one attribute, the plan's key. XLA hands over the addresses of the
 operands and results and, on a GPU, its stream; the callback runs the prepared plan on them. It allocates nothing,
@@ -27,10 +28,11 @@ from moe_core.plan.steps import KEY_LENGTH, LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.runtime.prepared import Prepared
+from moe_jax.bridge.tvm import import_tvm_ffi
 
 try:
+    tvm_ffi = import_tvm_ffi()
     import jax_tvm_ffi
-    import tvm_ffi
 except ModuleNotFoundError as error:
     raise Unsupported(
         f"moe_jax needs jax-tvm-ffi and apache-tvm-ffi, and {error.name} is not installed; "
