@@ -57,7 +57,7 @@ def measure(family: str) -> Row:
     if errors is not None:
         row.logits, row.gradients = errors
     part("preset", lambda: layer_spec_from_config(model.config))
-    part("block", lambda: _blocks(model), "preset")
+    part("block", lambda: _blocks(family, model), "preset")
     with tempfile.TemporaryDirectory() as directory:
         read, written = Path(directory, "read"), Path(directory, "written")
         model.save_pretrained(read)
@@ -118,10 +118,24 @@ def _moe_layers(model: Any) -> dict[int, Any]:
     return {int(re.findall(r"\.(\d+)\.", f".{path}")[-1]): block for path, block in blocks.items()}
 
 
-def _blocks(model: Any) -> None:
-    """Every block as a layer on its own weights."""
-    for block in _moe_layers(model).values():
-        _require_same(f"from_block of {type(block).__name__}", MoE.from_block(block, model.config), block)
+def _blocks(family: str, model: Any) -> None:
+    """Every block as a layer on its own weights, apart and in the model."""
+    _moe_layers(model)
+    blocks = models.moe_blocks(model)
+    layers = {path: MoE.from_block(block, model.config) for path, block in blocks.items()}
+    for path, layer in layers.items():
+        _require_same(f"from_block of {path}", layer, blocks[path])
+    with torch.no_grad():
+        wanted = models.outputs(model(**models.inputs(family)))
+        for path, layer in layers.items():
+            if isinstance(blocks[path](torch.zeros(1, 1, layer.spec.d_model)), tuple):
+                layer.register_forward_hook(lambda module, inputs, y: (y, None))
+            model.set_submodule(path, layer)
+        given = models.outputs(model(**models.inputs(family)))
+        for path, block in blocks.items():
+            model.set_submodule(path, block)
+    error = float((given - wanted).abs().max() / wanted.abs().max())
+    assert error < TOLERANCE, f"{family} with layers in place of its blocks differs by {error}"
 
 
 def _read(model: Any, path: Path) -> list[tuple[int, LayerWeights]]:
