@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,13 @@ class ModelConfig:
         if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
             raise _wrong(key, "a list of strings", value)
         return tuple(value)
+
+    def with_part(self, key: str) -> ModelConfig:
+        """These settings and those of the object that a setting holds, which hide settings of the same names."""
+        part = self.find(key)
+        if not isinstance(part, Mapping):
+            raise _wrong(key, "an object", part)
+        return replace(self, settings={**self.settings, **part})
 
     def require(self, key: str, supported: object, operation: str) -> None:
         """Refuse a setting that asks for an operation we do not have; an absent or null one is fine."""

@@ -133,6 +133,12 @@ class _Conversion:
             stacks = checkpoint.stacks(layer)
             for field in _FIELDS:
                 parts = stacks[f"experts.{field}"].parts
+                strange = [part.tensor for part in parts if part.decode is not None and not part.is_turned]
+                if strange:
+                    raise Unsupported(
+                        f"{strange[0]} holds experts in an order of its own (rows of gate and up in turn, or all "
+                        "experts in one matrix), which cannot be quantised; quantise layers instead of the files"
+                    )
                 self._weights |= {part.tensor: (layer, field) for part in parts}
                 self._turned |= {part.tensor for part in parts if len(part.shape) == 3 and part.is_turned != in_out}
 

@@ -80,7 +80,7 @@ def written_names(architecture: Architecture, layer: int, storage: str | None, n
     """
     naming = architecture.naming
     newest = 0 if storage == "fused" else -1
-    root = f"{_own_prefixes(naming, nested)[newest]}layers.{layer}."
+    root = f"{_own_prefixes(naming, nested)[newest]}{naming.layers}.{layer}."
     fused = storage == "fused" or naming.per_expert is None
     return _names(naming, root, naming.blocks[newest], lambda found: found[newest], fused)
 
@@ -95,7 +95,7 @@ def found_names(
     """The names that the files hold a layer under. holds: whether they hold a weight, quantised or not."""
     naming = architecture.naming
     prefixes = dict.fromkeys((*_own_prefixes(naming, nested), *_PREFIXES))
-    roots = [f"{prefix}layers.{layer}." for prefix in prefixes]
+    roots = [f"{prefix}{naming.layers}.{layer}." for prefix in prefixes]
 
     def choose(alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
         return next((names for names in alternatives if holds(names[0])), alternatives[-1])
@@ -156,6 +156,8 @@ def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, S
             for name, stack in per_expert[0].items()
         }
     stacks = _mlp_stacks("experts.", names.fused, architecture, d_ff, lead=(num_experts,), turned=names.turned)
+    if architecture.naming.flat:
+        stacks = {name: _flat(stack, num_experts, d_ff, name.endswith("down")) for name, stack in stacks.items()}
     if names.interleaved:
         gate_up = stacks["experts.gate_up"]
         apart = dataclasses.replace(gate_up.parts[0], decode=rows_apart, encode=rows_in_turn)
@@ -199,6 +201,19 @@ def _mlp_stacks(
         f"{prefix}gate_up": Stack(gate_up, tuple(parts)),
         f"{prefix}down": Stack(down_shape, (_part(down, down_shape, place, turned=turned),)),
     }
+
+
+def _flat(stack: Stack, num_experts: int, d_ff: int, turned: bool) -> Stack:
+    """The stack of all experts, whose tensors hold `[F, D]` of one below the next; turned: in place of `[D, F]`."""
+
+    def decode(array: np.ndarray) -> np.ndarray:
+        experts = array.reshape(num_experts, d_ff, -1)
+        return turn(experts) if turned else experts
+
+    d_model = stack.shape[1 if turned else 2]
+    shape, encode = (num_experts * d_ff, d_model), turn if turned else None
+    parts = (dataclasses.replace(part, shape=shape, decode=decode, encode=encode) for part in stack.parts)
+    return dataclasses.replace(stack, parts=tuple(parts))
 
 
 def _part(name: str, shape: tuple[int, ...], place: tuple[int | slice, ...] = (), *, turned: bool) -> Part:

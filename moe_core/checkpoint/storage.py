@@ -291,14 +291,16 @@ class StackReader(contextlib.ExitStack):
             array = arrays[name] = _empty(stack.shape, dtypes.numpy_dtype(stored[name]))
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
-                for piece in _pieces(target):
+                # What has another number of axes in the file is read at once.
+                whole = len(part.shape) != target.ndim
+                for piece in [slice(0, len(target))] if whole else _pieces(target):
                     if part.decode is None and _is_as_stored(source, target):
                         source.read_into(piece, target[piece])
                     elif part.decode is None:
                         target[piece] = source[piece]
                     else:
                         # A matrix is one piece, whose rows the tensor may pack; words may be filled up at the end.
-                        decoded = part.decode(source[piece if target.ndim > 2 else slice(None)])
+                        decoded = part.decode(source[slice(None) if whole or target.ndim < 3 else piece])
                         target[piece] = decoded[tuple(slice(size) for size in target[piece].shape)]
                     done += target[piece].nbytes
                     if progress is not None:

@@ -98,7 +98,7 @@ class Verdict(NamedTuple):
 def block_of(model: Any, layer: int) -> tuple[Any, Any]:
     """(transformers' MoE block of a layer, the decoder layer around it)."""
     for path, block in models.moe_blocks(model).items():
-        if f".layers.{layer}." in f".{path}.":
+        if f"layers.{layer}." in f"{path}." or f"blocks.{layer}." in f"{path}.":
             return block, model.get_submodule(path.rpartition(".")[0])
     raise AssertionError(f"layer {layer} has no block, only {list(models.moe_blocks(model))}")
 
@@ -235,6 +235,13 @@ def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None
     for name, array in plain.items():
         error = np.linalg.norm(found[name] - array) / np.linalg.norm(array)
         assert error < (0.01 if name.startswith("experts.") else 1e-12), (name, error)
+
+
+@pytest.mark.parametrize("row", ["dbrx", "inkling2"])
+def test_orders_that_cannot_be_quantised_are_refused(tmp_path: Path, row: str) -> None:
+    checkpoint = saved(models.build(row), tmp_path / "plain")
+    with pytest.raises(Unsupported, match=r"experts.* in an order of its own .* cannot be quantised"):
+        convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"))
 
 
 #: Multimodal model -> settings of its parts beside the text model's.

@@ -12,11 +12,14 @@ from moe_core.checkpoint.families.record import (
     Shared,
     dense_first,
     every_layer,
+    hidden_activation,
     mlp_names,
     routing,
     silu,
     swiglu_oai,
 )
+from moe_core.errors import InvalidInput
+from moe_core.specs import Activation, RouterSpec
 
 _EXPERTS, _FUSED = ("num_local_experts", "num_experts"), ("experts.gate_up_proj", "experts.down_proj")
 _GATE_UP = ("shared_experts.gate_up_proj.weight", "shared_experts.down_proj.weight")
@@ -55,6 +58,27 @@ _GPT_OSS = replace(
     weight_layout="in_out",
     naming=Naming(router=("router.weight",), per_expert=None),
 )
+
+
+def _dbrx_router(config: ModelConfig) -> RouterSpec:
+    """Softmax over all experts, then top-k, divided by their p-norm where moe_normalize_expert_weights = p."""
+    norm = config.settings.get("moe_normalize_expert_weights", 1.0)
+    config.require("moe_normalize_expert_weights", 1.0, "a norm of weights other than their sum")
+    return routing(renormalize=norm is not None, top_k=("moe_top_k",))(config)
+
+
+def _dbrx_activation(config: ModelConfig) -> Activation:
+    function = config.settings.get("ffn_act_fn")
+    if function is not None and not isinstance(function, dict):
+        raise InvalidInput(
+            f"ffn_act_fn in config.json must be an object or null, got {function!r}; restore the original config.json"
+        )
+    return hidden_activation()(replace(config, settings={"hidden_act": (function or {}).get("name", "silu")}))
+
+
+def _dbrx_layers(config: ModelConfig) -> Layers:
+    count = config.num_layers("n_layers", "num_hidden_layers")
+    return Layers(count, tuple(range(count)), "every layer")
 
 
 def _llama4_layers(config: ModelConfig) -> Layers:
@@ -101,6 +125,24 @@ MIXTRAL = {
         naming=replace(_GRANITE_NAMES, router=("router.weight",), fused=(_FUSED,)),
     ),
     "gpt_oss": _GPT_OSS,
+    "dbrx": Family(
+        router=_dbrx_router,
+        layers=_dbrx_layers,
+        hidden=("d_model",),
+        width=("ffn_hidden_size",),
+        experts=("moe_num_experts",),
+        activation=_dbrx_activation,
+        part="ffn_config",
+        naming=Naming(
+            ("ffn",),
+            router=("router.layer.weight",),
+            fused=(("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"),),
+            per_expert=None,
+            prefixes=("transformer.",),
+            flat=True,
+            layers="blocks",
+        ),
+    ),
     # Its block divides the weights by K and multiplies the output by K.
     "openai_privacy_filter": replace(_GPT_OSS, activation=swiglu_oai("halves")),
     # Sigmoid weights on the input of the one chosen expert, and a shared expert of the same width.

@@ -41,7 +41,8 @@ class Naming:
     and up are one tensor. prefixes, nested_prefixes: what stands before `layers.` in files of a text model, and of a
     model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
     interleaved: the published `fused` holds rows of gate and up in turn. bias_row: files hold the correction bias as
-    `[1, E]`.
+    `[1, E]`. flat: `fused` holds the experts' F rows below each other, `[E * F, D]`, down too. layers: what the names
+    call the list of layers.
     """
 
     blocks: Names = ("mlp",)
@@ -56,6 +57,8 @@ class Naming:
     turned: bool = False
     interleaved: bool = False
     bias_row: bool = False
+    flat: bool = False
+    layers: str = "layers"
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,18 @@ class Layers(NamedTuple):
 class Family:
     """The MoE layers of a model_type.
 
-    width, experts: settings that give d_ff and E. shared: None = no shared experts. correction_bias: whether there is
-    one, or the setting that says so. requires: (setting, the value that can be computed, what another one asks for);
-    absent and null settings are fine. weight_layout: of fused storage in files. alone: the names in files of a text
-    model that was saved without the rest of its multimodal model; None = the same.
+    alone: the names in files of a text model that was saved without the rest of its multimodal model; None = the same.
+    hidden, width, experts: settings that give d_model, d_ff and E. shared: None = no shared experts. correction_bias:
+    whether there is one, or the setting that says so. weight_layout: of fused storage in files. requires: (setting, the
+    value that can be computed, what another one asks for); absent and null settings are fine. part: the setting that
+    holds those of the experts.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
     layers: Callable[[ModelConfig], Layers]
     naming: Naming = Naming()
     alone: Naming | None = None
+    hidden: Names = ("hidden_size",)
     width: Names = ("moe_intermediate_size",)
     experts: Names = ("num_experts", "num_local_experts", "n_routed_experts")
     activation: Callable[[ModelConfig], Activation] | None = None
@@ -104,6 +109,7 @@ class Family:
     weight_layout: str = "out_in"
     router_weight_on_input: bool = False
     requires: tuple[tuple[str, object, str], ...] = ()
+    part: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,10 +160,12 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     Raises InvalidInput for settings that are missing or disagree, Unsupported for variants that no layer computes.
     """
     layers = family.layers(config)
+    if family.part is not None:
+        config = config.with_part(family.part)
     for setting, supported, operation in family.requires:
         config.require(setting, supported, operation)
     activation, router = (family.activation or hidden_activation())(config), family.router(config)
-    d_model, d_ff = config.integer("hidden_size"), config.integer(*family.width)
+    d_model, d_ff = config.integer(*family.hidden), config.integer(*family.width)
     num_experts = config.integer(*family.experts)
     correction_bias = family.correction_bias
     if isinstance(correction_bias, str):
