@@ -1,0 +1,53 @@
+"""What config.json says of a family: every family has a row or a refusal, and wrong settings are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_core.checkpoint.families import FAMILIES, REFUSED, text_model
+from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.errors import InvalidInput, Unsupported
+from tests.support.paths import ROOT
+
+pytest.importorskip("torch", reason="the judge needs torch")
+pytest.importorskip("transformers", reason="the judge needs transformers")
+
+from tests.support.families import ROWS, settings_of
+from tools.sweep import models
+
+
+def test_every_family_of_the_table_is_judged() -> None:
+    judged = {text_model(settings_of(*row)).model_type for row in ROWS.values()}
+    #: The second model of qwen3_omni_moe has no class of its own that the sweep builds.
+    assert set(FAMILIES) - judged <= {"qwen3_omni_moe_talker_text"}
+
+
+def test_the_documents_name_every_family() -> None:
+    page = (ROOT / "docs" / "user" / "layers.md").read_text()
+    listed = page.partition("Supported model types: ")[2].partition(".")[0]
+    assert listed.replace("`", "").split() == [f"{name}," for name in sorted(FAMILIES)[:-1]] + [sorted(FAMILIES)[-1]]
+
+
+@pytest.mark.parametrize("family", [family for family in models.families() if family not in ROWS])
+def test_other_families_are_refused_by_name(family: str) -> None:
+    settings = settings_of(family, {})
+    with pytest.raises(Unsupported, match=f"model_type .*{settings['model_type']}") as error:
+        layer_spec_from_config(settings)
+    assert REFUSED[settings["model_type"]] in str(error.value)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_untrusted_settings_name_what_is_wrong(row: str) -> None:
+    """Whatever a setting holds, there is a spec or an error of ours that names a setting."""
+    settings = text_model(settings_of(*ROWS[row])).settings
+    assert layer_spec_from_config(dict(settings))
+    for name in [name for name in settings if name != "model_type"]:
+        for value in (None, "x", -1, 0, 10**9, 1.5, float("nan"), True, [], [-1, "x"], {}):
+            try:
+                layer_spec_from_config({**settings, name: value})
+            except (InvalidInput, Unsupported) as error:
+                assert len(str(error)) > 20
+        try:
+            layer_spec_from_config({key: value for key, value in settings.items() if key != name})
+        except InvalidInput as error:
+            assert name in str(error) or "config.json must give" in str(error), (name, str(error))

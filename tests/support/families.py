@@ -1,0 +1,47 @@
+"""The rows that families of models are judged in: the sweep's tiny models, some in several variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_core.checkpoint.families import text_model
+from moe_core.errors import Unsupported
+from tools.sweep import models
+
+#: Rows of the table -> (family, settings beside those of the sweep). Every other family is a row by its own name.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2_moe": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    "cohere2_moe_sigmoid": (
+        "cohere2_moe",
+        {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1},
+    ),
+    "deepseek_v4": ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 0.5}),
+    "glm5_next": ("glm5_next", {"swiglu_limit": 0.5}),
+    "longcat_flash": ("longcat_flash", {"zero_expert_num": 0}),
+    "mistral_large4": ("mistral_large4", {"n_group": 1, "topk_group": 1}),
+    "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
+    "deepseek_v3_gelu": ("deepseek_v3", {"hidden_act": "gelu", "norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    "lfm2_moe_no_bias": ("lfm2_moe", {"use_expert_bias": False}),
+    "llama4": ("llama4", {"num_experts_per_tok": 1}),
+    "mistral4": ("mistral4", {"n_group": 1, "topk_group": 1}),
+    "olmoe_renormalised": ("olmoe", {"norm_topk_prob": True}),
+    "qwen2_moe_every_second": ("qwen2_moe", {"decoder_sparse_step": 2}),
+}
+
+
+def settings_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model, as a dict."""
+    made: Any = models.model_class(family)
+    return made.config_class(**models.settings(family) | changes).to_dict()
+
+
+def _described(family: str, changes: dict[str, Any]) -> bool:
+    try:
+        text_model(settings_of(family, changes))
+    except Unsupported:
+        return False
+    return True
+
+
+_ALL = {family: (family, {}) for family in models.families()} | VARIANTS
+ROWS = {row: given for row, given in _ALL.items() if _described(*given)}
