@@ -60,7 +60,10 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         )
     for tensor in own.values():
         _align(tensor)
-    stored = {name: _stored(name, [own[one] for one in found], storage) for name, found in names.items()}
+    held = {name: [own[one] for one in found] for name, found in names.items()}
+    flat = ("experts.gate_up", "experts.down") if architecture.naming.flat else ()
+    held |= {name: _apart(name, held[name], spec.num_experts) for name in flat}
+    stored = {name: _stored(name, tensors, storage) for name, tensors in held.items()}
     tensors = {name: tensor for name, (tensor, _) in stored.items()}
     for parameter in spec.parameters(storage):
         if tensors[parameter.name].shape != parameter.shape:
@@ -68,7 +71,8 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
                 f"{names[parameter.name][0]} of block must make {parameter.name} {list(parameter.shape)} by its "
                 f"config, got {list(tensors[parameter.name].shape)}; pass the config that the block was made with"
             )
-    return BlockWeights(spec, tensors, tuple(name for name, (_, copied) in stored.items() if copied))
+    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat)
+    return BlockWeights(spec, tensors, copied)
 
 
 def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -88,21 +92,28 @@ def _align(tensor: torch.Tensor) -> None:
 def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """The layer's arrays, in their order -> the tensors of the block that make them: a gate and an up, or one."""
     naming, family = architecture.naming, architecture.family
-    router, (gate_up, down) = naming.router[0], naming.fused[0]
+    router, (*gate_up, down) = naming.router[0], naming.fused[0]
     names = {"router.weight": (router,)}
     if family.router_bias:
         names["router.bias"] = (router.removesuffix("weight") + "bias",)
     if architecture.correction_bias:
         names["router.correction_bias"] = (naming.correction_bias[0],)
-    names |= {"experts.gate_up": (gate_up,), "experts.down": (down,)}
+    names |= {"experts.gate_up": tuple(gate_up), "experts.down": (down,)}
     if family.expert_bias:
-        names |= {"experts.gate_up_bias": (f"{gate_up}_bias",), "experts.down_bias": (f"{down}_bias",)}
+        names |= {"experts.gate_up_bias": (f"{gate_up[0]}_bias",), "experts.down_bias": (f"{down}_bias",)}
     *first, last = naming.shared[0]
     if architecture.shared_d_ff and not last.startswith("/"):
         names |= {"shared_experts.gate_up": tuple(first), "shared_experts.down": (last,)}
         if family.shared is not None and family.shared.gate:
             names["shared_experts.gate"] = (naming.shared_gate,)
     return names
+
+
+def _apart(name: str, tensors: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
+    """`[E, F, D]`, or `[E, D, F]` of down, of matrices that hold the F rows of one expert below another's."""
+    apart = [tensor.detach().unflatten(0, (num_experts, -1)) for tensor in tensors]
+    turned = [tensor.transpose(1, 2).contiguous() for tensor in apart] if name.endswith("down") else apart
+    return [torch.nn.Parameter(new, requires_grad=old.requires_grad) for new, old in zip(turned, tensors, strict=True)]
 
 
 def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[torch.Tensor, bool]:
@@ -113,7 +124,7 @@ def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[t
         return whole.detach().reshape(-1).float(), whole.dtype != torch.float32
     if len(tensors) > 1:
         parts = [tensor.detach() for tensor in tensors]
-        whole = torch.stack(parts, 1).flatten(0, 1) if storage.gate_layout == "interleaved" else torch.cat(parts)
+        whole = torch.stack(parts, 1).flatten(0, 1) if storage.gate_layout == "interleaved" else torch.cat(parts, -2)
     turned = name.startswith("shared_experts.") and storage.weight_layout == "in_out"
     if turned:
         whole = whole.detach().t().contiguous()

@@ -61,6 +61,8 @@ def test_weights_are_the_blocks_own() -> None:
     assert layer.shared_experts is not None and layer.shared_experts.down is block.shared_experts.down_proj.weight
     assert layer.copied == ("shared_experts.gate_up",)
     assert MoE.from_block(block_of("gpt_oss")).copied == ()
+    dbrx = MoE.from_block(block_of("dbrx"), models.build("dbrx").config)
+    assert dbrx.copied == ("experts.gate_up", "experts.down")
     layer(draw()).square().sum().backward()
     assert block.experts.gate_up_proj.grad is not None and block.gate.weight.grad is not None
 
