@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import math
 import os
 import threading
 from collections import deque
@@ -26,6 +27,8 @@ from moe_core.base.floats import set_default_environment
 T = TypeVar("T")
 #: Rows of a piece of work.
 BLOCK_ROWS = 256
+#: Estimated nanoseconds that make waking another thread worth while.
+_LEAST_NANOSECONDS = 100_000
 #: OpenBLAS has memory for about so many threads that compute at a time.
 _MOST = 64
 
@@ -105,14 +108,25 @@ def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
     return (lambda: 1), (lambda threads: None)
 
 
-def spread(function: Callable[[T], None], pieces: Iterable[T]) -> None:
+def products(rows: int, depth: int, columns: int) -> float:
+    """Nanoseconds that a matrix product of these sizes takes in one thread, roughly."""
+    return rows * depth * columns * 0.02
+
+
+def elements(*shape: int) -> float:
+    """Nanoseconds that an activation or a sum over an array of this shape takes in one thread, roughly."""
+    return math.prod(shape) * 3.0
+
+
+def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: float = math.inf) -> None:
     """`function(piece)` for every piece, on up to `count()` threads, this one among them; the order is not defined.
 
+    nanoseconds: what all pieces take in one thread, by `products` and `elements`; little work wakes few threads.
     Returns when no piece is running any more, also where one raised: the first exception is raised then, and pieces
     not begun are left out.
     """
     waiting = deque(pieces)
-    helpers = min(count(), len(waiting)) - 1
+    helpers = int(min(count(), len(waiting), nanoseconds / _LEAST_NANOSECONDS)) - 1
     if helpers < 1:
         for piece in waiting:
             function(piece)

@@ -79,7 +79,7 @@ class Ready(NamedTuple):
             self.prepared(pointers, eager.current_stream(index))
         else:
             with threads.use(torch.get_num_threads()):
-                self.prepared(pointers)
+                self.prepared(pointers, 0)
         return outputs
 
 

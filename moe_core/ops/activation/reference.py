@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from moe_core.base.threads import row_blocks, spread
+from moe_core.base.threads import elements, row_blocks, spread
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.specs.matmul import Activation
 
@@ -29,8 +29,7 @@ _NORMAL_DENSITY = np.float32(1 / math.sqrt(2 * math.pi))
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x)) elementwise, without overflow: exp(min(x, 0)) / (1 + exp(-|x|)); NaN stays NaN."""
     with np.errstate(all="ignore"):
-        small = np.exp(-np.abs(x))
-        return np.where(x < 0, small, np.ones_like(small)) / (1 + small)
+        return np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))
 
 
 @functools.cache
@@ -259,6 +258,6 @@ def expert_activation_backward(
             d_pre[own_rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
             weighted[own_rows] = round_to(weight * hidden, pre.dtype)
 
-    spread(back, row_blocks(len(rows)))
+    spread(back, row_blocks(len(rows)), 3 * elements(len(rows), pre.shape[1]))
     found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
     return tuple(found[name] for name in outputs)

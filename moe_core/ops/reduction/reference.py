@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.threads import row_blocks, spread
+from moe_core.base.threads import elements, row_blocks, spread
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
 
@@ -37,7 +37,7 @@ def reduce(
                 total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])
         out[block] = round_to(total, out.dtype)
 
-    spread(add, row_blocks(len(rows)))
+    spread(add, row_blocks(len(rows)), elements(*rows.shape, y.shape[1]))
     return out
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.threads import row_blocks, spread
+from moe_core.base.threads import products, row_blocks, spread
 from moe_core.ops.common.product import product
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.specs.routing import LogitsSpec
@@ -27,7 +27,7 @@ def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *,
             rows = product(x[block], matrix, "in_out", spec.batch_invariant)
             logits[block] = round_to(rows if bias is None else rows + to_float32(bias), spec.logits_dtype)
 
-    spread(multiply, row_blocks(len(x)))
+    spread(multiply, row_blocks(len(x)), products(len(x), *matrix.shape))
     return logits
 
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
-from moe_core.base.threads import spread
+from moe_core.base.threads import elements, products, spread
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.rounding import round_to, to_float32
-from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from, rows_of_experts
+from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.quantize.reference import dequantize
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.specs.matmul import MatmulSpec
@@ -88,25 +89,25 @@ def weight_gradient(
         shape = (num_columns, width) if layout is None else (num_experts, num_columns, width)
         result = np.empty(shape, dtypes.numpy_dtype(out_dtype))
     d_weight = result.reshape(num_experts, num_columns, width)
-    rows = dict(rows_of_experts(layout, **groups))
+    rows = rows_of(layout, len(left), **groups)
+    left, right = (to_float32(side[rows.index[by]]) for side, by in zip((left, right), gather, strict=True))
+    parts = dict(rows.parts)
 
-    def multiply(block: tuple[int, slice]) -> None:
-        expert, columns = block
-        part = d_weight[expert, columns]
-        with np.errstate(all="ignore"):
-            if expert not in rows:
-                part[...] = 0 if added is None else added[expert, columns]
-                return
-            left_rows, right_rows = left[rows[expert][gather[0]], columns], right[rows[expert][gather[1]]]
-            left_rows, right_rows = to_float32(left_rows).T, to_float32(right_rows)
-            if added is None and part.dtype == np.float32:
-                np.matmul(left_rows, right_rows, out=part)
-                return
-            product = left_rows @ right_rows
-            part[...] = product if added is None else to_float32(added[expert, columns]) + product
+    def multiply(piece: tuple[int, slice]) -> None:
+        expert, columns = piece
+        to, part = d_weight[expert, columns], parts.get(expert)
+        if part is None:
+            to[...] = 0 if added is None else added[expert, columns]
+        elif added is None and to.dtype == np.float32:
+            np.matmul(left[part, columns].T, right[part], out=to)
+        else:
+            product = left[part, columns].T @ right[part]
+            to[...] = product if added is None else to_float32(added[expert, columns]) + product
 
     blocks = [slice(first, first + BLOCK_COLUMNS) for first in range(0, num_columns, BLOCK_COLUMNS)]
-    spread(multiply, [(expert, columns) for expert in range(num_experts) for columns in blocks])
+    pieces = [(expert, columns) for expert in range(num_experts) for columns in blocks]
+    with np.errstate(all="ignore"):
+        spread(multiply, pieces, products(rows.count, num_columns, width) + elements(*d_weight.shape))
     return result
 
 
@@ -123,12 +124,13 @@ def bias_gradient(
     times row_weight fp32 `[T * K]` (by slot) where given, unrounded; one cast. An expert without rows: exact zeros.
     layout None: dense, `[N]`. groups: the layout's arrays."""
     d_bias = np.zeros((1 if layout is None else layout.num_experts, d_y.shape[1]), np.float32)
+    rows = rows_of(layout, len(d_y), **groups)
     with np.errstate(all="ignore"):
-        for expert, index in rows_of_experts(layout, **groups):
-            rows = to_float32(d_y[index[gather]])
-            if row_weight is not None:
-                rows = rows * row_weight.reshape(-1)[index["slot"], None]
-            d_bias[expert] = rows.sum(axis=0, dtype=np.float32)
+        values = to_float32(d_y[rows.index[gather]])
+        if row_weight is not None:
+            values = values * row_weight.reshape(-1)[rows.index["slot"], None]
+        for expert, part in rows.parts:
+            d_bias[expert] = values[part].sum(axis=0, dtype=np.float32)
     return round_to(d_bias[0] if layout is None else d_bias, out_dtype)
 
 
@@ -137,11 +139,11 @@ def bias_product(
 ) -> np.ndarray:
     """fp32 `[T * K]` by slot: <d_y row, bias[expert]>, the bias's share of the row weight's gradient; 0 without an
     expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`. groups: the layout's arrays."""
-    products = np.zeros(layout.num_slots, np.float32)
+    found, rows = np.zeros(layout.num_slots, np.float32), rows_of(layout, len(d_y), **groups)
     with np.errstate(all="ignore"):
-        for expert, index in rows_of_experts(layout, **groups):
-            products[index["slot"]] = to_float32(d_y[index[gather]]) @ to_float32(bias[expert])
-    return products
+        for expert, part in rows.parts:
+            found[rows.index["slot"][part]] = to_float32(d_y[rows.index[gather]][part]) @ to_float32(bias[expert])
+    return found
 
 
 def in_stack(

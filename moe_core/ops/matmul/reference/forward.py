@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.threads import row_blocks, spread
+from moe_core.base.threads import elements, products, row_blocks, spread
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
-from moe_core.ops.activation.reference import apply, join, split
+from moe_core.ops.activation.reference import apply, split
 from moe_core.ops.common.product import product
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.matmul.reference.quantized import quantized_product
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import LayoutSpec
@@ -41,37 +40,7 @@ def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
     return pick(array, index)
 
 
-def rows_of_experts(
-    layout: LayoutSpec | None,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every expert that has rows, and their indices in layout order, by how an array is indexed (`row`, `slot` or
-    `token`). layout None: one, with all rows."""
-    if layout is None:
-        yield 0, dict.fromkeys(("row", "slot", "token"), slice(None))
-        return
-    assert group_sizes is not None and group_start is not None and slot_of_row is not None
-    for expert in np.flatnonzero(group_sizes).tolist():
-        rows = np.arange(group_start[expert], group_start[expert] + group_sizes[expert])
-        slots = slot_of_row[rows]
-        rows, slots = rows[slots >= 0], slots[slots >= 0]
-        yield expert, {"row": rows, "slot": slots, "token": slots // layout.top_k}
-
-
-def _blocks(num_rows: int, layout: LayoutSpec | None, groups: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """`rows_of_experts` in pieces of work. num_rows: of x, where layout is None."""
-    if layout is None:
-        for block in row_blocks(num_rows):
-            yield 0, dict.fromkeys(("row", "slot", "token"), block)
-        return
-    for expert, index in rows_of_experts(layout, *groups):
-        for block in row_blocks(len(index["row"])):
-            yield expert, {name: rows[block] for name, rows in index.items()}
-
-
-def _rows(x: Matrix, rows: np.ndarray) -> Matrix:
+def _rows(x: Matrix, rows: Any) -> Matrix:
     """Rows of x; a scale of all rows stays what it is."""
     if isinstance(x, QuantizedTensor):
         scales = x.scales if x.format.group_rows is None else x.scales[rows]
@@ -79,15 +48,15 @@ def _rows(x: Matrix, rows: np.ndarray) -> Matrix:
     return x[rows]
 
 
-def _with_bias(x: Matrix, weight: Matrix, bias: np.ndarray | None, spec: MatmulSpec) -> np.ndarray:
+def _multiply(x: Matrix, weight: Matrix, spec: MatmulSpec, out: np.ndarray) -> None:
+    """The fp32 product of one expert's rows."""
     invariant = spec.tuning is not None and spec.tuning.batch_invariant
     if isinstance(weight, QuantizedTensor):
-        result = quantized_product(x, weight, invariant)
+        out[...] = quantized_product(x, weight, invariant)
     elif isinstance(x, QuantizedTensor):
         raise InvalidInput(f"weight must be quantised where x is, got a plain one beside {x}; quantise it")
     else:
-        result = product(x, weight, spec.weight_layout, invariant)
-    return result if bias is None else result + to_float32(bias)
+        product(x, weight, spec.weight_layout, invariant, out)
 
 
 def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
@@ -98,16 +67,6 @@ def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
             "spec.out_dtype must be given where x is quantised, got None; pass MatmulSpec(out_dtype=...)"
         )
     return x.dtype
-
-
-def _products(x: Matrix, weights: tuple[Any, ...], spec: MatmulSpec) -> tuple[np.ndarray, np.ndarray | None]:
-    """fp32 rows of one expert before the activation: gate (or all that there is) and up columns, biases added.
-    weights: weight, up, bias, up_bias."""
-    weight, up, bias, up_bias = weights
-    result = _with_bias(x, weight, bias, spec)
-    if up is not None:
-        return result, _with_bias(x, up, up_bias, spec)
-    return (result, None) if spec.activation is None else split(result, spec.activation)
 
 
 def matmul_ogs(
@@ -148,36 +107,47 @@ def _matmul(
     pre: np.ndarray | None = None,
 ) -> np.ndarray:
     """y; what the activation is applied to is written to pre, where given."""
-    weights = tuple(pick_layer(array, layer_index) for array in weights)
-    weight, up = weights[:2]
+    weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
     width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
-    if spec.activation is not None and spec.activation.gated and up is None:
-        width //= 2
+    rows = rows_of(layout, x.shape[0], *groups)
+    source, to = _rows(x, rows.index[spec.gather]), rows.index[spec.scatter]
+    if isinstance(source, np.ndarray) and isinstance(weight, np.ndarray):
+        source = to_float32(source)
+    # Behind each other, as pre has them.
+    before = np.empty((rows.count, width if up is None else 2 * width), np.float32)
+    sides = [(before[:, :width], weight, bias)]
+    if up is not None:
+        sides.append((before[:, width:], up, up_bias))
+    row_weight = None if row_weight is None else row_weight.reshape(-1)[rows.index["slot"], None]
     if layout is None:
-        num_rows = x.shape[0]
+        num_rows = rows.count
     else:
         num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
-    row_weight = None if row_weight is None else row_weight.reshape(-1)
-    y = np.zeros((num_rows, width), out_dtype)
+    gated = spec.activation is not None and spec.activation.gated and up is None
+    y = np.zeros((num_rows, width // 2 if gated else width), out_dtype)
 
-    def multiply(block: tuple[int, dict[str, Any]]) -> None:
-        expert, index = block
-        own = weights if layout is None else tuple(None if one is None else pick(one, expert) for one in weights)
-        to = index[spec.scatter]
-        with np.errstate(all="ignore"):
-            gate_values, up_values = _products(_rows(x, index[spec.gather]), own, spec)
+    def multiply(piece: tuple[int, slice]) -> None:
+        expert, block = piece
+        for values, matrix, _ in sides:
+            own = matrix if layout is None else pick(matrix, expert)
+            _multiply(_rows(source, block), own, spec, values[block])
+
+    def finish(block: slice) -> None:
+        for values, _, added in sides:
+            if added is not None:
+                values[block] += to_float32(added if layout is None else added[rows.experts[block]])
+        place = block if isinstance(to, slice) else to[block]
+        result = sides[0][0][block]
+        if spec.activation is not None:
+            gate_up = (result, sides[1][0][block]) if up is not None else split(result, spec.activation)
             if pre is not None:
-                assert spec.activation is not None
-                whole = (
-                    dataclasses.replace(spec.activation, gate_layout="halves") if up is not None else spec.activation
-                )
-                pre[to] = round_to(join(gate_values, up_values, whole), pre.dtype)
-            result = gate_values if spec.activation is None else apply(gate_values, up_values, spec.activation)
-            if row_weight is not None:
-                result = result * row_weight[index["slot"], None]
-        y[to] = round_to(result, out_dtype)
+                pre[place] = round_to(before[block], pre.dtype)
+            result = apply(*gate_up, spec.activation)
+        y[place] = round_to(result if row_weight is None else result * row_weight[block], out_dtype)
 
-    spread(multiply, _blocks(x.shape[0], layout, groups))
+    with np.errstate(all="ignore"):
+        spread(multiply, rows.blocks(), products(rows.count, x.shape[1], len(sides) * width))
+        spread(finish, row_blocks(rows.count), elements(rows.count, len(sides) * width))
     return y
 
 
