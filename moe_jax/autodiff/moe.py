@@ -37,6 +37,9 @@ from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undiffer
 #: (large), and the routing with its layout (small). With both saved, a backward runs no forward again; where one is
 #: missing, it runs the whole forward again.
 SAVED_NAMES = ("moebius_pre_activation", "moebius_routing")
+#: MaxText's names of both products before the activation, which are one array here. A policy that saves or offloads any
+#: of them keeps everything that a backward reads: without the small routing it would run the whole forward again.
+_MAXTEXT_NAMES = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 
 #: A trace's ids and weights, as the experts' plan takes them and as a call names them beside its own routing.
 _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights"}
@@ -87,6 +90,8 @@ class _MoE(Rule):
         read += saved_names(self.spec, self.operands.shared)
         values = {name: outputs[name] if save else jnp.zeros(0) for name in read}
         pre_activation, routing = SAVED_NAMES
+        for alias in _MAXTEXT_NAMES:
+            values = {name: checkpoint_name(value, alias) for name, value in values.items()}
         return {
             name: checkpoint_name(value, pre_activation if name.endswith("pre_activation") else routing)
             for name, value in values.items()

@@ -31,7 +31,7 @@ from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedEx
 from moe_jax.warmup import make_ready
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
-#: K; the products `mlpwi_0` and `mlpwi_1` are one array under `moe_jax.SAVED_NAMES`, in the order of the experts' rows.
+#: K; `moe_jax.autodiff.moe` names the products `mlpwi_0` and `mlpwi_1`.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 

@@ -223,7 +223,12 @@ def test_scan_over_stacked_layers(engine: str) -> None:
             assert operation.removeprefix("wrapped_").removeprefix("loop_").startswith(adding), line
 
 
-@pytest.mark.parametrize(("saved", "forwards"), [((), 2), (SAVED_NAMES[:1], 2), (SAVED_NAMES[1:], 2), (SAVED_NAMES, 1)])
+SAVING = [((), 2), (SAVED_NAMES[:1], 2), (SAVED_NAMES[1:], 2), (SAVED_NAMES, 1)]
+#: Of MaxText's policies: `minimal`, `custom` with its names for experts alone, and `save_dot_except_mlpwi`.
+MAXTEXT = [(("mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo"), 1), (("moe_mlpwi_0",), 1), (("moe_mlpwi_1",), 1), (("mlpwo",), 2)]
+
+
+@pytest.mark.parametrize(("saved", "forwards"), SAVING + MAXTEXT)
 def test_remat_saves_by_name(saved: tuple[str, ...], forwards: int) -> None:
     """With all that a backward reads saved it runs alone; otherwise after the forward, again; to the same bits."""
     with running_on("reference"):
@@ -239,6 +244,18 @@ def test_remat_saves_by_name(saved: tuple[str, ...], forwards: int) -> None:
         # Before XLA, which on a CPU merges equal calls in spite of the barriers between them.
         names = [plan.name for plan in plans_in(step.lower(problem, True))]
         assert names == ["moe"] * forwards + ["moe_backward"]
+
+
+def test_more_names_of_a_policy_save_nothing_twice() -> None:
+    with running_on("reference"):
+        problem = to_jax(make(SOFTMAX))
+
+        def saved(*names: str) -> list[str]:
+            policy = jax.checkpoint_policies.save_only_these_names(*names)
+            block = jax.checkpoint(lambda problem: run(problem, SOFTMAX).output.sum(), policy=policy)
+            return sorted(str(array) for array in jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(block, p)[1], problem)))
+
+        assert saved(*SAVED_NAMES) == saved("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1") != saved()
 
 
 def test_remat_in_a_scan_over_layers() -> None:
