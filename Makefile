@@ -11,7 +11,8 @@ KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_fo
 	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
 	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py)
 
-.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck upstream clean
+.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck upstream \
+	maxtext clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -66,6 +67,10 @@ memcheck: environment
 upstream: environment
 	$(RUN) -m tools.upstream
 	$(RUN) -m tools.upstream triton-tests || [ $$? = 69 ]
+
+# MaxText's configs, out of its wheel, on the Flax layers.
+maxtext: environment
+	$(RUN) -m tools.upstream maxtext
 
 clean:
 	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -5,9 +5,9 @@
     y = layer.apply(variables, x)
     y, aux = layer.apply(variables, x, return_aux=True)
 
-Parameters are in the collection `params`, boxed with MaxText's logical axes (`nn.meta.unbox` removes the boxes); the
-correction bias is in `router_state`, which no gradient trains. With `mutable=["intermediates"]` every call also sows
-its MoEAux as `moe_aux`.
+Parameters are in the collection `params`, boxed with MaxText's logical axes or those of `logical_axes`
+(`nn.meta.unbox` removes the boxes); the correction bias is in `router_state`, which no gradient trains. With
+`mutable=["intermediates"]` every call also sows its MoEAux as `moe_aux`.
 
 Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's as they are
 stored, `layer = MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their arrays are in the
@@ -71,7 +71,8 @@ class MoE(nn.Module):
 
     Fields: those of `MoELayerSpec`, by the same names; dtype: computed in and returned, None = the promotion of x and
     the parameters; param_dtype: parameters are made in; kernel_init: draws one matrix `[inputs, outputs]` at a time;
-    num_layers: None, or L for a stack `[L, ...]` whose calls name a layer. Raises InvalidInput.
+    num_layers: None, or L for a stack `[L, ...]` whose calls name a layer; logical_axes: what the parameters' axes are
+    called. Raises InvalidInput, also in calls inside `nn.logical_axis_rules` that do not know these names.
     """
 
     d_model: int
@@ -86,6 +87,7 @@ class MoE(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = DEFAULT_KERNEL_INIT
     num_layers: int | None = None
+    logical_axes: layers.LogicalAxes = layers.LogicalAxes()
     router_bias: bool = False
     correction_bias: bool = False
     apply_router_weight_on_input: bool = False
@@ -127,7 +129,9 @@ class MoE(nn.Module):
         places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
-        arrays = _declare(self, places, self.param_dtype, self.kernel_init)
+        for _, leaf in places:
+            layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
+        arrays = _declare(self, places, self.param_dtype, self.kernel_init, self.logical_axes)
         result = layers.forward(arrays, x, spec, dtype=self.dtype, **options)
         if sows:
             self.sow("intermediates", "moe_aux", result[1])
@@ -194,21 +198,24 @@ class ParameterGroup(nn.Module):
     places: _Places
     param_dtype: Any
     kernel_init: Initializer
+    logical_axes: layers.LogicalAxes
 
     @nn.compact
     def __call__(self) -> dict[str, Any]:
-        return _declare(self, self.places, self.param_dtype, self.kernel_init)
+        return _declare(self, self.places, self.param_dtype, self.kernel_init, self.logical_axes)
 
 
-def _declare(module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer) -> dict[str, Any]:
+def _declare(
+    module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer, axes: layers.LogicalAxes
+) -> dict[str, Any]:
     """The arrays of a module and the groups below it, made where they are missing, as nested dicts."""
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)
         rest, leaf = below[0]
-        initial, collection = nn.with_logical_partitioning(leaf.initial, leaf.logical_axes), _collection(leaf)
+        initial, collection = nn.with_logical_partitioning(leaf.initial, axes.of(leaf)), _collection(leaf)
         if rest:
-            arrays[name] = ParameterGroup(below, param_dtype, kernel_init, name=name)()
+            arrays[name] = ParameterGroup(below, param_dtype, kernel_init, axes, name=name)()
         elif collection == "params":
             arrays[name] = module.param(name, initial, param_dtype, kernel_init)
         else:

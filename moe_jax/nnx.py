@@ -45,7 +45,7 @@ from moe_jax.ops import Array
 
 try:
     from flax import nnx
-    from flax.linen import get_logical_axis_rules
+    from flax.linen import get_logical_axis_rules, logical_to_mesh_axes
 except ModuleNotFoundError as error:
     raise Unsupported(
         f"moe_jax.nnx needs flax, and {error.name} is not installed; install moebius with its extra `flax`: "
@@ -58,6 +58,7 @@ __all__ += description.__all__
 
 _PLAIN_ROUTER = layers.RouterSpec()
 _PLAIN_EXPERTS = layers.ExpertsSpec()
+_MAXTEXT_AXES = layers.LogicalAxes()
 
 
 class CorrectionBias(nnx.Variable):
@@ -99,9 +100,9 @@ class MoE(nnx.Module):
     promotion of x and the parameters. param_dtype: parameters are made in. kernel_init: draws one matrix `[inputs,
     outputs]` at a time. num_layers: None, or L for a stack `[L, ...]` whose calls name a layer.
 
-    Parameters carry MaxText's logical axes (`out_sharding`), ("exp", "embed_no_exp", "mlp") for `wi_0`. They are made
-    sharded under a mesh with `nnx.logical_axis_rules` for those names, and otherwise left where JAX puts them. Raises
-    InvalidInput.
+    logical_axes: the names of the parameters' axes (`out_sharding`), MaxText's ("exp", "embed_moe", "mlp_moe") for
+    `wi_0` unless given. Parameters are made sharded under a mesh with `nnx.logical_axis_rules` for those names, and
+    otherwise left where JAX puts them. Raises InvalidInput, also for rules that do not know the names.
     """
 
     gate: ParameterGroup
@@ -130,6 +131,7 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = DEFAULT_KERNEL_INIT,
         num_layers: int | None = None,
+        logical_axes: layers.LogicalAxes = _MAXTEXT_AXES,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -138,13 +140,15 @@ class MoE(nnx.Module):
             raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(known)}")
         self.spec = layers.MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
         self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
+        self.logical_axes = logical_axes
         for leaf in layers.leaves(self.spec, num_layers):
             place = self
             for key in leaf.path[:-1]:
                 if not hasattr(place, key):
                     setattr(place, key, ParameterGroup())
                 place = getattr(place, key)
-            setattr(place, leaf.path[-1], _variable(leaf, leaf.initial(rngs.params(), param_dtype, kernel_init)))
+            initial = leaf.initial(rngs.params(), param_dtype, kernel_init)
+            setattr(place, leaf.path[-1], _variable(leaf, self.logical_axes, initial))
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
@@ -252,7 +256,7 @@ class MoE(nnx.Module):
         for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])
         for leaf in filter(lambda leaf: leaf.is_quantized, after):
-            variable = _variable(leaf, layers.find(parameters, leaf.path))
+            variable = _variable(leaf, self.logical_axes, layers.find(parameters, leaf.path))
             setattr(self._group_of(leaf), leaf.path[-1], variable)
 
     def _leaves(self) -> tuple[Leaf, ...]:
@@ -266,21 +270,14 @@ class MoE(nnx.Module):
         return getattr(self._group_of(leaf), leaf.path[-1])
 
 
-def _variable(leaf: Leaf, value: jax.Array) -> nnx.Variable:
+def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Variable:
     kind = QuantizedArray if leaf.is_quantized else CorrectionBias if leaf.is_state else nnx.Param
-    with nnx.use_eager_sharding(nnx.using_eager_sharding() and _can_shard(leaf)):
-        return kind(value, out_sharding=leaf.logical_axes)
-
-
-def _can_shard(leaf: Leaf) -> bool:
-    """Whether mesh and rules say where the array belongs; flax refuses to make annotated variables without them."""
-    mesh, rules = jax.sharding.get_abstract_mesh(), dict(get_logical_axis_rules())
-    if mesh.empty or not rules:
-        return False
-    unknown = [name for name in leaf.logical_axes if name is not None and name not in rules]
-    if unknown:
-        raise InvalidInput(
-            f"nnx.logical_axis_rules must map {', '.join(unknown)} of {'/'.join(leaf.path)}, got rules for "
-            f"{', '.join(rules)}; add ({unknown[0]!r}, None) to leave that axis whole"
-        )
-    return True
+    names, mesh, rules = axes.of(leaf), jax.sharding.get_abstract_mesh(), get_logical_axis_rules()
+    if nnx.using_eager_sharding() and not mesh.empty and rules:
+        layers.require_rules(leaf, axes, rules)
+        # Flax would take the last of several rules for one name, and one mesh axis twice: MaxText's rules need Linen's.
+        spec = logical_to_mesh_axes(names, rules)
+        place = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
+        value = place(value, spec)
+    with nnx.use_eager_sharding(False):
+        return kind(value, out_sharding=names)

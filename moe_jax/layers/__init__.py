@@ -12,8 +12,7 @@ uint8). They start as zeros, to be loaded, are never cast, and have no gradient;
 them, unless the scheme quantises activations too. `prepack_weights` re-lays loaded mxfp4, int4 and int8
 experts for Hopper's kernels, under the names `tiled_values`, `tiled_scales` and `tiled_zero_points`.
 
-Logical axes are MaxText's: ("exp", "embed_no_exp", "mlp") for `wi_0`, ("embed", None) for gates, "layers" for a stack.
-Rule sets of recent MaxText say embed_moe and mlp_moe where experts say embed_no_exp and mlp: map these too.
+Logical axes are MaxText's current ones, ("exp", "embed_moe", "mlp_moe") for `wi_0`, or those of a `LogicalAxes`.
 
 What is cast to the compute dtype: x, the matrices of the experts and shared experts, and biases that are not fp32. The
 copy of the matrices is made in every call, so store them in the compute dtype (param_dtype) where memory counts. Gates
@@ -24,11 +23,11 @@ Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T
 """
 
 from moe_jax.layers import description
+from moe_jax.layers.axes import require_rules
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, warmup
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
-    STACK_AXIS,
     Initializer,
     Leaf,
     Parameters,
@@ -41,8 +40,8 @@ from moe_jax.layers.parameters import (
 from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, restore_weights
 
 __all__ = [
-    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "STACK_AXIS", "Initializer", "Leaf", "Parameters", "explain",
+    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "explain",
     "export_weights", "find", "forward", "initialize", "is_prepacked", "leaves", "load_weights", "nested",
-    "prepack_weights", "restore_weights", "router_losses", "warmup",
+    "prepack_weights", "require_rules", "restore_weights", "router_losses", "warmup",
 ]  # fmt: skip
 __all__ += description.__all__

@@ -3,9 +3,10 @@
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import Activation, RouterSpec, Tuning
+from moe_jax.layers.axes import LogicalAxes
 from moe_jax.layers.functional import update_correction_bias
 
 __all__ = [
-    "Activation", "ExpertsSpec", "LayerWeights", "MoEAux", "MoELayerSpec", "RouterSpec", "SharedExpertsSpec", "Tuning",
-    "layer_spec_from_config", "update_correction_bias",
+    "Activation", "ExpertsSpec", "LayerWeights", "LogicalAxes", "MoEAux", "MoELayerSpec", "RouterSpec",
+    "SharedExpertsSpec", "Tuning", "layer_spec_from_config", "update_correction_bias",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parameters of one layer or of a stack of layers: names, shapes, logical axes, how they start."""
+"""The parameters of one layer or of a stack of layers: names, shapes, how they start."""
 
 from __future__ import annotations
 
@@ -36,27 +36,18 @@ _FIXED_PATHS: dict[str, Path] = {
     "shared_experts.down": ("shared_experts", "wo", "kernel"),
     "shared_experts.gate": ("shared_experts", "gate", "kernel"),
 }
-#: What MaxText calls the axes of each group of arrays.
-_LOGICAL_AXES: dict[str, dict[str | None, str | None]] = {
-    "router": {"d_model": "embed", "experts": None},
-    "experts": {"experts": "exp", "d_model": "embed_no_exp", "d_ff": "mlp", None: None},
-    "expert biases": {"experts": "exp", "d_model": "activation_embed", "d_ff": "activation_mlp"},
-    "shared_experts": {"d_model": "embed", "d_ff": "mlp", None: None},
-}
-STACK_AXIS = "layers"
 #: Before the names of the arrays of tiled matrices: `wo/tiled_values`.
 TILED = "tiled_"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a layer. path: its keys in the nested dict. shape: with the leading axis of a stack. logical_axes:
-    MaxText's name of each axis. out_in: a matrix stored `[outputs, inputs]`."""
+    """One array of a layer. path: its keys in the nested dict. shape: with the leading axis of a stack. out_in: a
+    matrix stored `[outputs, inputs]`. `LogicalAxes.of` names its axes."""
 
     path: Path
     parameter: Parameter
     shape: tuple[int, ...]
-    logical_axes: tuple[str | None, ...]
     out_in: bool
 
     @property
@@ -107,12 +98,9 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = 
             path = (field.replace("gate_up", first),) if group == "experts" else (group, first, "kernel")
         if prepacked and parameter.role == "quantized":
             parameter, part = _tiled(parameter, tiled), [TILED + part[0]]
-        names = _LOGICAL_AXES["expert biases" if group == "experts" and parameter.role == "bias" else group]
-        shape, axes = parameter.shape, tuple(names[axis] for axis in parameter.axes)
-        if num_layers is not None:
-            shape, axes = (num_layers, *shape), (STACK_AXIS, *axes)
+        shape = parameter.shape if num_layers is None else (num_layers, *parameter.shape)
         layout = storage.router_weight_layout if group == "router" else storage.weight_layout
-        found.append(Leaf((*path, *part), parameter, shape, axes, parameter.role == "weight" and layout == "out_in"))
+        found.append(Leaf((*path, *part), parameter, shape, parameter.role == "weight" and layout == "out_in"))
     return tuple(found)
 
 

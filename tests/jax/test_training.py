@@ -253,7 +253,9 @@ def test_more_names_of_a_policy_save_nothing_twice() -> None:
         def saved(*names: str) -> list[str]:
             policy = jax.checkpoint_policies.save_only_these_names(*names)
             block = jax.checkpoint(lambda problem: run(problem, SOFTMAX).output.sum(), policy=policy)
-            return sorted(str(array) for array in jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(block, p)[1], problem)))
+            return sorted(
+                str(array) for array in jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(block, p)[1], problem))
+            )
 
         assert saved(*SAVED_NAMES) == saved("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1") != saved()
 

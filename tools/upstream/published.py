@@ -1,4 +1,4 @@
-"""Where the files of others are: vLLM's wheel, fetched once, and the tests of Triton's `triton_kernels`.
+"""Where the files of others are: the wheels of vLLM and MaxText, fetched once, and the tests of `triton_kernels`.
 
 They stay below `build/`, which git ignores.
 """
@@ -12,15 +12,18 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "upstream"
-VLLM = "0.33.0"
-#: What is unpacked of the wheel, by the beginning of the path.
-_WANTED = (
-    "vllm/model_executor/layers/fused_moe/",
-    "vllm/model_executor/layers/quantization/utils/",
-    "vllm/third_party/triton_kernels/",
-    "vllm/utils/math_utils.py",
-    "vllm/scalar_type.py",
-)
+VLLM, MAXTEXT = "0.33.0", "0.2.5"
+#: What is unpacked of the wheels, by the beginning of the path.
+_WANTED = {
+    "vllm": (
+        "vllm/model_executor/layers/fused_moe/",
+        "vllm/model_executor/layers/quantization/utils/",
+        "vllm/third_party/triton_kernels/",
+        "vllm/utils/math_utils.py",
+        "vllm/scalar_type.py",
+    ),
+    "maxtext": ("maxtext/configs/base.yml", "maxtext/configs/custom_mesh_and_rule/", "maxtext/layers/"),
+}
 #: The folder `python/triton_kernels` of the Triton repository, with its tests.
 TRITON_KERNELS = CACHE / "triton_kernels"
 _HOW_TRITON = (
@@ -35,30 +38,39 @@ class Missing(Exception):
 
 def vllm_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
     """The folder that holds the package `vllm` of the wheel: a given one, or that of the package index."""
-    folder = CACHE / f"vllm-{VLLM}"
+    return _unpacked("vllm", VLLM, wheel)
+
+
+def maxtext_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder `maxtext` of MaxText's wheel, with its configs and the sources of its layers."""
+    return _unpacked("maxtext", MAXTEXT, wheel) / "maxtext"
+
+
+def _unpacked(name: str, version: str, wheel: pathlib.Path | None) -> pathlib.Path:
+    folder = CACHE / f"{name}-{version}"
     done = folder / "unpacked"
     if wheel is None and done.exists():
         return folder
-    with zipfile.ZipFile(wheel or _downloaded()) as archive:
-        for name in archive.namelist():
-            if name.startswith(_WANTED) and name.endswith(".py"):
-                archive.extract(name, folder)
+    with zipfile.ZipFile(wheel or _downloaded(name, version)) as archive:
+        for member in archive.namelist():
+            if member.startswith(_WANTED[name]) and member.endswith((".py", ".yml")):
+                archive.extract(member, folder)
     done.touch()
     return folder
 
 
-def _downloaded() -> pathlib.Path:
+def _downloaded(name: str, version: str) -> pathlib.Path:
     def found() -> list[pathlib.Path]:
-        return sorted(CACHE.glob(f"vllm-{VLLM}-*.whl"))
+        return sorted(CACHE.glob(f"{name}-{version}-*.whl"))
 
     if not found():
         CACHE.mkdir(parents=True, exist_ok=True)
         # Only read, never installed: any platform's wheel has the same Python files.
         platform = ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12"]
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), *platform]
-        status = subprocess.run([*command, f"vllm=={VLLM}"], check=False).returncode
+        status = subprocess.run([*command, f"{name}=={version}"], check=False).returncode
         if status or not found():
-            raise Missing(f"vllm=={VLLM} could not be downloaded; pass its wheel with --wheel PATH")
+            raise Missing(f"{name}=={version} could not be downloaded; pass its wheel with --wheel PATH")
     return found()[0]
 
 

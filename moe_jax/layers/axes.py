@@ -1,0 +1,110 @@
+"""What the axes of a layer's arrays are called, for the rules that lay logical axes on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.errors import InvalidInput
+from moe_jax.layers.parameters import Leaf
+
+Names = tuple[str | None, ...]
+#: field of LogicalAxes -> the axes that it names, and what their tuple looks like.
+_ROLES: dict[str, tuple[str, ...]] = {
+    "router": ("d_model", "experts"),
+    "wi": ("experts", "d_model", "d_ff"),
+    "wo": ("experts", "d_ff", "d_model"),
+    "wi_bias": ("experts", "d_ff"),
+    "wo_bias": ("experts", "d_model"),
+    "shared_wi": ("d_model", "d_ff"),
+    "shared_wo": ("d_ff", "d_model"),
+}
+#: Names that rule sets of different age and origin have for one axis of a matrix.
+_SYNONYMS: dict[str, frozenset[str]] = {
+    "experts": frozenset({"exp", "expert", "experts"}),
+    "d_model": frozenset({"embed_moe", "embed_no_exp", "embed_router", "embed"}),
+    "d_ff": frozenset({"mlp_moe", "mlp"}),
+}
+
+
+@dataclass(frozen=True)
+class LogicalAxes:
+    """The logical axis names of each group of arrays; None leaves an axis whole. The defaults are MaxText's (0.2.5).
+
+    Each tuple follows the axes in MaxText's layout, whatever the layer stores: another storage takes them along. Biases
+    of the router, the fused `wi`, quantised arrays and the gate of shared experts take theirs from the same fields.
+
+    Before MaxText 0.2 the names were `router=("embed", None), wi=("exp", "embed_no_exp", "mlp"),
+    wo=("exp", "mlp", "embed_no_exp")`. Its option `shard_exp_on_fsdp` is `wi=("embed_moe", None, "mlp_moe"),
+    wo=("embed_moe", "mlp_moe", None)`.
+
+    Fields:
+        router: `[D, E]`.
+        wi, wo: `[E, D, F]` and `[E, F, D]`.
+        wi_bias, wo_bias: `[E, F]` and `[E, D]`.
+        shared_wi, shared_wo: `[D, S]` and `[S, D]`.
+        stack: the leading axis of a stack of layers.
+
+    Raises InvalidInput.
+    """
+
+    router: Names = ("embed_router", None)
+    wi: Names = ("exp", "embed_moe", "mlp_moe")
+    wo: Names = ("exp", "mlp_moe", "embed_moe")
+    wi_bias: Names = ("exp", "activation_mlp")
+    wo_bias: Names = ("exp", "activation_embed")
+    shared_wi: Names = ("embed", "mlp")
+    shared_wo: Names = ("mlp", "embed")
+    stack: str | None = "layers"
+
+    def __post_init__(self) -> None:
+        for field, roles in _ROLES.items():
+            names = getattr(self, field)
+            right = isinstance(names, tuple) and len(names) == len(roles)
+            if not right or not all(name is None or isinstance(name, str) for name in names):
+                raise InvalidInput(
+                    f"{field} must be {len(roles)} names or None, of the axes {', '.join(roles)}, got {names!r}; pass "
+                    f"a tuple such as {type(self).__dataclass_fields__[field].default!r}"
+                )
+        if self.stack is not None and not isinstance(self.stack, str):
+            raise InvalidInput(f"stack must be one name or None, got {self.stack!r}; pass 'layers'")
+
+    def of(self, leaf: Leaf) -> Names:
+        """The names of an array's axes, in the order in which it is stored."""
+        names: dict[str | None, str | None] = dict(zip(_ROLES[_field(leaf)], getattr(self, _field(leaf)), strict=True))
+        axes = tuple(names.get(axis) for axis in leaf.parameter.axes)
+        return axes if len(axes) == len(leaf.shape) else (self.stack, *axes)
+
+
+def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
+    """Raise InvalidInput where rules for logical axes, if any, would lose the sharding of a matrix without a word.
+
+    An axis without a rule stays whole, as in Flax and MaxText, whose rule sets leave out what they do not split. Two
+    cases are mistakes in a name: no rule for d_model, which every way of sharding parameters splits or names, and none
+    for an axis that the rules split under another name.
+    """
+    if not rules or leaf.parameter.role not in ("weight", "quantized"):
+        return
+    known, split = {name for name, _ in rules}, {name for name, on_mesh in rules if on_mesh}
+    field = _field(leaf)
+    for role, name in zip(_ROLES[field], getattr(axes, field), strict=True):
+        if name is None or name in known or role not in leaf.parameter.axes:
+            continue
+        others = sorted(_SYNONYMS[role] & split)
+        if role == "d_model" or others:
+            hint = f" ({', '.join(others)})" if others else ""
+            raise InvalidInput(
+                f"logical axis rules must map {name}, an axis of {'/'.join(leaf.path)}, got rules for "
+                f"{', '.join(sorted(known))}; add ({name!r}, None) to leave that axis whole, or give the layer the "
+                f"names of your rules{hint} with logical_axes=LogicalAxes(...)"
+            )
+
+
+def _field(leaf: Leaf) -> str:
+    """The field of LogicalAxes that names an array's axes."""
+    group, matrix, *_ = leaf.parameter.name.split(".")
+    if group == "router":
+        return "router"
+    is_down, is_bias = matrix.startswith("down"), matrix.endswith("_bias")
+    return ("shared_" if group == "shared_experts" else "") + ("wo" if is_down else "wi") + ("_bias" if is_bias else "")
