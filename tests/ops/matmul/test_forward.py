@@ -32,6 +32,9 @@ ACTIVATIONS = (
     Activation("silu", gated=False),
     Activation("swiglu_oai", gate_layout="interleaved"),
     Activation("swiglu_oai", gate_layout="halves", limit=None),
+    Activation("silu", gate_layout="separate", limit=0.75),
+    Activation("clamped_silu", limit=0.75),
+    Activation("softcapped_silu", gate_layout="interleaved", alpha=1.5, limit=2.0),
 )
 
 

@@ -27,6 +27,9 @@ ACTIVATIONS = (
     Activation("gelu_tanh", gate_layout="separate"),
     Activation("relu2", gated=False),
     Activation("swiglu_oai", gate_layout="interleaved"),
+    Activation("silu", limit=0.75),
+    Activation("clamped_silu", gate_layout="separate", limit=0.75),
+    Activation("softcapped_silu", gate_layout="interleaved", alpha=1.5, limit=2.0),
 )
 
 
