@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,18 +23,23 @@ from moe_core.layers import (
     SharedExpertsSpec,
     convert_weights,
 )
-from moe_core.layers.plans import explain_layer, layer_plans
-from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
-from moe_core.specs.operands import MoEOperands, RouterWeights
+from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
-from moe_torch.bridge.operator import Operator, call, call_first, target_of_device
+from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
 from moe_torch.layers.blocks import block_weights
-from moe_torch.layers.parameters import ExpertParameters, PrepackedExperts, RouterParameters, SharedParameters
-from moe_torch.layers.routing import CapacityLimit, router_losses
+from moe_torch.layers.parameters import (
+    ExpertParameters,
+    ParameterGroup,
+    PrepackedExperts,
+    RouterParameters,
+    SharedParameters,
+    own_part,
+)
+from moe_torch.layers.plans import PlannedLayer
+from moe_torch.layers.routing import router_losses, run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
 from moe_torch.operators import table as operators
-from moe_torch.operators.requests import operands_of
 from moe_torch.operators.table import MOE_QUANTIZED
 
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
@@ -46,11 +50,11 @@ _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "share
 _DTYPES = tuple(TORCH_DTYPES[name] for name in dtypes.MATMUL_DTYPES)
 
 
-def _place(operator: Operator, part: str, *path: str) -> tuple[int, str, str]:
-    """(position among the operator's arguments, module, name in it) of an array."""
+def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
+    """(position among the operator's arguments, part, name or names in it) of an array."""
     # The values of a quantised matrix have its name among the arguments.
     name = ".".join((_PREFIXES[part], *path)).removesuffix(".values")
-    return operator.names.index(name), ".".join((part, *path[:-1])), path[-1]
+    return operator.names.index(name), part, *path
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +77,7 @@ def _require_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-class MoE(PrepackedExperts):
+class MoE(PrepackedExperts, PlannedLayer):
     """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
 
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
@@ -88,7 +92,10 @@ class MoE(PrepackedExperts):
     `[E, 2F, D]` gate rows first, `experts.down` `[E, D, F]`, `experts.gate_up_bias` `[E, 2F]`, `experts.down_bias`
     `[E, D]` (gate_layout `separate`: `experts.gate_up` and `experts.up` `[E, F, D]`, and so for the biases);
     `shared_experts.gate_up` `[2S, D]`, `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. Shard them with
-    `fully_shard` on the layer or a module around it: the submodules have no forward of their own.
+    `fully_shard` on the layer or a module around it, or on its parts.
+
+    `layer.router(x)`, `layer.experts(x, ids, weights)` and `layer.shared_experts(x)` are called where something wants
+    to see these calls (hooks, adapters, fully_shard on a part). Else the layer is one operator.
 
     Quantised experts (`ExpertsSpec(scheme=...)`): each matrix is two or three buffers, `experts.gate_up.values`,
     `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. They are frozen; x and the
@@ -176,11 +183,12 @@ class MoE(PrepackedExperts):
         for part, group in _PARTS.items():
             own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             setattr(self, part, group(own, device, dtype, quantized, trained=trained) if own else None)
+        self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
         places = [_place(self._operator, *parameter.name.split(".")) for parameter in parameters]
-        self._places = tuple(place for place in places if place[1] in _PARTS)
+        self._places = tuple(place for place in places if len(place) == 3)
         # Those of quantised matrices lie a module deeper.
-        self._deep_places = tuple(place for place in places if place[1] not in _PARTS)
+        self._deep_places = tuple(place for place in places if len(place) == 4)
         # Where the operator takes the token mask, and what has the dtype that x must have.
         like = "experts.gate_up"
         if quantized is not None:
@@ -193,12 +201,16 @@ class MoE(PrepackedExperts):
 
     def _set_options(self) -> None:
         """The operator's options, encoded once: a forward hashes no spec."""
-        moe_spec, formats = self.spec.moe_spec(HUGGING_FACE), ()
+        self.moe_spec, formats = self.spec.moe_spec(HUGGING_FACE), ()
+        parts = self._parts()
+        for part in parts.values():
+            part.spec = self.moe_spec
         if self._is_quantized:
-            matrices = self.experts.gate_up, self.experts.down, self.experts.up
+            experts = parts["experts"]
+            matrices = experts.gate_up, experts.down, experts.up
             formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
-        self._options = encode(moe_spec, *formats)
-        self._limit = None if self.spec.capacity_factor is None else CapacityLimit(self.spec, moe_spec, *formats)
+        self._options = encode(self.moe_spec, *formats)
+        self._is_limited = self.spec.capacity_factor is not None
 
     @property
     def _operator(self) -> Operator:
@@ -224,17 +236,18 @@ class MoE(PrepackedExperts):
         experts give) and are left out of every statistic. One operator runs unless the layer has a capacity limit.
         Raises InvalidInput for wrong shapes, dtypes and devices.
         """
-        arrays, operator = self._arrays(), self._operator
+        staged, operator = self._runs_stages(), self._operator
+        arrays = self._arrays(self._parts() if staged else self._modules)
         arrays[0] = self._rows(x, arrays[self._like_place])
         if token_mask is not None:
             arrays[self._mask_place] = self._mask(x, token_mask)
-        if self._limit is None and not return_aux:
+        if not staged and not return_aux:
             output = call_first(operator, *arrays, self._options)
             return output if x.dim() == 2 else output.view_as(x)
-        if self._limit is None:
-            output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
+        if staged:
+            output, ids, chosen, logits, counts, invalid = run_stages(self, arrays[0], arrays[self._mask_place])
         else:
-            output, ids, chosen, logits, counts, invalid = self._limit(arrays)
+            output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
         y = output if x.dim() == 2 else output.view_as(x)
         if not return_aux:
             return y
@@ -246,9 +259,10 @@ class MoE(PrepackedExperts):
         d_model = self.spec.d_model
         if not isinstance(x, torch.Tensor):
             raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}; use moe_torch.from_dlpack")
-        if x.shape[-1:] != (d_model,):
+        shape = x.shape
+        if not shape or shape[-1] != d_model:
             raise InvalidInput(
-                f"x must be [..., d_model] with d_model = {d_model}, got {tuple(x.shape)}; pass such an array"
+                f"x must be [..., d_model] with d_model = {d_model}, got {tuple(shape)}; pass such an array"
             )
         if x.dtype != weight.dtype:
             raise InvalidInput(
@@ -271,59 +285,42 @@ class MoE(PrepackedExperts):
             )
         return _aligned(token_mask.reshape(-1).contiguous())
 
-    def _arrays(self) -> list[Any]:
+    def _runs_stages(self) -> bool:
+        """Whether the operator's stages are called one by one: a limit lies between them, or a part has a call of its
+        own."""
+        modules = self._modules
+        for name in self._part_names:  # `has_own_call`, at half the time: every forward asks.
+            part = modules[name]
+            own: Any = part.__dict__
+            if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_hooks"]:
+                return True
+            if own["_backward_pre_hooks"] or "forward" in own or not isinstance(part, ParameterGroup):
+                return True
+        return self._is_limited
+
+    def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:
         """The operator's arguments, options excepted: the layer's arrays, and None for what is absent or not its own.
 
         A parameter is looked up where modules keep it, in a fifth of an attribute's time; what is not there is a buffer
         or reparametrised.
         """
-        modules = self._modules
         arrays = [None] * self._count
         for place, part, name in self._places:
-            group: Any = modules[part]
+            group: Any = parts[part]
             parameters = group._parameters
             arrays[place] = parameters[name] if name in parameters else getattr(group, name)
-        for place, path, name in self._deep_places:
-            arrays[place] = getattr(self.get_submodule(path), name)
+        for place, part, matrix, name in self._deep_places:
+            arrays[place] = getattr(getattr(parts[part], matrix), name)
         return arrays
+
+    def _parts(self) -> dict[str, Any]:
+        """The layer's own parts by name, whatever was put around them."""
+        return {name: own_part(self._modules[name], name) for name in self._part_names}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, in the order of `MoELayerSpec.parameters`."""
-        return {parameter.name: attrgetter(parameter.name)(self) for parameter in self.spec.parameters(HUGGING_FACE)}
-
-    def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
-        """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
-        summation order. training: the forward of a training step, then its backward with the gradients of x and of
-        every parameter. Runs nothing."""
-        d_model = self.spec.d_model
-        if not isinstance(tokens, int):
-            if tuple(tokens)[-1:] != (d_model,):
-                raise InvalidInput(
-                    f"tokens must be a number of tokens or a shape that ends in d_model = {d_model}, "
-                    f"got {tuple(tokens)}; pass x.shape"
-                )
-            tokens = math.prod(tuple(tokens)[:-1])
-        target = target_of_device(self.router.weight.device)
-        return explain_layer(self._operands_for(tokens), self.spec, HUGGING_FACE, target, training)
-
-    def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
-        """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
-
-        tokens: the numbers that will come, or a few from small to large. training: also what training steps run,
-        forward and backward, in which every parameter is trained. Returns the kernels, with the seconds each
-        took; on a CPU there are none. Raises InvalidInput, Unsupported.
-        """
-        device = self.router.weight.device
-        arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
-        kinds = [layer_plans(self._operands_for(count), *arguments) for count in token_counts(tokens)]
-        return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
-
-    def _operands_for(self, num_tokens: int) -> MoEOperands:
-        """The specs of the operator's arguments for an x of so many tokens."""
-        arrays = self._arrays()
-        dtype = arrays[self._like_place].dtype
-        arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
-        return operands_of(self._operator, arrays, self._options)
+        parts = SimpleNamespace(**self._parts())
+        return {parameter.name: attrgetter(parameter.name)(parts) for parameter in self.spec.parameters(HUGGING_FACE)}
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:
@@ -332,7 +329,7 @@ class MoE(PrepackedExperts):
         tokens_per_expert int `[E]`: counts c of one or more steps (MoEAux.tokens_per_expert), summed over data-parallel
         ranks by the caller. rate: DeepSeek-V3 trains with 0.001. Source: DeepSeek-V3 Technical Report, section 2.1.2.
         """
-        bias = self.router.correction_bias
+        bias = self._parts()["router"].correction_bias
         if bias is None:
             raise InvalidInput(
                 "the layer must have a correction bias, got none; make it with MoELayerSpec(correction_bias=True)"

@@ -1,17 +1,22 @@
-"""The parameters of a layer, grouped as its state_dict names them, and its experts prepacked."""
+"""The parts of a layer: their parameters, grouped as its state_dict names them, and what each computes alone."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
-from moe_core.specs.operands import ExpertWeights, named_arrays
+from moe_core.specs import MoESpec
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
+from moe_core.specs.routing import LogitsSpec
+from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
@@ -83,7 +88,8 @@ class QuantizedMatrix(torch.nn.Module):
 
 
 class ParameterGroup(torch.nn.Module):
-    """The arrays of one part of a layer. It has no forward: the layer reads them.
+    """The arrays of one part of a layer. The layer reads them, and calls the part's forward only where someone else
+    wants to be called too (`has_own_call`).
 
     NAMES: every array the part can have; absent ones are None. Buffers stay float32 whatever dtype the module is cast
     to. quantized: format and layout of those matrices that are quantised. trained: whether parameters require a
@@ -91,6 +97,8 @@ class ParameterGroup(torch.nn.Module):
     """
 
     NAMES: ClassVar[tuple[str, ...]]
+    #: The options of the layer's operator, which the layer sets.
+    spec: MoESpec
 
     def __init__(
         self,
@@ -101,7 +109,7 @@ class ParameterGroup(torch.nn.Module):
         *,
         trained: bool = True,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         present = {parameter.name.split(".")[1]: parameter for parameter in parameters}
         for name in self.NAMES:
             parameter = present.get(name)
@@ -127,17 +135,40 @@ class ParameterGroup(torch.nn.Module):
         return self
 
 
-class RouterParameters(ParameterGroup):
-    """weight `[E, D]`, bias `[E]`, correction_bias fp32 `[E]`, a buffer."""
+class RouterParameters(ParameterGroup, torch.nn.Linear):
+    """`logits = router(x)`: fp32 `[T, E]` of x `[T, D]`.
+
+    weight `[E, D]`, bias `[E]`, correction_bias fp32 `[E]`, a buffer. A Linear, so that tools which look for those,
+    adapters for one, find it.
+    """
 
     NAMES = ("weight", "bias", "correction_bias")
-    weight: torch.Tensor
-    bias: torch.Tensor | None
     correction_bias: torch.Tensor | None
+
+    @property
+    def in_features(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.weight.shape[0]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As the layer's: weight normal with standard deviation D ** -0.5, bias zero."""
+        self.weight.normal_(std=self.in_features**-0.5)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.router(input, self.weight, bias=self.bias, spec=self.spec.logits_spec())
 
 
 class ExpertParameters(ParameterGroup):
-    """The fields of `moe_core.specs.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`."""
+    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids int32 `[T, K]` and weights `[T, K]`.
+
+    The fields of `moe_core.specs.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`.
+    """
 
     NAMES = ("gate_up", "down", "up", "gate_up_bias", "up_bias", "down_bias")
     # Tensors, or of quantised experts QuantizedMatrix: a union would make every reader of a plain layer prove it.
@@ -148,9 +179,29 @@ class ExpertParameters(ParameterGroup):
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether matrices are `[E, in, out]`: what transformers' experts say, and adapters ask."""
+        return self.spec.weight_layout == "in_out"
+
+    def operands(self) -> ExpertWeights:
+        """The same arrays as a bundle."""
+        arrays = {name: getattr(self, name) for name in self.NAMES}
+        return ExpertWeights(
+            **{name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in arrays.items()}
+        )
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        spec = dataclasses.replace(self.spec, router=None)
+        # What calls modules in a dtype of its own, such as fully_shard, casts the weights too.
+        return ops.moe(x, self.operands(), TopK(ids, weights.float()), spec).output
+
 
 class SharedParameters(ParameterGroup):
-    """The fields of `moe_core.specs.operands.SharedExpert`."""
+    """`y = shared_experts(x)`: `[T, D]` of x `[T, D]`.
+
+    The fields of `moe_core.specs.operands.SharedExpert`.
+    """
 
     NAMES = ("gate_up", "down", "up", "gate")
     gate_up: torch.Tensor
@@ -158,14 +209,62 @@ class SharedParameters(ParameterGroup):
     up: torch.Tensor | None
     gate: torch.Tensor | None
 
+    def operands(self) -> SharedExpert:
+        """The same arrays as a bundle."""
+        return SharedExpert(self.gate_up, self.down, self.up, self.gate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        if spec.main_grad:
+            raise Unsupported(
+                "layer.shared_experts must be without hooks and wrappers where main_grad=True: called alone, its "
+                "matrices have their gradients in .grad; put them on the layer"
+            )
+        product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
+        pre = ops.matmul_ogs(MatmulOperands(x, self.gate_up), None, product)
+        up = None if self.up is None else ops.matmul_ogs(MatmulOperands(x, self.up), None, product)
+        hidden = ops.activation(pre, spec.activation, up=up)
+        y = ops.matmul_ogs(MatmulOperands(hidden, self.down), None, product)
+        if self.gate is None:
+            return y
+        logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
+        gate = ops.router(x, self.gate, spec=logits)
+        return (y * torch.sigmoid(gate)).to(y.dtype)
+
+
+def has_own_call(part: torch.nn.Module) -> bool:
+    """Whether calling the part runs more than its forward: hooks, a wrapper, a replaced forward."""
+    if not isinstance(part, ParameterGroup):
+        return True
+    found = part.__dict__
+    return bool(
+        found["_forward_pre_hooks"]
+        or found["_forward_hooks"]
+        or found["_backward_hooks"]
+        or found["_backward_pre_hooks"]
+        or "forward" in found
+    )
+
+
+def own_part(part: Any, name: str) -> Any:
+    """The layer's own group in what was put around it."""
+    for module in part.modules():
+        if isinstance(module, ParameterGroup):
+            return module
+    raise InvalidInput(
+        f"layer.{name} must be the layer's own module or a wrapper that holds it, got {type(part).__name__}; wrap the "
+        "module instead of replacing it"
+    )
+
 
 class PrepackedExperts(torch.nn.Module):
     """The methods of a layer that re-lay its experts in place."""
 
     spec: MoELayerSpec
     storage: Storage
-    experts: ExpertParameters
     _is_quantized: bool
+    #: The layer's own parts by name.
+    _parts: Callable[[], dict[str, Any]]
     #: Parameters and buffers by name.
     _tensors: Callable[[], dict[str, torch.Tensor]]
     #: Takes over the matrices' layout.
@@ -174,7 +273,7 @@ class PrepackedExperts(torch.nn.Module):
     @property
     def is_prepacked(self) -> bool:
         """Whether the experts' matrices lie as `prepack_weights` puts them."""
-        return self._is_quantized and self.experts.down.spec.tiling is not None
+        return self._is_quantized and self._parts()["experts"].down.spec.tiling is not None
 
     def prepack_weights(self) -> None:
         """Put the experts' quantised matrices into the order of Hopper's kernels, in place, as
@@ -213,9 +312,11 @@ class PrepackedExperts(torch.nn.Module):
         return dict(named_arrays(restore_weights(self._matrices()), "experts.")) if self.is_prepacked else {}
 
     def _matrices(self) -> ExpertWeights:
-        return ExpertWeights(self.experts.gate_up.tensor(), self.experts.down.tensor())
+        experts = self._parts()["experts"]
+        return ExpertWeights(experts.gate_up.tensor(), experts.down.tensor())
 
     def _hold(self, matrices: ExpertWeights) -> None:
-        self.experts.gate_up.hold(matrices.gate_up)
-        self.experts.down.hold(matrices.down)
+        experts = self._parts()["experts"]
+        experts.gate_up.hold(matrices.gate_up)
+        experts.down.hold(matrices.down)
         self._set_options()

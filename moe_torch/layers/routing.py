@@ -1,93 +1,61 @@
-"""What a layer computes around the composed operator: a limit on the slots an expert keeps, and router losses."""
+"""What a layer computes around the composed operator, or instead of it: its stages one by one, and router losses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from moe_core.layers import MoELayerSpec
-from moe_core.specs import MoESpec, RouterSpec
-from moe_core.specs.operands import MoEOutput, RouterWeights, TopK
+from moe_core.specs import RouterSpec
+from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
 from moe_torch import ops
-from moe_torch.bridge.operator import Operator, call
-from moe_torch.bridge.options import encode
-from moe_torch.operators import table as operators
-from moe_torch.operators.table import MOE_QUANTIZED
+from moe_torch.layers.parameters import has_own_call, own_part
 
 
-class _Operators:
-    """Two operators and where they take their arrays: `given` routes from x, `wanted` takes ids and weights."""
+def run_stages(layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None) -> MoEOutput:
+    """One forward of a layer with a capacity limit, or whose parts have calls of their own: router, route, experts.
 
-    def __init__(self, moe: Mapping[type, Operator]) -> None:
-        self.operator = moe[TopK]
-        given, self.wanted = moe[RouterWeights].names, self.operator.names
-        self.routing = [given.index(f"routing.{name}") for name in ("weight", "bias", "correction_bias")]
-        self.mask = given.index("token_mask")
-        #: (position among the arguments wanted, among those given). Ids know the token mask already.
-        self.copied = [
-            (self.wanted.index(name), place)
-            for place, name in enumerate(given)
-            if name in self.wanted and place != self.mask
-        ]
-        self.ids, self.weights = self.wanted.index("routing.ids"), self.wanted.index("routing.weights")
-
-    def arguments(
-        self, arrays: Sequence[torch.Tensor | None], ids: torch.Tensor, weights: torch.Tensor
-    ) -> list[torch.Tensor | None]:
-        """The operator's arrays with the routing decided."""
-        found: list[torch.Tensor | None] = [None] * len(self.wanted)
-        for wanted, given in self.copied:
-            found[wanted] = arrays[given]
-        found[self.ids], found[self.weights] = ids, weights
-        return found
-
-
-#: By whether experts are quantised.
-_OPERATORS = {False: _Operators(operators.MOE), True: _Operators(MOE_QUANTIZED)}
+    x `[T, D]`, token_mask bool `[T]`. ids are -1 where a slot was dropped, tokens_per_expert counts the slots before.
+    Where neither the experts nor the shared experts have a call of their own, both are one operator.
+    """
+    spec = layer.spec
+    rows = x
+    if token_mask is not None and torch.is_grad_enabled():
+        # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+        rows = x.masked_fill(~token_mask[:, None], 0)
+    logits = layer.router(rows).float()
+    correction_bias = own_part(layer.router, "router").correction_bias if spec.correction_bias else None
+    ids, weights = ops.route(logits, layer.moe_spec.router, correction_bias=correction_bias, token_mask=token_mask)
+    layout = ops.make_layout(ids, spec.num_experts)
+    kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, spec)
+    experts, shared = layer.experts, layer.shared_experts
+    if has_own_call(experts) or (shared is not None and has_own_call(shared)):
+        output = experts(x, kept, weights)
+        if shared is not None:
+            output = (output.float() + shared(x).float()).to(output.dtype)
+    else:
+        moe_spec = dataclasses.replace(layer.moe_spec, router=None)
+        dense = None if shared is None else shared.operands()
+        output = ops.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense).output
+    return MoEOutput(output, kept, weights, logits, layout.group_sizes, layout.invalid_ids)
 
 
-class CapacityLimit:
-    """Routes, then hands the operator ids that are -1 where an expert was full.
+def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec) -> torch.Tensor:
+    """ids, -1 where an expert was full.
 
     An expert keeps the first C = `spec.capacity(T)` slots in slot order, those that `make_layout(max_rows=C)` keeps. C
     is compared with each slot's place in a layout of all slots instead of being the layout's max_rows: that is a
     constant of its kernels, and a changing number of tokens would compile them again.
     """
-
-    def __init__(self, spec: MoELayerSpec, moe_spec: MoESpec, *formats: Any) -> None:
-        ratio = spec.capacity_ratio()
-        assert ratio is not None and spec.router == moe_spec.router
-        self._spec, self._ratio = spec, ratio
-        self._logits = moe_spec.logits_spec()
-        # Behind the spec, the formats of quantised experts are options of their operator.
-        self._options = encode(dataclasses.replace(moe_spec, router=None), *formats)
-        self._is_quantized = bool(formats)
-
-    def __call__(self, arrays: Sequence[torch.Tensor | None]) -> MoEOutput:
-        """One forward; arrays: those of the operator that routes from x. ids are -1 where a slot was dropped,
-        tokens_per_expert counts the slots before."""
-        moe = _OPERATORS[self._is_quantized]
-        weight, bias, correction_bias = (arrays[place] for place in moe.routing)
-        x = arrays[0]
-        assert x is not None and weight is not None
-        mask = arrays[moe.mask]
-        rows = x
-        if mask is not None and torch.is_grad_enabled() and weight.requires_grad:
-            # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
-            rows = x.masked_fill(~mask[:, None], 0)
-        logits = ops.router(rows, weight, bias=bias, spec=self._logits)
-        ids, weights = ops.route(logits, self._spec.router, correction_bias=correction_bias, token_mask=mask)
-        layout = ops.make_layout(ids, self._spec.num_experts)
-        numerator, denominator = self._ratio
-        capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
-        # -1 for every slot behind the first of its expert.
-        place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
-        kept = torch.where(place < capacity, flat, -1).view(ids.shape)
-        output, _, invalid_ids = call(moe.operator, *moe.arguments(arrays, kept, weights), self._options)
-        return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
+    ratio = spec.capacity_ratio()
+    assert ratio is not None
+    numerator, denominator = ratio
+    capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
+    # -1 for every slot behind the first of its expert.
+    place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
+    return torch.where(place < capacity, flat, -1).view(ids.shape)
 
 
 def router_losses(

@@ -348,7 +348,7 @@ def test_the_layer_adds_no_calls_to_the_op(shape: tuple[int, ...], monkeypatch: 
         by_op()
         cache = operators.MOE[RouterWeights]._cache
         for key, entry in cache.items():
-            monkeypatch.setitem(cache, key, entry._replace(prepared=lambda pointers, stream: None))
+            monkeypatch.setitem(cache, key, entry._replace(prepared=lambda pointers, stream=0: None))
         assert python_events(lambda: layer(x)) <= python_events(by_op)
 
 

@@ -1,0 +1,63 @@
+"""What a layer would run, before it runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_core.errors import InvalidInput
+from moe_core.layers import HUGGING_FACE, MoELayerSpec
+from moe_core.layers.plans import explain_layer, layer_plans
+from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
+from moe_core.specs.operands import MoEOperands
+from moe_torch.bridge.operator import Operator, target_of_device
+from moe_torch.operators.requests import operands_of
+
+
+class PlannedLayer(torch.nn.Module):
+    """The methods of a layer that look ahead."""
+
+    spec: MoELayerSpec
+    _operator: Operator
+    _options: str
+    _like_place: int
+    _parts: Callable[[], dict[str, Any]]
+    _arrays: Callable[[Mapping[str, Any]], list[Any]]
+
+    def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
+        """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
+        summation order. training: the forward of a training step, then its backward with the gradients of x and of
+        every parameter. Runs nothing."""
+        d_model = self.spec.d_model
+        if not isinstance(tokens, int):
+            if tuple(tokens)[-1:] != (d_model,):
+                raise InvalidInput(
+                    f"tokens must be a number of tokens or a shape that ends in d_model = {d_model}, "
+                    f"got {tuple(tokens)}; pass x.shape"
+                )
+            tokens = math.prod(tuple(tokens)[:-1])
+        target = target_of_device(self._parts()["router"].weight.device)
+        return explain_layer(self._operands_for(tokens), self.spec, HUGGING_FACE, target, training)
+
+    def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
+        """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
+
+        tokens: the numbers that will come, or a few from small to large. training: also what training steps run,
+        forward and backward, in which every parameter is trained. Returns the kernels, with the seconds each
+        took; on a CPU there are none. Raises InvalidInput, Unsupported.
+        """
+        device = self._parts()["router"].weight.device
+        arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
+        kinds = [layer_plans(self._operands_for(count), *arguments) for count in token_counts(tokens)]
+        return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
+
+    def _operands_for(self, num_tokens: int) -> MoEOperands:
+        """The specs of the operator's arguments for an x of so many tokens."""
+        arrays = self._arrays(self._parts())
+        dtype = arrays[self._like_place].dtype
+        arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
+        return operands_of(self._operator, arrays, self._options)
