@@ -192,7 +192,7 @@ class ExpertParameters(ParameterGroup):
         )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        spec = dataclasses.replace(self.spec, router=None)
+        spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         # What calls modules in a dtype of its own, such as fully_shard, casts the weights too.
         return ops.moe(x, self.operands(), TopK(ids, weights.float()), spec).output
 
@@ -223,7 +223,7 @@ class SharedParameters(ParameterGroup):
         product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
         pre = ops.matmul_ogs(MatmulOperands(x, self.gate_up), None, product)
         up = None if self.up is None else ops.matmul_ogs(MatmulOperands(x, self.up), None, product)
-        hidden = ops.activation(pre, spec.activation, up=up)
+        hidden = ops.activation(pre, spec.shared_activation or spec.activation, up=up)
         y = ops.matmul_ogs(MatmulOperands(hidden, self.down), None, product)
         if self.gate is None:
             return y

@@ -36,7 +36,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 #: Package -> what Python that needs it names.
 PACKAGES = {
     "torch": re.compile(r"\b(moe_)?torch\b"),
-    "transformers": re.compile(r"\btransformers\b"),
+    "transformers": re.compile(r"\btransformers\b|\bpeft\b"),
     "jax": re.compile(r"\b(moe_)?jax\b"),
     "flax": re.compile(r"\bflax\b|\bmoe_jax(\.| import )(nnx|linen)\b"),
 }

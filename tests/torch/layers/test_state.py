@@ -276,6 +276,21 @@ def run_one_rank(rank: int, store_path: str) -> None:
     x = to_torch(draw_x((2, 3), seed=rank))
     with running_on("reference"), torch.no_grad():
         require_equal(model(x), plain(x), f"rank {rank}")
+    # The parts alone: the layer calls them, and their parameters are there while they run.
+    parted = MoE.from_weights(plain.export_weights())
+    for part in (parted.router, parted.experts, parted.shared_experts):
+        fully_shard(part, mesh=mesh)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    sharded: Any = parted.experts.down
+    assert sharded.placements[0].is_shard(0)
+    with running_on("reference"):
+        y, wanted = parted(x), plain(x)
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        y.square().sum().backward()
+        wanted.square().sum().backward()
+    gradient: Any = parted.experts.down.grad
+    total = plain.experts.down.grad
+    distributed.all_reduce(total)
+    torch.testing.assert_close(gradient.full_tensor(), total / WORLD_SIZE, rtol=1e-4, atol=1e-5)
     distributed.destroy_process_group()
 
 

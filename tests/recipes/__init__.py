@@ -1,0 +1,1 @@
+"""Recipes around the layers, with the libraries that users run them with."""
