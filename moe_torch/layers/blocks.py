@@ -60,7 +60,9 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         )
     for tensor in own.values():
         _align(tensor)
-    held = {name: [own[one] for one in found] for name, found in names.items()}
+    # A correction bias that the block does not have is one of zeros.
+    zeros = own[names["router.weight"][0]].new_zeros(spec.num_experts, dtype=torch.float32)
+    held = {name: [own[one] for one in found] or [zeros] for name, found in names.items()}
     flat = ("experts.gate_up", "experts.down") if architecture.naming.flat else ()
     held |= {name: _apart(name, held[name], spec.num_experts) for name in flat}
     stored = {name: _stored(name, tensors, storage) for name, tensors in held.items()}
@@ -71,7 +73,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
                 f"{names[parameter.name][0]} of block must make {parameter.name} {list(parameter.shape)} by its "
                 f"config, got {list(tensors[parameter.name].shape)}; pass the config that the block was made with"
             )
-    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat)
+    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat or not names[name])
     return BlockWeights(spec, tensors, copied)
 
 
@@ -97,7 +99,7 @@ def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     if family.router_bias:
         names["router.bias"] = (router.removesuffix("weight") + "bias",)
     if architecture.correction_bias:
-        names["router.correction_bias"] = (naming.correction_bias[0],)
+        names["router.correction_bias"] = naming.correction_bias[:1]
     names |= {"experts.gate_up": tuple(gate_up), "experts.down": (down,)}
     if family.expert_bias:
         names |= {"experts.gate_up_bias": (f"{gate_up[0]}_bias",), "experts.down_bias": (f"{down}_bias",)}

@@ -25,7 +25,7 @@ from moe_core.checkpoint import (
     save_checkpoint,
 )
 from moe_core.checkpoint.presets import layer_spec_from_config
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import format_named
 from moe_core.layers import HUGGING_FACE, LayerWeights, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
@@ -256,6 +256,17 @@ def test_multimodal_models_nest_the_text_model(tmp_path: Path, family: str) -> N
         assert_same_state(model, path)
 
 
+def test_a_bias_that_files_do_not_have_must_be_zeros(tmp_path: Path) -> None:
+    family, changes = ROWS["mistral4_groups"]
+    model = models.build(family, **changes)
+    checkpoint = saved(model, tmp_path / "plain")
+    layers = weights_of(checkpoint)
+    assert layers[-1][1].router.correction_bias is not None
+    layers[-1][1].router.correction_bias[3] = 0.5
+    with pytest.raises(InvalidInput, match=r"router.correction_bias must be zeros"):
+        save_checkpoint(tmp_path / "written", model.config, layers)
+
+
 def test_either_orientation_of_qwen3_vl(tmp_path: Path) -> None:
     """Published files hold `[E, D, 2F]` and `[E, F, D]`; transformers writes the transposes under the same names."""
     from safetensors.numpy import save_file
@@ -305,6 +316,7 @@ FAULTS = {
     "deepseek_v2_groups": ("groups ignored", _router(num_groups=1, topk_group=1)),
     "deepseek_v4": ("clamps lost", _without_limit),
     "ernie4_5_moe": ("correction bias lost", _part("router", correction_bias=None)),
+    "mistral4_groups": ("groups by their best", _part("router", correction_bias=None)),
     "jamba": ("renormalised", _router(renormalize=True)),
     "llama4": ("weight on the output", _weight_on_output),
     "mixtral": ("not renormalised", _router(renormalize=False)),

@@ -228,24 +228,23 @@ DEEPSEEK = {
     ),
     "mistral4": replace(
         _V3,
-        router=routing(renormalize=_NORM, scale=_SCALE),
+        router=routing(renormalize=_NORM, scale=_SCALE, groups=_GROUPS),
         correction_bias=False,
-        naming=_FUSED,
-        requires=(("n_group", 1, "a softmax group scored by its two best experts"),),
+        naming=replace(_FUSED, correction_bias=()),
     ),
     "mistral_large4_text": replace(
         _V3,
-        router=routing(renormalize=True, scale=_SCALE),
+        router=routing(renormalize=True, scale=_SCALE, groups=_GROUPS),
         layers=dense_first(1),
         correction_bias=False,
         naming=Naming(
             ("mlp", ""),
+            correction_bias=(),
             per_expert=("w1", "w3", "w2"),
             shared=(mlp_names("shared_experts"), mlp_names("shared_experts", "w1", "w3", "w2")),
             nested_prefixes=("model.language_model.", ""),
         ),
-        alone=Naming(("mlp", ""), per_expert=("w1", "w3", "w2"), prefixes=("",)),
-        requires=(("n_group", 1, "a softmax group scored by its two best experts"),),
+        alone=Naming(("mlp", ""), correction_bias=(), per_expert=("w1", "w3", "w2"), prefixes=("",)),
     ),
     # Its first layers take ids from a table of tokens (hash_moe); no layer here describes those.
     "deepseek_v4": replace(

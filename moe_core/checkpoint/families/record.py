@@ -35,6 +35,8 @@ class Naming:
     Each field holds alternatives: transformers' own name (as in `state_dict`) first, the published one last. Names are
     below `layers.<n>.<block>.`; one that starts with `/` is below `layers.<n>.`.
 
+    correction_bias: () = files have none, and groups are scored by the sum of their two best experts nevertheless: the
+    layer has a bias of zeros where there are groups, which chooses so.
     fused: (gate_up, down) or (gate, up, down) of all experts; ungated experts have an up in place of gate_up. Biases
     have the same names with `_bias`. per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for
     ungated experts; None = the family has only fused storage. shared: (gate, up, down), or (gate_up, down) where gate
@@ -170,6 +172,9 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     correction_bias = family.correction_bias
     if isinstance(correction_bias, str):
         correction_bias = config.boolean(correction_bias, default=True)
+    naming = family.naming if config.nested else family.alone or family.naming
+    if not naming.correction_bias:
+        correction_bias = router.num_groups > 1
     shared_d_ff = 0 if family.shared is None else family.shared.d_ff(config, d_ff)
     router.validate_experts(num_experts, has_bias=correction_bias)
     spec = MoESpec(
@@ -179,7 +184,6 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         router_weight_layout="out_in",
         apply_router_weight_on_input=family.router_weight_on_input,
     )
-    naming = family.naming if config.nested else family.alone or family.naming
     return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming)
 
 
