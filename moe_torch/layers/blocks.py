@@ -95,7 +95,7 @@ def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """The layer's arrays, in their order -> the tensors of the block that make them: a gate and an up, or one."""
     naming, family = architecture.naming, architecture.family
     router, (*gate_up, down) = naming.router[0], naming.fused[0]
-    names = {"router.weight": (router,)}
+    names: dict[str, tuple[str, ...]] = {"router.weight": (router,)}
     if family.router_bias:
         names["router.bias"] = (router.removesuffix("weight") + "bias",)
     if architecture.correction_bias:
