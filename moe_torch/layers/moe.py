@@ -161,7 +161,8 @@ class MoE(PrepackedExperts, PlannedLayer):
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
         its own. The layer's parameters are the block's own tensors, and train with it, but for those named in the
         layer's `copied`, whose storage differs: the shared experts' gate and up, which blocks have as two matrices,
-        every matrix of shared experts beside `in_out` experts, and a correction bias that is not float32.
+        every matrix of shared experts beside `in_out` experts, DBRX's experts, and a correction bias that is not
+        float32.
 
         The layer returns y alone, and a model no longer records the router's logits of a block that it replaces.
         Raises InvalidInput for what is no block of that config; Unsupported for families without a preset, and for a
