@@ -162,6 +162,7 @@ DEEPSEEK = {
     "dots3_note_text": replace(
         _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
     ),
+    # Its block gives experts outside of the best groups the score 0, which may win over a negative biased score.
     "axk2": replace(_V3, layers=dense_first(1)),
     "solar_open": replace(_V3, layers=every_layer),
     "mimo_v2_flash": replace(_V3, layers=dense_first(1), shared=None),

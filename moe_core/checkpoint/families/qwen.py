@@ -105,6 +105,7 @@ QWEN = {
         shared=Shared(),
         naming=Naming(router=("gate.wg.weight",), shared=(mlp_names("shared_mlp"),)),
     ),
+    # Its block adds 1e-6 to the sum that divides the weights.
     "lfm2_moe": replace(
         _QWEN3,
         router=routing("sigmoid", renormalize=_NORM, scale=("routed_scaling_factor",)),
