@@ -124,8 +124,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "inkling": {"rel_extent": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
     "inkling2": {"rel_extent": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mistral4": {"n_group": 1, "topk_group": 1},
-    "mistral_large4": {"n_group": 1, "topk_group": 1},
     "llama4": {"num_experts_per_tok": 1},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "zero_expert_num": 4, "moe_topk": K},
     "mimo_v2_flash": {
