@@ -35,6 +35,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.runtime.warmup import WarmupReport
@@ -207,8 +208,9 @@ class MoE(nnx.Module):
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> None:
         """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
 
-        Every array goes where the one it replaces was, and shares no memory with `weights`; a layer made by
-        `nnx.eval_shape` needs none to replace. See `moe_jax.layers.load_weights`. A prepacked layer is so again after.
+        Every array goes where the one it replaces was, and shares no memory with `weights`. A layer made by
+        `nnx.eval_shape` needs none to replace: under a mesh with logical rules its arrays go where the rules say. See
+        `moe_jax.layers.load_weights`. A prepacked layer is so again after.
         """
         if self.is_prepacked:
             self.restore_weights()
@@ -223,7 +225,7 @@ class MoE(nnx.Module):
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         for leaf in layers.leaves(self.spec, self.num_layers):
             variable, value = self._variable_of(leaf), layers.find(arrays, leaf.path)
-            place = getattr(variable.get_value(), "sharding", None)
+            place = _place_of(variable.get_value())
             placed = jax.device_put(value, place)
             if copy and any(device.platform == "cpu" for device in placed.devices()):
                 # On a CPU device_put may hand out the caller's own memory, which JAX takes for immutable.
@@ -268,6 +270,20 @@ class MoE(nnx.Module):
 
     def _variable_of(self, leaf: Leaf) -> nnx.Variable:
         return getattr(self._group_of(leaf), leaf.path[-1])
+
+
+def _place_of(value: Any) -> Any:
+    """Where an array is, or an abstract one will be on the mesh that is set; None = where JAX puts it."""
+    place = getattr(value, "sharding", None)
+    if not isinstance(place, NamedSharding) or isinstance(place.mesh, Mesh):
+        return place
+    mesh = jax.sharding.get_mesh()
+    if mesh.shape != place.mesh.shape:
+        raise InvalidInput(
+            f"the layer was made abstract under a mesh of {dict(place.mesh.shape)}, got weights to load under "
+            f"{dict(mesh.shape) or 'none'}; load them inside `with jax.set_mesh(mesh)` of that mesh"
+        )
+    return NamedSharding(mesh, place.spec)
 
 
 def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Variable:

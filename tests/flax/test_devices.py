@@ -1,4 +1,4 @@
-"""Flax layers on several devices outside shard_map."""
+"""Flax layers on several devices: outside shard_map, and weights that are loaded where logical rules say."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moe_jax
+from moe_core.layers import MoELayerSpec, SharedExpertsSpec
 from moe_jax import linen
 from moe_jax import nnx as layers
+from tests.support.flax import draw_weights
 from tests.support.jax import NUM_DEVICES, cpu_mesh, running_on
 
 SIZES = (8, 6, 5, 2)
@@ -39,3 +41,47 @@ def test_layers_on_an_auto_mesh_are_refused_or_replicated(capacity_factor: float
             one = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), parameters)
             np.testing.assert_array_equal(np.asarray(y), np.asarray(call(one, x)))
             assert len(y.sharding.device_set) == NUM_DEVICES
+
+
+SPEC = MoELayerSpec(8, 12, 4, 2, correction_bias=True, shared_experts=SharedExpertsSpec(4))
+RULES = (("exp", "data"), ("embed_moe", "model"), ("mlp_moe", None), ("embed_router", "model"), ("mlp", "data"),
+         ("embed", None), ("layers", None))  # fmt: skip
+
+
+def mesh_of(kind: AxisType) -> Mesh:
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+
+
+def abstract(num_layers: int | None = None) -> layers.MoE:
+    return nnx.eval_shape(lambda: layers.MoE.from_spec(SPEC, num_layers=num_layers, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("way", ["from_weights", "without a copy", "eval_shape", "stack"])
+def test_weights_are_loaded_where_logical_rules_say(way: str, kind: AxisType) -> None:
+    num_layers = 2 if way == "stack" else None
+    with running_on("reference"):
+        plain = layers.MoE.from_spec(SPEC, rngs=nnx.Rngs(1))
+        weights = plain.export_weights()
+    with running_on("reference"), jax.set_mesh(mesh_of(kind)), nnx.logical_axis_rules(RULES):
+        made = layers.MoE.from_spec(SPEC, num_layers=num_layers, rngs=nnx.Rngs(0))
+        if way in ("eval_shape", "stack"):
+            layer = abstract(num_layers)
+            layer.load_weights(weights if num_layers is None else [weights] * 2)
+        else:
+            layer = layers.MoE.from_weights(weights, copy=way == "from_weights")
+        places = jax.tree.map(lambda one, other: one.sharding == other.sharding, layer.parameters(), made.parameters())
+        assert all(jax.tree.leaves(places)), places
+        assert layer.parameters()["wi_0"].sharding.spec[-3:] == ("data", "model", None)
+        wi_0 = np.asarray(layer.parameters()["wi_0"])
+    wanted = np.asarray(plain.parameters()["wi_0"])
+    np.testing.assert_array_equal(wi_0.reshape(-1, *wanted.shape)[-1], wanted)
+
+
+def test_weights_of_a_layer_made_abstract_under_a_mesh_need_it() -> None:
+    with running_on("reference"):
+        with jax.set_mesh(mesh_of(AxisType.Auto)), nnx.logical_axis_rules(RULES):
+            layer = abstract()
+        message = r"made abstract under a mesh of \{'data': 2, 'model': 2\}, got weights to load under none; load them"
+        with pytest.raises(moe_jax.InvalidInput, match=message):
+            layer.load_weights(draw_weights(SPEC))
