@@ -178,7 +178,7 @@ def _activation(experts: Any) -> Activation:
         known, activation = _GATES[gate]
         if layout == known:
             return activation(experts)
-    raise _unsupported(experts, f"gates {layout} of its weights by {module}.{gate}")
+    raise _unsupported(experts, f"gates {layout} of its weights by {gate}, which is no activation of Moebius")
 
 
 @constant_result
@@ -206,6 +206,6 @@ def _refuse_quantised_experts(experts: torch.nn.Module, *arguments: Any, **keywo
 
 def _unsupported(experts: Any, reason: str) -> Unsupported:
     return Unsupported(
-        f"experts_implementation {NAME!r} cannot run {type(experts).__name__}, which {reason}; choose another for this "
-        "model, such as 'grouped_mm' or 'eager'"
+        f"experts_implementation {NAME!r} cannot run {type(experts).__name__}, which {reason}; run this model by "
+        "model.set_experts_implementation('eager'), or 'grouped_mm'"
     )

@@ -231,8 +231,9 @@ def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> A
     op = request.op.removesuffix("_backward")
     if op in DIFFERENTIABLE_OPS:
         raise Unsupported(
-            f"{op} has no second derivative: its gradient is no function of the first one's arguments that could be "
-            "differentiated again; apply jax.lax.stop_gradient to the gradients, or differentiate once"
+            f"{op} has no second derivative; where first gradients are constants of a loss, take them at "
+            "jax.lax.stop_gradient of every argument (the parameters too); for a second derivative along v, take the "
+            "difference of two gradients, (g(x + h * v) - g(x - h * v)) / (2 * h)"
         )
     raise Unsupported(
         f"{op} has no derivative: of the ops, {', '.join(DIFFERENTIABLE_OPS)} have one; call these, or apply "

@@ -59,8 +59,9 @@ class _Backward(Rule):
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> NoReturn:
         raise Unsupported(
-            f"{self.op} has a gradient, and no gradient of that one; leave second derivatives out, or detach() the "
-            "gradients"
+            f"{self.op} has no second derivative; where first gradients are constants of a loss, compute them without "
+            "create_graph=True (in torch.func, detach() them); for a second derivative along v, take the difference of "
+            "two gradients, (g(x + h * v) - g(x - h * v)) / (2 * h)"
         )
 
 

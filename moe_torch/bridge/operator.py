@@ -38,6 +38,7 @@ LIBRARY = torch.library.Library("moebius", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 #: Plans one operator remembers; the oldest is forgotten first.
 _CACHE_LIMIT = 4096
+_MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
 #: Last in the keys of plans whose first output alone is wanted.
 _FIRST = "first"
 
@@ -112,7 +113,9 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def target_of_device(device: torch.device) -> Target:
-    """The target for tensors on a CPU or CUDA device; others raise Unsupported."""
+    """The target for tensors on a CPU or CUDA device; others raise Unsupported, and meta tensors InvalidInput."""
+    if device.type == "meta":
+        raise InvalidInput(f"arrays must have memory, got tensors on meta; {_MAKE_MEMORY}")
     return target_of((device.type, device.index or 0))
 
 
@@ -190,10 +193,8 @@ class Operator:
         (first, one), *others = self.present(tensors)
         for name, tensor in others:
             if tensor.device != one.device:
-                raise InvalidInput(
-                    f"{name} must be on {one.device} like {first}, got {tensor.device}; move it with "
-                    f".to({str(one.device)!r})"
-                )
+                fix = f"move it with .to({str(one.device)!r})" if tensor.device.type != "meta" else _MAKE_MEMORY
+                raise InvalidInput(f"{name} must be on {one.device} like {first}, got {tensor.device}; {fix}")
         return one.device
 
     def plan(self, tensors: Sequence[Any], options: str, target: Target) -> LaunchPlan:

@@ -153,8 +153,34 @@ def test_second_derivatives_are_refused(jitted: bool) -> None:
         def slope(x: jax.Array) -> jax.Array:
             return jax.grad(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output.sum())(x).sum()
 
-        with pytest.raises(moe_jax.Unsupported, match=r"moe has no second derivative.*stop_gradient"):
+        with pytest.raises(
+            moe_jax.Unsupported, match=r"moe has no second derivative.*at jax.lax.stop_gradient of every"
+        ):
             jax.grad(jax.jit(slope) if jitted else slope)(x)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_the_message_of_second_derivatives_says(jitted: bool) -> None:
+    """Gradients at arguments behind stop_gradient are constants; a difference of two is a second derivative."""
+    with running_on("reference"):
+        layer = small_layer()
+        x, experts, routing = to_jax(layer[:3])
+
+        def gradient(x: jax.Array, experts: Any) -> jax.Array:
+            return jax.grad(lambda x: jnp.square(moe_jax.moe(x, experts, routing, layer.spec).output).sum())(x)
+
+        def loss(experts: Any) -> jax.Array:
+            constants = gradient(*jax.lax.stop_gradient((x, experts)))
+            return (constants * moe_jax.moe(x, experts, routing, layer.spec).output).sum()
+
+        found = (jax.jit(jax.grad(loss)) if jitted else jax.grad(loss))(experts)
+        wanted = jax.grad(lambda e: (gradient(x, experts) * moe_jax.moe(x, e, routing, layer.spec).output).sum())(
+            experts
+        )
+        np.testing.assert_array_equal(found.down, wanted.down)
+        h = 1e-3
+        along = (gradient(x + h, experts) - gradient(x - h, experts)) / (2 * h)
+        assert np.isfinite(along).all() and along.any()
 
 
 def test_forward_mode_is_refused() -> None:

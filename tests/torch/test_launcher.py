@@ -241,7 +241,7 @@ INVALID: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "device": (
         lambda: bind(experts=weights(down=EXPERTS.down.to("meta"))),
-        r"experts\.down must be on cpu like experts\.gate_up, got meta; move it",
+        r"experts\.down must be on cpu like experts\.gate_up, got meta; call to_empty",
     ),
     "misaligned": (
         lambda: bind(experts=weights(down=misaligned(EXPERTS.down))),
@@ -311,7 +311,7 @@ def test_tensors_that_cannot_be_bound() -> None:
         fake = weights(gate_up=torch.empty(5, D_MODEL, 2 * D_FF), down=torch.empty(5, D_FF, D_MODEL))
         prepare_moe(fake, RouterLogits, SPEC)
     meta = weights(gate_up=EXPERTS.gate_up.to("meta"), down=EXPERTS.down.to("meta"))
-    with pytest.raises(moe_torch.Unsupported, match="arrays must be on a CPU or a CUDA device, got 'meta'"):
+    with pytest.raises(moe_torch.InvalidInput, match="arrays must have memory, got tensors on meta"):
         prepare_moe(meta, RouterLogits, SPEC)
 
 

@@ -214,10 +214,30 @@ def test_experts_that_moebius_cannot_compute_are_refused(kind: str) -> None:
         build_experts(kind)(*routed("cpu"))
 
 
+def test_another_implementation_runs_what_is_refused() -> None:
+    """What the message of a refusal says."""
+    sizes = {"hidden_size": D, "moe_intermediate_size": F, "num_experts": E, "num_experts_per_tok": K, "vocab_size": 32}
+    config = transformers.Qwen3MoeConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, hidden_act="quick_gelu"
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("moebius")
+    tokens = torch.arange(6)[None]
+    with running_on("reference"):
+        with pytest.raises(Unsupported, match=r"model\.set_experts_implementation\('eager'\), or 'grouped_mm'"):
+            model(tokens)
+        model.set_experts_implementation("eager")
+        assert model(tokens).logits.shape == (1, 6, 32)
+        model.set_experts_implementation("grouped_mm")
+        assert model(tokens).logits.shape == (1, 6, 32)
+
+
 def test_contradicting_flags_are_refused() -> None:
     experts = build_experts("concatenated")
     experts.is_concatenated = False
-    with pytest.raises(Unsupported, match=r"gates interleaved of its weights by .*_default_apply_gate"):
+    with pytest.raises(
+        Unsupported, match=r"gates interleaved of its weights by _default_apply_gate, which is no activation"
+    ):
         experts(*routed("cpu"))
 
 

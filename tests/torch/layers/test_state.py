@@ -67,7 +67,14 @@ def test_meta_construction() -> None:
         layer.load_weights(weights)
     with pytest.raises(InvalidInput, match="must have memory"):
         layer.export_weights()
+    x = torch.zeros(3, D, dtype=torch.bfloat16)
+    for forward in (lambda: layer(x), lambda: layer.explain(3), lambda: layer.warmup([3])):
+        with pytest.raises(
+            InvalidInput, match=r"call to_empty\(device=\.\.\.\) on the module that holds it, then load"
+        ):
+            forward()
     layer.to_empty(device="cpu").load_weights(weights)
+    assert layer(x).shape == x.shape
     assert layer.get_buffer("router.correction_bias").dtype == torch.float32
     for name, tensor in layer.state_dict().items():
         require_equal(tensor, to_torch(weights.named()[name]), name)

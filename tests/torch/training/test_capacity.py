@@ -223,11 +223,11 @@ def test_second_derivatives_and_vmap_are_refused() -> None:
     with running_on("reference"):
         logits = moe_torch.router(x, weight)
         (slope,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
-        with pytest.raises(moe_torch.Unsupported, match="no gradient of that one"):
+        with pytest.raises(moe_torch.Unsupported, match="has no second derivative"):
             slope.sum().backward()
         _, weights = moe_torch.route(moe_torch.router(x, weight), RouterSpec(2))
         (slope,) = torch.autograd.grad(weights.square().sum(), x, create_graph=True)
-        with pytest.raises(moe_torch.Unsupported, match="no gradient of that one"):
+        with pytest.raises(moe_torch.Unsupported, match="has no second derivative"):
             slope.sum().backward()
         with pytest.raises(moe_torch.Unsupported, match=r"no gradient inside of torch\.func\.vmap"):
             torch.func.vmap(torch.func.grad(lambda x: moe_torch.router(x, weight).sum()))(x.detach()[None])

@@ -227,11 +227,35 @@ def test_functional_transforms() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
+    """And both of what the message says instead works: constants, and a difference of two gradients."""
     step = Step(routed_problem())
+    x = step.leaves["x"]
+
+    def gradient(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.autograd.grad(step.forward({"x": x}).output.square().sum(), x, **options)[0]
+
     with running_on("reference"):
-        first = torch.autograd.grad(step.forward().output.sum(), step.leaves["x"], create_graph=True)[0]
-        with pytest.raises(moe_torch.Unsupported, match="no gradient of that one"):
-            first.sum().backward()
+        with pytest.raises(moe_torch.Unsupported, match=r"has no second derivative; .*without create_graph=True"):
+            gradient(x, create_graph=True).sum().backward()
+        (gradient(x).square().sum() + step.forward().output.sum()).backward()
+        assert x.grad is not None and x.grad.any()
+        with pytest.raises(moe_torch.Unsupported, match=r"in torch.func, detach\(\) them"):
+            torch.func.grad(lambda x: torch.func.grad(lambda x: step.forward({"x": x}).output.sum())(x).sum())(x)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            slope = torch.func.grad(lambda x: step.forward({"x": x}).output.sum())(x).detach()
+            return (slope * x).sum()
+
+        require_equal(torch.func.grad(loss)(x.detach()), gradient_of_sum(step, x), "detached gradients")
+        v, h = torch.ones_like(x), 1e-3
+        along = (gradient((x + h * v).detach().requires_grad_()) - gradient((x - h * v).detach().requires_grad_())) / (
+            2 * h
+        )
+        assert torch.isfinite(along).all() and along.any()
+
+
+def gradient_of_sum(step: Step, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(step.forward({"x": x}).output.sum(), x)[0]
 
 
 def test_transforms_over_gradients_are_refused() -> None:
