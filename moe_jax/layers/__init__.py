@@ -25,7 +25,8 @@ Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T
 from moe_jax.layers import description
 from moe_jax.layers.axes import require_rules
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
-from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, router_losses, warmup
+from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, warmup
+from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
     Initializer,

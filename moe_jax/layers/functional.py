@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,9 +22,9 @@ from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
-from moe_core.specs.routing import RouterSpec
 from moe_jax import ops
 from moe_jax.bridge.calls import moe_request
+from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
 from moe_jax.layers.weights import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
@@ -66,7 +66,7 @@ def forward(
     if not return_aux:
         return y
     losses = router_losses(result.logits, tokens_per_expert, operands.token_mask, spec=spec.router)
-    return y, MoEAux(*losses, tokens_per_expert, result.ids, result.weights, result.invalid_ids)
+    return y, MoEAux(*losses, tokens_per_expert, result.ids, result.weights, result.invalid_ids, result.logits)
 
 
 def explain(
@@ -148,40 +148,6 @@ def _planned_for(
         dtype = param_dtype if spec.experts.scheme is not None else arrays["wo"].dtype
     jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype))
     return found[0]
-
-
-def router_losses(
-    logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
-) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference.router_losses` has the
-    formulas.
-
-    Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
-    """
-    num_experts = logits.shape[1]
-    kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
-    # Masked logits may be anything: they must reach neither the sums nor their derivatives.
-    logits = jnp.where(kept[:, None], logits, 0)
-    num_tokens = jnp.maximum(kept.sum(), 1).astype(jnp.float32)
-    log_scores = _LOG_SCORES[spec.scoring](logits)
-    empty = jnp.isneginf(log_scores).all(axis=-1, keepdims=True)
-    shares = jax.nn.softmax(jnp.where(empty, 0, log_scores), axis=-1)
-    shares = jnp.where(kept[:, None] & ~empty, shares, 0)
-    slot_share = jnp.asarray(tokens_per_expert, jnp.float32) / (num_tokens * spec.require_top_k())
-    balance = num_experts * (slot_share * (shares.sum(axis=0) / num_tokens)).sum()
-    squares = jnp.where(kept, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0)
-    return balance, squares.sum() / num_tokens
-
-
-#: Logarithms of the scores, up to a constant of the token: scores underflow, and their sum then has no gradient.
-#: softplus(x) is exp(x) in fp32 below -17.
-_LOG_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "softmax": lambda logits: logits,
-    "sigmoid": jax.nn.log_sigmoid,
-    "sqrt_softplus": lambda logits: (
-        0.5 * jnp.where(logits < -17, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, -17))))
-    ),
-}
 
 
 def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:

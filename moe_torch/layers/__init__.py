@@ -11,9 +11,10 @@ from moe_core.layers import (
     SharedExpertsSpec,
     Storage,
 )
+from moe_torch.layers.losses import load_balance_loss
 from moe_torch.layers.moe import MoE
 
 __all__ = [
     "HUGGING_FACE", "MAXTEXT", "ExpertsSpec", "LayerWeights", "MoE", "MoEAux", "MoELayerSpec", "SharedExpertsSpec",
-    "Storage", "layer_spec_from_config",
+    "Storage", "layer_spec_from_config", "load_balance_loss",
 ]  # fmt: skip

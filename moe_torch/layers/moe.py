@@ -28,6 +28,7 @@ from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
 from moe_torch.layers.blocks import block_weights
+from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
     ParameterGroup,
@@ -37,7 +38,7 @@ from moe_torch.layers.parameters import (
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
-from moe_torch.layers.routing import router_losses, run_stages
+from moe_torch.layers.routing import run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
@@ -253,7 +254,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         if not return_aux:
             return y
         balance, z = router_losses(logits, counts, arrays[self._mask_place], self.spec.router)
-        return y, MoEAux(balance, z, counts, ids, chosen, invalid)
+        return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits)
 
     def _rows(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         """x as `[T, D]`, with dense rows; `weight` has the dtype it must have."""

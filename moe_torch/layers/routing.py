@@ -1,4 +1,4 @@
-"""What a layer computes around the composed operator, or instead of it: its stages one by one, and router losses."""
+"""What a layer computes around the composed operator, or instead of it: its stages one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from moe_core.layers import MoELayerSpec
-from moe_core.specs import RouterSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
 from moe_torch import ops
 from moe_torch.layers.parameters import has_own_call, own_part
@@ -56,40 +55,3 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec
     # -1 for every slot behind the first of its expert.
     place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
     return torch.where(place < capacity, flat, -1).view(ids.shape)
-
-
-def router_losses(
-    logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference.router_losses`.
-
-    logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`; token_mask bool `[T]` or None.
-    """
-    num_tokens, num_experts = logits.shape
-    count = logits.new_full((), num_tokens)
-    if token_mask is not None:
-        # What a masked token holds, even NaN, must not reach the sums.
-        logits = torch.where(token_mask[:, None], logits, 0.0)
-        count = token_mask.sum().to(torch.float32)
-    log_scores = _log_scores(logits, router.scoring)
-    empty = torch.isneginf(log_scores).all(dim=-1, keepdim=True)
-    shares = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, log_scores), dim=-1))
-    squares = torch.logsumexp(logits, dim=-1).square()
-    if token_mask is not None:
-        shares, squares = torch.where(token_mask[:, None], shares, 0.0), torch.where(token_mask, squares, 0.0)
-    count = count.clamp(min=1.0)
-    slot_share = tokens_per_expert.to(torch.float32) / (count * router.require_top_k())
-    balance = num_experts * (slot_share * (shares.sum(dim=0) / count)).sum()
-    return balance, squares.sum() / count
-
-
-def _log_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
-    """Logarithms of the scores, up to a constant of the token: scores themselves underflow, and their sum then has no
-    gradient."""
-    if scoring == "softmax":
-        return logits
-    if scoring == "sigmoid":
-        return torch.nn.functional.logsigmoid(logits)
-    # softplus(x) is exp(x) in fp32 below -17.
-    softplus = torch.nn.functional.softplus(logits.clamp(min=-17.0))
-    return 0.5 * torch.where(logits < -17.0, logits, softplus.log())

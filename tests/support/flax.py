@@ -115,7 +115,7 @@ def in_numpy(
     own = dataclasses.replace(own, router=None, logits_dtype="float32")
     stages = moe_stages(tokens, weights.experts, TopK(kept, slot_weights), own, shared=weights.shared)
     losses = router_losses(logits, counts, mask, spec=spec.router)
-    aux = MoEAux(*losses, counts, kept, slot_weights, np.zeros(1, np.int32))
+    aux = MoEAux(*losses, counts, kept, slot_weights, np.zeros(1, np.int32), logits)
     return stages["output"].reshape(x.shape), aux
 
 

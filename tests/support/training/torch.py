@@ -12,7 +12,7 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOutput, SharedExpert, named_arrays
 from moe_core.specs.routing import RouterSpec
-from moe_torch.layers.routing import router_losses
+from moe_torch.layers.losses import router_losses
 from tests.support.strategies import hard_routing
 from tests.support.torch import to_torch
 from tests.support.training.loop import CONSTANTS, ROUTERS, Problem, draw_problem, routed

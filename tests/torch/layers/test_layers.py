@@ -24,7 +24,7 @@ from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs.operands import RouterWeights, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_torch import MoE
-from moe_torch.layers.routing import router_losses as layer_losses
+from moe_torch.layers.losses import router_losses as layer_losses
 from moe_torch.operators import table as operators
 from tests.support import strategies
 from tests.support.layers import (

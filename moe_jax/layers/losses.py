@@ -1,0 +1,78 @@
+"""Losses that balance a router's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.layers.losses import check_balance
+from moe_core.specs.routing import RouterSpec
+from moe_jax.ops import Array
+
+
+def router_losses(
+    logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
+) -> tuple[jax.Array, jax.Array]:
+    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference.router_losses` has the
+    formulas.
+
+    Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
+    """
+    num_experts = logits.shape[1]
+    kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
+    # Masked logits may be anything: they must reach neither the sums nor their derivatives.
+    logits = jnp.where(kept[:, None], logits, 0)
+    num_tokens = jnp.maximum(kept.sum(), 1).astype(jnp.float32)
+    slot_share = jnp.asarray(tokens_per_expert, jnp.float32) / (num_tokens * spec.require_top_k())
+    mean_share = _shares(logits, spec.scoring, kept).sum(axis=0) / num_tokens
+    squares = jnp.where(kept, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0)
+    return num_experts * (slot_share * mean_share).sum(), squares.sum() / num_tokens
+
+
+def load_balance_loss(
+    logits: Any, ids: Any, *, scoring: str = "softmax", scale: float = 1.0, token_mask: Any = None
+) -> jax.Array:
+    """A load-balancing loss of one's own making from `MoEAux.logits` and `MoEAux.ids`: `moe_torch.load_balance_loss`,
+    whose docstring has the formula and the recipes.
+
+    Args:
+        logits: fp32 `[..., S, E]`: the tokens of each sequence in the last axis but one.
+        ids: int32 `[..., S, K]`.
+        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`, whatever the layer's own is.
+        scale: multiplies the loss.
+        token_mask: bool `[..., S]`. Tokens that are False are left out.
+
+    Returns:
+        the loss, an fp32 scalar.
+    """
+    logits, ids = jnp.asarray(logits), jnp.asarray(ids)
+    kept = jnp.ones(ids.shape[:-1], bool) if token_mask is None else jnp.asarray(token_mask)
+    check_balance(logits, ids, kept, scoring, scale)
+    num_experts, top_k = logits.shape[-1], ids.shape[-1]
+    logits = jnp.where(kept[..., None], logits, 0)
+    counts = (jax.nn.one_hot(ids, num_experts) * kept[..., None, None]).sum(axis=(-3, -2))
+    tokens = jnp.maximum(kept.sum(axis=-1), 1).astype(jnp.float32)[..., None]
+    means = _shares(logits, scoring, kept).sum(axis=-2) / tokens
+    losses = num_experts * (counts / (tokens * top_k) * means).sum(axis=-1)
+    return scale * losses.sum() / jnp.maximum(kept.any(axis=-1).sum(), 1)
+
+
+def _shares(logits: jax.Array, scoring: str, kept: jax.Array) -> jax.Array:
+    """Scores over their sum; zeros for tokens that are not kept or whose logits are all -inf."""
+    log_scores = _LOG_SCORES[scoring](logits)
+    empty = jnp.isneginf(log_scores).all(axis=-1, keepdims=True)
+    return jnp.where(kept[..., None] & ~empty, jax.nn.softmax(jnp.where(empty, 0, log_scores), axis=-1), 0)
+
+
+#: Logarithms of the scores, up to a constant of the token: scores underflow, and their sum then has no gradient.
+#: softplus(x) is exp(x) in fp32 below -17.
+_LOG_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": lambda logits: logits,
+    "sigmoid": jax.nn.log_sigmoid,
+    "sqrt_softplus": lambda logits: (
+        0.5 * jnp.where(logits < -17, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, -17))))
+    ),
+}

@@ -1,0 +1,102 @@
+"""Losses that balance a router's experts."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.layers.losses import check_balance
+from moe_core.specs import RouterSpec
+from moe_torch.bridge.options import require_instance
+
+
+def router_losses(
+    logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference.router_losses`.
+
+    logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`; token_mask bool `[T]` or None.
+    """
+    num_tokens, num_experts = logits.shape
+    count = logits.new_full((), num_tokens)
+    if token_mask is not None:
+        # What a masked token holds, even NaN, must not reach the sums.
+        logits = torch.where(token_mask[:, None], logits, 0.0)
+        count = token_mask.sum().to(torch.float32)
+    shares = _shares(logits, router.scoring)
+    squares = torch.logsumexp(logits, dim=-1).square()
+    if token_mask is not None:
+        shares, squares = torch.where(token_mask[:, None], shares, 0.0), torch.where(token_mask, squares, 0.0)
+    count = count.clamp(min=1.0)
+    slot_share = tokens_per_expert.to(torch.float32) / (count * router.require_top_k())
+    balance = num_experts * (slot_share * (shares.sum(dim=0) / count)).sum()
+    return balance, squares.sum() / count
+
+
+def load_balance_loss(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    scoring: str = "softmax",
+    scale: float = 1.0,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A load-balancing loss of one's own making from `MoEAux.logits` and `MoEAux.ids`.
+
+    Of each sequence, loss = scale * E * sum_i f_i * P_i: f_i is expert i's share of the sequence's slots, S * K of
+    them, and P_i the mean over its tokens of the score, normalised to sum 1 over experts. The result is the mean over
+    the sequences that have a token. It is a function, and no option of the layer, because which tokens belong together
+    (those of a sequence, a call, or of all layers) is known where the loss is made.
+
+    | loss | call |
+    |---|---|
+    | `MoEAux.load_balance_loss` | `load_balance_loss(aux.logits, aux.ids, scoring=...)` |
+    | MaxText, of `x [B, S, D]` | logits `[B, S, E]`, `scale=K`, `softmax` whatever the router's score is |
+    | Hugging Face (Mixtral, Qwen, ...) | those of all layers, concatenated along the tokens, `scale=K` |
+    | DeepSeek-V3, sequence-wise | logits `[B, S, E]`, `scoring="sigmoid"`, `scale=alpha` |
+
+    Args:
+        logits: fp32 `[..., S, E]`: the tokens of each sequence in the last axis but one.
+        ids: int32 `[..., S, K]`. An id outside [0, E) counts nowhere, as one that a capacity limit dropped.
+        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`, whatever the layer's own is.
+        scale: multiplies the loss.
+        token_mask: bool `[..., S]`. Tokens that are False are left out.
+
+    Returns:
+        the loss, an fp32 scalar, differentiable by logits, at very negative ones too.
+
+    Raises:
+        InvalidInput: arguments of other shapes or dtypes.
+    """
+    require_instance("logits", logits, torch.Tensor)
+    require_instance("ids", ids, torch.Tensor)
+    kept = torch.ones(ids.shape[:-1], dtype=torch.bool, device=ids.device) if token_mask is None else token_mask
+    require_instance("token_mask", kept, torch.Tensor)
+    check_balance(logits, ids, kept, scoring, scale)
+    num_experts, top_k = logits.shape[-1], ids.shape[-1]
+    shares = torch.where(kept[..., None], _shares(torch.where(kept[..., None], logits, 0.0), scoring), 0.0)
+    counted = (kept[..., None] & (ids >= 0) & (ids < num_experts)).to(torch.float32).flatten(-2)
+    counts = shares.new_zeros(*ids.shape[:-2], num_experts)
+    # Whole numbers: exact in any order.
+    counts = counts.scatter_add(-1, ids.clamp(0, num_experts - 1).to(torch.int64).flatten(-2), counted)
+    tokens = kept.sum(dim=-1, keepdim=True).to(torch.float32).clamp(min=1.0)
+    losses = num_experts * (counts / (tokens * top_k) * (shares.sum(dim=-2) / tokens)).sum(dim=-1)
+    return scale * losses.sum() / kept.any(dim=-1).sum().clamp(min=1)
+
+
+def _shares(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    """Scores over their sum; zeros where all logits are -inf."""
+    log_scores = _log_scores(logits, scoring)
+    empty = torch.isneginf(log_scores).all(dim=-1, keepdim=True)
+    return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, log_scores), dim=-1))
+
+
+def _log_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    """Logarithms of the scores, up to a constant of the token: scores themselves underflow, and their sum then has no
+    gradient."""
+    if scoring == "softmax":
+        return logits
+    if scoring == "sigmoid":
+        return torch.nn.functional.logsigmoid(logits)
+    # softplus(x) is exp(x) in fp32 below -17.
+    softplus = torch.nn.functional.softplus(logits.clamp(min=-17.0))
+    return 0.5 * torch.where(logits < -17.0, logits, softplus.log())
