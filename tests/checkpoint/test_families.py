@@ -199,8 +199,9 @@ def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None
         for layer in (checkpoint.layer(number), read.dequantized("float32"))
     )
     for name, array in plain.items():
-        error = np.linalg.norm(found[name] - array) / np.linalg.norm(array)
-        assert error < (0.01 if name.startswith("experts.") else 1e-12), (name, error)
+        # A correction bias may be zeros.
+        error, allowed = np.linalg.norm(found[name] - array), 0.01 if name.startswith("experts.") else 1e-12
+        assert error <= allowed * np.linalg.norm(array), (name, error)
 
 
 @pytest.mark.parametrize("row", ["dbrx", "inkling2"])
