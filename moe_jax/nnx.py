@@ -46,7 +46,8 @@ from moe_jax.ops import Array
 
 try:
     from flax import nnx
-    from flax.linen import get_logical_axis_rules, logical_to_mesh_axes
+    from flax.linen import get_logical_axis_rules
+    from flax.linen.spmd import logical_to_mesh_axes
 except ModuleNotFoundError as error:
     raise Unsupported(
         f"moe_jax.nnx needs flax, and {error.name} is not installed; install moebius with its extra `flax`: "

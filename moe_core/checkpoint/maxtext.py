@@ -2,8 +2,11 @@
 
 Names and layouts are MaxText's: `gate/kernel` `[D, E]`, `gate/bias` `[E]`, `wi_0` (gate) and `wi_1` (up) `[E, D, F]`,
 `wo` `[E, F, D]`, biases `wi_0_bias`, `wi_1_bias`, `wo_bias`, and `shared_experts/{wi_0,wi_1,wo}/kernel`; ungated
-experts have one `wi`. MaxText keeps the correction bias of DeepSeek-V3 under `gate/bias`, the layers of moe_jax under
-`gate/correction_bias`: both are read.
+experts have one `wi`, and so have gated ones with `prefuse_moe_weights`, gate in front. MaxText keeps the correction
+bias of DeepSeek-V3 under `gate/bias`, the layers of moe_jax under `gate/correction_bias`: both are read.
+
+Arrays may be in what Flax puts around them: boxes of Linen (`nn.LogicallyPartitioned`), variables of NNX, and the
+`{"value": array}` that checkpoints make of either.
 """
 
 from __future__ import annotations
@@ -36,27 +39,44 @@ _PATHS = {
     "shared_experts.gate": "shared_experts/gate/kernel",
 }
 _CORRECTION_BIAS = "gate/correction_bias"
+#: fused (gate, then up, along the last axis) -> gate and up apart.
+_FUSED = {
+    "wi": ("wi_0", "wi_1"),
+    "wi_bias": ("wi_0_bias", "wi_1_bias"),
+    "shared_experts/wi/kernel": ("shared_experts/wi_0/kernel", "shared_experts/wi_1/kernel"),
+}
 #: The routed experts' part of a block that has shared experts beside it.
 _ROUTED_BLOCK = "MoeBlock_0"
 #: MaxText stacks the layers of a scan along this axis (`param_scan_axis`).
 SCAN_AXIS = 1
 
 
-def to_maxtext(weights: LayerWeights) -> dict[str, Any]:
+def to_maxtext(weights: LayerWeights, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Nested dicts of NumPy arrays named and laid out as MaxText has them.
 
-    Arrays whose layout does not change are shared with `weights`, the others are new; dtypes are kept. Raises
-    Unsupported for a router with a bias and a correction bias, for which MaxText has one name.
+    like: a block's tree, as `from_maxtext` reads them, to have the form of: its nesting, boxes, variables, `value` keys
+    and fused `wi`. Its leaves may be abstract. Arrays whose layout does not change are shared with `weights`, the
+    others are new; dtypes are kept. Raises InvalidInput for another block's tree, and Unsupported for a router with a
+    bias and a correction bias, for which MaxText has one name.
     """
     require_kind("weights", weights, LayerWeights)
-    spec = weights.layer_spec()
+    spec, arrays = weights.layer_spec(), convert_weights(weights, MAXTEXT).named()
+    if like is not None:
+        flat = _flat(like)
+        paths = _paths(spec, flat)
+        found = {path: arrays[name] for name, path in paths.items()}
+        fused = {path: np.concatenate([found.pop(part) for part in _FUSED[path]], -1) for path in _fused(flat, spec)}
+        _require_paths("like", list(found | fused), flat)
+        tree = _in_form_of(like, found | fused, "")
+        # Flax's own mappings take nested dicts.
+        return tree if isinstance(like, dict) else type(like)(tree)  # type: ignore[call-arg]
     if spec.router_bias and spec.correction_bias:
         raise Unsupported(
             "weights must have a router bias or a correction bias for MaxText, which has one name for them, got both; "
-            "keep these weights in another form"
+            "keep these weights in another form, or pass like= the tree of a layer of moe_jax"
         )
     tree: dict[str, Any] = {}
-    for name, array in convert_weights(weights, MAXTEXT).named().items():
+    for name, array in arrays.items():
         place = tree
         *above, last = _path(name, spec).split("/")
         for key in above:
@@ -70,11 +90,12 @@ def from_maxtext(
 ) -> LayerWeights:
     """The weights of one layer of a MaxText block; arrays in host memory are not copied, but for a layer of a scan.
 
-    tree: nested dicts of arrays (NumPy, JAX, or what orbax restored), in MaxText's names; the routed experts may be
-    under `MoeBlock_0` beside `shared_experts`. spec: the layer. storage: how the arrays lie; `MAXTEXT` (from
-    `moe_core.layers`) for what MaxText and moe_jax write. None takes the weight_layout that spec states, and else the
-    only layout the shapes can have; it is refused where two are possible: with d_model = d_ff or d_model = num_experts
-    shapes do not tell. layer: of scanned layers, stacked along axis 1 of every array (`[E, L, D, F]`), the one to take.
+    tree: nested dicts of arrays (NumPy, JAX, or what orbax restored), in MaxText's names, boxed or not; the routed
+    experts may be under `MoeBlock_0` beside `shared_experts`. spec: the layer. storage: how the arrays lie; `MAXTEXT`
+    (from `moe_core.layers`) for what MaxText and moe_jax write. None takes the weight_layout that spec states, and else
+    the only layout the shapes can have; it is refused where two are possible: with d_model = d_ff or d_model =
+    num_experts shapes do not tell. layer: of scanned layers, stacked along axis 1 of every array (`[E, L, D, F]`), the
+    one to take.
     Raises InvalidInput for names that are missing or unknown, for shapes that no layout gives and for ambiguous ones.
     """
     require_kind("spec", spec, MoELayerSpec)
@@ -84,17 +105,12 @@ def from_maxtext(
             f"storage.gate_layout must be 'separate', as wi_0 and wi_1 are, got {storage.gate_layout!r}; pass MAXTEXT"
         )
     flat = _flat(tree)
-    paths = {one.name: _path(one.name, spec) for one in spec.stored_as(MAXTEXT).parameters(MAXTEXT)}
-    if spec.correction_bias and (spec.router_bias or _CORRECTION_BIAS in flat):
-        paths["router.correction_bias"] = _CORRECTION_BIAS
-    missing = [path for path in paths.values() if path not in flat]
-    unknown = sorted(set(flat) - set(paths.values()))
-    if missing or unknown:
-        problem = f"lacks {', '.join(missing)}" if missing else f"also has {', '.join(unknown)}"
-        raise InvalidInput(
-            f"tree must hold {', '.join(paths.values())} by spec, got one that {problem}; pass one block's parameters "
-            "and the spec that belongs to them"
-        )
+    for path in _fused(flat, spec):
+        array = np.atleast_1d(np.asarray(flat.pop(path)))
+        half = array.shape[-1] // 2
+        flat |= dict(zip(_FUSED[path], (array[..., :half], array[..., half:]), strict=True))
+    paths = _paths(spec, flat)
+    _require_paths("tree", list(paths.values()), flat)
     arrays = {name: _layer_of(path, flat[path], layer) for name, path in paths.items()}
     if storage is None:
         experts = spec.experts.weight_layout or _only_layout("experts.", "d_model = d_ff", arrays, spec)
@@ -108,16 +124,68 @@ def _path(name: str, spec: MoELayerSpec) -> str:
     return path if spec.gated else path.replace("wi_0", "wi")
 
 
+def _paths(spec: MoELayerSpec, flat: Mapping[str, Any]) -> dict[str, str]:
+    """name -> path of every array of a layer, in a tree that may keep the correction bias as moe_jax does."""
+    paths = {one.name: _path(one.name, spec) for one in spec.stored_as(MAXTEXT).parameters(MAXTEXT)}
+    if spec.correction_bias and (spec.router_bias or _CORRECTION_BIAS in flat):
+        paths["router.correction_bias"] = _CORRECTION_BIAS
+    return paths
+
+
+def _fused(flat: Mapping[str, Any], spec: MoELayerSpec) -> list[str]:
+    """The paths at which a tree has gate and up one after the other."""
+    if not spec.gated or spec.experts.gate_layout == "interleaved":
+        return []
+    return [path for path, parts in _FUSED.items() if path in flat and not flat.keys() & set(parts)]
+
+
+def _require_paths(argument: str, paths: list[str], flat: Mapping[str, Any]) -> None:
+    missing, unknown = [path for path in paths if path not in flat], sorted(set(flat) - set(paths))
+    if missing or unknown:
+        problem = f"lacks {', '.join(missing)}" if missing else f"also has {', '.join(unknown)}"
+        raise InvalidInput(
+            f"{argument} must hold {', '.join(paths)} by spec, got one that {problem}; pass one block's parameters and "
+            "the spec that belongs to them"
+        )
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """path -> array; what is under MoeBlock_0 counts as beside it."""
+    """path -> array without its box; what is under MoeBlock_0 counts as beside it, what is under a lone `value` as in
+    its place."""
     require_kind("tree", tree, Mapping)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, prefix if key == _ROUTED_BLOCK else f"{prefix}{key}/")
+        if not isinstance(value, Mapping):
+            flat[f"{prefix}{key}"] = _unboxed(value)
+        elif set(value) == {"value"} and not isinstance(value["value"], Mapping):
+            flat[f"{prefix}{key}"] = _unboxed(value["value"])
         else:
-            flat[f"{prefix}{key}"] = value
+            flat |= _flat(value, prefix if key == _ROUTED_BLOCK else f"{prefix}{key}/")
     return flat
+
+
+def _unboxed(leaf: Any) -> Any:
+    """The array in a variable of NNX, a box of Linen or both, told by their methods: nothing here knows Flax."""
+    while hasattr(leaf, "get_value") or hasattr(leaf, "replace_boxed"):
+        leaf = leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
+    return leaf
+
+
+def _in_form_of(form: Any, arrays: Mapping[str, Any], path: str) -> Any:
+    """The arrays in a tree, or a leaf, of the same form."""
+    if isinstance(form, Mapping):
+        below = {key: path if key in (_ROUTED_BLOCK, "value") else f"{path}/{key}".lstrip("/") for key in form}
+        return {key: _in_form_of(value, arrays, below[key]) for key, value in form.items()}
+    if hasattr(form, "replace_boxed"):
+        return form.replace_boxed(_in_form_of(form.value, arrays, path))
+    if hasattr(form, "get_value"):
+        return form.replace(_in_form_of(form.get_value(), arrays, path))
+    if tuple(form.shape) != arrays[path].shape:
+        raise InvalidInput(
+            f"{path} of like must be {list(arrays[path].shape)} as weights have it, got {list(form.shape)}; pass the "
+            "tree of one layer of that size"
+        )
+    return arrays[path]
 
 
 def _layer_of(path: str, value: Any, layer: int | None) -> np.ndarray:

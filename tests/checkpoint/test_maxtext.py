@@ -13,7 +13,7 @@ import pytest
 
 from moe_core import InvalidInput, Unsupported
 from moe_core.checkpoint import from_maxtext, open_checkpoint, to_maxtext
-from moe_core.layers import HUGGING_FACE, MAXTEXT, ExpertsSpec, LayerWeights, MoELayerSpec, Storage, convert_weights
+from moe_core.layers import HUGGING_FACE, MAXTEXT, ExpertsSpec, LayerWeights, MoELayerSpec, Storage
 from moe_core.specs.matmul import Activation
 
 pytest.importorskip("flax", reason="the layers under test need flax")
@@ -25,21 +25,19 @@ from flax import nnx as flax_nnx
 from moe_core.parity.tolerance import assert_close
 from moe_jax import layers as jax_layers
 from moe_jax import nnx
-from tests.support.flax import CONFIGS, draw_weights, linen_layer, nnx_layer, output_tolerances, preset
+from tests.support.flax import (
+    CONFIGS,
+    assert_same_bits,
+    draw_weights,
+    linen_layer,
+    nnx_layer,
+    output_tolerances,
+    preset,
+)
 from tests.support.jax import ENGINES, running_on
 
 DTYPES = ("bfloat16", "float32")
 UNGATED = MoELayerSpec(16, 12, 4, 2, experts=ExpertsSpec(Activation("relu2"), bias=True))
-
-
-def assert_same_bits(found: LayerWeights, expected: LayerWeights) -> None:
-    """The same layer: equal tags and bits, `expected` brought to the storage of `found`."""
-    expected = convert_weights(expected, found.storage)
-    assert found.layer_spec() == expected.layer_spec()
-    assert list(found.named()) == list(expected.named())
-    for name, array in expected.named().items():
-        assert found.named()[name].dtype == array.dtype, name
-        assert found.named()[name].tobytes() == array.tobytes(), name
 
 
 def paths_of(tree: Any) -> dict[str, np.ndarray]:

@@ -87,6 +87,16 @@ def linen_layer(weights: Any, spec: MoELayerSpec, **options: Any) -> tuple[linen
     return layer, layer.load_weights(weights)
 
 
+def assert_same_bits(found: LayerWeights, expected: LayerWeights) -> None:
+    """The same layer: equal tags and bits, `expected` brought to the storage of `found`."""
+    expected = convert_weights(expected, found.storage)
+    assert found.layer_spec() == expected.layer_spec()
+    assert list(found.named()) == list(expected.named())
+    for name, array in expected.named().items():
+        assert found.named()[name].dtype == array.dtype, name
+        assert found.named()[name].tobytes() == array.tobytes(), name
+
+
 class Bundles(NamedTuple):
     """A layer's weights as the ops take them."""
 

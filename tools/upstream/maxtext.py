@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import yaml
 from flax import nnx as flax_nnx
 from flax import traverse_util
+from flax.linen.spmd import logical_to_mesh_axes, logical_to_mesh_sharding
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -47,7 +48,7 @@ def check(package: pathlib.Path) -> list[str]:
         config = base | _config(path)
         rules = tuple((name, tuple(on) if isinstance(on, list) else on) for name, on in config["logical_axis_rules"])
         found = sharded(tuple(config["mesh_axes"]), rules)
-        wanted = {path: nn.logical_to_mesh_axes(axes, rules) for path, (_, axes) in AXES.items()}
+        wanted = {path: logical_to_mesh_axes(axes, rules) for path, (_, axes) in AXES.items()}
         for flavour, specs in found.items():
             problems += [
                 f"{path.name}, {flavour}: {name} is {specs[name]}, MaxText's own is {spec}"
@@ -84,7 +85,7 @@ def sharded(mesh_axes: tuple[str, ...], rules: Any) -> dict[str, dict[str, P]]:
         layer = nnx.MoE.from_spec(SPEC, rngs=flax_nnx.Rngs(0))
         module = linen.MoE.from_spec(SPEC)
         variables = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((8, SPEC.d_model), jnp.float32))
-        places = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)
+        places = logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)
     in_nnx: dict[str, Any] = dict(traverse_util.flatten_dict(layer.parameters(), sep="/"))
     in_linen: dict[str, Any] = dict(traverse_util.flatten_dict(places["params"], sep="/"))
     return {
