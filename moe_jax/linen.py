@@ -40,7 +40,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moe_core.base.dtypes import canonical
 from moe_core.errors import Unsupported
+from moe_core.layers import MAXTEXT, LayerCost, layer_cost
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
@@ -142,6 +144,12 @@ class MoE(nn.Module):
         """The plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: whose dtypes are
         meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and biases may be wider)."""
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
+
+    @nn.nowrap
+    def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
+        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape; see
+        `moe_core.layers.layer_cost`. training: also of the backward. XLA's own `cost_analysis` counts none of it."""
+        return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap
     def warmup(self, tokens: Sequence[int], variables: Any = None, *, training: bool = False) -> WarmupReport:

@@ -37,7 +37,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers import MAXTEXT, LayerCost, layer_cost
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
@@ -197,6 +199,11 @@ class MoE(nnx.Module):
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
         """The plan of a forward, or of a training step, for this layer's parameters; see `moe_jax.layers.explain`."""
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
+
+    def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
+        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape; see
+        `moe_core.layers.layer_cost`. training: also of the backward. XLA's own `cost_analysis` counts none of it."""
+        return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
         """Compile and load ahead of the first call; see `moe_jax.layers.warmup`."""

@@ -2,6 +2,8 @@
 
 from moe_core.layers.convert import convert_weights as convert_weights
 from moe_core.layers.convert import placements as placements
+from moe_core.layers.costs import LayerCost as LayerCost
+from moe_core.layers.costs import layer_cost as layer_cost
 from moe_core.layers.spec import FREE_FIELDS as FREE_FIELDS
 from moe_core.layers.spec import HUGGING_FACE as HUGGING_FACE
 from moe_core.layers.spec import MAXTEXT as MAXTEXT

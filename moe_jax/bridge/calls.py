@@ -173,7 +173,9 @@ def on_host(op: str, counter: jax.Array) -> int:
 def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
     if not all(isinstance(size, int) for size in shape):
         raise Unsupported(
-            f"{name} has the symbolic shape {shape}, and plans need numbers; export one program per shape"
+            f"{name} has the symbolic shape {shape}, and plans need numbers: grids and scratch memory are sized while "
+            "tracing; export one program per shape, and pad tokens up to the next one with a token_mask that is False "
+            "for them"
         )
     try:
         return ArraySpec(shape, dtype)

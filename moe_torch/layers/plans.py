@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from moe_core.errors import InvalidInput
-from moe_core.layers import HUGGING_FACE, MoELayerSpec
+from moe_core.base.dtypes import canonical
+from moe_core.layers import HUGGING_FACE, LayerCost, MoELayerSpec, layer_cost
+from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
 from moe_core.specs.operands import MoEOperands
@@ -32,16 +32,15 @@ class PlannedLayer(torch.nn.Module):
         """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
         summation order. training: the forward of a training step, then its backward with the gradients of x and of
         every parameter. Runs nothing."""
-        d_model = self.spec.d_model
-        if not isinstance(tokens, int):
-            if tuple(tokens)[-1:] != (d_model,):
-                raise InvalidInput(
-                    f"tokens must be a number of tokens or a shape that ends in d_model = {d_model}, "
-                    f"got {tuple(tokens)}; pass x.shape"
-                )
-            tokens = math.prod(tuple(tokens)[:-1])
+        tokens = count_tokens(tokens, self.spec.d_model)
         target = target_of_device(self._parts()["router"].weight.device)
         return explain_layer(self._operands_for(tokens), self.spec, HUGGING_FACE, target, training)
+
+    def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
+        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape; see
+        `moe_core.layers.layer_cost`. training: also of the backward, with a gradient of x and of every parameter."""
+        dtype = canonical(self._arrays(self._parts())[self._like_place].dtype)
+        return layer_cost(self.spec, HUGGING_FACE, tokens, dtype, training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
         """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -41,6 +42,21 @@ def test_layers_on_an_auto_mesh_are_refused_or_replicated(capacity_factor: float
             one = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), parameters)
             np.testing.assert_array_equal(np.asarray(y), np.asarray(call(one, x)))
             assert len(y.sharding.device_set) == NUM_DEVICES
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_symbolic_numbers_of_tokens_are_refused(capacity_factor: float | None) -> None:
+    batch, length = export.symbolic_shape("batch, length")
+    layer = layers.MoE(*SIZES, capacity_factor=capacity_factor, rngs=nnx.Rngs(0))
+    module = linen.MoE(*SIZES, capacity_factor=capacity_factor)
+    with running_on("reference"):
+        variables = module.init(jax.random.key(0), jnp.ones((4, 8)))
+        for call in (layer, lambda x: module.apply(variables, x)):
+            for shape in ((batch, 8), (batch, length, 8)):
+                with pytest.raises(
+                    moe_jax.Unsupported, match=r"x has the symbolic shape .*export one program per shape"
+                ):
+                    export.export(jax.jit(call))(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 SPEC = MoELayerSpec(8, 12, 4, 2, correction_bias=True, shared_experts=SharedExpertsSpec(4))

@@ -113,6 +113,23 @@ def test_symbolic_shapes_are_refused() -> None:
         export.export(jax.jit(moe_jax.scale_rows), disabled_checks=ALLOWED)(*shapes)
 
 
+def test_padded_tokens_run_a_program_of_another_size() -> None:
+    """What the refusal of symbolic shapes advises."""
+    layer = small_layer(num_tokens=9)
+    with running_on("reference"):
+        x, experts, routing = to_jax(layer[:3])
+
+        def forward(x: jax.Array, mask: jax.Array) -> jax.Array:
+            return moe_jax.moe(x, experts, routing, layer.spec, token_mask=mask).output
+
+        shapes = jax.ShapeDtypeStruct((16, 48), jnp.float32), jax.ShapeDtypeStruct((16,), bool)
+        program = export.export(jax.jit(forward), disabled_checks=ALLOWED)(*shapes)
+        padded, mask = jnp.pad(x, ((0, 7), (0, 0)), constant_values=jnp.nan), jnp.arange(16) < 9
+        y = program.call(padded, mask)
+        np.testing.assert_allclose(y[:9], moe_jax.moe(x, experts, routing, layer.spec).output, rtol=1e-4, atol=1e-5)
+        assert not np.asarray(y[9:]).any()
+
+
 @pytest.mark.parametrize("wrong", [None, "cuda", moe_jax.Target("reference")])
 def test_export_target_takes_a_cuda_target(wrong: object) -> None:
     with (

@@ -1,0 +1,72 @@
+"""What a call of a layer costs, counted from its spec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moe_core.base import dtypes
+from moe_core.errors import InvalidInput
+from moe_core.layers.spec import MoELayerSpec, Storage
+
+
+class LayerCost(NamedTuple):
+    """flops: of the matrix products, a multiplication and an addition each. bytes: the least that memory moves, with
+    every array that enters or leaves read or written once."""
+
+    flops: int
+    bytes: int
+
+
+def layer_cost(
+    spec: MoELayerSpec,
+    default: Storage,
+    tokens: int | Sequence[int],
+    param_dtype: str,
+    *,
+    training: bool = False,
+) -> LayerCost:
+    """The cost of a forward of so many tokens, or of x with a shape `[..., D]`; with training, and of its backward.
+
+    Each token runs K experts, the router and the shared experts; with a capacity limit, at most so many slots as there
+    are places. At most T * K experts are read. A backward computes the gradient of each product's input and, unless the
+    experts are quantised, of its weights: two more products. `recompute` runs the experts' first product again.
+    param_dtype: of x, y and every parameter without a dtype of its own. Raises InvalidInput.
+    """
+    T, (D, F, E) = count_tokens(tokens, spec.d_model), (spec.d_model, spec.d_ff, spec.num_experts)
+    slots = min(T * spec.top_k, E * spec.capacity(T))
+    first = 2 * slots * D * F * (2 if spec.gated else 1)
+    routed, dense = first + 2 * slots * F * D, 2 * T * D * E
+    if spec.shared_experts is not None:
+        dense += 2 * T * D * (spec.shared_experts.d_ff * (3 if spec.gated else 2) + spec.shared_experts.gate)
+    experts = others = 0
+    for parameter in spec.parameters(default):
+        size = math.prod(parameter.shape) * dtypes.itemsize(parameter.dtype or param_dtype)
+        if parameter.name.startswith("experts."):
+            experts += size
+        else:
+            others += size
+    weights = experts * min(E, T * spec.top_k) // E + others
+    hidden = T * D * dtypes.itemsize(param_dtype)
+    if not training:
+        return LayerCost(routed + dense, weights + 2 * hidden)
+    # Read by both passes; of what is trained a gradient is written. Each pass takes and gives a row per token.
+    is_trained = spec.experts.scheme is None
+    again = first if spec.recompute else 0
+    written = weights if is_trained else others
+    return LayerCost((3 if is_trained else 2) * routed + 3 * dense + again, 2 * weights + written + 5 * hidden)
+
+
+def count_tokens(tokens: int | Sequence[int], d_model: int) -> int:
+    """A number of tokens, or that of an x of this shape. Raises InvalidInput."""
+    if not isinstance(tokens, int):
+        if tuple(tokens)[-1:] != (d_model,):
+            raise InvalidInput(
+                f"tokens must be a number of tokens or a shape that ends in d_model = {d_model}, got {tuple(tokens)}; "
+                "pass x.shape"
+            )
+        tokens = math.prod(tuple(tokens)[:-1])
+    if tokens < 0:
+        raise InvalidInput(f"tokens must be at least 0, got {tokens}; pass x.shape")
+    return tokens
