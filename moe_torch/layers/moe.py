@@ -12,7 +12,7 @@ from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[report
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ALIGNMENT
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec
 from moe_core.layers import (
     HUGGING_FACE,
@@ -35,6 +35,7 @@ from moe_torch.layers.parameters import (
     PrepackedExperts,
     RouterParameters,
     SharedParameters,
+    autocast,
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
@@ -236,10 +237,14 @@ class MoE(PrepackedExperts, PlannedLayer):
         x: the dtype of the experts' weights, or where these are quantised of the shared experts' or else the router's.
         token_mask bool `[...]`: tokens that are False visit no routed expert (their rows are zero, or what shared
         experts give) and are left out of every statistic. One operator runs unless the layer has a capacity limit.
-        Raises InvalidInput for wrong shapes, dtypes and devices.
+        Under `torch.autocast`, x, experts and shared experts are cast to its dtype, which y has too, as in
+        torch.nn.Linear; the router keeps its dtype and quantised matrices theirs.
+        Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported for main_grad under autocast.
         """
         staged, operator = self._runs_stages(), self._operator
         arrays = self._arrays(self._parts() if staged else self._modules)
+        if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
+            x = self._autocast(x, arrays)
         arrays[0] = self._rows(x, arrays[self._like_place])
         if token_mask is not None:
             arrays[self._mask_place] = self._mask(x, token_mask)
@@ -255,6 +260,18 @@ class MoE(PrepackedExperts, PlannedLayer):
             return y
         balance, z = router_losses(logits, counts, arrays[self._mask_place], self.spec.router)
         return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits)
+
+    def _autocast(self, x: torch.Tensor, arrays: list[Any]) -> torch.Tensor:
+        """x, and in place the operator's arrays, in the dtype of `torch.autocast`."""
+        if self.spec.main_grad:
+            raise Unsupported(
+                "main_grad must be False under torch.autocast, which multiplies copies of the matrices, got True; "
+                "leave one of the two out, or convert the layer with .to(torch.bfloat16)"
+            )
+        for place, part, name in self._places:
+            if part != "router":
+                arrays[place] = autocast(arrays[place], name)
+        return autocast(x)
 
     def _rows(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         """x as `[T, D]`, with dense rows; `weight` has the dtype it must have."""

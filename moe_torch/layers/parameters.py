@@ -20,6 +20,23 @@ from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
+#: Others, as float64, `torch.autocast` leaves alone.
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def autocast(tensor: Any, name: str = "x") -> Any:
+    """A tensor as `torch.autocast` wants it where it is on: cast like the arguments of torch.nn.Linear.
+
+    name: of a parameter; float32 biases, and a gate, which is multiplied like a router, stay as they are. So does what
+    is no plain floating-point tensor.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
+        return tensor
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind) or (name.endswith("bias") and tensor.dtype == torch.float32):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
 
 class QuantizedMatrix(torch.nn.Module):
     """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None where the format has none).
@@ -188,13 +205,16 @@ class ExpertParameters(ParameterGroup):
         """The same arrays as a bundle."""
         arrays = {name: getattr(self, name) for name in self.NAMES}
         return ExpertWeights(
-            **{name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in arrays.items()}
+            **{
+                name: one.tensor() if isinstance(one, QuantizedMatrix) else autocast(one, name)
+                for name, one in arrays.items()
+            }
         )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         # What calls modules in a dtype of its own, such as fully_shard, casts the weights too.
-        return ops.moe(x, self.operands(), TopK(ids, weights.float()), spec).output
+        return ops.moe(autocast(x), self.operands(), TopK(ids, weights.float()), spec).output
 
 
 class SharedParameters(ParameterGroup):
@@ -211,7 +231,7 @@ class SharedParameters(ParameterGroup):
 
     def operands(self) -> SharedExpert:
         """The same arrays as a bundle."""
-        return SharedExpert(self.gate_up, self.down, self.up, self.gate)
+        return SharedExpert(**{name: autocast(getattr(self, name), name) for name in self.NAMES})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spec = self.spec
@@ -220,11 +240,12 @@ class SharedParameters(ParameterGroup):
                 "layer.shared_experts must be without hooks and wrappers where main_grad=True: called alone, its "
                 "matrices have their gradients in .grad; put them on the layer"
             )
+        x, own = autocast(x), self.operands()
         product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
-        pre = ops.matmul_ogs(MatmulOperands(x, self.gate_up), None, product)
-        up = None if self.up is None else ops.matmul_ogs(MatmulOperands(x, self.up), None, product)
+        pre = ops.matmul_ogs(MatmulOperands(x, own.gate_up), None, product)
+        up = None if own.up is None else ops.matmul_ogs(MatmulOperands(x, own.up), None, product)
         hidden = ops.activation(pre, spec.shared_activation or spec.activation, up=up)
-        y = ops.matmul_ogs(MatmulOperands(hidden, self.down), None, product)
+        y = ops.matmul_ogs(MatmulOperands(hidden, own.down), None, product)
         if self.gate is None:
             return y
         logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)

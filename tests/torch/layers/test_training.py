@@ -167,18 +167,6 @@ def test_checkpointed_blocks_in_compiled_and_eager_code() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_autocast_changes_nothing_inside() -> None:
-    """The operator takes its inputs as they are; only what surrounds it is cast."""
-    x = to_torch(draw_x((5,), dtype="bfloat16"))
-    with running_on("reference"):
-        layer = trainable(SPECS["qwen2_moe"], dtype="bfloat16")
-        wanted = gradients(layer, x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            require_all_equal(gradients(layer, x), wanted, "autocast")
-            single = trainable(SPECS["qwen2_moe"])
-            assert objective(single, x.float()).dtype == torch.float32
-
-
 def test_functional_call_and_grad() -> None:
     x = to_torch(draw_x((4,)))
     with running_on("reference"):
