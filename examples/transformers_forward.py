@@ -1,7 +1,7 @@
 """A Hugging Face model whose experts run on Moebius, and its routing recorded, saved and played back.
 
 The model is small and random so that this runs anywhere. For a published one, give its name to
-`AutoModelForCausalLM.from_pretrained(name, experts_implementation="moebius")`.
+`AutoModelForCausalLM.from_pretrained(name)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from moe_torch.trace import RoutingTrace, capture, replay
 
 def main() -> None:
     """Compare logits and generated tokens with the model's own experts, then record and replay."""
-    moe_torch.transformers.register()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -34,7 +33,8 @@ def main() -> None:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="moebius").to(device).eval()
+    model = AutoModelForCausalLM.from_config(config).to(device).eval()
+    print(moe_torch.transformers.use(model))
     tokens = torch.randint(1, 256, (1, 12), device=device)
 
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch.transformers
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.errors import Unsupported
 from moe_torch import trace
 from tests.support.runtime.isolation import run_blocked
 from tests.support.torch import on_engines, require_equal, running_on
@@ -246,9 +246,6 @@ def test_quantised_experts_are_refused() -> None:
     experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(Unsupported, match=r"weights of torch.float8_e4m3fn, .* \(quantised\)"):
         experts(*routed("cpu"))
-    interface = importlib.import_module("transformers.integrations.finegrained_fp8").ALL_FP8_EXPERTS_FUNCTIONS
-    with pytest.raises(Unsupported, match="fp8 \\(quantised\\)"):
-        interface["moebius"](experts, *routed("cpu"))
 
 
 def test_a_missing_transformers_is_explained() -> None:
@@ -309,14 +306,6 @@ def test_strided_arguments() -> None:
         require_equal(experts(*strided), experts(*inputs), "strided")
 
 
-def test_autocast_does_not_touch_the_weights() -> None:
-    with running_on("reference"), torch.autocast("cpu", torch.bfloat16):
-        experts, (x, ids, weights) = build_experts("concatenated"), routed("cpu")
-        actual = experts(x.bfloat16(), ids, weights)
-        assert actual.dtype == torch.bfloat16
-        require_equal(actual, experts(x.bfloat16().float(), ids, weights).bfloat16(), "autocast")
-
-
 class _LargestResult(TorchDispatchMode):
     """Remembers the largest tensor that any operator made."""
 
@@ -355,11 +344,12 @@ def test_weights_in_a_mapped_file(tmp_path: pathlib.Path) -> None:
         shifted = storage[2:].view(experts.gate_up_proj.shape).copy_(experts.gate_up_proj.detach())
         experts.gate_up_proj.data = shifted  # wherever the file's tensors happened to lie
         with torch.no_grad():
-            with pytest.raises(InvalidInput, match="align_weights"):
-                loaded(tokens("cpu"))
-            assert moe_torch.transformers.align_weights(loaded) >= 1
-            assert moe_torch.transformers.align_weights(loaded) == 0
+            parameter = experts.gate_up_proj
+            assert parameter.data_ptr() % 16
             require_close(loaded(tokens("cpu")).logits, wanted)
+        assert experts.gate_up_proj is parameter
+        assert parameter.data_ptr() % 16 == 0
+        assert moe_torch.transformers.align_weights(loaded) == 0
 
 
 def test_routing_of_a_model_is_captured_and_replayed() -> None:

@@ -1,0 +1,196 @@
+"""The forward of an experts module of transformers, on the module's own weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.checks import require_flags, require_kind
+from moe_core.base.dtypes import MATMUL_DTYPES
+from moe_core.errors import Unsupported
+from moe_core.specs import MatmulSpec, MoESpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
+from moe_core.specs.tuning import Tuning
+from moe_torch import ops
+from moe_torch.bridge.options import DTYPE_NAMES
+
+try:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from moe_torch.transformers.activations import NAME, activation_of, unsupported
+except ImportError as error:
+    raise Unsupported(
+        f"moe_torch.transformers needs transformers 5.17 or later, got: {error}; pip install 'transformers>=5.17'"
+    ) from error
+from moe_torch.transformers.fp8 import fp8_weights
+
+#: The attribute of an experts module that holds its ExpertsOptions.
+OPTIONS = "moebius_options"
+
+
+@dataclass(frozen=True)
+class ExpertsOptions:
+    """How experts run; the fields of `moe_torch.MoESpec` of the same names. batch_invariant: that of the tuning."""
+
+    recompute: bool = False
+    tuning: Tuning | None = None
+    allow_tf32: bool = False
+    batch_invariant: bool = False
+    main_grad: bool = False
+
+    def __post_init__(self) -> None:
+        require_flags(self, "recompute", "allow_tf32", "batch_invariant", "main_grad")
+        require_kind("tuning", self.tuning, Tuning, optional=True)
+        if self.batch_invariant:
+            object.__setattr__(self, "tuning", replace(self.tuning or Tuning(), batch_invariant=True))
+
+
+_DEFAULTS = ExpertsOptions()
+
+
+def register() -> None:
+    """Make `experts_implementation="moebius"` known to transformers, in this process. Calling it again changes nothing.
+
+    transformers accepts the name for every model, also for one whose experts never look at it: `use` raises there.
+    Experts that cannot run on Moebius raise Unsupported, with the reason, when they are called.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def has_interface(module: torch.nn.Module) -> bool:
+    """Whether transformers dispatches the module's forward by its config's experts_implementation."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def align_weights(model: torch.nn.Module) -> int:
+    """Copy every expert weight that starts at no multiple of 16 bytes to memory that does; how many there were.
+
+    transformers leaves stacked weights in the mapped file on a CPU, at addresses that kernels do not take. The first
+    eager forward copies them, one after the other, and so does `use`. Call this before a first forward that is
+    compiled. The parameters stay the same objects.
+    """
+    return sum(_align(module) for module in model.modules() if has_interface(module))
+
+
+def _align(experts: torch.nn.Module) -> int:
+    weights = [weight for weight in experts.parameters(recurse=False) if weight.data_ptr() % ALIGNMENT]
+    for weight in weights:
+        weight.data = weight.data.clone()
+    return len(weights)
+
+
+def experts_forward(
+    experts: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The forward of an experts module of transformers: output `[T, D]` in the dtype of hidden_states.
+
+    experts: a class decorated with transformers' `use_experts_implementation`, whose flags say how its weights lie.
+    hidden_states `[T, D]`, cast to the weights' dtype where it has another; top_k_index `[T, K]` integers, one outside
+    [0, E) is no expert (transformers' mark of another process's experts); top_k_weights `[T, K]`.
+
+    Under `torch.autocast` hidden_states and the weights are cast to autocast's dtype, and the output has it, as
+    `torch.nn.Linear` does; gradients arrive in the weights' own dtype. fp8 weights (`FP8Experts`) run in fp8, with
+    hidden states quantised as the model says, or as they are where these need a gradient.
+
+    Experts whose results are normalised one by one (`has_post_expert_norm`) run as several operators around the norm,
+    and the traces of `moe_torch.trace` do not see them. Raises Unsupported for experts with weights in another format,
+    or activated in a way Moebius does not have.
+    """
+    module: Any = experts
+    options: ExpertsOptions = getattr(module, OPTIONS, _DEFAULTS)
+    if not torch.compiler.is_compiling() and hidden_states.device.type == "cpu":
+        _align(module)
+    dtype = _compute_dtype(module, hidden_states)
+    spec = _spec(module, options)
+    if _is_fp8(module):
+        needs_gradient = torch.is_grad_enabled() and hidden_states.requires_grad
+        weights, activations = fp8_weights(module)
+        spec = replace(spec, activations=None if needs_gradient else activations)
+    else:
+        weights = _weights(module, dtype)
+    x = hidden_states.to(dtype).contiguous()
+    routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
+    run = _around_norm if getattr(module, "has_post_expert_norm", False) else _whole
+    output = run(module, x, weights, routing, spec)
+    return output if torch.is_autocast_enabled(x.device.type) else output.to(hidden_states.dtype)
+
+
+def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULTS) -> str | None:
+    """Why the forward would raise Unsupported for these experts; None where it runs."""
+    try:
+        _spec(experts, options)
+        if _is_fp8(experts):
+            fp8_weights(experts)
+        else:
+            _require_plain(experts)
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+def _is_fp8(experts: Any) -> bool:
+    return hasattr(experts, "down_proj_scale_inv")
+
+
+def _first(experts: Any) -> torch.Tensor:
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj
+
+
+def _require_plain(experts: Any) -> None:
+    weight = _first(experts)
+    if weight.dtype not in DTYPE_NAMES or DTYPE_NAMES[weight.dtype] not in MATMUL_DTYPES:
+        raise unsupported(experts, f"has weights of {weight.dtype}, not of {', '.join(MATMUL_DTYPES)} (quantised)")
+
+
+def _compute_dtype(experts: Any, hidden_states: torch.Tensor) -> torch.dtype:
+    """The dtype of x and of plain weights in the products."""
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if _is_fp8(experts):
+        return hidden_states.dtype
+    return _first(experts).dtype
+
+
+def _spec(experts: Any, options: ExpertsOptions) -> MoESpec:
+    if getattr(experts, "has_post_expert_norm", False) and (options.recompute or options.main_grad):
+        raise unsupported(experts, "normalises what each expert returns, and has no recompute or main_grad")
+    return MoESpec(
+        activation_of(experts),
+        weight_layout="in_out" if experts.is_transposed else "out_in",
+        recompute=options.recompute,
+        tuning=options.tuning,
+        allow_tf32=options.allow_tf32,
+        main_grad=options.main_grad,
+    )
+
+
+def _weights(experts: Any, dtype: torch.dtype) -> ExpertWeights:
+    _require_plain(experts)
+    biases: dict[str, torch.Tensor] = {}
+    if experts.has_bias:
+        first = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
+        biases = {"gate_up_bias": first.to(dtype), "down_bias": experts.down_proj_bias.to(dtype)}
+    return ExpertWeights(_first(experts).to(dtype), experts.down_proj.to(dtype), **biases)
+
+
+def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
+    return ops.moe(x, weights, routing, spec).output
+
+
+def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
+    """Experts with a norm between the second product and the router weight: stage by stage, with the model's norm."""
+    layout = ops.make_layout(routing.ids, weights.down.shape[0])
+    into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
+    first = MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias)
+    hidden = ops.activation(ops.matmul_ogs(first, layout, into), spec.activation)
+    second = MatmulOperands(hidden, weights.down, bias=weights.down_bias)
+    out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
+    slots = ops.matmul_ogs(second, layout, out)
+    weighted = experts.post_expert_norm(slots).float() * routing.weights.reshape(-1, 1)
+    return ops.reduce(weighted, layout, out_dtype=x.dtype)

@@ -1,0 +1,112 @@
+"""Put a model's experts on Moebius, or say why not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs.tuning import Tuning
+from moe_torch.bridge.options import require_instance
+from moe_torch.transformers.activations import NAME
+from moe_torch.transformers.experts import (
+    OPTIONS,
+    ExpertsOptions,
+    align_weights,
+    has_interface,
+    register,
+    why_unsupported,
+)
+from moe_torch.transformers.mxfp4 import Mxfp4Experts
+
+#: Classes that compute routed experts, if nothing in them goes through the experts interface.
+_EXPERTS = re.compile(r"(?<!Shared)(Experts|MoE|Moe)$")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `use` put on Moebius.
+
+    modules: the paths of the experts modules. copied: how many weights now lie in aligned memory of their own. options:
+    those that the experts run with.
+    """
+
+    modules: tuple[str, ...]
+    copied: int
+    options: ExpertsOptions
+
+    def __str__(self) -> str:
+        return f"{len(self.modules)} experts modules run on Moebius ({self.copied} weights copied to aligned memory)"
+
+
+def use(
+    model: torch.nn.Module,
+    *,
+    recompute: bool = False,
+    tuning: Tuning | None = None,
+    allow_tf32: bool = False,
+    batch_invariant: bool = False,
+    main_grad: bool = False,
+) -> Report:
+    """Run every experts module of a Hugging Face model on Moebius from now on.
+
+    model: of transformers, or a module around one. The other arguments are those of `moe_torch.MoESpec`, and
+    batch_invariant that of its tuning; calling `use` again replaces them. gpt-oss as transformers loads it in mxfp4
+    gets experts modules of ours in the place of its own, with the same bytes.
+
+    Raises Unsupported, and changes nothing, where any routed experts of the model would not run: it names each kind of
+    module, the first path it is at, and the reason. Raises InvalidInput for a model without experts.
+    """
+    require_instance("model", model, torch.nn.Module)
+    options = ExpertsOptions(recompute, tuning, allow_tf32, batch_invariant, main_grad)
+    modules = dict(model.named_modules())
+    swapped = {path: module for path, module in modules.items() if isinstance(module, Mxfp4Experts)}
+    packed = {path: module for path, module in modules.items() if isinstance(module, Mxfp4GptOssExperts)}
+    ours = {path: module for path, module in modules.items() if has_interface(module)}
+    reasons: dict[type, str] = {}
+    for path, module in modules.items():
+        if module in packed.values():
+            continue
+        reason = why_unsupported(module, options) if path in ours else _why_outside(module)
+        if reason is not None:
+            reasons.setdefault(type(module), f"{path} ({type(module).__name__}): {reason}")
+    frozen = packed | swapped
+    if frozen and (recompute or main_grad):
+        path = next(iter(frozen))
+        reasons[Mxfp4GptOssExperts] = f"{path}: experts in mxfp4 are frozen; leave recompute and main_grad out"
+    if reasons:
+        kinds = "; ".join(reasons.values())
+        raise Unsupported(f"the experts of {type(model).__name__} must all run on Moebius, got {kinds}")
+    if not ours and not frozen:
+        raise InvalidInput(f"model must have experts, got a {type(model).__name__} with none; leave it as it is")
+    ours |= swapped
+    for path, module in packed.items():
+        ours[path] = Mxfp4Experts(module)
+        model.set_submodule(path, ours[path])
+    register()
+    set_implementation: Any = getattr(model, "set_experts_implementation", None)
+    if set_implementation is not None:
+        set_implementation(NAME)
+    for module in ours.values():
+        setattr(module, OPTIONS, options)
+        config: Any = getattr(module, "config", None)
+        if config is not None and config._experts_implementation != NAME:
+            config._experts_implementation = NAME
+    order = tuple(path for path in modules if path in ours)
+    return Report(order, align_weights(model), options)
+
+
+def _why_outside(module: torch.nn.Module) -> str | None:
+    """Why experts without the interface do not run; None for every other module."""
+    if not _EXPERTS.search(type(module).__name__) or isinstance(module, Mxfp4Experts):
+        return None
+    if any(has_interface(part) or isinstance(part, (Mxfp4GptOssExperts, Mxfp4Experts)) for part in module.modules()):
+        return None
+    return (
+        "transformers computes it outside of its experts interface and ignores experts_implementation; keep "
+        "transformers' own experts, or replace the block by moe_torch.MoE.from_block where the family has a preset"
+    )

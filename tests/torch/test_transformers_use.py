@@ -1,0 +1,131 @@
+"""`moe_torch.transformers.use`: what it counts, refuses and applies; autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import moe_torch.transformers
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs.tuning import Tuning
+from moe_torch import ops
+from tests.support.torch import on_engines, require_equal, running_on
+from tools.sweep import models
+
+_OUTSIDE = ("llama4", "longcat_flash", "step3p7", "jetmoe", "doge", "dbrx", "switch_transformers")
+
+
+def build(family: str, device: Any = "cpu") -> Any:
+    if family not in models.families():
+        pytest.skip(f"this transformers has no {family}")
+    return models.build(family).to(device)
+
+
+def tokens(device: Any = "cpu") -> Any:
+    return (torch.arange(24, device=device).reshape(2, 12) * 5 + 1) % 32
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "inkling", "qwen3_vl_moe"])
+def test_every_experts_module_is_counted_and_set(family: str) -> None:
+    model = build(family)
+    report = moe_torch.transformers.use(torch.nn.Sequential(model))
+    wanted = [f"0.{path}" for path, module in model.named_modules() if hasattr(module, "is_transposed")]
+    assert wanted
+    assert list(report.modules) == wanted
+    assert str(report).startswith(f"{len(wanted)} experts modules")
+    assert all(model.get_submodule(path[2:]).config._experts_implementation == "moebius" for path in wanted)
+
+
+@pytest.mark.parametrize("family", _OUTSIDE)
+def test_experts_outside_the_interface_are_refused_at_once(family: str) -> None:
+    with pytest.raises(Unsupported, match=r"got \w+\.[\w.]+ \(\w+\): transformers computes it outside"):
+        moe_torch.transformers.use(build(family))
+
+
+def test_unsupported_experts_are_named_and_nothing_changes() -> None:
+    model = build("mixtral")
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
+    with pytest.raises(Unsupported, match=r"model.layers.1.mlp.experts \(MixtralExperts\): .*activates by Tanh"):
+        moe_torch.transformers.use(model)
+    assert model.config._experts_implementation != "moebius"
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(InvalidInput, match="model must have experts, got a Linear"):
+        moe_torch.transformers.use(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidInput, match="model must be a Module, got str"):
+        moe_torch.transformers.use("mixtral")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="recompute must be"):
+        moe_torch.transformers.use(build("mixtral"), recompute=1)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="no recompute or main_grad"):
+        moe_torch.transformers.use(build("muse_spark"), recompute=True)
+
+
+def test_options_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    own = ops.moe
+
+    def spied(x: Any, weights: Any, routing: Any, spec: Any) -> Any:
+        seen.append(spec)
+        return own(x, weights, routing, spec)
+
+    monkeypatch.setattr(ops, "moe", spied)
+    with running_on("reference"):
+        model = build("mixtral").requires_grad_(False)
+        plain = model(tokens()).logits
+        for name, value in {"recompute": True, "allow_tf32": True, "tuning": Tuning(batch_invariant=True)}.items():
+            moe_torch.transformers.use(model, **{name: value})
+            seen.clear()
+            torch.testing.assert_close(model(tokens()).logits, plain, rtol=1e-4, atol=1e-4)
+            assert [getattr(spec, name) for spec in seen] == [value] * 2
+        moe_torch.transformers.use(model, batch_invariant=True)
+        whole = model.model.layers[0].mlp.experts
+        seen.clear()
+        compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True)
+        require_equal(compiled(tokens()), model(tokens(), use_cache=False).logits, "compiled with options")
+        assert whole.moebius_options.tuning.batch_invariant
+        assert all(spec.batch_invariant for spec in seen)
+
+
+def test_main_grad_is_added_to() -> None:
+    with running_on("reference"):
+        model, other = build("mixtral"), build("mixtral")
+        moe_torch.transformers.use(other)
+        other(tokens()).logits.square().mean().backward()
+        moe_torch.transformers.use(model, main_grad=True)
+        weights = [module.gate_up_proj for module in model.modules() if hasattr(module, "is_transposed")]
+        weights += [module.down_proj for module in model.modules() if hasattr(module, "is_transposed")]
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        model(tokens()).logits.square().mean().backward()
+        assert all(weight.grad is None for weight in weights)
+        wanted = other.model.layers[0].mlp.experts.gate_up_proj.grad
+        torch.testing.assert_close(model.model.layers[0].mlp.experts.gate_up_proj.main_grad, wanted)
+
+
+@on_engines
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_autocast_computes_in_its_dtype(family: str, engine: str) -> None:
+    """As with weights of that dtype, and gradients arrive in the parameters' own."""
+    with running_on(engine) as device:
+        experts = next(module for module in build(family, device).modules() if hasattr(module, "is_transposed"))
+        experts.config._experts_implementation = "moebius"
+        moe_torch.transformers.register()
+        torch.manual_seed(0)
+        x = torch.randn(6, models.D, device=device)
+        ids = torch.stack([torch.randperm(models.E)[: models.K] for _ in range(6)]).to(device)
+        weights = torch.rand(6, models.K, device=device)
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            actual = experts(x, ids, weights)
+            from_half = experts(x.bfloat16(), ids, weights)
+        assert actual.dtype == torch.bfloat16
+        actual.float().square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        require_equal(from_half.detach(), actual.detach(), "x in either dtype")
+        with torch.no_grad():
+            require_equal(actual.detach(), experts.bfloat16()(x.bfloat16(), ids, weights), "autocast")
