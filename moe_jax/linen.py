@@ -42,6 +42,7 @@ import jax.numpy as jnp
 
 from moe_core.base.dtypes import canonical
 from moe_core.errors import Unsupported
+from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
@@ -127,6 +128,14 @@ class MoE(nn.Module):
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
         spec = self.spec
+        rule = layers.current_rule()
+        if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
+            raise Unsupported(
+                "Qwix cannot quantise the experts of a Linen MoE in a call, as quantised ones are another collection; "
+                "build the model with experts=ExpertsSpec(scheme=moe_jax.layers.scheme_of_rule(rule)) and quantise the "
+                "weights with `layer, variables = layer.quantize_experts(variables, scheme)`, or give the rule a "
+                "module_path that leaves this layer out"
+            )
         prepacked = layers.is_prepacked(self.variables.get(QUANTIZED, {}))
         places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
@@ -166,6 +175,13 @@ class MoE(nn.Module):
         """Variables (unboxed) that hold the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         return self._variables(jax.tree.map(jnp.array, arrays))
+
+    @nn.nowrap
+    def quantize_experts(self, variables: Any, scheme: Scheme) -> tuple[MoE, dict[str, Any]]:
+        """(the layer with quantised experts, its variables, unboxed); see `moe_jax.layers.quantize_experts`."""
+        arrays, spec = layers.quantize_experts(self._parameters(variables), self.spec, scheme, self.num_layers)
+        layer = self.clone(experts=spec.experts)
+        return layer, layer._variables(arrays)
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
@@ -189,6 +190,10 @@ class MoE(nnx.Module):
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
+        rule = layers.current_rule()
+        scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
+        if scheme is not None:
+            self.quantize_experts(scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
         return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
 
@@ -245,6 +250,19 @@ class MoE(nnx.Module):
         of each layer."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
+    def quantize_experts(self, scheme: Scheme) -> None:
+        """Quantise the experts in place, for good: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s of `scheme.weights`.
+
+        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to the layers of its copy of a model that a
+        rule names; see `moe_jax.layers.quantize_experts` and `scheme_of_rule`.
+        """
+        parameters, spec = layers.quantize_experts(self.parameters(), self.spec, scheme, self.num_layers)
+        for leaf in self._leaves():
+            if leaf.parameter.name.startswith("experts.") and leaf.parameter.role == "weight":
+                setattr(self, leaf.path[0], ParameterGroup())
+        self.spec = spec
+        self._hold(parameters, ())
+
     @property
     def is_prepacked(self) -> bool:
         """Whether the experts' matrices lie as `prepack_weights` puts them. InvalidInput for both layouts at once."""
@@ -254,15 +272,15 @@ class MoE(nnx.Module):
     def prepack_weights(self) -> None:
         """`moe_jax.layers.prepack_weights` in place, when the weights are loaded: `wi.values` becomes
         `wi.tiled_values`, scales and zero points likewise, in states and checkpoints too. Raises InvalidInput."""
-        self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers))
+        self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def restore_weights(self) -> None:
         """The inverse of `prepack_weights`, in place; a layer that is not prepacked stays as it is."""
-        self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers))
+        self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
-    def _hold(self, parameters: dict[str, Any]) -> None:
-        """Take over quantised matrices from parameters that may have other names for their arrays."""
-        before, after = self._leaves(), layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
+    def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
+        """Take over quantised matrices from parameters that may have other names for their arrays than those before."""
+        after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])
         for leaf in filter(lambda leaf: leaf.is_quantized, after):

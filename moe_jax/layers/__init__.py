@@ -38,11 +38,13 @@ from moe_jax.layers.parameters import (
     leaves,
     nested,
 )
-from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, restore_weights
+from moe_jax.layers.qwix import current_rule, scheme_of_rule
+from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, quantize_experts, restore_weights
 
 __all__ = [
-    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "explain",
+    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "current_rule", "explain",
     "export_weights", "find", "forward", "initialize", "is_prepacked", "leaves", "load_weights", "nested",
-    "prepack_weights", "require_rules", "restore_weights", "router_losses", "warmup",
+    "prepack_weights", "quantize_experts", "require_rules", "restore_weights", "router_losses", "scheme_of_rule",
+    "warmup",
 ]  # fmt: skip
 __all__ += description.__all__

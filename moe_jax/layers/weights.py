@@ -10,11 +10,11 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
-from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.formats import QuantizedSpec, QuantizedTensor, Scheme
 from moe_core.layers import FREE_FIELDS, MAXTEXT, LayerWeights, MoELayerSpec, placements, tiled_specs
 from moe_core.specs.operands import named_arrays
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, leaves, nested
-from moe_jax.quantize import tile, untile
+from moe_jax.quantize import quantize, tile, untile
 
 
 def load_weights(
@@ -163,6 +163,28 @@ def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int 
 def restore_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
     """The inverse of `prepack_weights`; parameters that are not prepacked stay as they are. Raises InvalidInput."""
     return _changed(parameters, spec, num_layers, True, lambda _, tensor: untile(tensor))
+
+
+def quantize_experts(
+    parameters: Parameters, spec: MoELayerSpec, scheme: Scheme, num_layers: int | None = None
+) -> tuple[dict[str, Any], MoELayerSpec]:
+    """(parameters, spec) of the same layer, or stack of num_layers, with its experts quantised to a scheme.
+
+    The matrices of experts become arrays of `scheme.weights`, where they were (`moe_jax.quantize`: eagerly, computed on
+    the host); everything else stays. Raises InvalidInput for experts that are quantised already and for sizes that the
+    format cannot have, Unsupported inside jit.
+    """
+    if spec.experts.scheme is not None:
+        raise InvalidInput(f"experts must be plain to be quantised, got {spec.experts.scheme}; quantise them once")
+    quantized = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, scheme=scheme))
+    layout, arrays = spec.storage(MAXTEXT).weight_layout, {}
+    for leaf in leaves(spec, num_layers):
+        name, array = leaf.parameter.name, find(parameters, leaf.path)
+        if name.startswith("experts.") and leaf.parameter.role == "weight":
+            arrays |= dict(named_arrays(quantize(array, scheme.weights, layout=layout), f"{name}."))
+        else:
+            arrays[name] = array
+    return nested((leaf.path, arrays[leaf.parameter.name]) for leaf in leaves(quantized, num_layers)), quantized
 
 
 def matrix_specs(spec: MoELayerSpec, is_tiled: bool) -> dict[str, QuantizedSpec]:

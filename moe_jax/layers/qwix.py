@@ -1,0 +1,111 @@
+"""Qwix's rules for a layer: which scheme of ours quantises experts as a rule asks. Qwix need not be installed.
+
+Qwix quantises the operands of JAX's own products, and so never sees the experts' matrices. Instead a layer asks for the
+rule of the product `gmm` that holds where it is called, as other custom kernels do, and follows or refuses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, Scheme, format_named, format_names, scheme_named
+from moe_core.formats.format import known_scheme
+
+#: Of types without a tile size, and of those whose tile size is fixed.
+_FORMATS = {
+    ("int8", None): "int8_row",
+    ("int4", None): "int4_row",
+    ("float8_e4m3fn", None): "fp8_channel",
+    ("mxfp8", 32): "mxfp8",
+    ("mxfp4", 32): "mxfp4",
+}
+#: (format of weights, type of activations): the schemes that quantise both.
+_BOTH = {
+    ("int8_row", "int8"): "int8_w8a8",
+    ("fp8_channel", "float8_e4m3fn"): "fp8_channel",
+    ("mxfp8", "mxfp8"): "mxfp8",
+    ("mxfp4", "mxfp8"): "mxfp4_w4a8",
+    ("mxfp4", "mxfp4"): "mxfp4_w4a4",
+}
+_LEAVE_OUT = "give the rule a module_path that leaves this layer out"
+
+
+def current_rule() -> Any:
+    """The rule of Qwix that holds for the experts of the layer being called, None without one. To be asked from a
+    method of the layer: Qwix finds the module in the frames of Python."""
+    if "qwix" not in sys.modules:
+        return None
+    from qwix.pallas import get_current_rule
+
+    return get_current_rule("gmm")
+
+
+def scheme_of_rule(rule: Any) -> Scheme | None:
+    """The scheme that quantises experts as a `qwix.QuantizationRule` asks, None for one that quantises no weights.
+
+    Weights alone: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
+    points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8 with
+    int8, float8_e4m3fn with itself, mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Scales and codes follow our formats.
+
+    Raises InvalidInput for what is no such rule, and Unsupported for other types and calibrations, and for the rules of
+    quantised training and LoRA.
+    """
+    import qwix
+
+    if not isinstance(rule, qwix.QuantizationRule):
+        raise InvalidInput(f"rule must be a qwix.QuantizationRule, got {type(rule).__name__}; pass one rule")
+    if isinstance(rule, qwix.LoraRule):
+        raise Unsupported(
+            f"Qwix cannot put LoRA on the experts of a MoE layer; {_LEAVE_OUT}, and see examples/lora_jax.py for LoRA "
+            "on both products of every expert"
+        )
+    if isinstance(rule, qwix.QtRule):
+        raise Unsupported(
+            "Qwix's quantised training cannot reach the experts of a MoE layer, which have no gradient when quantised; "
+            f"{_LEAVE_OUT}, and quantise after training with qwix.PtqProvider"
+        )
+    weights = _type(rule.weight_qtype)
+    if weights is None:
+        return None
+    activations, method, tile = _type(rule.act_qtype), rule.weight_calibration_method, rule.tile_size
+    if rule.act_static_scale or rule.act_calibration_method not in (None, "absmax"):
+        raise Unsupported(
+            "act_static_scale and act_calibration_method of a rule must be left out for the experts of a MoE layer, "
+            f"whose rows get scales of their own (absmax), got {rule.act_static_scale} and "
+            f"{rule.act_calibration_method!r}; leave them out, or {_LEAVE_OUT}"
+        )
+    format = _format(weights, tile, method)
+    if format is None:
+        raise Unsupported(
+            "experts must be quantised to int8, int4 (tile_size None, 32, 64, 128; absmax or minmax), float8_e4m3fn, "
+            f"mxfp8 or mxfp4, got {weights} with tile_size={tile!r} and {method!r}; choose one of these, or "
+            f"{_LEAVE_OUT}"
+        )
+    if activations is None:
+        return known_scheme(format, None) or Scheme(f"{format.name}_weights", format)
+    if (format.name, activations) not in _BOTH:
+        possible = ", ".join(f"{ours} with {theirs}" for ours, theirs in _BOTH)
+        raise Unsupported(
+            f"weights and activations of experts must be {possible}, got {format.name} with {activations}; choose one "
+            f"of these, leave act_qtype out, or {_LEAVE_OUT}"
+        )
+    return scheme_named(_BOTH[format.name, activations])
+
+
+def _type(qtype: Any) -> str | None:
+    return qtype if qtype is None or isinstance(qtype, str) else jnp.dtype(qtype).name
+
+
+def _format(weights: str, tile: Any, method: str) -> Format | None:
+    name = _FORMATS.get((weights, tile))
+    if name is None and weights in ("int8", "int4"):
+        name = f"{weights}_g{tile}"
+    if method == "minmax" and weights in ("int8", "int4"):
+        name = f"{name}_zp"
+    elif method != "absmax":
+        return None
+    return format_named(name) if name in format_names() else None
