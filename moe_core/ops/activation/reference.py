@@ -29,7 +29,12 @@ _NORMAL_DENSITY = np.float32(1 / math.sqrt(2 * math.pi))
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x)) elementwise, without overflow: exp(min(x, 0)) / (1 + exp(-|x|)); NaN stays NaN."""
     with np.errstate(all="ignore"):
-        return np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))
+        share, total = np.minimum(x, 0), -np.abs(x)
+        np.exp(share, out=share)
+        np.exp(total, out=total)
+        total += 1
+        share /= total
+        return share
 
 
 @functools.cache
@@ -258,6 +263,7 @@ def expert_activation_backward(
             d_pre[own_rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
             weighted[own_rows] = round_to(weight * hidden, pre.dtype)
 
-    spread(back, row_blocks(len(rows)), 3 * elements(len(rows), pre.shape[1]))
+    width = pre.shape[1]
+    spread(back, row_blocks(len(rows), width), 3 * elements(len(rows), width))
     found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
     return tuple(found[name] for name in outputs)

@@ -37,7 +37,7 @@ def reduce(
                 total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])
         out[block] = round_to(total, out.dtype)
 
-    spread(add, row_blocks(len(rows)), elements(*rows.shape, y.shape[1]))
+    spread(add, row_blocks(len(rows), 4 * y.shape[1]), elements(*rows.shape, y.shape[1]))
     return out
 
 

@@ -147,7 +147,7 @@ def _matmul(
 
     with np.errstate(all="ignore"):
         spread(multiply, rows.blocks(), products(rows.count, x.shape[1], len(sides) * width))
-        spread(finish, row_blocks(rows.count), elements(rows.count, len(sides) * width))
+        spread(finish, row_blocks(*before.shape), elements(*before.shape))
     return y
 
 
