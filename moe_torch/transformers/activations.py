@@ -59,7 +59,7 @@ _GATES: dict[str, tuple[str, Callable[[Any], Activation]]] = {
 
 def _of_fp8(experts: Any) -> Activation:
     """transformers' fp8 experts gate as their settings say, whatever the model."""
-    if experts.gate_softcap is not None:
+    if getattr(experts, "gate_softcap", None) is not None:
         return Activation("softcapped_silu", alpha=experts.gate_softcap, limit=experts.up_softcap)
     if experts.swiglu_alpha is not None:
         return Activation("swiglu_oai", alpha=experts.swiglu_alpha, limit=experts.swiglu_limit)

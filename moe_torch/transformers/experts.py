@@ -10,7 +10,7 @@ import torch
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.checks import require_flags, require_kind
 from moe_core.base.dtypes import MATMUL_DTYPES
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs import MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_core.specs.tuning import Tuning
@@ -112,7 +112,7 @@ def experts_forward(
         weights, activations = fp8_weights(module)
         spec = replace(spec, activations=None if needs_gradient else activations)
     else:
-        weights = _weights(module, dtype)
+        weights = _weights(module, dtype, options.main_grad)
     x = hidden_states.to(dtype).contiguous()
     routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
     run = _around_norm if getattr(module, "has_post_expert_norm", False) else _whole
@@ -170,8 +170,13 @@ def _spec(experts: Any, options: ExpertsOptions) -> MoESpec:
     )
 
 
-def _weights(experts: Any, dtype: torch.dtype) -> ExpertWeights:
+def _weights(experts: Any, dtype: torch.dtype, main_grad: bool) -> ExpertWeights:
     _require_plain(experts)
+    if main_grad and dtype != _first(experts).dtype:
+        raise InvalidInput(
+            f"main_grad must be False where autocast casts the weights from {_first(experts).dtype} to {dtype}, got "
+            "True; turn autocast off, or leave main_grad out of use(model)"
+        )
     biases: dict[str, torch.Tensor] = {}
     if experts.has_bias:
         first = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias

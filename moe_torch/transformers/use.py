@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.integrations import mxfp4
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from moe_core.errors import InvalidInput, Unsupported
@@ -87,6 +88,7 @@ def use(
     for path, module in packed.items():
         ours[path] = Mxfp4Experts(module)
         model.set_submodule(path, ours[path])
+        _restore_forward(model.get_submodule(path.rpartition(".")[0]))
     register()
     set_implementation: Any = getattr(model, "set_experts_implementation", None)
     if set_implementation is not None:
@@ -98,6 +100,13 @@ def use(
             config._experts_implementation = NAME
     order = tuple(path for path in modules if path in ours)
     return Report(order, align_weights(model), options)
+
+
+def _restore_forward(block: torch.nn.Module) -> None:
+    """Before 5.23 transformers gives the block of mxfp4 experts another forward, which routes by kernels of its own."""
+    own = getattr(mxfp4, "mlp_forward", None)
+    if own is not None and getattr(block.__dict__.get("forward"), "__func__", None) is own:
+        del block.forward
 
 
 def _why_outside(module: torch.nn.Module) -> str | None:

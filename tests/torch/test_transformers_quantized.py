@@ -25,6 +25,7 @@ from moe_torch import ops
 from moe_torch.compat import triton_kernels
 from moe_torch.compat.triton_kernels import matmul_ogs, tensor
 from moe_torch.compat.triton_kernels.tensor_details import layout
+from moe_torch.transformers.fp8 import fp8_weights
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
 from tests.support.torch import running_on
 
@@ -146,8 +147,6 @@ def test_one_scale_per_matrix(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     experts.block_size = None
     experts.gate_up_proj_scale_inv = torch.nn.Parameter(torch.rand(E, 2, 1) * 1e-3)
     experts.down_proj_scale_inv = torch.nn.Parameter(torch.rand(E, 1, 1) * 1e-3)
-    from moe_torch.transformers.fp8 import fp8_weights
-
     weights, activations = fp8_weights(experts)
     assert str(activations) == "fp8_token"
     gate = experts.gate_up_proj.float() * experts.gate_up_proj_scale_inv.repeat_interleave(F, dim=1)
@@ -183,7 +182,7 @@ def mxfp4_checkpoint(folder: pathlib.Path) -> Any:
 def test_mxfp4_gpt_oss(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = "transformers.quantizers.quantizer_mxfp4"
     monkeypatch.setattr(f"{quantizer}.Mxfp4HfQuantizer.validate_environment", lambda self, **keywords: None)
-    monkeypatch.setattr(f"{quantizer}.get_current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(f"{quantizer}.get_current_accelerator", lambda: torch.device("cuda"), raising=False)
     hub = triton_kernels
     hub.matmul_ogs, hub.tensor = matmul_ogs, tensor  # type: ignore[attr-defined]
     assert layout.StridedLayout

@@ -101,6 +101,9 @@ def test_main_grad_is_added_to() -> None:
         weights += [module.down_proj for module in model.modules() if hasattr(module, "is_transposed")]
         for weight in weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        refused = pytest.raises(InvalidInput, match="main_grad must be False where autocast")
+        with torch.autocast("cpu", torch.bfloat16), refused:
+            model(tokens())
         model(tokens()).logits.square().mean().backward()
         assert all(weight.grad is None for weight in weights)
         wanted = other.model.layers[0].mlp.experts.gate_up_proj.grad
