@@ -68,11 +68,8 @@ def measure(family: str) -> Row:
 
 def experts_errors(family: str, model: Any) -> tuple[float, float]:
     """(of the outputs, of the gradients) with Moebius' experts against eager ones. Raises Unsupported."""
-    if not any(hasattr(module, "has_gate") and hasattr(module, "is_transposed") for module in model.modules()):
-        raise Unsupported("transformers runs its experts outside of the experts interface")
     wanted, wanted_gradients = _step(family, model)
-    moe_torch.transformers.register()
-    model.set_experts_implementation("moebius")
+    moe_torch.transformers.use(model)
     try:
         given, gradients = _step(family, model)
     finally:
@@ -83,7 +80,7 @@ def experts_errors(family: str, model: Any) -> tuple[float, float]:
         scale = max(float(gradient.abs().max()), _FLOOR * largest)
         errors.append(float((gradients[name] - gradient).abs().max()) / scale)
     found = float((given - wanted).abs().max() / wanted.abs().max()), max(errors)
-    assert 0 < max(found) < TOLERANCE, f"{family} with experts_implementation 'moebius' differs by {found}"
+    assert 0 < max(found) < TOLERANCE, f"{family} with our experts differs by {found}"
     return found
 
 
@@ -182,6 +179,6 @@ def _require_same(what: str, layer: MoE, block: Any) -> None:
 
 def _short(message: str) -> str:
     """A message without the advice behind its semicolon, folders, lists of names and what all refusals begin with."""
-    message = re.sub(r"^experts_implementation '\w+' cannot run (\w+), which", r"\1", message)
+    message = re.sub(r"^the experts of \w+ must all run on Moebius, got \S+ \((\w+)\):", r"\1:", message)
     message = re.sub(r"must be one of .*, got", "is", re.sub(r"/\S*/(?=[\w.]+)", "", message))
     return message.partition(";")[0]

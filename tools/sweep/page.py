@@ -51,7 +51,7 @@ def reasons(row: Row) -> list[tuple[str, ...]]:
             found.setdefault(reason.replace("|", "\\|"), []).append(part)
     instead = "transformers' own experts"
     if "experts" not in row.reasons:
-        instead = '`experts_implementation="moebius"`'
+        instead = "`moe_torch.transformers.use`"
     elif "block" not in row.reasons:
         instead = "`MoE.from_block`"
     return [(row.family, ", ".join(parts), reason, instead) for reason, parts in found.items()]
