@@ -107,6 +107,7 @@ def route(
     *,
     correction_bias: Array | None = None,
     token_mask: Array | None = None,
+    ids: Array | None = None,
 ) -> Routing:
     """Choose each token's experts and their weights from logits.
 
@@ -115,18 +116,22 @@ def route(
         spec: the rules of the choice.
         correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
         token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
+        ids: int32 `[T, K]`. The experts, where something else chose them (a table by token id, for example), distinct
+            within a token. Nothing is selected then: the weights are those of these experts, in this order, and the
+            gradient goes to their logits. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
 
     Raises:
-        InvalidInput: K > E, or groups that do not fit E.
+        InvalidInput: K > E, groups that do not fit E, or ids with a correction bias.
     """
     call = OpCall("route")
     require_type("spec", spec, RouterSpec)
     array = call.array("logits", logits)
     bias, mask = call.optional("correction_bias", correction_bias), call.optional("token_mask", token_mask)
-    return Routing(*run_stage(call, plan_routing, array, spec, correction_bias=bias, token_mask=mask))
+    options = {"correction_bias": bias, "token_mask": mask, "given": call.optional("given", ids)}
+    return Routing(*run_stage(call, plan_routing, array, spec, **options))
 
 
 def make_layout(

@@ -82,6 +82,7 @@ def route(
     *,
     correction_bias: torch.Tensor | None = None,
     token_mask: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> Routing:
     """Choose each token's experts and their weights from logits.
 
@@ -90,15 +91,18 @@ def route(
         spec: the rules of the choice.
         correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
         token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
+        ids: int32 `[T, K]`. The experts, where something else chose them (a table by token id, for example), distinct
+            within a token. Nothing is selected then: the weights are those of these experts, in this order, and the
+            gradient goes to their logits. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
 
     Raises:
-        InvalidInput: K > E, or groups that do not fit E.
+        InvalidInput: K > E, groups that do not fit E, or ids with a correction bias.
     """
     require_instance("spec", spec, RouterSpec)
-    return Routing(*call(operators.ROUTE, logits, correction_bias, token_mask, encode(spec)))
+    return Routing(*call(operators.ROUTE, logits, correction_bias, token_mask, ids, encode(spec)))
 
 
 def make_layout(

@@ -31,7 +31,7 @@ class Role(enum.Enum):
     CORRECTION_BIAS = "correction_bias"
     TOKEN_MASK = "token_mask row_mask"
     EXPERT_MAP = "expert_map"
-    IDS = "ids"
+    IDS = "ids given"
     GROUP_SIZES = "group_sizes tokens_per_expert d_tokens_per_expert"
     GROUP_START = "group_start"
     SLOT_OF_ROW = "slot_of_row"

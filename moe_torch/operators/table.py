@@ -89,7 +89,7 @@ def _routed(given: Any, top_k: int) -> Outputs:
 
 ROUTE = Operator(
     "route",
-    Signature(("logits", "correction_bias?", "token_mask?"), ("spec",)),
+    Signature(("logits", "correction_bias?", "token_mask?", "given?"), ("spec",)),
     plan_routing,
     lambda given: _routed(given.logits, given.spec.top_k),
     2,

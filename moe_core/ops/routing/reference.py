@@ -77,10 +77,23 @@ def shares_of(values: np.ndarray) -> np.ndarray:
     return np.where(total == 0, np.float32(0), values / total)
 
 
+def _selected(
+    logits: np.ndarray, scores: np.ndarray, correction_bias: np.ndarray | None, spec: RouterSpec
+) -> np.ndarray:
+    """ids int64 `[T, K]`, the best first."""
+    with np.errstate(all="ignore"):
+        ranked = logits if correction_bias is None else scores + correction_bias
+    keys = _topk_keys(ranked)
+    if spec.num_groups > 1:
+        keys = _mask_groups(ranked, keys, spec, correction_bias is not None)
+    return _best(keys, spec.require_top_k())
+
+
 def route(
     logits: np.ndarray,
     correction_bias: np.ndarray | None = None,
     token_mask: np.ndarray | None = None,
+    given: np.ndarray | None = None,
     *,
     spec: RouterSpec,
     with_bitmatrix: bool = False,
@@ -88,12 +101,12 @@ def route(
     """The results of `moe_core.ops.routing.topk.plan_routing`, whose rules are these: ids, weights (and bitmatrix)."""
     softmax_last = spec.order == "topk_then_softmax"
     scores = logits if softmax_last else scores_of(logits, spec.scoring)
-    with np.errstate(all="ignore"):
-        ranked = logits if correction_bias is None else scores + correction_bias
-    keys = _topk_keys(ranked)
-    if spec.num_groups > 1:
-        keys = _mask_groups(ranked, keys, spec, correction_bias is not None)
-    ids = _best(keys, spec.require_top_k())
+    if given is None:
+        ids = _selected(logits, scores, correction_bias, spec)
+    else:
+        valid = ((given >= 0) & (given < logits.shape[1])).all(axis=-1)
+        token_mask = valid if token_mask is None else valid & token_mask
+        ids = np.where(valid[:, None], given, 0).astype(np.int64)
     weights = np.take_along_axis(scores, ids, axis=-1)
     if softmax_last:
         weights, _ = _softmax_and_log_sum(weights)
@@ -101,7 +114,7 @@ def route(
         if spec.renormalize:
             weights = shares_of(weights)
         weights = weights * np.float32(spec.scale)
-    if spec.slot_order == "expert":
+    if spec.slot_order == "expert" and given is None:
         ascending = np.argsort(ids, axis=-1)
         ids, weights = (np.take_along_axis(array, ascending, axis=-1) for array in (ids, weights))
     if token_mask is not None:

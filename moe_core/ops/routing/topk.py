@@ -112,6 +112,7 @@ def plan_routing(
     *,
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
+    given: ArraySpec | None = None,
     with_bitmatrix: bool = False,
 ) -> LaunchPlan:
     """ids int32 `[T, K]` and weights fp32 `[T, K]` of logits fp32 `[T, E]`.
@@ -119,14 +120,23 @@ def plan_routing(
     correction_bias fp32 `[E]` moves the selection, never the weights. token_mask bool `[T]`: a masked token gets ids -1
     and weights 0. Without a bias experts are ordered by their logits (every scoring is monotone), with one by fp32
     score + bias (topk_then_softmax: logit + bias); -0.0 ties with 0.0, NaN ranks below every number, ties go to the
-    lower id. Inputs: logits, [correction_bias], [token_mask]; outputs: ids, weights, [bitmatrix uint32
-    `[T, ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
+    lower id. given int32 `[T, K]`: experts that are chosen already, distinct within a token, in their order; a token
+    with an id outside [0, E) is masked. Inputs: logits, [correction_bias], [token_mask], [given]; outputs: ids,
+    weights, [bitmatrix uint32 `[T, ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
     """
     _require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
     chosen = (num_tokens, spec.require_top_k())
+    if given is not None:
+        require_spec("ids", given, chosen, "int32")
+        if correction_bias is not None:
+            raise InvalidInput(
+                "correction_bias must be None with ids, which leave nothing to select, got both; remove one of the two"
+            )
     builder = PlanBuilder("routing", target)
-    present = builder.inputs({"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask})
+    present = builder.inputs(
+        {"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask, "given": given}
+    )
     kinds = {"ids": "int32", "weights": "float32"}
     outputs = [builder.output(name, ArraySpec(chosen, kind)) for name, kind in kinds.items()]
     if with_bitmatrix:
@@ -156,7 +166,8 @@ def _launch_route(
     builder: PlanBuilder, programs: int, block_tokens: int, constants: dict[str, Argument], num_warps: int
 ) -> None:
     """Add a launch of `topk.route`."""
-    names = (*_ROUTED, "ids", "weights", "bitmatrix", "block_counts")
+    names = ("logits", "correction_bias", "token_mask", "given", "expert_map", "ids", "weights")
+    names += ("bitmatrix", "block_counts")
     counts = passed(num_tokens=builder.spec("logits").shape[0], block_tokens=block_tokens)
     builder.launch(ROUTE, (programs,), builder.pointers(*names) | counts | constants | passed(PDL=None), num_warps)
 

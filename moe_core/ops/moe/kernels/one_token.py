@@ -62,7 +62,7 @@ def route_and_multiply(
         block, tile = tile_of_program(tl.program_id(0) - 1, num_blocks, TILES, GROUP_M)
         token = tl.arange(0, 1)
         chosen, _ = choose_experts(
-            logits, correction_bias, token_mask, token.to(tl.int64), token < 1, NUM_EXPERTS, TOP_K, SCORING,
+            logits, correction_bias, token_mask, None, token.to(tl.int64), token < 1, NUM_EXPERTS, TOP_K, SCORING,
             SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
         )  # fmt: skip
         expert = nth_expert(tl.reshape(chosen, (SLOTS,)), block)

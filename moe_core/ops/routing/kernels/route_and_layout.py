@@ -36,7 +36,7 @@ def route_tokens(
         tokens = first + tl.arange(0, BLOCK_T)
         inside = tokens < num_tokens
         chosen, values = choose_experts(
-            logits, correction_bias, token_mask, tokens.to(tl.int64), inside, NUM_EXPERTS, TOP_K, SCORING,
+            logits, correction_bias, token_mask, None, tokens.to(tl.int64), inside, NUM_EXPERTS, TOP_K, SCORING,
             SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
         )  # fmt: skip
         target = tokens[:, None] * TOP_K + slots

@@ -153,7 +153,7 @@ def load_rows(
 
 @triton.jit
 def choose_experts(
-    logits, correction_bias, token_mask, tokens, inside,
+    logits, correction_bias, token_mask, given, tokens, inside,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
@@ -164,6 +164,7 @@ def choose_experts(
     for k = 0..K-1: ids[k] = expert of the largest key, lower id first; its key is taken out
     weights = scores of the chosen, / their sum, * scale
 
+    given: None, or the ids `[T, K]` to weigh instead, in their order; a token with one outside [0, E) is masked.
     Columns are padded to GROUPS * MEMBERS, powers of two, SLOTS >= K is one too; ids past K, of masked tokens and of
     those not inside are -1. BY_EXPERT: both in the order of ids. Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids
     [1, 2] (a tie: lower id first; NaN last), weights [0.95, 0.95].
@@ -177,28 +178,35 @@ def choose_experts(
     if SCORING == "softmax" and not SOFTMAX_LAST:
         largest = tl.max(x, axis=1)
         total = row_sum(tl.where(real[None, :], exp_negative(x - largest[:, None]), 0.0))
-    if correction_bias is None:
-        keys = topk_keys(x)
+    routed = inside
+    if given is not None:
+        chosen = tl.load(given + tokens[:, None] * TOP_K + slots, mask=inside[:, None] & (slots < TOP_K), other=0)
+        valid = (chosen >= 0) & (chosen < NUM_EXPERTS)
+        routed = inside & (tl.min(valid.to(tl.int32), axis=1) != 0)
+        chosen = tl.where(routed[:, None] & (slots < TOP_K), chosen, -1)
     else:
-        if SOFTMAX_LAST:
-            scores = x
-        elif SCORING == "softmax":
-            scores = tl.div_rn(exp_negative(x - largest[:, None]), total[:, None])
+        if correction_bias is None:
+            keys = topk_keys(x)
         else:
-            scores = expert_scores(x, SCORING)
-        # Loaded as one row per token, so that it lies in the threads as the scores do.
-        biases = correction_bias + tl.zeros_like(tokens)
-        keys = topk_keys(scores + load_rows(biases, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS))
-    keys = tl.where(real[None, :], keys, MASKED_KEY)
-    if NUM_GROUPS > 1:
-        keys = keep_groups(keys, TOPK_GROUP, GROUPS, correction_bias is not None)
+            if SOFTMAX_LAST:
+                scores = x
+            elif SCORING == "softmax":
+                scores = tl.div_rn(exp_negative(x - largest[:, None]), total[:, None])
+            else:
+                scores = expert_scores(x, SCORING)
+            # Loaded as one row per token, so that it lies in the threads as the scores do.
+            biases = correction_bias + tl.zeros_like(tokens)
+            keys = topk_keys(scores + load_rows(biases, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS))
+        keys = tl.where(real[None, :], keys, MASKED_KEY)
+        if NUM_GROUPS > 1:
+            keys = keep_groups(keys, TOPK_GROUP, GROUPS, correction_bias is not None)
 
-    chosen = tl.full((tokens.shape[0], SLOTS), -1, tl.int32)
-    for k in range(TOP_K):
-        _, expert, keys = take_best(keys, experts)
-        chosen = tl.where(slots == k, expert[:, None], chosen)
+        chosen = tl.full((tokens.shape[0], SLOTS), -1, tl.int32)
+        for k in range(TOP_K):
+            _, expert, keys = take_best(keys, experts)
+            chosen = tl.where(slots == k, expert[:, None], chosen)
 
-    picked = tl.load(rows[:, None] + chosen, mask=inside[:, None] & (slots < TOP_K), other=float("-inf"))
+    picked = tl.load(rows[:, None] + chosen, mask=routed[:, None] & (slots < TOP_K), other=float("-inf"))
     if SOFTMAX_LAST:
         exponentials = tl.where(slots < TOP_K, exp_negative(picked - tl.max(picked, axis=1)[:, None]), 0.0)
         values = tl.div_rn(exponentials, row_sum(exponentials)[:, None])
@@ -211,7 +219,7 @@ def choose_experts(
         values = tl.where(divisor == 0.0, 0.0, tl.div_rn(values, divisor))
     values *= SCALE
 
-    if BY_EXPERT:
+    if BY_EXPERT and given is None:
         # Weights move as bits, since picking one by a sum would turn -0.0 into 0.0.
         bits = values.to(tl.int32, bitcast=True)
         unsorted, sorted_ids, sorted_bits = tl.where(slots < TOP_K, chosen, NO_EXPERT), chosen, bits
@@ -222,16 +230,18 @@ def choose_experts(
             sorted_bits = tl.where(slots == k, weight, sorted_bits)
             unsorted = tl.where(chosen == lowest, NO_EXPERT, unsorted)
         chosen, values = sorted_ids, sorted_bits.to(tl.float32, bitcast=True)
-    kept = inside
+    kept = routed
     if token_mask is not None:
-        kept = tl.load(token_mask + tokens, mask=inside, other=0) != 0
+        kept = tl.load(token_mask + tokens, mask=routed, other=0) != 0
+    if token_mask is not None or given is not None:
         values = tl.where(kept[:, None], values, 0.0)
     return tl.where(kept[:, None], chosen, -1), values
 
 
 @triton.jit
 def route(
-    logits, correction_bias, token_mask, expert_map, ids, weights, bitmatrix, block_counts, num_tokens, block_tokens,
+    logits, correction_bias, token_mask, given, expert_map, ids, weights, bitmatrix, block_counts, num_tokens,
+    block_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
@@ -252,7 +262,7 @@ def route(
         tokens = first + tl.arange(0, BLOCK_T)
         inside = tokens < last
         chosen, values = choose_experts(
-            logits, correction_bias, token_mask, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
+            logits, correction_bias, token_mask, given, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
             RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
         )  # fmt: skip
         target = tokens[:, None] * TOP_K + slots
