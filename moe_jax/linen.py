@@ -124,9 +124,12 @@ class MoE(nn.Module):
         *,
         token_mask: Array | None = None,
         layer_index: Array | int | None = None,
+        gate_inputs: Array | None = None,
+        expert_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
+        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`,
+        gate_inputs and expert_ids those of `moe_jax.layers.RoutedBy`."""
         spec = self.spec
         rule = layers.current_rule()
         if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
@@ -140,6 +143,7 @@ class MoE(nn.Module):
         places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
+        options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids)
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
         arrays = _declare(self, places, self.param_dtype, self.kernel_init, self.logical_axes)

@@ -187,14 +187,18 @@ class MoE(nnx.Module):
         *,
         token_mask: Array | None = None,
         layer_index: Array | int | None = None,
+        gate_inputs: Array | None = None,
+        expert_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`."""
+        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`,
+        gate_inputs and expert_ids those of `moe_jax.layers.RoutedBy`."""
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
         if scheme is not None:
             self.quantize_experts(scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
+        options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids)
         return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:

@@ -35,6 +35,22 @@ from moe_jax.warmup import make_ready
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 
+@dataclasses.dataclass(frozen=True)
+class RoutedBy:
+    """What a router goes by instead of x and its own choice.
+
+    gate_inputs: of the shape of x, which the router scores instead of x. expert_ids int32 `[..., K]`: the experts of
+    each token, distinct, instead of the router's choice, whose weights they still get (a token with an id outside
+    [0, E) is as one that is masked; a correction bias has no part in it).
+    """
+
+    gate_inputs: Any = None
+    expert_ids: Any = None
+
+
+_BY_X = RoutedBy()
+
+
 def forward(
     parameters: Parameters,
     x: Array,
@@ -43,6 +59,7 @@ def forward(
     dtype: Any = None,
     token_mask: Array | None = None,
     layer_index: Array | int | None = None,
+    routed_by: RoutedBy = _BY_X,
     return_aux: bool = False,
 ) -> Any:
     """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
@@ -53,11 +70,11 @@ def forward(
     where parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the
     compute dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack
     is refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place
-    on a CPU, raises. With a capacity limit the slots past it are dropped, and the op runs in stages. Raises
-    InvalidInput, Unsupported.
+    on a CPU, raises. With a capacity limit the slots past it are dropped. The op runs in stages then,
+    and where routed_by says what the router goes by. Raises InvalidInput, Unsupported.
     """
     operands, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
-    result, tokens_per_expert = _run(operands, spec)
+    result, tokens_per_expert = _run(operands, spec, _of_rows(routed_by, x, operands, spec))
     y = result.output.reshape(x.shape)
     if layer_exists is not None:
         y = jnp.where(layer_exists, y, jnp.nan)
@@ -280,20 +297,49 @@ def _one_layer(
     return arrays | cut, None, (given >= 0) & (given < num_layers) if is_traced else None
 
 
-def _run(given: MoEOperands, spec: MoELayerSpec) -> tuple[MoEOutput, jax.Array]:
+def _of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
+    """Checked, and flattened as x is; gate_inputs in the dtype of x."""
+    rows, ids = by.gate_inputs, by.expert_ids
+    if rows is not None:
+        rows = jnp.asarray(rows)
+        if rows.shape != x.shape or not jnp.issubdtype(rows.dtype, jnp.floating):
+            raise InvalidInput(
+                f"gate_inputs must be floating {x.shape} like x, got {rows.dtype} {rows.shape}; pass one row for each "
+                "of x"
+            )
+        rows = rows.reshape(given.x.shape).astype(given.x.dtype)
+    if ids is not None:
+        ids, shape = jnp.asarray(ids), (*x.shape[:-1], spec.top_k)
+        if ids.shape != shape or ids.dtype != jnp.int32:
+            raise InvalidInput(
+                f"expert_ids must be int32 {shape}, top_k for each token of x, got {ids.dtype} {ids.shape}; convert "
+                "them with .astype(jnp.int32) and give them that shape"
+            )
+        ids = ids.reshape(-1, spec.top_k)
+    return RoutedBy(rows, ids)
+
+
+def _run(given: MoEOperands, spec: MoELayerSpec, by: RoutedBy) -> tuple[MoEOutput, jax.Array]:
     """The composed op's result and the slots routed to each expert, `[E]`, before any capacity limit."""
     moe_spec, x, router, mask = spec.moe_spec(MAXTEXT), given.x, given.routing, given.token_mask
-    if spec.capacity_factor is None:
+    if spec.capacity_factor is None and by.gate_inputs is None and by.expert_ids is None:
         result = ops.moe(x, given.experts, router, moe_spec, token_mask=mask, shared=given.shared)
         return result, result.tokens_per_expert
+    scored = x if by.gate_inputs is None else by.gate_inputs
     # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
-    rows = x if mask is None else jnp.where(mask[:, None], x, 0)
+    rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
     logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
-    routing = ops.route(logits, spec.router, correction_bias=router.correction_bias, token_mask=mask)
+    bias = router.correction_bias if by.expert_ids is None else None
+    routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
     layout = ops.make_layout(routing.ids, spec.num_experts)
-    # A slot's place among its expert's; slots without a row have the id -1 and stay so.
-    rank = layout.row_of_slot.reshape(routing.ids.shape) - layout.group_start[routing.ids]
-    ids = jnp.where(rank < spec.capacity(x.shape[0]), routing.ids, -1)
+    ids, invalid_ids = routing.ids, layout.invalid_ids
+    if spec.capacity_factor is not None:
+        # A slot's place among its expert's; slots without a row have the id -1 and stay so.
+        rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
+        ids = jnp.where(rank < spec.capacity(x.shape[0]), ids, -1)
+    if by.expert_ids is not None:
+        outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
+        invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
     moe_spec = dataclasses.replace(moe_spec, router=None)
     result = ops.moe(x, given.experts, TopK(ids, routing.weights), moe_spec, shared=given.shared)
-    return result._replace(logits=logits), layout.group_sizes
+    return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes

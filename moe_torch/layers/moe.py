@@ -8,10 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
 from moe_core.base import dtypes
-from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec
 from moe_core.layers import (
@@ -39,7 +37,7 @@ from moe_torch.layers.parameters import (
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
-from moe_torch.layers.routing import run_stages
+from moe_torch.layers.routing import aligned, ids_of_tokens, like_x, mask_of_tokens, run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
@@ -57,16 +55,6 @@ def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
     # The values of a quantised matrix have its name among the arguments.
     name = ".".join((_PREFIXES[part], *path)).removesuffix(".values")
     return operator.names.index(name), part, *path
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it starts at an address that kernels do not take, as slices may.
-
-    Compiled programs, transforms and fake tensors have no address to ask for.
-    """
-    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or peek_interpreter_stack() is not None:
-        return tensor
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _require_dtype(dtype: torch.dtype | None) -> None:
@@ -231,28 +219,44 @@ class MoE(PrepackedExperts, PlannedLayer):
                 else:
                     tensor.fill_(parameter.fill)
 
-    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None, *, return_aux: bool = False) -> Any:
+    def forward(
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None = None,
+        *,
+        gate_inputs: torch.Tensor | None = None,
+        expert_ids: torch.Tensor | None = None,
+        return_aux: bool = False,
+    ) -> Any:
         """y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
 
         x: the dtype of the experts' weights, or where these are quantised of the shared experts' or else the router's.
         token_mask bool `[...]`: tokens that are False visit no routed expert (their rows are zero, or what shared
-        experts give) and are left out of every statistic. One operator runs unless the layer has a capacity limit.
+        experts give) and are left out of every statistic. gate_inputs, of the shape and dtype of x: what the router
+        scores instead of x. expert_ids int32 `[..., K]`: the experts of each token, distinct, instead of the router's
+        choice, whose weights they still get (a token with an id outside [0, E) is as one that is masked; a correction
+        bias has no part in it). One operator runs unless the layer has a capacity limit or one of these two is given.
         Under `torch.autocast`, x, experts and shared experts are cast to its dtype, which y has too, as in
         torch.nn.Linear; the router keeps its dtype and quantised matrices theirs.
         Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported for main_grad under autocast.
         """
-        staged, operator = self._runs_stages(), self._operator
+        routed_by = gate_inputs is not None or expert_ids is not None
+        staged, operator = routed_by or self._runs_stages(), self._operator
         arrays = self._arrays(self._parts() if staged else self._modules)
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
             x = self._autocast(x, arrays)
+            gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
         arrays[0] = self._rows(x, arrays[self._like_place])
         if token_mask is not None:
-            arrays[self._mask_place] = self._mask(x, token_mask)
+            arrays[self._mask_place] = mask_of_tokens(x, token_mask)
         if not staged and not return_aux:
             output = call_first(operator, *arrays, self._options)
             return output if x.dim() == 2 else output.view_as(x)
         if staged:
-            output, ids, chosen, logits, counts, invalid = run_stages(self, arrays[0], arrays[self._mask_place])
+            like, mask = arrays[self._like_place], arrays[self._mask_place]
+            scored = arrays[0] if gate_inputs is None else self._rows(like_x(gate_inputs, x), like)
+            given = None if expert_ids is None else ids_of_tokens(expert_ids, x, self.spec.top_k)
+            output, ids, chosen, logits, counts, invalid = run_stages(self, arrays[0], mask, scored, given)
         else:
             output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
         y = output if x.dim() == 2 else output.view_as(x)
@@ -291,18 +295,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             # Rows may lie apart (a slice of wider rows), but neither be strided inside nor overlap.
             apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model
             x = x if apart else x.contiguous()
-        return _aligned(x if x.dim() == 2 else x.view(-1, d_model))
-
-    @staticmethod
-    def _mask(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-        """token_mask as bool `[T]`."""
-        require_instance("token_mask", token_mask, torch.Tensor)
-        if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
-            raise InvalidInput(
-                f"token_mask must be bool {tuple(x.shape[:-1])}, one for each token of x, got {token_mask.dtype} "
-                f"{tuple(token_mask.shape)}; compare it with 0 and give it that shape"
-            )
-        return _aligned(token_mask.reshape(-1).contiguous())
+        return aligned(x if x.dim() == 2 else x.view(-1, d_model))
 
     def _runs_stages(self) -> bool:
         """Whether the operator's stages are called one by one: a limit lies between them, or a part has a call of its

@@ -6,27 +6,36 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
+from moe_core.base.arrays import ALIGNMENT
+from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
 from moe_torch import ops
+from moe_torch.bridge.options import require_instance
 from moe_torch.layers.parameters import has_own_call, own_part
 
 
-def run_stages(layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None) -> MoEOutput:
-    """One forward of a layer with a capacity limit, or whose parts have calls of their own: router, route, experts.
+def run_stages(
+    layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None, scored: torch.Tensor, given: torch.Tensor | None
+) -> MoEOutput:
+    """One forward of a layer with a capacity limit, with other rows or ids for its router, or whose parts have calls of
+    their own: router, route, experts.
 
-    x `[T, D]`, token_mask bool `[T]`. ids are -1 where a slot was dropped, tokens_per_expert counts the slots before.
+    x and scored, the router's rows, `[T, D]`; token_mask bool `[T]`; given int32 `[T, K]`: the ids, None = the
+    router's choice. ids are -1 where a slot was dropped, tokens_per_expert counts the slots before.
     Where neither the experts nor the shared experts have a call of their own, both are one operator.
     """
     spec = layer.spec
-    rows = x
+    rows = scored
     if token_mask is not None and torch.is_grad_enabled():
         # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
-        rows = x.masked_fill(~token_mask[:, None], 0)
+        rows = scored.masked_fill(~token_mask[:, None], 0)
     logits = layer.router(rows).float()
-    correction_bias = own_part(layer.router, "router").correction_bias if spec.correction_bias else None
-    ids, weights = ops.route(logits, layer.moe_spec.router, correction_bias=correction_bias, token_mask=token_mask)
+    bias = own_part(layer.router, "router").correction_bias if spec.correction_bias and given is None else None
+    options = {"correction_bias": bias, "token_mask": token_mask, "ids": given}
+    ids, weights = ops.route(logits, layer.moe_spec.router, **options)
     layout = ops.make_layout(ids, spec.num_experts)
     kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, spec)
     experts, shared = layer.experts, layer.shared_experts
@@ -38,7 +47,33 @@ def run_stages(layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None) -> 
         moe_spec = dataclasses.replace(layer.moe_spec, router=None)
         dense = None if shared is None else shared.operands()
         output = ops.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense).output
-    return MoEOutput(output, kept, weights, logits, layout.group_sizes, layout.invalid_ids)
+    invalid_ids = layout.invalid_ids
+    if given is not None:
+        invalid_ids = ((given < -1) | (given >= spec.num_experts)).sum().to(torch.int32).view(1)
+    return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
+
+
+def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """gate_inputs, checked: other rows of the same tokens."""
+    require_instance("gate_inputs", gate_inputs, torch.Tensor)
+    if gate_inputs.shape != x.shape or gate_inputs.dtype != x.dtype:
+        raise InvalidInput(
+            f"gate_inputs must be {x.dtype} {tuple(x.shape)} like x, got {gate_inputs.dtype} "
+            f"{tuple(gate_inputs.shape)}; pass one row for each of x"
+        )
+    return gate_inputs
+
+
+def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torch.Tensor:
+    """expert_ids as int32 `[T, K]`, checked."""
+    require_instance("expert_ids", expert_ids, torch.Tensor)
+    shape = (*x.shape[:-1], top_k)
+    if expert_ids.shape != shape or expert_ids.dtype != torch.int32:
+        raise InvalidInput(
+            f"expert_ids must be torch.int32 {shape}, top_k for each token of x, got {expert_ids.dtype} "
+            f"{tuple(expert_ids.shape)}; convert them with .int() and give them that shape"
+        )
+    return expert_ids.reshape(-1, top_k).contiguous()
 
 
 def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec) -> torch.Tensor:
@@ -55,3 +90,24 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec
     # -1 for every slot behind the first of its expert.
     place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
     return torch.where(place < capacity, flat, -1).view(ids.shape)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it starts at an address that kernels do not take, as slices may.
+
+    Compiled programs, transforms and fake tensors have no address to ask for.
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or peek_interpreter_stack() is not None:
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def mask_of_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+    """token_mask as bool `[T]`."""
+    require_instance("token_mask", token_mask, torch.Tensor)
+    if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
+        raise InvalidInput(
+            f"token_mask must be bool {tuple(x.shape[:-1])}, one for each token of x, got {token_mask.dtype} "
+            f"{tuple(token_mask.shape)}; compare it with 0 and give it that shape"
+        )
+    return aligned(token_mask.reshape(-1).contiguous())

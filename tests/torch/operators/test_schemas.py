@@ -113,7 +113,7 @@ moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weigh
 pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
-route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, str options) -> (Tensor, Tensor)
+route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor
 router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor[]
