@@ -35,9 +35,9 @@ class LogicalAxes:
     Each tuple follows the axes in MaxText's layout, whatever the layer stores: another storage takes them along. Biases
     of the router, the fused `wi`, quantised arrays and the gate of shared experts take theirs from the same fields.
 
-    Before MaxText 0.2 the names were `router=("embed", None), wi=("exp", "embed_no_exp", "mlp"),
-    wo=("exp", "mlp", "embed_no_exp")`. Its option `shard_exp_on_fsdp` is `wi=("embed_moe", None, "mlp_moe"),
-    wo=("embed_moe", "mlp_moe", None)`.
+    MaxText's blocks without shared experts have `router=("embed", None)`. Its older rule sets know the names
+    `router=("embed", None), wi=("exp", "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With its option
+    `shard_exp_on_fsdp` they are `wi=("embed_moe", None, "mlp_moe"), wo=("embed_moe", "mlp_moe", None)`.
 
     Fields:
         router: `[D, E]`.
@@ -94,10 +94,11 @@ def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
         others = sorted(_SYNONYMS[role] & split)
         if role == "d_model" or others:
             hint = f" ({', '.join(others)})" if others else ""
+            listed = ", ".join(sorted(known)) if len(known) <= 12 else f"{len(known)} other names"
             raise InvalidInput(
-                f"logical axis rules must map {name}, an axis of {'/'.join(leaf.path)}, got rules for "
-                f"{', '.join(sorted(known))}; add ({name!r}, None) to leave that axis whole, or give the layer the "
-                f"names of your rules{hint} with logical_axes=LogicalAxes(...)"
+                f"logical axis rules must map {name}, an axis of {'/'.join(leaf.path)}, got rules for {listed}; add "
+                f"({name!r}, None) to leave that axis whole, or give the layer the names of your rules{hint} with "
+                "logical_axes=LogicalAxes(...)"
             )
 
 
