@@ -362,8 +362,8 @@ class MoEAux(NamedTuple):
     load_balance_loss, z_loss: fp32 scalars, masked tokens left out. tokens_per_expert int32 `[E]`: slots routed to each
     expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the
     slot. weights fp32 `[T, K]`: of the router, 0 where masked. invalid_ids int32 `[1]`: ids outside [-1, E), always
-    zero where the layer's own router chose. logits fp32 `[T, E]`: differentiable, for losses of other formulas. T
-    counts the tokens of all leading axes.
+    zero where the layer's own router chose. logits fp32 `[T, E]`: differentiable, for losses of other formulas;
+    anything where masked. T counts the tokens of all leading axes.
     """
 
     load_balance_loss: Any
