@@ -14,7 +14,7 @@ def check_balance(logits: Any, ids: Any, token_mask: Any, scoring: str, scale: f
     require_choice("scoring", scoring, SCORINGS)
     finite_float("scale", scale)
     shape = tuple(logits.shape)
-    if len(shape) < 2 or "float32" not in str(logits.dtype):
+    if len(shape) < 2 or not str(logits.dtype).endswith(("float32", "float64")):
         raise InvalidInput(
             f"logits must be float32 [..., S, E], got {logits.dtype} {list(shape)}; pass MoEAux.logits, or those of "
             "each sequence: aux.logits.reshape(batch, sequence, num_experts)"

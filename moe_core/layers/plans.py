@@ -14,6 +14,7 @@ from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan.float64 import any_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.operands import MoEOperands, RoutingGradients, TopK
 from moe_core.specs.routing import LayoutSpec
@@ -21,6 +22,7 @@ from moe_core.specs.routing import LayoutSpec
 Plans = tuple[LaunchPlan, ...]
 
 
+@any_precision
 def layer_plans(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> tuple[Plans, Plans]:

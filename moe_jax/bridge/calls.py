@@ -23,6 +23,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward import plan_training
+from moe_core.plan.float64 import any_precision, require_one_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import LayoutSpec, MoESpec
 from moe_core.specs import operands as bundles
@@ -53,7 +54,7 @@ class Request:
     everywhere: bool = dataclasses.field(default_factory=lambda: placement.everywhere.value)
 
     def plan(self, target: Target) -> LaunchPlan:
-        return self.planner(*self.arguments, target, **dict(self.keywords))
+        return any_precision(self.planner)(*self.arguments, target, **dict(self.keywords))
 
 
 class OpCall:
@@ -190,6 +191,7 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
     when it is lowered for it.
     """
     by_name = dict(zip(request.names, arrays, strict=True))
+    require_one_precision((name, canonical(array.dtype)) for name, array in by_name.items())
     if not request.everywhere:
         by_name = placement.on_one_device(request.op, by_name)
     branches: dict[str, Callable[..., tuple[jax.Array, ...]]] = {}

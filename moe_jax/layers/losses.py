@@ -25,8 +25,8 @@ def router_losses(
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
     # Masked logits may be anything: they must reach neither the sums nor their derivatives.
     logits = jnp.where(kept[:, None], logits, 0)
-    num_tokens = jnp.maximum(kept.sum(), 1).astype(jnp.float32)
-    slot_share = jnp.asarray(tokens_per_expert, jnp.float32) / (num_tokens * spec.require_top_k())
+    num_tokens = jnp.maximum(kept.sum(), 1).astype(logits.dtype)
+    slot_share = jnp.asarray(tokens_per_expert, logits.dtype) / (num_tokens * spec.require_top_k())
     mean_share = _shares(logits, spec.scoring, kept).sum(axis=0) / num_tokens
     squares = jnp.where(kept, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0)
     return num_experts * (slot_share * mean_share).sum(), squares.sum() / num_tokens
@@ -53,8 +53,8 @@ def load_balance_loss(
     check_balance(logits, ids, kept, scoring, scale)
     num_experts, top_k = logits.shape[-1], ids.shape[-1]
     logits = jnp.where(kept[..., None], logits, 0)
-    counts = (jax.nn.one_hot(ids, num_experts) * kept[..., None, None]).sum(axis=(-3, -2))
-    tokens = jnp.maximum(kept.sum(axis=-1), 1).astype(jnp.float32)[..., None]
+    counts = (jax.nn.one_hot(ids, num_experts, dtype=logits.dtype) * kept[..., None, None]).sum(axis=(-3, -2))
+    tokens = jnp.maximum(kept.sum(axis=-1), 1).astype(logits.dtype)[..., None]
     means = _shares(logits, scoring, kept).sum(axis=-2) / tokens
     losses = num_experts * (counts / (tokens * top_k) * means).sum(axis=-1)
     return scale * losses.sum() / jnp.maximum(kept.any(axis=-1).sum(), 1)

@@ -25,6 +25,7 @@ from moe_core.base.arrays import ALIGNMENT, ArraySpec
 from moe_core.base.target import Target, cpu_target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
+from moe_core.plan.float64 import any_precision, require_one_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
@@ -200,8 +201,9 @@ class Operator:
     def plan(self, tensors: Sequence[Any], options: str, target: Target) -> LaunchPlan:
         """The plan for tensors (None where absent), each input's spec compared with what was planned."""
         specs = self.specs(tensors)
-        plan = self._planner(**self.signature.keywords(specs, decode(options)), target=target)
         given = dict(zip(self.names, specs, strict=True))
+        require_one_precision((name, spec.dtype) for name, spec in given.items() if spec is not None)
+        plan = any_precision(self._planner)(**self.signature.keywords(specs, decode(options)), target=target)
         # The planner derives the arrays of a layout from its sizes and has not seen the ones given.
         for buffer in plan.inputs:
             spec = given[_argument(buffer.name)]
@@ -274,6 +276,8 @@ class Operator:
         with contextlib.suppress(_NoHintError):
             self.plan(tensors, options, Target("reference"))
         shapes = self._shapes(SimpleNamespace(**self.signature.shapes(tensors, decode(options))))
+        if any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors):
+            shapes = [(shape, torch.float64 if dtype == torch.float32 else dtype) for shape, dtype in shapes]
         return self.pack([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
 
     def define_gradient(self, names: Collection[str], gradient: Callable[..., Any]) -> None:

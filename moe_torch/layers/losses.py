@@ -21,13 +21,13 @@ def router_losses(
     if token_mask is not None:
         # What a masked token holds, even NaN, must not reach the sums.
         logits = torch.where(token_mask[:, None], logits, 0.0)
-        count = token_mask.sum().to(torch.float32)
+        count = token_mask.sum().to(logits.dtype)
     shares = _shares(logits, router.scoring)
     squares = torch.logsumexp(logits, dim=-1).square()
     if token_mask is not None:
         shares, squares = torch.where(token_mask[:, None], shares, 0.0), torch.where(token_mask, squares, 0.0)
     count = count.clamp(min=1.0)
-    slot_share = tokens_per_expert.to(torch.float32) / (count * router.require_top_k())
+    slot_share = tokens_per_expert.to(logits.dtype) / (count * router.require_top_k())
     balance = num_experts * (slot_share * (shares.sum(dim=0) / count)).sum()
     return balance, squares.sum() / count
 
@@ -74,11 +74,11 @@ def load_balance_loss(
     check_balance(logits, ids, kept, scoring, scale)
     num_experts, top_k = logits.shape[-1], ids.shape[-1]
     shares = torch.where(kept[..., None], _shares(torch.where(kept[..., None], logits, 0.0), scoring), 0.0)
-    counted = (kept[..., None] & (ids >= 0) & (ids < num_experts)).to(torch.float32).flatten(-2)
+    counted = (kept[..., None] & (ids >= 0) & (ids < num_experts)).to(logits.dtype).flatten(-2)
     counts = shares.new_zeros(*ids.shape[:-2], num_experts)
     # Whole numbers: exact in any order.
     counts = counts.scatter_add(-1, ids.clamp(0, num_experts - 1).to(torch.int64).flatten(-2), counted)
-    tokens = kept.sum(dim=-1, keepdim=True).to(torch.float32).clamp(min=1.0)
+    tokens = kept.sum(dim=-1, keepdim=True).to(logits.dtype).clamp(min=1.0)
     losses = num_experts * (counts / (tokens * top_k) * (shares.sum(dim=-2) / tokens)).sum(dim=-1)
     return scale * losses.sum() / kept.any(dim=-1).sum().clamp(min=1)
 

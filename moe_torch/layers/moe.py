@@ -47,7 +47,7 @@ _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[Rou
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
 #: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
-_DTYPES = tuple(TORCH_DTYPES[name] for name in dtypes.MATMUL_DTYPES)
+_DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"))
 
 
 def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ class MoE(PrepackedExperts, PlannedLayer):
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
     (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
     the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`);
-    bfloat16, float16 or float32.
+    bfloat16, float16 or float32, and on a CPU float64, to check gradients.
     Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
     `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
 

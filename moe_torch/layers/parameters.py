@@ -104,13 +104,22 @@ class QuantizedMatrix(torch.nn.Module):
         return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}{tiled}"
 
 
+def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Of buffers beside parameters of a dtype, None = torch's default."""
+    return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 class ParameterGroup(torch.nn.Module):
     """The arrays of one part of a layer. The layer reads them, and calls the part's forward only where someone else
     wants to be called too (`has_own_call`).
 
     NAMES: every array the part can have; absent ones are None. Buffers stay float32 whatever dtype the module is cast
-    to. quantized: format and layout of those matrices that are quantised. trained: whether parameters require a
-    gradient.
+    to, but for float64. quantized: format and layout of those matrices that are quantised. trained: whether parameters
+    require a gradient.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
@@ -137,7 +146,7 @@ class ParameterGroup(torch.nn.Module):
                 arrays = [array for array in parameters if array.name.split(".")[1] == name]
                 self.add_module(name, QuantizedMatrix(quantized, arrays, device))
             elif parameter.role == "buffer":
-                self.register_buffer(name, torch.empty(parameter.shape, dtype=torch.float32, device=device))
+                self.register_buffer(name, torch.empty(parameter.shape, dtype=_buffer_dtype(dtype), device=device))
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.register_parameter(name, torch.nn.Parameter(value, requires_grad=trained))
@@ -148,7 +157,7 @@ class ParameterGroup(torch.nn.Module):
         for name, buffer in before.items():
             after = self._buffers[name]
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(after.device)
+                self._buffers[name] = buffer.to(after.device, _buffer_dtype(after.dtype))
         return self
 
 
@@ -214,7 +223,7 @@ class ExpertParameters(ParameterGroup):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         # What calls modules in a dtype of its own, such as fully_shard, casts the weights too.
-        return ops.moe(autocast(x), self.operands(), TopK(ids, weights.float()), spec).output
+        return ops.moe(autocast(x), self.operands(), TopK(ids, at_least_float32(weights)), spec).output
 
 
 class SharedParameters(ParameterGroup):

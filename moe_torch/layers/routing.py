@@ -14,7 +14,7 @@ from moe_core.layers import MoELayerSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
-from moe_torch.layers.parameters import has_own_call, own_part
+from moe_torch.layers.parameters import at_least_float32, has_own_call, own_part
 
 
 def run_stages(
@@ -32,7 +32,7 @@ def run_stages(
     if token_mask is not None and torch.is_grad_enabled():
         # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
         rows = scored.masked_fill(~token_mask[:, None], 0)
-    logits = layer.router(rows).float()
+    logits = at_least_float32(layer.router(rows))
     bias = own_part(layer.router, "router").correction_bias if spec.correction_bias and given is None else None
     options = {"correction_bias": bias, "token_mask": token_mask, "ids": given}
     ids, weights = ops.route(logits, layer.moe_spec.router, **options)
@@ -42,7 +42,7 @@ def run_stages(
     if has_own_call(experts) or (shared is not None and has_own_call(shared)):
         output = experts(x, kept, weights)
         if shared is not None:
-            output = (output.float() + shared(x).float()).to(output.dtype)
+            output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)
     else:
         moe_spec = dataclasses.replace(layer.moe_spec, router=None)
         dense = None if shared is None else shared.operands()

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from moe_core.base.threads import elements, row_blocks, spread
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import round_to, to_float32, working_dtype
 from moe_core.specs.matmul import Activation
 
 #: Beyond this argument erfc times any x that leads here is below the smallest fp32 number.
@@ -23,7 +23,7 @@ _ERFC_LOWEST = 1 / (1 + _ERFC_LARGEST / 2)
 _ERFC_TERMS = 17
 #: Where |x| is larger, the derivative is constant in fp32: taken at this bound, no infinity meets a zero.
 _SATURATED = {"silu": 128.0, "gelu": 16.0, "gelu_tanh": 16.0}
-_NORMAL_DENSITY = np.float32(1 / math.sqrt(2 * math.pi))
+_NORMAL_DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ def _erfc_polynomial() -> np.ndarray:
 
 
 def normal_cdf(x: np.ndarray) -> np.ndarray:
-    """(1 + erf(x / sqrt(2))) / 2 of an fp32 array, computed in float64, with fp32 relative accuracy in both tails."""
+    """(1 + erf(x / sqrt(2))) / 2 in float64, to a relative error near 1e-12 in both tails."""
     wide = np.asarray(x, np.float64)
     z = np.abs(wide) * math.sqrt(0.5)
     t = 1 / (1 + np.minimum(z, _ERFC_LARGEST) / 2)
@@ -70,13 +70,13 @@ def normal_cdf(x: np.ndarray) -> np.ndarray:
 def softcap(x: np.ndarray, limit: float | None) -> np.ndarray:
     """limit * tanh(x / limit) in fp32; softcapped_silu has a limit always."""
     assert limit is not None
-    return np.float32(limit) * np.tanh(x / np.float32(limit))
+    return limit * np.tanh(x / limit)
 
 
 def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
     """1 - tanh(x / limit)^2 in fp32, as 4 e / (1 + e)^2 with e = exp(-2 |x / limit|): no cancellation."""
     assert limit is not None
-    power = np.exp(np.abs(x) * np.float32(-2 / limit))
+    power = np.exp(np.abs(x) * (-2 / limit))
     return 4 * power / np.square(1 + power)
 
 
@@ -96,7 +96,7 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np
         if activation.name == "softcapped_silu":
             assert up is not None
             return softcap(gate, activation.alpha) * sigmoid(gate) * softcap(up, activation.limit)
-        limit = None if activation.limit is None else np.float32(activation.limit)
+        limit = activation.limit
         if limit is not None:
             assert up is not None
             up = np.clip(up, -limit, limit)
@@ -104,20 +104,20 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np
                 gate = np.minimum(gate, limit)
         if activation.name == "swiglu_oai":
             assert up is not None and activation.alpha is not None
-            return gate * sigmoid(np.float32(activation.alpha) * gate) * (up + np.float32(1))
+            return gate * sigmoid(activation.alpha * gate) * (up + 1)
         if activation.name in ("silu", "clamped_silu"):
             activated = gate * sigmoid(gate)
             if limit is not None and activation.name == "clamped_silu":
                 activated = np.minimum(activated, limit)
         elif activation.name == "gelu":
-            activated = (gate * normal_cdf(gate)).astype(np.float32)
+            activated = (gate * normal_cdf(gate)).astype(gate.dtype)
         elif activation.name == "gelu_tanh":
             # (1 + tanh(u)) / 2 = sigmoid(2u): the same function without the cancellation for negative u.
-            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
             activated = gate * sigmoid(2 * inner)
         else:
             assert activation.name == "relu2"
-            activated = np.square(np.maximum(gate, np.float32(0)))
+            activated = np.square(np.maximum(gate, 0))
         return activated if up is None else activated * up
 
 
@@ -142,16 +142,16 @@ def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
     """
     with np.errstate(all="ignore"):
         if name == "relu2":
-            return 2 * np.maximum(x, np.float32(0))
-        bound = np.float32(_SATURATED[name])
+            return 2 * np.maximum(x, 0)
+        bound = _SATURATED[name]
         x = np.clip(x, -bound, bound)
         if name == "silu":
             return sigmoid(x) * (1 + x * sigmoid(-x))
         if name == "gelu":
-            density = _NORMAL_DENSITY * np.exp(np.float32(-0.5) * x * x)
-            return normal_cdf(x).astype(np.float32) + x * density
+            density = _NORMAL_DENSITY * np.exp(-0.5 * x * x)
+            return normal_cdf(x).astype(x.dtype) + x * density
         assert name == "gelu_tanh"
-        scale, cubic = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+        scale, cubic = x.dtype.type(2 * math.sqrt(2 / math.pi)), x.dtype.type(0.044715)
         inner = scale * (x + cubic * x * x * x)
         slope = scale * (1 + 3 * cubic * x * x)
         return sigmoid(inner) * (1 + x * sigmoid(-inner) * slope)
@@ -175,7 +175,7 @@ def apply_backward(
             derivative = softcap_derivative(gate, activation.alpha) * share + capped * share * sigmoid(-gate)
             d_gate = d_y * softcap(up, activation.limit) * derivative
             return d_gate, d_y * (capped * share) * softcap_derivative(up, activation.limit)
-        limit = None if activation.limit is None else np.float32(activation.limit)
+        limit = activation.limit
         inner, bounded = gate, up
         if limit is not None:
             bounded = np.clip(up, -limit, limit)
@@ -183,9 +183,9 @@ def apply_backward(
         name = "silu" if activation.name in ("swiglu_oai", "clamped_silu") else activation.name
         if activation.name == "swiglu_oai":
             assert activation.alpha is not None
-            scaled = np.float32(activation.alpha) * inner
+            scaled = activation.alpha * inner
             activated, derivative = inner * sigmoid(scaled), activation_derivative(scaled, name)
-            bounded = bounded + np.float32(1)
+            bounded = bounded + 1
         else:
             activated = apply(inner, None, Activation(name, gated=False))
             derivative = activation_derivative(inner, name)
@@ -195,7 +195,7 @@ def apply_backward(
         beyond = gate > limit
         if activation.name == "clamped_silu":
             beyond, d_up = activated > limit, d_y * np.minimum(activated, limit)
-        return np.where(beyond, np.float32(0), d_gate), np.where(np.abs(up) > limit, np.float32(0), d_up)
+        return np.where(beyond, 0.0, d_gate), np.where(np.abs(up) > limit, 0.0, d_up)
 
 
 def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
@@ -246,7 +246,7 @@ def expert_activation_backward(
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
-    d_weight = np.zeros(len(places), np.float32)
+    d_weight = np.zeros(len(places), working_dtype(pre))
     d_pre, weighted = np.zeros(pre.shape, pre.dtype), np.zeros(d_hidden.shape, pre.dtype)
     weights = None if row_weight is None else row_weight.reshape(-1)
 
@@ -256,10 +256,10 @@ def expert_activation_backward(
         gate, up = split(to_float32(pre[own_rows]), activation)
         hidden = apply(gate, up, activation)
         with np.errstate(all="ignore"):
-            d_weight[own_slots] = (z * hidden).sum(axis=-1, dtype=np.float32)
+            d_weight[own_slots] = (z * hidden).sum(axis=-1)
             if bias_product is not None:
                 d_weight[own_slots] += bias_product[own_slots]
-            weight = np.float32(1) if weights is None else weights[own_slots, None]
+            weight = 1 if weights is None else weights[own_slots, None]
             d_pre[own_rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
             weighted[own_rows] = round_to(weight * hidden, pre.dtype)
 

@@ -16,6 +16,7 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
 from moe_core.ops.routing.backward import gradient_shapes
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.float64 import any_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOperands, OutputGradients, RouterWeights, TopK, named_arrays, named_fields
@@ -143,6 +144,7 @@ def plan_moe_backward(
     return builder.build()
 
 
+@any_precision
 def plan_training(
     operands: MoEOperands, spec: MoESpec, target: Target, *, one_layer: bool = False
 ) -> tuple[LaunchPlan, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_core.base import dtypes
 from moe_core.base.threads import elements, row_blocks, spread
 from moe_core.ops.activation.reference import sigmoid
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 
 
 def reduce(
@@ -23,11 +22,11 @@ def reduce(
     """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read."""
     rows = row_of_slot.reshape(-1, top_k)
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
-    out = np.empty((len(rows), y.shape[1]), dtypes.numpy_dtype(out_dtype) if out_dtype else y.dtype)
+    out = np.empty((len(rows), y.shape[1]), result_dtype(out_dtype, y) if out_dtype else y.dtype)
 
     def add(block: slice) -> None:
         own, own_sources = rows[block], sources[block]
-        total = np.zeros((len(own), y.shape[1]), np.float32)
+        total = np.zeros((len(own), y.shape[1]), working_dtype(y))
         with np.errstate(all="ignore"):
             for k in range(top_k):
                 tokens = np.flatnonzero(own[:, k] >= 0)

@@ -9,7 +9,7 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.base.threads import products, row_blocks, spread
 from moe_core.ops.common.product import product
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import round_to, to_float32, working_dtype
 from moe_core.specs.routing import LogitsSpec
 
 
@@ -20,7 +20,7 @@ def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *,
     that a matrix is transposed.
     """
     matrix = to_float32(np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T))
-    logits = np.empty((len(x), matrix.shape[1]), np.float32)
+    logits = np.empty((len(x), matrix.shape[1]), matrix.dtype)
 
     def multiply(block: slice) -> None:
         with np.errstate(all="ignore"):
@@ -59,13 +59,13 @@ def router_backward(
     """
     tokens = np.arange(len(x)) if token_mask is None else np.flatnonzero(token_mask)
     d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
-    d_x = np.zeros(x.shape, np.float32)
+    d_x = np.zeros(x.shape, working_dtype(x))
     with np.errstate(all="ignore"):
         # One call of BLAS for both storages: what it adds first depends on which matrices are transposed.
         rows = np.ascontiguousarray(matrix.T if spec.weight_layout == "in_out" else matrix)
         d_x[tokens], d_weight = d_logits @ rows, source.T @ d_logits
         d_weight = d_weight if spec.weight_layout == "in_out" else np.ascontiguousarray(d_weight.T)
-        d_bias = None if bias is None else round_to(d_logits.sum(axis=0, dtype=np.float32), bias.dtype)
+        d_bias = None if bias is None else round_to(d_logits.sum(axis=0), bias.dtype)
         d_weight = round_to(d_weight, weight.dtype) if into is None else into + d_weight
     return RouterGradients(d_x, d_weight, d_bias)
 

@@ -16,12 +16,15 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec
 #: Selection keys ascend from the best: numbers first, then NaN, then experts of groups that were not kept.
 _NAN_KEY = np.uint32(0xFFFFFFFE)
 _MASKED_KEY = np.uint32(0xFFFFFFFF)
-#: exp(-17) is less than half a unit in the last place of 1.
-_TINY = np.float32(17)
+#: exp(-17) and exp(-37) are less than half a unit in the last place of 1.
+_TINY = {"float32": 17.0, "float64": 37.0}
 
 
 def _topk_keys(scores: np.ndarray) -> np.ndarray:
-    """uint32 keys of fp32 scores: a smaller key ranks higher, equal scores (-0.0 and +0.0 too) have equal keys."""
+    """uint32 keys of scores: a smaller key ranks higher, equal scores (-0.0 and +0.0 too) have equal keys."""
+    if scores.dtype == np.float64:
+        ranks = np.unique(-scores, return_inverse=True)[1].reshape(scores.shape)
+        return np.where(np.isnan(scores), _NAN_KEY, ranks.astype(np.uint32))
     with np.errstate(all="ignore"):
         bits = (scores + np.float32(0)).view(np.uint32)
     descending = np.where(bits >> 31 != 0, bits, ~(bits | np.uint32(0x80000000)))
@@ -57,7 +60,7 @@ def _softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(all="ignore"):
         highest = logits.max(axis=-1, keepdims=True)
         exponentials = np.exp(logits - highest)
-        total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+        total = exponentials.sum(axis=-1, keepdims=True)
         return exponentials / total, highest + np.log(total)
 
 
@@ -68,13 +71,13 @@ def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
     if scoring == "sigmoid":
         return sigmoid(logits)
     with np.errstate(all="ignore"):
-        return np.sqrt(np.maximum(logits, np.float32(0)) + np.log1p(np.exp(-np.abs(logits))))
+        return np.sqrt(np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits))))
 
 
 def shares_of(values: np.ndarray) -> np.ndarray:
     """values / their sum along the last axis, fp32; a zero sum gives zeros, as in the forward."""
-    total = values.sum(axis=-1, keepdims=True, dtype=np.float32)
-    return np.where(total == 0, np.float32(0), values / total)
+    total = values.sum(axis=-1, keepdims=True)
+    return np.where(total == 0, 0.0, values / total)
 
 
 def _selected(
@@ -113,14 +116,14 @@ def route(
     with np.errstate(all="ignore"):
         if spec.renormalize:
             weights = shares_of(weights)
-        weights = weights * np.float32(spec.scale)
+        weights = weights * spec.scale
     if spec.slot_order == "expert" and given is None:
         ascending = np.argsort(ids, axis=-1)
         ids, weights = (np.take_along_axis(array, ascending, axis=-1) for array in (ids, weights))
     if token_mask is not None:
         ids = np.where(token_mask[:, None], ids, -1)
-        weights = np.where(token_mask[:, None], weights, np.float32(0))
-    ids, weights = ids.astype(np.int32), weights.astype(np.float32)
+        weights = np.where(token_mask[:, None], weights, 0.0)
+    ids, weights = ids.astype(np.int32), weights.astype(logits.dtype)
     if with_bitmatrix:
         return ids, weights, pack_bitmatrix(ids, num_experts=logits.shape[1])[0]
     return ids, weights
@@ -223,13 +226,13 @@ def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
             return sigmoid(-logits)
         assert scoring == "sqrt_softplus"
         shrunk = np.exp(-np.abs(logits))
-        softplus = np.maximum(logits, np.float32(0)) + np.log1p(shrunk)
-        return np.where(logits < -_TINY, np.float32(0.5), sigmoid(logits) / (2 * softplus))
+        softplus = np.maximum(logits, 0) + np.log1p(shrunk)
+        return np.where(logits < -_TINY[logits.dtype.name], 0.5, sigmoid(logits) / (2 * softplus))
 
 
 def _centred(shares: np.ndarray, gradient: np.ndarray) -> np.ndarray:
     """shares * (gradient - <gradient, shares>): the derivative of a normalised score by the log of the score."""
-    return shares * (gradient - (shares * gradient).sum(axis=-1, keepdims=True, dtype=np.float32))
+    return shares * (gradient - (shares * gradient).sum(axis=-1, keepdims=True))
 
 
 def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *, spec: RouterSpec) -> np.ndarray:
@@ -245,11 +248,11 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
     A token with id -1 is masked: its weights are constants, its d_weights and logits are not read, its row is exact
     zeros. ids of a token are distinct, as routing makes them. A NaN stays in its token's row.
     """
-    d_logits = np.zeros(logits.shape, np.float32)
+    d_logits = np.zeros(logits.shape, logits.dtype)
     tokens = np.flatnonzero((ids >= 0).all(axis=-1))
     logits, chosen = logits[tokens], ids[tokens].astype(np.int64)
     with np.errstate(all="ignore"):
-        gradient = to_float32(d_weights[tokens]) * np.float32(spec.scale)
+        gradient = to_float32(d_weights[tokens]) * spec.scale
         if spec.scoring == "softmax":
             last = spec.order == "topk_then_softmax"
             picked = np.take_along_axis(logits, chosen, axis=-1)
@@ -261,7 +264,7 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
             else:
                 dense = np.zeros_like(logits)
                 np.put_along_axis(dense, chosen, gradient, axis=-1)
-                mean = (values * gradient).sum(axis=-1, keepdims=True, dtype=np.float32)
+                mean = (values * gradient).sum(axis=-1, keepdims=True)
                 d_logits[tokens] = scores * (dense - mean)
             return d_logits
         picked = np.take_along_axis(logits, chosen, axis=-1)
@@ -276,17 +279,17 @@ def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
     scores underflows. Zeros where all logits are -inf."""
     with np.errstate(all="ignore"):
         if scoring == "sigmoid":
-            logits = np.minimum(logits, np.float32(0)) - np.log1p(np.exp(-np.abs(logits)))
+            logits = np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits)))
         elif scoring == "sqrt_softplus":
-            softplus = np.maximum(logits, np.float32(0)) + np.log1p(np.exp(-np.abs(logits)))
+            softplus = np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits)))
             # softplus(x) is exp(x) in fp32 below -17.
-            logits = np.float32(0.5) * np.where(logits < -_TINY, logits, np.log(softplus))
-        return np.where(np.isneginf(logits).all(axis=-1, keepdims=True), np.float32(0), scores_of(logits, "softmax"))
+            logits = 0.5 * np.where(logits < -_TINY[logits.dtype.name], logits, np.log(softplus))
+        return np.where(np.isneginf(logits).all(axis=-1, keepdims=True), 0.0, scores_of(logits, "softmax"))
 
 
 def router_losses(
     logits: np.ndarray, tokens_per_expert: np.ndarray, token_mask: np.ndarray | None = None, *, spec: RouterSpec
-) -> tuple[np.float32, np.float32]:
+) -> tuple[np.floating, np.floating]:
     """(load-balancing loss, z-loss) of fp32 logits `[T, E]`, in fp32.
 
     load balance: E * sum_i f_i * P_i; f_i = tokens_per_expert[i] / (tokens * K), the share of the routed slots; P_i =
@@ -298,15 +301,15 @@ def router_losses(
     """
     if token_mask is not None:
         logits = logits[token_mask]
-    num_tokens, num_experts = logits.shape
+    (num_tokens, num_experts), kind = logits.shape, logits.dtype.type
     if num_tokens == 0:
-        return np.float32(0), np.float32(0)
+        return kind(0), kind(0)
     with np.errstate(all="ignore"):
-        mean_share = _loss_shares(logits, spec.scoring).mean(axis=0, dtype=np.float32)
-        slot_share = tokens_per_expert.astype(np.float32) / np.float32(num_tokens * spec.require_top_k())
+        mean_share = _loss_shares(logits, spec.scoring).mean(axis=0)
+        slot_share = tokens_per_expert.astype(logits.dtype) / kind(num_tokens * spec.require_top_k())
         log_sum = _softmax_and_log_sum(logits)[1][:, 0]
-        balance = np.float32(num_experts) * (slot_share * mean_share).sum(dtype=np.float32)
-        return np.float32(balance), np.float32(np.square(log_sum).mean(dtype=np.float32))
+        balance = kind(num_experts) * (slot_share * mean_share).sum()
+        return balance, np.square(log_sum).mean()
 
 
 def router_losses_backward(
@@ -329,24 +332,25 @@ def router_losses_backward(
 
     Masked tokens (token_mask bool `[T]`, False) are not read and get exact zeros.
     """
-    d_logits = np.zeros(logits.shape, np.float32)
+    d_logits = np.zeros(logits.shape, logits.dtype)
     tokens = np.arange(len(logits)) if token_mask is None else np.flatnonzero(token_mask)
     if not tokens.size:
         return d_logits
     logits = logits[tokens]
-    count, num_experts = np.float32(len(tokens)), np.float32(logits.shape[1])
+    kind = logits.dtype.type
+    count, num_experts = kind(len(tokens)), kind(logits.shape[1])
     with np.errstate(all="ignore"):
         if d_load_balance is not None:
             assert tokens_per_expert is not None
-            slot_share = tokens_per_expert.astype(np.float32) / (count * np.float32(spec.require_top_k()))
-            coefficient = np.float32(d_load_balance) * num_experts / count * slot_share
+            slot_share = tokens_per_expert.astype(logits.dtype) / (count * kind(spec.require_top_k()))
+            coefficient = kind(d_load_balance) * num_experts / count * slot_share
             d_balance = _centred(_loss_shares(logits, spec.scoring), coefficient)
             if spec.scoring != "softmax":
                 d_balance = d_balance * log_score_derivative(logits, spec.scoring)
             d_logits[tokens] = d_balance
         if d_z is not None:
             softmax, log_sum = _softmax_and_log_sum(logits)
-            d_logits[tokens] += np.float32(d_z) * 2 / count * log_sum * softmax
+            d_logits[tokens] += kind(d_z) * 2 / count * log_sum * softmax
     return d_logits
 
 
@@ -367,7 +371,7 @@ def routing_backward(
 
     Masked tokens (token_mask bool `[T]`, False) get exact zeros whatever is given for them.
     """
-    total = np.zeros(logits.shape, np.float32)
+    total = np.zeros(logits.shape, logits.dtype)
     kept = slice(None) if token_mask is None else token_mask
     with np.errstate(all="ignore"):
         if d_weights is not None:

@@ -231,7 +231,7 @@ def test_second_derivatives_are_refused() -> None:
     step = Step(routed_problem())
     x = step.leaves["x"]
 
-    def gradient(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    def gradient(x: Any, **options: Any) -> Any:
         return torch.autograd.grad(step.forward({"x": x}).output.square().sum(), x, **options)[0]
 
     with running_on("reference"):
@@ -242,7 +242,7 @@ def test_second_derivatives_are_refused() -> None:
         with pytest.raises(moe_torch.Unsupported, match=r"in torch.func, detach\(\) them"):
             torch.func.grad(lambda x: torch.func.grad(lambda x: step.forward({"x": x}).output.sum())(x).sum())(x)
 
-        def loss(x: torch.Tensor) -> torch.Tensor:
+        def loss(x: Any) -> Any:
             slope = torch.func.grad(lambda x: step.forward({"x": x}).output.sum())(x).detach()
             return (slope * x).sum()
 
@@ -254,7 +254,7 @@ def test_second_derivatives_are_refused() -> None:
         assert torch.isfinite(along).all() and along.any()
 
 
-def gradient_of_sum(step: Step, x: torch.Tensor) -> torch.Tensor:
+def gradient_of_sum(step: Step, x: Any) -> Any:
     return torch.autograd.grad(step.forward({"x": x}).output.sum(), x)[0]
 
 

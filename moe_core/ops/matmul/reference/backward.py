@@ -16,7 +16,7 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
 from moe_core.base.threads import elements, products, spread
 from moe_core.formats import QuantizedSpec, QuantizedTensor
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import plain_name, result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
 from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.quantize.reference import dequantize
@@ -49,7 +49,7 @@ def input_gradient(
     if isinstance(weight, QuantizedTensor):
         matrices = [dequantize(pick_layer(matrix, layer_index), dtypes.canonical(d_y.dtype)) for matrix in matrices]
         layer_index = None
-    out_dtype = spec.out_dtype or dtypes.canonical(d_y.dtype)
+    out_dtype = spec.out_dtype or plain_name(d_y)
     options = MatmulSpec(TRANSPOSED[spec.weight_layout], spec.gather, spec.scatter, None, "float32", spec.allow_tf32)
     sides = zip(np.split(d_y, len(matrices), axis=1), matrices, strict=True)
     products = [matmul_ogs(*side, layer_index=layer_index, spec=options, **where) for side in sides]
@@ -87,7 +87,7 @@ def weight_gradient(
     result = place
     if result is None:
         shape = (num_columns, width) if layout is None else (num_experts, num_columns, width)
-        result = np.empty(shape, dtypes.numpy_dtype(out_dtype))
+        result = np.empty(shape, result_dtype(out_dtype, left))
     d_weight = result.reshape(num_experts, num_columns, width)
     rows = rows_of(layout, len(left), **groups)
     left, right = (to_float32(side[rows.index[by]]) for side, by in zip((left, right), gather, strict=True))
@@ -98,7 +98,7 @@ def weight_gradient(
         to, part = d_weight[expert, columns], parts.get(expert)
         if part is None:
             to[...] = 0 if added is None else added[expert, columns]
-        elif added is None and to.dtype == np.float32:
+        elif added is None and to.dtype == left.dtype:
             np.matmul(left[part, columns].T, right[part], out=to)
         else:
             product = left[part, columns].T @ right[part]
@@ -123,14 +123,14 @@ def bias_gradient(
     """d_bias `[E, N]`: for every expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each
     times row_weight fp32 `[T * K]` (by slot) where given, unrounded; one cast. An expert without rows: exact zeros.
     layout None: dense, `[N]`. groups: the layout's arrays."""
-    d_bias = np.zeros((1 if layout is None else layout.num_experts, d_y.shape[1]), np.float32)
+    d_bias = np.zeros((1 if layout is None else layout.num_experts, d_y.shape[1]), working_dtype(d_y))
     rows = rows_of(layout, len(d_y), **groups)
     with np.errstate(all="ignore"):
         values = to_float32(d_y[rows.index[gather]])
         if row_weight is not None:
             values = values * row_weight.reshape(-1)[rows.index["slot"], None]
         for expert, part in rows.parts:
-            d_bias[expert] = values[part].sum(axis=0, dtype=np.float32)
+            d_bias[expert] = values[part].sum(axis=0)
     return round_to(d_bias[0] if layout is None else d_bias, out_dtype)
 
 
@@ -139,7 +139,7 @@ def bias_product(
 ) -> np.ndarray:
     """fp32 `[T * K]` by slot: <d_y row, bias[expert]>, the bias's share of the row weight's gradient; 0 without an
     expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`. groups: the layout's arrays."""
-    found, rows = np.zeros(layout.num_slots, np.float32), rows_of(layout, len(d_y), **groups)
+    found, rows = np.zeros(layout.num_slots, working_dtype(d_y)), rows_of(layout, len(d_y), **groups)
     with np.errstate(all="ignore"):
         for expert, part in rows.parts:
             found[rows.index["slot"][part]] = to_float32(d_y[rows.index[gather]][part]) @ to_float32(bias[expert])
@@ -178,7 +178,7 @@ def matrix_gradient(
     the layout and its arrays, as `weight_gradient` takes them.
     """
     (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
-    added, dtype = pick_layer(into, layer_index), dtypes.canonical(weight.dtype) if into is None else "float32"
+    added, dtype = pick_layer(into, layer_index), plain_name(weight) if into is None else "float32"
     place = place if layer_index is None else None
     d_weight = weight_gradient(left, right, added, place, gather=(of_left, of_right), out_dtype=dtype, **where)
     return in_stack(d_weight, weight, layer_index, into)
@@ -223,7 +223,7 @@ def gradients_of(
         found["d_x"] = input_gradient(g, weight, layer_index=layer_index, spec=options, **where)
         if spec.gather == "token":
             assert layout is not None and row_of_slot is not None
-            dtype = dtypes.canonical(x.dtype)
+            dtype = plain_name(x)
             found["d_x"] = reduce(found["d_x"], row_of_slot, top_k=layout.top_k, order="row", out_dtype=dtype)
     if "d_weight" in wanted:
         assert isinstance(weight, np.ndarray)
@@ -231,15 +231,15 @@ def gradients_of(
         found["d_weight"] = matrix_gradient(*sides, weight, layer_index, weight_layout=spec.weight_layout, **where)
     if "d_bias" in wanted:
         assert bias is not None
-        d_bias = bias_gradient(g, gather=spec.scatter, out_dtype=dtypes.canonical(bias.dtype), **where)
+        d_bias = bias_gradient(g, gather=spec.scatter, out_dtype=plain_name(bias), **where)
         found["d_bias"] = in_stack(d_bias, bias, layer_index)
     return tuple(found[name] for name in wanted)
 
 
 def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> np.ndarray:
     """fp32 by slot: the slot's row of `rows` times its row of g; 0 without a row."""
-    products = np.zeros(len(row_of_slot), np.float32)
+    products = np.zeros(len(row_of_slot), working_dtype(g))
     slots = np.flatnonzero(row_of_slot >= 0)
     with np.errstate(all="ignore"):
-        products[slots] = (rows[row_of_slot[slots]] * to_float32(g[slots])).sum(axis=1, dtype=np.float32)
+        products[slots] = (rows[row_of_slot[slots]] * to_float32(g[slots])).sum(axis=1)
     return products

@@ -12,7 +12,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
 from moe_core.ops.common.product import product
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.quantized import quantized_product
 from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.specs.matmul import MatmulSpec
@@ -61,7 +61,7 @@ def _multiply(x: Matrix, weight: Matrix, spec: MatmulSpec, out: np.ndarray) -> N
 
 def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
     if spec.out_dtype is not None:
-        return dtypes.numpy_dtype(spec.out_dtype)
+        return result_dtype(spec.out_dtype, x)
     if isinstance(x, QuantizedTensor):
         raise InvalidInput(
             "spec.out_dtype must be given where x is quantised, got None; pass MatmulSpec(out_dtype=...)"
@@ -114,7 +114,7 @@ def _matmul(
     if isinstance(source, np.ndarray) and isinstance(weight, np.ndarray):
         source = to_float32(source)
     # Behind each other, as pre has them.
-    before = np.empty((rows.count, width if up is None else 2 * width), np.float32)
+    before = np.empty((rows.count, width if up is None else 2 * width), working_dtype(source))
     sides = [(before[:, :width], weight, bias)]
     if up is not None:
         sides.append((before[:, width:], up, up_bias))

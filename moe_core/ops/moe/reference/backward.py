@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec
 from moe_core.ops.activation.reference import expert_activation_backward, sigmoid
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import plain_name, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference import backward as matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer, quantized_from
 from moe_core.ops.reduction.reference import reduce, scale_rows
@@ -69,7 +68,7 @@ class _Chain(NamedTuple):
 
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
         """The product with gate_up (and up) before its activation, by slot, as the forward rounds it."""
-        (of_x, by_slot, _), dtype = self.gathers, dtypes.canonical(self.x.dtype)
+        (of_x, by_slot, _), dtype = self.gathers, plain_name(self.x)
         matmul = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
         options = {"layer_index": self.layer_index, "spec": matmul, **self.where}
         names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
@@ -86,7 +85,7 @@ class _MoEBackward:
         self.gradients, self.request = gradients, request
         self.found: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
-        self.d_x = np.zeros(self.x.shape, np.float32)
+        self.d_x = np.zeros(self.x.shape, working_dtype(self.x))
 
     def _through(
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, **weighting: Any
@@ -121,7 +120,7 @@ class _MoEBackward:
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
                 (d_y, gather), weight = sides[1], weighting["row_weight"] if name == "down" else None
-                dtype = dtypes.canonical(bias.dtype)
+                dtype = plain_name(bias)
                 d_bias = matmul.bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
                 self.found[full] = matmul.in_stack(d_bias, bias, chain.layer_index)
         return d_hidden, d_pre, hidden, d_weight, d_rows
@@ -149,9 +148,9 @@ class _MoEBackward:
             # K = 1: a slot is its token. What was x times the weight gives gradients of both.
             tokens = np.flatnonzero(row_of_slot >= 0)
             d_source = to_float32(d_slots[tokens])
-            d_weight = np.zeros(layout.num_slots, np.float32)
+            d_weight = np.zeros(layout.num_slots, working_dtype(self.x))
             with np.errstate(all="ignore"):
-                d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1, dtype=np.float32)
+                d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)
                 self.d_x[tokens] += d_source * weights[tokens, None]
         else:
             self.d_x += reduce(d_slots, row_of_slot, top_k=layout.top_k, out_dtype="float32")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import activation
-from moe_core.ops.common.rounding import round_to
+from moe_core.ops.common.rounding import plain_name, round_to
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce, scale_rows
@@ -108,7 +107,7 @@ def moe_stages(
     source = _quantized(source, spec, experts.gate_up_input_scale, row_of_slot)
     gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
     up = None if experts.up is None else by_slot(source, experts.up, "token", "float32", bias=experts.up_bias)
-    slot_dtype = dtypes.canonical(x.dtype)
+    slot_dtype = plain_name(x)
     hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
     before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
     row_weight = None if spec.apply_router_weight_on_input else weights

@@ -1,0 +1,91 @@
+"""Float64 on the reference engine, for numerical checks of gradients.
+
+A plan of float64 arrays is the plan of float32 arrays with every float32 buffer widened: the NumPy twins compute in
+float64 where their arrays are. Inside of plans and twins the name `float32` then stands for that working precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.steps import LaunchPlan
+
+Result = TypeVar("Result")
+_FLOATS = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn")
+
+
+def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
+    """Raise InvalidInput where float64 arrays are among others of floats. dtypes: (name, dtype) of every array."""
+    floats = [(name, dtype) for name, dtype in dtypes if dtype in _FLOATS]
+    wide = next((name for name, dtype in floats if dtype == "float64"), None)
+    if wide is None:
+        return
+    for name, dtype in floats:
+        if dtype != "float64":
+            raise InvalidInput(f"{name} must be float64 like {wide}, got {dtype}; cast every array or none")
+
+
+def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
+    """A planner, of one plan or of tuples of them, whose arrays may be float64 on the reference engine.
+
+    One of its arguments is the Target. It raises Unsupported for float64 elsewhere, and InvalidInput for an out_dtype
+    of float32 beside it.
+    """
+
+    @functools.wraps(planner)
+    def plan(*arguments: Any, **keywords: Any) -> Result:
+        found: list[ArraySpec] = []
+        narrow_arguments, narrow_keywords = _narrow(arguments, found), _narrow(keywords, found)
+        if not found:
+            return planner(*arguments, **keywords)
+        given = [*arguments, *keywords.values()]
+        target = next(one for one in given if isinstance(one, Target))
+        if target.kind != "reference":
+            raise Unsupported(
+                f"float64 runs on the CPU's reference engine alone, which checks of gradients need, got {found[0]} for "
+                f"{target}; cast the arrays to float32, or move them to the CPU and call under cpu_engine('reference')"
+            )
+        if "float32" in (keywords.get("out_dtype"), *(getattr(one, "out_dtype", None) for one in given)):
+            raise InvalidInput("out_dtype must be left out for float64 arrays, got float32; cast the result")
+        if keywords.get("out_dtype") == "float64":
+            narrow_keywords["out_dtype"] = None
+        return _widen(planner(*narrow_arguments, **narrow_keywords))
+
+    return plan
+
+
+def _narrow(value: Any, found: list[ArraySpec]) -> Any:
+    """`value` with float32 in the place of float64; every such spec in it is added to `found`."""
+    if isinstance(value, ArraySpec):
+        if value.dtype != "float64":
+            return value
+        found.append(value)
+        return dataclasses.replace(value, dtype="float32")
+    if isinstance(value, dict):
+        return {name: _narrow(one, found) for name, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_narrow(one, found) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: new for name, one in fields.items() if (new := _narrow(one, found)) is not one}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _widen(planned: Any) -> Any:
+    """Plans, their buffers and specs with float64 in the place of float32."""
+    if isinstance(planned, tuple):
+        return tuple(map(_widen, planned))
+    if isinstance(planned, LaunchPlan):
+        parts = {part: _widen(getattr(planned, part)) for part in ("inputs", "outputs", "scratch")}
+        return dataclasses.replace(planned, **parts)
+    spec = planned.spec
+    if spec.dtype != "float32":
+        return planned
+    return dataclasses.replace(planned, spec=dataclasses.replace(spec, dtype="float64"))
