@@ -28,7 +28,7 @@ T = TypeVar("T")
 #: Rows of a piece of a product, elements of a piece of other work.
 BLOCK_ROWS, _BLOCK_ELEMENTS = 256, 32768
 #: Estimated nanoseconds that make waking another thread worth while.
-_LEAST_NANOSECONDS = 100_000
+_LEAST_NANOSECONDS = 200_000
 #: OpenBLAS has memory for about so many threads that compute at a time.
 _MOST = 64
 
@@ -126,7 +126,7 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
     not begun are left out.
     """
     waiting = deque(pieces)
-    helpers = int(min(count(), len(waiting), nanoseconds / _LEAST_NANOSECONDS)) - 1
+    helpers = min(_worth_while(nanoseconds), len(waiting)) - 1
     if helpers < 1:
         for piece in waiting:
             function(piece)
@@ -158,11 +158,22 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
         future.result()
 
 
+def _worth_while(nanoseconds: float) -> int:
+    """Threads for so much work."""
+    return int(min(count(), max(1, nanoseconds / _LEAST_NANOSECONDS)))
+
+
 def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:
-    """Pieces of an array of so many rows: for products, or, of rows of this width, for arithmetic on elements, whose
-    temporaries then stay in a core's cache and in the allocator's hands."""
-    step = BLOCK_ROWS if width is None else max(1, _BLOCK_ELEMENTS // max(width, 1))
-    return [slice(first, first + step) for first in range(0, num_rows, step)]
+    """Pieces of an array of so many rows: for products, or, of rows of this width, for arithmetic on elements.
+
+    One thread does the latter in pieces whose temporaries stay in its cache. Several get one piece each: between any
+    two operations of NumPy they wait for Python's lock, so they should be few.
+    """
+    step = BLOCK_ROWS
+    if width is not None:
+        threads = _worth_while(elements(num_rows, width))
+        step = -(-num_rows // threads) if threads > 1 else max(1, _BLOCK_ELEMENTS // max(width, 1))
+    return [slice(first, first + step) for first in range(0, num_rows, max(step, 1))]
 
 
 def _wait(futures: list[Future[None]]) -> None:

@@ -43,5 +43,7 @@ def _described(family: str, changes: dict[str, Any]) -> bool:
     return True
 
 
-_ALL = {family: (family, {}) for family in models.families()} | VARIANTS
+_INSTALLED = models.families()
+_ALL = {family: (family, {}) for family in _INSTALLED}
+_ALL |= {row: given for row, given in VARIANTS.items() if given[0] in _INSTALLED}
 ROWS = {row: given for row, given in _ALL.items() if _described(*given)}
