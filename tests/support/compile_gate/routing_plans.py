@@ -27,6 +27,7 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     ):
         yield plan_routing(logits, router, target, token_mask=mask, with_bitmatrix=True)
         yield plan_routing(logits, router, target, correction_bias=bias)
+        yield plan_routing(logits, router, target, token_mask=mask, given=ArraySpec((512, 6), "int32"))
     few_choices = ((48, 1), (128, 1), (128, 2), (512, 1), (512, 2))
     for tokens, (num_experts, top_k) in (
         *itertools.product((1, 4, 16, 64, 1024, 2048, 16384), ((128, 8), (512, 10))),
