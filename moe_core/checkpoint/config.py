@@ -99,6 +99,15 @@ class ModelConfig:
             raise _wrong(key, "a list of strings", value)
         return tuple(value)
 
+    def limits(self, key: str) -> tuple[float | None, ...]:
+        """A list of numbers of at least 0 and nulls; absent or null is the empty list."""
+        value = self.settings.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(not _is_limit(item) for item in value):
+            raise _wrong(key, "a list of numbers of at least 0", value)
+        return tuple(value)
+
     def with_part(self, key: str) -> ModelConfig:
         """These settings and those of the object that a setting holds, which hide settings of the same names."""
         part = self.find(key)
@@ -114,6 +123,11 @@ class ModelConfig:
                 f"{key} in config.json must be {supported!r} for {self.model_type}, got {value!r}; {operation} cannot "
                 "be computed"
             )
+
+
+def _is_limit(item: Any) -> bool:
+    number = isinstance(item, (int, float)) and not isinstance(item, bool)
+    return item is None or (number and 0 <= item < math.inf)
 
 
 def _wrong(key: str, expected: str, value: object) -> InvalidInput:

@@ -133,7 +133,7 @@ class Checkpoint:
         shared = bundle(SharedExpert, "shared.") if architecture.shared_d_ff else None
         sizes = (architecture.d_model, architecture.d_ff, architecture.num_experts)
         scheme = self.scheme if is_packed else None
-        return MoELayer(layer, self.family, architecture.spec, experts, router, shared, *sizes, scheme)
+        return MoELayer(layer, self.family, architecture.spec_of(layer), experts, router, shared, *sizes, scheme)
 
     def stacks(self, layer: int) -> dict[str, Stack]:
         """The arrays of a layer by field name, and the tensors of the files each is put together from."""

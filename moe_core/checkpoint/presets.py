@@ -6,15 +6,23 @@ from typing import Any
 
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import architecture_of, text_model
+from moe_core.errors import InvalidInput
 from moe_core.layers.spec import MoELayerSpec
 
 
-def layer_spec_from_config(config: Any) -> MoELayerSpec:
+def layer_spec_from_config(config: Any, layer: int | None = None) -> MoELayerSpec:
     """The MoE layers of a Hugging Face model, stored as the framework stores them by default.
 
     config: a dict, a transformers config object (anything with `to_dict`), or a path to config.json or its directory;
-    of multimodal models the text model's settings are taken. Families: `moe_core.checkpoint.families.FAMILIES`. A
+    of multimodal models the text model's settings are taken. Families: `moe_core.checkpoint.families.FAMILIES`. layer:
+    the number of the one to describe, needed only where the layers differ (the limits of Step-3.7). A
     quantization_config is ignored: the layer computes with dequantised weights. Raises InvalidInput for missing or
     malformed settings, Unsupported for other families and for variants the layer cannot compute, naming the operation.
     """
-    return architecture_of(text_model(settings_of(config))).layer_spec()
+    architecture = architecture_of(text_model(settings_of(config)))
+    if layer is not None and layer not in architecture.moe_layers:
+        raise InvalidInput(
+            f"layer must be one with experts ({architecture.moe_layers_rule}), got {layer!r}; the model's are "
+            f"{list(architecture.moe_layers)}"
+        )
+    return architecture.layer_spec(layer)

@@ -130,16 +130,15 @@ def _model(config: Any) -> _Model:
             "config must have no quantization_config, got one; weights are written dequantised, so remove it"
         )
     architecture = architecture_of(model)
-    return _Model(settings, architecture, architecture.layer_spec(), model.nested)
+    return _Model(settings, architecture, model.nested)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model as its config describes it. spec: of its MoE layers, in any storage. nested: see `ModelConfig`."""
+    """A model as its config describes it. nested: see `ModelConfig`."""
 
     settings: Mapping[str, Any]
     architecture: Architecture
-    spec: MoELayerSpec
     nested: tuple[str, ...]
 
     @property
@@ -169,7 +168,8 @@ class _Model:
                 f"weights of layer {layer} must be LayerWeights, got {type(weights).__name__}; use "
                 "LayerWeights.from_checkpoint or a layer's export_weights"
             )
-        wanted, own = (spec.stored_as(self.storage) for spec in (self.spec, weights.layer_spec()))
+        specs = (architecture.layer_spec(layer), weights.layer_spec())
+        wanted, own = (spec.stored_as(self.storage) for spec in specs)
         for name in [field.name for field in dataclasses.fields(MoELayerSpec) if field.name not in FREE_FIELDS]:
             mine, theirs = getattr(wanted, name), getattr(own, name)
             if mine != theirs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         raise InvalidInput(f"config must be given for {kind}, which does not keep its own, got None; pass model.config")
     architecture = architecture_of(text_model(settings_of(config)))
     storage = storage_of(architecture.spec)
-    spec, own = architecture.layer_spec().stored_as(storage), dict(_tensors(block))
+    spec, own = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
     names = _names(architecture)
     if not any(name.startswith("shared_experts.") for name in names):
         # The model has them beside its block.
@@ -75,6 +76,23 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
             )
     copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat or not names[name])
     return BlockWeights(spec, tensors, copied)
+
+
+def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerSpec:
+    """That of the block; where the layers of its model differ, of one with the limits that the block holds."""
+    if not architecture.layer_activations:
+        return architecture.layer_spec()
+    limits = tuple(getattr(getattr(block, part, None), "limit", None) for part in ("experts", "shared_experts"))
+    for layer in architecture.moe_layers:
+        spec = architecture.layer_spec(layer)
+        shared = spec.shared_experts and spec.shared_experts.activation
+        own = (spec.experts.activation.limit, (shared or spec.experts.activation).limit)
+        if tuple(math.inf if limit is None else limit for limit in own) == limits:
+            return spec
+    raise InvalidInput(
+        f"block must clamp as a layer of its config, got {type(block).__name__} with limits {limits} of experts and "
+        "shared experts; pass the config that the block was made with"
+    )
 
 
 def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

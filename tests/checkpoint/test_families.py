@@ -168,10 +168,10 @@ def test_torch_layer_agrees(tmp_path: Path, row: str) -> None:
     assert_close(output, judge(model, number, hidden_states()).output, allowed, f"{row} output")
 
 
-@pytest.mark.parametrize("row", ["aria", "ernie4_5_moe", "minimax_m3_vl", "nemotron_h"])
+@pytest.mark.parametrize("row", ["aria", "ernie4_5_moe", "hy_v4", "minimax_m3_vl", "nemotron_h"])
 def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
     """One family for each part that the others lack: transposed shared experts, softmax with a correction bias, halves
-    of swiglu_oai, ungated experts."""
+    of swiglu_oai, ungated experts, shared experts with an activation of their own."""
     nnx = pytest.importorskip("moe_jax.nnx", reason="the JAX front-end needs jax and flax")
     from tests.support import jax as jax_support
 
@@ -268,6 +268,60 @@ def test_a_bias_that_files_do_not_have_must_be_zeros(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "written", model.config, layers)
 
 
+LIMITS = {"swiglu_limits": [0, 0.3, None], "swiglu_limits_shared": [0.0, 0.6, 0.4]}
+
+
+def step_with_limits() -> Any:
+    """Three layers: without limits, with two, and with one of the shared experts."""
+    return models.build("step3p7", num_hidden_layers=3, mlp_layer_types=["sparse"] * 3, layer_types=None, **LIMITS)
+
+
+def test_limits_of_every_layer(tmp_path: Path) -> None:
+    from moe_torch import MoE
+
+    model = step_with_limits()
+    checkpoint, x = saved(model, tmp_path / "read"), hidden_states()
+    assert checkpoint.moe_layers == (0, 1, 2)
+    for number, limits in enumerate([(None, None), (0.3, 0.6), (None, 0.4)]):
+        verdict = judge(model, number, x)
+        assert_same_layer(checkpoint.layer(number), verdict, f"layer {number}")
+        spec = layer_spec_from_config(model.config, number)
+        assert spec.shared_experts is not None
+        shared = spec.shared_experts.activation or spec.experts.activation
+        assert (spec.experts.activation.limit, shared.limit) == limits
+        with running_on("reference") as device, torch.no_grad():
+            layer = MoE.from_block(block_of(model, number)[0], model.config)
+            output = to_numpy(layer.to(device)(x.to(device)))
+        assert_close(output, verdict.output, tolerances(layer.spec, "float32")["output"], f"block {number}")
+        if any(limits):
+            with pytest.raises(AssertionError):
+                plain = dataclasses.replace(checkpoint.layer(number), spec=checkpoint.layer(0).spec)
+                assert_same_layer(plain, verdict, f"layer {number} without limits")
+    others = other_tensors(checkpoint)
+    save_checkpoint(tmp_path / "written", model.config, weights_of(checkpoint), other_tensors=others)
+    assert_same_state(model, tmp_path / "written")
+    swapped = [(number, weights_of(checkpoint)[2 - number][1]) for number in range(3)]
+    with pytest.raises(InvalidInput, match=r"weights of layer 0 must have shared_experts = "):
+        save_checkpoint(tmp_path / "swapped", model.config, swapped, other_tensors=others)
+
+
+def test_layers_that_differ_have_no_spec_in_common() -> None:
+    from moe_torch import MoE
+
+    model = step_with_limits()
+    with pytest.raises(InvalidInput, match=r"layer must be given .*\[1, 2\] have other activations than layer 0"):
+        layer_spec_from_config(model.config)
+    with pytest.raises(InvalidInput, match=r"layer must be one with experts .* got 3; the model's are \[0, 1, 2\]"):
+        layer_spec_from_config(model.config, 3)
+    block, settings = block_of(model, 1)[0], model.config.to_dict()
+    with pytest.raises(InvalidInput, match=r"block must clamp as a layer of its config"):
+        MoE.from_block(block, settings | {"swiglu_limits": [0, 0.2, 0]})
+    with pytest.raises(InvalidInput, match=r"swiglu_limits in config.json must be a list of numbers of at least 0"):
+        layer_spec_from_config(settings | {"swiglu_limits": [0, -1.0, 0]})
+    with pytest.raises(Unsupported, match=r"hidden_act in config.json must be 'silu' with swiglu_limits, got 'gelu'"):
+        layer_spec_from_config(settings | {"hidden_act": "gelu"})
+
+
 def test_either_orientation_of_qwen3_vl(tmp_path: Path) -> None:
     """Published files hold `[E, D, 2F]` and `[E, F, D]`; transformers writes the transposes under the same names."""
     from safetensors.numpy import save_file
@@ -310,12 +364,17 @@ def _without_limit(layer: MoELayer) -> MoELayer:
     return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, activation=activation))
 
 
+def _shared_as_experts(layer: MoELayer) -> MoELayer:
+    return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, shared_activation=None))
+
+
 FAULTS = {
     "aria": ("softmax over all", _router(order="softmax_then_topk")),
     "beam": ("scale lost", _router(scale=1.0)),
     "cohere2_moe_sigmoid": ("not renormalised", _router(renormalize=False)),
     "deepseek_v2_groups": ("groups ignored", _router(num_groups=1, topk_group=1)),
     "deepseek_v4": ("clamps lost", _without_limit),
+    "hy_v4": ("shared experts clamped too", _shared_as_experts),
     "ernie4_5_moe": ("correction bias lost", _part("router", correction_bias=None)),
     "mistral4_groups": ("groups by their best", _part("router", correction_bias=None)),
     "jamba": ("renormalised", _router(renormalize=True)),

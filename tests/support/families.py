@@ -17,6 +17,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v4": ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 0.5}),
     "glm5_next": ("glm5_next", {"swiglu_limit": 0.5}),
+    "hy_v4": ("hy_v4", {"swiglu_limit": 0.5}),
     "longcat_flash": ("longcat_flash", {"zero_expert_num": 0}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
     "deepseek_v3_gelu": ("deepseek_v3", {"hidden_act": "gelu", "norm_topk_prob": False, "routed_scaling_factor": 1.0}),
@@ -25,6 +26,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral4_groups": ("mistral4", {"n_group": 4, "topk_group": 2}),
     "mistral_large4_groups": ("mistral_large4", {"n_group": 4, "topk_group": 2}),
     "olmoe_renormalised": ("olmoe", {"norm_topk_prob": True}),
+    "step3p7_limits": ("step3p7", {"swiglu_limits": [0, 0.3], "swiglu_limits_shared": [0, 0.6]}),
+    "step3p7_shared_limit": ("step3p7", {"swiglu_limits": [0, None], "swiglu_limits_shared": [0, 0.4]}),
     "qwen2_moe_every_second": ("qwen2_moe", {"decoder_sparse_step": 2}),
 }
 

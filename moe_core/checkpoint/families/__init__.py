@@ -24,7 +24,6 @@ REFUSED: Mapping[str, str] = {
     "doge": "experts of one row each, found by a product of keys",
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
     "gemma4_text": "a router that normalises its own input and scales the weight of each expert",
-    "hy_v4": "clamps in the routed experts and none in the shared experts",
     "inkling_text": "a softmax over the chosen and the shared experts together",
     "jetmoe": "a bias added to the sum of the experts",
     "kolibri1": "a correction bias on the logits instead of the scores",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families.record import (
+    Activations,
     Family,
     Layers,
     Naming,
@@ -123,23 +125,30 @@ def _deepseek_v4_layers(config: ModelConfig) -> Layers:
 
 
 def _step3p5_layers(config: ModelConfig) -> Layers:
-    """Layers of mlp_layer_types `sparse` or of moe_layers_enum without limits.
-
-    Routed and shared experts have different limits where they have any, which no layer describes.
-    """
+    """Layers of mlp_layer_types `sparse` or of moe_layers_enum."""
     layers = dense_first(3)(config)
     chosen = config.settings.get("moe_layers_enum")
     if isinstance(chosen, str) and not config.strings("mlp_layer_types"):
         numbers = {int(number) for number in chosen.split(",") if number.strip().isdecimal()}
         moe = tuple(layer for layer in range(layers.count) if layer in numbers)
-        layers = Layers(layers.count, moe, f"moe_layers_enum = {chosen}")
-    limits = [config.settings.get(name) or [] for name in ("swiglu_limits", "swiglu_limits_shared")]
-    if not all(isinstance(values, list) for values in limits):
-        raise InvalidInput(
-            f"swiglu_limits in config.json must be a list of numbers, got {limits!r}; restore the original config.json"
+        return Layers(layers.count, moe, f"moe_layers_enum = {chosen}")
+    return layers
+
+
+def _step3p5_activations(config: ModelConfig) -> Mapping[int, Activations]:
+    """Of the layers with a limit in swiglu_limits or swiglu_limits_shared, where 0 and null are none."""
+    plain, limits = hidden_activation()(config), [config.limits(f"swiglu_limits{end}") for end in ("", "_shared")]
+    if any(any(numbers) for numbers in limits) and plain.name != "silu":
+        raise Unsupported(
+            f"hidden_act in config.json must be 'silu' with swiglu_limits, got {config.find('hidden_act')!r}; this "
+            "activation cannot be clamped behind it"
         )
-    moe = tuple(layer for layer in layers.moe if not any(any(values[layer : layer + 1]) for values in limits))
-    return Layers(layers.count, moe, f"{layers.rule}; none of swiglu_limits and swiglu_limits_shared")
+    found = {}
+    for layer in range(config.num_layers()):
+        own = [next(iter(numbers[layer : layer + 1]), None) for numbers in limits]
+        if any(own):
+            found[layer] = Activations(*(Activation("clamped_silu", limit=one) if one else plain for one in own))
+    return found
 
 
 def _longcat_layers(config: ModelConfig) -> Layers:
@@ -189,6 +198,15 @@ DEEPSEEK = {
         experts=("num_experts",),
         shared=Shared(("num_shared_experts",)),
         naming=_HY_V3,
+    ),
+    # The shared experts are not clamped.
+    "hy_v4": replace(
+        _V3,
+        layers=dense_first(1),
+        activation=limited,
+        shared_activation=hidden_activation(),
+        # transformers saves every gate_proj as linear_gate, that of the shared experts too.
+        naming=replace(_FUSED, shared=(mlp_names("shared_experts"), mlp_names("shared_experts", gate="linear_gate"))),
     ),
     "afmoe": replace(
         _V3,
@@ -283,6 +301,7 @@ DEEPSEEK = {
         _V3,
         router=routing("sigmoid", scale=("moe_router_scaling_factor",), top_k=("num_experts_per_tok", "moe_top_k")),
         layers=_step3p5_layers,
+        layer_activations=_step3p5_activations,
         experts=("n_routed_experts", "moe_num_experts"),
         shared=Shared(width=("share_expert_dim", "share_expert_dims")),
         naming=_STEP,

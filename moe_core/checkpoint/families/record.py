@@ -6,12 +6,12 @@ its writer follow from the record.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moe_core.checkpoint.config import ModelConfig
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import Activation, MoESpec, RouterSpec
 
@@ -85,15 +85,23 @@ class Layers(NamedTuple):
     rule: str
 
 
+class Activations(NamedTuple):
+    """Those of a layer's experts and of its shared experts, gate_layout aside."""
+
+    experts: Activation
+    shared: Activation
+
+
 @dataclass(frozen=True)
 class Family:
     """The MoE layers of a model_type.
 
     alone: the names in files of a text model that was saved without the rest of its multimodal model; None = the same.
     hidden, width, experts: settings that give d_model, d_ff and E. shared: None = no shared experts. correction_bias:
-    whether there is one, or the setting that says so. weight_layout: of fused storage in files. requires: (setting, the
-    value that can be computed, what another one asks for); absent and null settings are fine. part: the setting that
-    holds those of the experts.
+    whether there is one, or the setting that says so. shared_activation: None = that of the experts. layer_activations:
+    those of layers that differ from the others. weight_layout: of fused storage in files. requires: (setting, the value
+    that can be computed, what another one asks for); absent and null settings are fine. part: the setting that holds
+    those of the experts.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -104,6 +112,8 @@ class Family:
     width: Names = ("moe_intermediate_size",)
     experts: Names = ("num_experts", "num_local_experts", "n_routed_experts")
     activation: Callable[[ModelConfig], Activation] | None = None
+    shared_activation: Callable[[ModelConfig], Activation] | None = None
+    layer_activations: Callable[[ModelConfig], Mapping[int, Activations]] | None = None
     shared: Shared | None = None
     correction_bias: bool | str = False
     router_bias: bool = False
@@ -120,7 +130,8 @@ class Architecture:
 
     moe_layers: the layers that have one, ascending; moe_layers_rule: the settings that decided it. d_ff: width of one
     expert after gating; shared_d_ff: of the shared experts together, 0 = none. spec: weights as the family's fused
-    storage lays them out, which per-expert storage is stacked into.
+    storage lays them out, which per-expert storage is stacked into. layer_activations: layer -> its own, where they are
+    not those of `spec`; `spec_of` puts them in.
     """
 
     num_layers: int
@@ -134,13 +145,36 @@ class Architecture:
     family: Family
     correction_bias: bool
     naming: Naming
+    layer_activations: Mapping[int, Activations] = field(default_factory=dict)
 
-    def layer_spec(self) -> MoELayerSpec:
-        """The layer, stored as the framework stores it by default: the family's layouts are those of its files."""
-        activation, router, family = self.spec.activation, self.spec.router, self.family
+    def spec_of(self, layer: int) -> MoESpec:
+        """`spec` with the activations of one layer."""
+        if layer not in self.layer_activations:
+            return self.spec
+        spec, (experts, shared) = self.spec, self.layer_activations[layer]
+        own = replace(spec.with_gate_layout("halves"), activation=experts, shared_activation=None)
+        own = replace(own, shared_activation=shared) if self.shared_d_ff else own
+        return own.with_gate_layout(spec.activation.gate_layout or "halves")
+
+    def layer_spec(self, layer: int | None = None) -> MoELayerSpec:
+        """The layer, stored as the framework stores it by default: the family's layouts are those of its files.
+
+        layer: None = any, of a model whose layers are alike; InvalidInput for another.
+        """
+        if layer is None:
+            different = [n for n in self.moe_layers if self.spec_of(n) != self.spec_of(self.moe_layers[0])]
+            if different:
+                raise InvalidInput(
+                    f"layer must be given for a model whose layers differ, got None; layers {different} have other "
+                    f"activations than layer {self.moe_layers[0]}: pass the number of one"
+                )
+            layer = self.moe_layers[0] if self.moe_layers else 0
+        spec, family = self.spec_of(layer), self.family
+        activation, shared_activation, router = spec.activation, spec.shared_activation, spec.router
         assert router is not None
         if activation.gated:
             activation = replace(activation, gate_layout="halves")
+            shared_activation = shared_activation and replace(shared_activation, gate_layout="halves")
         gate = family.shared is not None and family.shared.gate
         return MoELayerSpec(
             self.d_model,
@@ -149,7 +183,7 @@ class Architecture:
             router.require_top_k(),
             router,
             ExpertsSpec(activation, bias=family.expert_bias),
-            SharedExpertsSpec(self.shared_d_ff, gate) if self.shared_d_ff else None,
+            SharedExpertsSpec(self.shared_d_ff, gate, shared_activation) if self.shared_d_ff else None,
             family.router_bias,
             self.correction_bias,
             family.router_weight_on_input,
@@ -183,8 +217,10 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         family.weight_layout,
         router_weight_layout="out_in",
         apply_router_weight_on_input=family.router_weight_on_input,
+        shared_activation=family.shared_activation(config) if family.shared_activation and shared_d_ff else None,
     )
-    return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming)
+    own = {} if family.layer_activations is None else family.layer_activations(config)
+    return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming, own)
 
 
 def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:

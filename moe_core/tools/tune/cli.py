@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.base.target import Target
-from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.checkpoint.config import settings_of
+from moe_core.checkpoint.families import architecture_of, text_model
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import HUGGING_FACE, ExpertsSpec, MoELayerSpec, Storage
 from moe_core.runtime.cuda import cuda_available, cuda_target, why_no_gpu
@@ -122,7 +123,10 @@ def _products(options: argparse.Namespace) -> Sequence[Product]:
 
 
 def _layers(options: argparse.Namespace) -> list[MoELayerSpec]:
-    layers = [PRESETS[name] for name in options.preset] + [layer_spec_from_config(path) for path in options.config]
+    layers = [PRESETS[name] for name in options.preset]
+    for path in options.config:
+        architecture = architecture_of(text_model(settings_of(path)))
+        layers.extend({architecture.layer_spec(layer): None for layer in architecture.moe_layers})
     sizes = {f"--{name}": getattr(options, name.replace("-", "_")) for name, _ in _SIZES}
     missing = [name for name, size in sizes.items() if size is None]
     if len(missing) < len(sizes):
