@@ -140,7 +140,7 @@ def test_compiled_with_hooks() -> None:
 
 def test_a_plain_layer_is_one_operator() -> None:
     layer, x = MoE.from_weights(draw_weights(EVERYTHING)).requires_grad_(False), to_torch(draw_x((6,)))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         layer(x)
     assert [event.name for event in profile.events() or () if event.name.startswith("moebius::")] == ["moebius::moe"]
     layer.router.register_forward_hook(lambda *_: None)
