@@ -41,7 +41,8 @@ assert torch.from_dlpack(array).data_ptr() == array.unsafe_buffer_pointer()
 
 
 def run(program: str) -> None:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -37,7 +37,8 @@ def both(logits: np.ndarray, ids: np.ndarray, **options: Any) -> tuple[float, np
     other = jax.value_and_grad(lambda logits: moe_jax.layers.load_balance_loss(logits, ids, **options))
     value, gradient = jax.jit(other)(logits)
     np.testing.assert_allclose(value, loss.detach().numpy(), rtol=1e-6)
-    np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-4, atol=1e-8)
+    # A gradient of softmax is a difference of numbers up to 0.1: a few units in their last place remain.
+    np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-4, atol=1e-7)
     return loss.item(), leaf.grad.numpy()
 
 
