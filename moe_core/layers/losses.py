@@ -16,8 +16,8 @@ def check_balance(logits: Any, ids: Any, token_mask: Any, scoring: str, scale: f
     shape = tuple(logits.shape)
     if len(shape) < 2 or not str(logits.dtype).endswith(("float32", "float64")):
         raise InvalidInput(
-            f"logits must be float32 [..., S, E], got {logits.dtype} {list(shape)}; pass MoEAux.logits, or those of "
-            "each sequence: aux.logits.reshape(batch, sequence, num_experts)"
+            f"logits must be float32 or float64 [..., S, E], got {logits.dtype} {list(shape)}; pass MoEAux.logits, or "
+            "those of each sequence: aux.logits.reshape(batch, sequence, num_experts)"
         )
     if tuple(ids.shape[:-1]) != shape[:-1] or "int32" not in str(ids.dtype):
         raise InvalidInput(

@@ -146,7 +146,7 @@ def test_layers_give_logits(framework: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": np.zeros((S, E))}, "logits must be float32"),
+        ({"logits": np.zeros((S, E), np.float16)}, "logits must be float32"),
         ({"ids": np.zeros((S + 1, K), np.int32)}, "ids must be int32 .7, 'K'."),
         ({"scoring": "softmaxx"}, "scoring must be"),
         ({"scale": float("nan")}, "scale must be"),
