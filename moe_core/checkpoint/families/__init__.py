@@ -20,10 +20,10 @@ FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK}
 #: model_type -> the one operation of its block that a layer cannot compute.
 REFUSED: Mapping[str, str] = {
     "axk1": "an RMSNorm of the sum of routed and shared experts (post_mlp_layernorm)",
-    "diffusion_gemma_text": "a router that normalises its own input and scales the weight of each expert",
+    "diffusion_gemma_text": "weights multiplied by a scale of each expert (per_expert_scale)",
     "doge": "experts of one row each, found by a product of keys",
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
-    "gemma4_text": "a router that normalises its own input and scales the weight of each expert",
+    "gemma4_text": "weights multiplied by a scale of each expert (per_expert_scale)",
     "inkling_text": "a softmax over the chosen and the shared experts together",
     "jetmoe": "a bias added to the sum of the experts",
     "kolibri1": "a correction bias on the logits instead of the scores",

@@ -265,7 +265,7 @@ DEEPSEEK = {
         ),
         alone=Naming(("mlp", ""), correction_bias=(), per_expert=("w1", "w3", "w2"), prefixes=("",)),
     ),
-    # Its first layers take ids from a table of tokens (hash_moe); no layer here describes those.
+    # Its first layers take ids from a table of tokens (hash_moe), which is no part of a layer: see `expert_ids`.
     "deepseek_v4": replace(
         _V3,
         router=_scored_router,

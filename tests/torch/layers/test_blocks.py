@@ -11,7 +11,7 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
-from moe_torch import MoE
+from moe_torch import MoE, layer_spec_from_config
 from tests.support.layers import tolerances
 from tests.support.torch import on_engines, running_on, to_numpy
 
@@ -156,3 +156,33 @@ def test_another_familys_config_is_refused() -> None:
         InvalidInput, match=r"block must hold gate\.e_score_correction_bias, shared_experts\.gate_proj\.weight, "
     ):
         MoE.from_block(block_of("mixtral"), models.build("deepseek_v3").config)
+
+
+@on_engines
+def test_ids_from_a_table(engine: str) -> None:
+    """DeepSeek-V4's first layers: the preset's layer, given the ids that their table has for each token."""
+    model = models.build("deepseek_v4", mlp_layer_types=["hash_moe", "moe"], swiglu_limit=0.5)
+    block: Any = next(iter(models.moe_blocks(model).values()))
+    rows = [torch.randperm(models.E, generator=torch.Generator().manual_seed(n)) for n in range(models.VOCABULARY)]
+    block.gate.tid2eid.copy_(torch.stack(rows)[:, : models.K])
+    with pytest.raises(Unsupported, match=r"with gate.tid2eid, which the layer does not compute with"):
+        MoE.from_block(block, model.config)
+    with running_on(engine) as device, torch.no_grad():
+        layer = MoE.from_spec(layer_spec_from_config(model.config), dtype=torch.float32, device=device)
+        shared = block.shared_experts
+        held = {
+            "router.weight": block.gate.weight,
+            "experts.gate_up": block.experts.gate_up_proj,
+            "experts.down": block.experts.down_proj,
+            "shared_experts.gate_up": torch.cat([shared.gate_proj.weight, shared.up_proj.weight]),
+            "shared_experts.down": shared.down_proj.weight,
+        }
+        for name, tensor in held.items():
+            layer.get_parameter(name).copy_(tensor)
+        x, tokens = draw(), models.inputs("deepseek_v4")["input_ids"].view(2, -1)
+        wanted, ids = block(x, input_ids=tokens), block.gate.tid2eid[tokens]
+        y = layer(x.to(device), expert_ids=ids.int().to(device))
+        assert_close(to_numpy(y), to_numpy(wanted), tolerances(layer.spec, "float32")["output"], "output")
+        with pytest.raises(AssertionError):
+            routed = layer(x.to(device))
+            assert_close(to_numpy(routed), to_numpy(wanted), tolerances(layer.spec, "float32")["output"], "no ids")
