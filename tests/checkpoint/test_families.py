@@ -37,7 +37,7 @@ transformers = pytest.importorskip("transformers", reason="the judge needs trans
 
 from safetensors.numpy import load_file
 
-from tests.support.families import ROWS, VARIANTS
+from tests.support.families import ROWS, VARIANTS, row_named, tiny
 from tests.support.torch import running_on, to_numpy
 from tools.sweep import models
 
@@ -121,8 +121,8 @@ def assert_same_state(model: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_family(tmp_path: Path, row: str) -> None:
-    family, changes = ROWS[row]
-    model = models.build(family, **changes)
+    family, changes = row_named(row)
+    model = tiny(family, **changes)
     published = saved(model, tmp_path / "published")
     fused = saved(model, tmp_path / "fused", published=False)
     settings = json.loads((tmp_path / "published" / "config.json").read_text())
@@ -155,8 +155,8 @@ def test_family(tmp_path: Path, row: str) -> None:
 def test_torch_layer_agrees(tmp_path: Path, row: str) -> None:
     from moe_torch import MoE
 
-    family, changes = ROWS[row]
-    model = models.build(family, **changes)
+    family, changes = row_named(row)
+    model = tiny(family, **changes)
     checkpoint = saved(model, tmp_path)
     number = checkpoint.moe_layers[-1]
     weights = LayerWeights.from_checkpoint(checkpoint.layer(number))
@@ -175,7 +175,7 @@ def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
     nnx = pytest.importorskip("moe_jax.nnx", reason="the JAX front-end needs jax and flax")
     from tests.support import jax as jax_support
 
-    model = models.build(row)
+    model = tiny(row)
     checkpoint = saved(model, tmp_path)
     number = checkpoint.moe_layers[-1]
     with jax_support.running_on("reference"):
@@ -188,8 +188,8 @@ def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
 @pytest.mark.parametrize("row", ["aria", "granitemoe", "mistral4", "nemotron_h", "qwen3_vl_moe", "step3p7"])
 def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None:
     """`[E, D, N]` with and without `.weight`, `[E, N, D]`, ungated, and gate and up of all experts in a tensor each."""
-    family, changes = ROWS[row]
-    checkpoint = saved(models.build(family, **changes), tmp_path / "plain")
+    family, changes = row_named(row)
+    checkpoint = saved(tiny(family, **changes), tmp_path / "plain")
     convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"))
     number = checkpoint.moe_layers[-1]
     read = open_checkpoint(tmp_path / "int8").layer(number)
@@ -206,7 +206,7 @@ def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None
 
 @pytest.mark.parametrize("row", ["dbrx", "inkling2"])
 def test_orders_that_cannot_be_quantised_are_refused(tmp_path: Path, row: str) -> None:
-    checkpoint = saved(models.build(row), tmp_path / "plain")
+    checkpoint = saved(tiny(row), tmp_path / "plain")
     with pytest.raises(Unsupported, match=r"experts.* in an order of its own .* cannot be quantised"):
         convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"))
 
@@ -232,7 +232,8 @@ NESTED = {
 
 @pytest.mark.parametrize("family", NESTED)
 def test_multimodal_models_nest_the_text_model(tmp_path: Path, family: str) -> None:
-    made, text = getattr(transformers, NESTED[family]), models.build(family, **VARIANTS.get(family, ("", {}))[1])
+    text = tiny(family, **VARIANTS.get(family, ("", {}))[1])
+    made = getattr(transformers, NESTED[family])
     kind = made.config_class.sub_configs["vision_config"]
     known = set(vars(kind())) if kind is not transformers.AutoConfig else {*_VISION, "model_type"}
     vision = {name: value for name, value in _VISION.items() if name in known}
@@ -258,8 +259,8 @@ def test_multimodal_models_nest_the_text_model(tmp_path: Path, family: str) -> N
 
 
 def test_a_bias_that_files_do_not_have_must_be_zeros(tmp_path: Path) -> None:
-    family, changes = ROWS["mistral4_groups"]
-    model = models.build(family, **changes)
+    family, changes = row_named("mistral4_groups")
+    model = tiny(family, **changes)
     checkpoint = saved(model, tmp_path / "plain")
     layers = weights_of(checkpoint)
     assert layers[-1][1].router.correction_bias is not None
@@ -273,7 +274,7 @@ LIMITS = {"swiglu_limits": [0, 0.3, None], "swiglu_limits_shared": [0.0, 0.6, 0.
 
 def step_with_limits() -> Any:
     """Three layers: without limits, with two, and with one of the shared experts."""
-    return models.build("step3p7", num_hidden_layers=3, mlp_layer_types=["sparse"] * 3, layer_types=None, **LIMITS)
+    return tiny("step3p7", num_hidden_layers=3, mlp_layer_types=["sparse"] * 3, layer_types=None, **LIMITS)
 
 
 def test_limits_of_every_layer(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_either_orientation_of_qwen3_vl(tmp_path: Path) -> None:
     """Published files hold `[E, D, 2F]` and `[E, F, D]`; transformers writes the transposes under the same names."""
     from safetensors.numpy import save_file
 
-    model = models.build("qwen3_vl_moe")
+    model = tiny("qwen3_vl_moe")
     own = saved(model, tmp_path / "own")
     tensors = load_file(own.path / "model.safetensors")
     turned = {name: array.swapaxes(1, 2).copy() if array.ndim == 3 else array for name, array in tensors.items()}
@@ -387,8 +388,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("row", FAULTS)
 def test_the_judge_sees_every_fault(tmp_path: Path, row: str) -> None:
-    (family, changes), (_, change) = ROWS[row], FAULTS[row]
-    model = models.build(family, **changes)
+    (family, changes), (_, change) = row_named(row), FAULTS[row]
+    model = tiny(family, **changes)
     checkpoint = saved(model, tmp_path)
     number = checkpoint.moe_layers[-1]
     verdict = judge(model, number, hidden_states())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from moe_core.checkpoint.families import text_model
 from moe_core.errors import Unsupported
 from tools.sweep import models
@@ -50,3 +52,17 @@ _INSTALLED = models.families()
 _ALL = {family: (family, {}) for family in _INSTALLED}
 _ALL |= {row: given for row, given in VARIANTS.items() if given[0] in _INSTALLED}
 ROWS = {row: given for row, given in _ALL.items() if _described(*given)}
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """The sweep's model of a family; a skip where the installed transformers does not have it."""
+    if family not in _INSTALLED:
+        pytest.skip(f"the installed transformers has no {family}")
+    return models.build(family, **changes)
+
+
+def row_named(name: str) -> tuple[str, dict[str, Any]]:
+    """(family, settings) of a row that a test names; a skip where the installed transformers does not have it."""
+    if name not in ROWS:
+        pytest.skip(f"the installed transformers has no {name}")
+    return ROWS[name]

@@ -12,6 +12,7 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
 from moe_torch import MoE, layer_spec_from_config
+from tests.support.families import tiny
 from tests.support.layers import tolerances
 from tests.support.torch import on_engines, running_on, to_numpy
 
@@ -161,7 +162,7 @@ def test_another_familys_config_is_refused() -> None:
 @on_engines
 def test_ids_from_a_table(engine: str) -> None:
     """DeepSeek-V4's first layers: the preset's layer, given the ids that their table has for each token."""
-    model = models.build("deepseek_v4", mlp_layer_types=["hash_moe", "moe"], swiglu_limit=0.5)
+    model = tiny("deepseek_v4", mlp_layer_types=["hash_moe", "moe"], swiglu_limit=0.5)
     block: Any = next(iter(models.moe_blocks(model).values()))
     rows = [torch.randperm(models.E, generator=torch.Generator().manual_seed(n)) for n in range(models.VOCABULARY)]
     block.gate.tid2eid.copy_(torch.stack(rows)[:, : models.K])
