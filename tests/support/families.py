@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 
 from moe_core.checkpoint.families import text_model
 from moe_core.errors import Unsupported
@@ -48,7 +49,10 @@ def _described(family: str, changes: dict[str, Any]) -> bool:
     return True
 
 
-_INSTALLED = models.families()
+#: The release that the records are judged by, and families that earlier ones compute or save in another way.
+JUDGE, CHANGED = (5, 23), ("aria", "glm5_next", "qwen3_omni_moe")
+IS_EARLIER = tuple(map(int, transformers.__version__.split(".")[:2])) < JUDGE
+_INSTALLED = [family for family in models.families() if not (IS_EARLIER and family in CHANGED)]
 _ALL = {family: (family, {}) for family in _INSTALLED}
 _ALL |= {row: given for row, given in VARIANTS.items() if given[0] in _INSTALLED}
 ROWS = {row: given for row, given in _ALL.items() if _described(*given)}
@@ -57,12 +61,12 @@ ROWS = {row: given for row, given in _ALL.items() if _described(*given)}
 def tiny(family: str, **changes: Any) -> Any:
     """The sweep's model of a family; a skip where the installed transformers does not have it."""
     if family not in _INSTALLED:
-        pytest.skip(f"the installed transformers has no {family}")
+        pytest.skip(f"the installed transformers has no {family}, or another one")
     return models.build(family, **changes)
 
 
 def row_named(name: str) -> tuple[str, dict[str, Any]]:
     """(family, settings) of a row that a test names; a skip where the installed transformers does not have it."""
     if name not in ROWS:
-        pytest.skip(f"the installed transformers has no {name}")
+        pytest.skip(f"the installed transformers has no {name}, or another one")
     return ROWS[name]
