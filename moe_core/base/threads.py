@@ -2,8 +2,9 @@
 
 BLAS libraries keep pools of threads that wait busily for each other. Beside the pools of torch and XLA, or on a busy
 machine, such a product takes ten to thirty times as long. So a product runs in one thread, and `spread` hands out
-independent pieces of work (experts, blocks of rows) to threads that take the next piece when they are done. The pieces
-depend on shapes only: results are the same bits for every number of threads.
+independent pieces of work (experts, blocks of rows) to threads that take the next piece when they are done. Results are
+the same bits for every number of threads: the pieces of a product depend on shapes only, and arithmetic on elements has
+the same result in any pieces.
 """
 
 from __future__ import annotations
