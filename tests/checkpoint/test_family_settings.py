@@ -12,8 +12,7 @@ from tests.support.paths import ROOT
 pytest.importorskip("torch", reason="the judge needs torch")
 pytest.importorskip("transformers", reason="the judge needs transformers")
 
-from tests.support.families import IS_EARLIER, JUDGE, ROWS, settings_of
-from tools.sweep import models
+from tests.support.families import INSTALLED, IS_EARLIER, JUDGE, ROWS, settings_of
 
 
 @pytest.mark.skipif(IS_EARLIER, reason=f"families of transformers {JUDGE} are not all in the installed one")
@@ -29,7 +28,7 @@ def test_the_documents_name_every_family() -> None:
     assert listed.replace("`", "").split() == [f"{name}," for name in sorted(FAMILIES)[:-1]] + [sorted(FAMILIES)[-1]]
 
 
-@pytest.mark.parametrize("family", [family for family in models.families() if family not in ROWS])
+@pytest.mark.parametrize("family", [family for family in INSTALLED if family not in ROWS])
 def test_other_families_are_refused_by_name(family: str) -> None:
     settings = settings_of(family, {})
     with pytest.raises(Unsupported, match=f"model_type .*{settings['model_type']}") as error:

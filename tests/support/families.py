@@ -52,15 +52,15 @@ def _described(family: str, changes: dict[str, Any]) -> bool:
 #: The release that the records are judged by, and families that earlier ones compute or save in another way.
 JUDGE, CHANGED = (5, 23), ("aria", "glm5_next", "qwen3_omni_moe")
 IS_EARLIER = tuple(map(int, transformers.__version__.split(".")[:2])) < JUDGE
-_INSTALLED = [family for family in models.families() if not (IS_EARLIER and family in CHANGED)]
-_ALL = {family: (family, {}) for family in _INSTALLED}
-_ALL |= {row: given for row, given in VARIANTS.items() if given[0] in _INSTALLED}
+INSTALLED = [family for family in models.families() if not (IS_EARLIER and family in CHANGED)]
+_ALL = {family: (family, {}) for family in INSTALLED}
+_ALL |= {row: given for row, given in VARIANTS.items() if given[0] in INSTALLED}
 ROWS = {row: given for row, given in _ALL.items() if _described(*given)}
 
 
 def tiny(family: str, **changes: Any) -> Any:
     """The sweep's model of a family; a skip where the installed transformers does not have it."""
-    if family not in _INSTALLED:
+    if family not in INSTALLED:
         pytest.skip(f"the installed transformers has no {family}, or another one")
     return models.build(family, **changes)
 
