@@ -31,8 +31,9 @@ import venv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXTRAS = "torch,jax,flax,checkpoint,test,bench"
-#: One torch for all CPU runs, so that two of them differ only in what is being tested.
-CPU_TORCH = "torch==2.13.0"
+#: One torch for all CPU runs, so that two of them differ only in what is being tested, and the transformers whose
+#: families the documents list.
+CPU_TORCH, CPU_TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
 
 
 def has_cuda_device() -> bool:
@@ -74,7 +75,9 @@ def make(directory: pathlib.Path, extras: str, on_gpu: bool, packages_of: pathli
         share_packages(directory)
         subprocess.run([*install, "--no-build-isolation", *project], check=True)
     else:
-        pinned = [CPU_TORCH] if "torch" in extras.split(",") else []
+        chosen = extras.split(",")
+        pinned = [CPU_TORCH] if "torch" in chosen else []
+        pinned += [CPU_TRANSFORMERS] if {"test", "transformers", "recipes"} & set(chosen) else []
         subprocess.run([*install, *pinned, *project], check=True)
 
 
