@@ -1,9 +1,10 @@
 # Every target makes the environment it needs (tools/environment.py) and then does its work.
 # PYTHON: the Python to start from. WORKERS: how many tests run at a time. RECORD: where a benchmark's record goes.
-# BENCH: further options of the benchmark.
+# BENCH: further options of the benchmark. SOAK: of the soak.
 PYTHON ?= python3
 WORKERS ?= auto
 BENCH ?=
+SOAK ?=
 RUN := .venv/bin/python
 
 KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \
@@ -11,7 +12,7 @@ KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_fo
 	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
 	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py)
 
-.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck upstream \
+.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck soak upstream \
 	maxtext clean
 
 environment:
@@ -62,6 +63,10 @@ memcheck: environment
 	$(call SANITIZE,memcheck,tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed)
 	$(call SANITIZE,racecheck)
 	$(CLEAN)
+
+# Minutes of calls from many threads: equal bits from the first to the last, flat memory. Repeat it to go on.
+soak: environment
+	$(RUN) -m tools.soak $(SOAK)
 
 # Other people's code on ours: vLLM's files out of its wheel, and triton_kernels' own tests where they are there.
 upstream: environment
