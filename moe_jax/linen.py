@@ -101,6 +101,8 @@ class MoE(nn.Module):
     recompute: bool = False
     main_grad: bool = False
     fast_accumulate: bool = False
+    router_norm: layers.NormSpec | None = None
+    expert_scale: bool = False
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.

@@ -84,6 +84,8 @@ class ParameterGroup(nnx.Module):
     kernel: nnx.Param
     bias: nnx.Param
     correction_bias: CorrectionBias
+    norm: nnx.Param
+    expert_scale: nnx.Param
     values: QuantizedArray
     scales: QuantizedArray
     zero_points: QuantizedArray

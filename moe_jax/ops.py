@@ -8,7 +8,7 @@ every local CUDA device. A program holds one custom call per op.
   device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported. Under `jit` with automatic
   mesh axes it cannot be seen.
 - vmap runs one call per element, in order.
-- Gradients: `moe`, `router`, `route`, `matmul_ogs`, `activation` and `reduce` have them, in reverse mode
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce` have them, in reverse mode
   (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative Unsupported. Differentiating another op
   raises Unsupported.
 - Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
@@ -68,16 +68,17 @@ from moe_jax.bridge.calls import (
     require_type,
     training_plans,
 )
+from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.trace import watched
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
-    "MoEOutput", "MoESpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits", "RouterSpec",
-    "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK", "Tuning",
-    "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix",
-    "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "route", "router", "scale_rows",
-    "scheme_named", "unpack_bitmatrix",
+    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
+    "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
+    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe",
+    "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route",
+    "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _PLAIN_LOGITS = LogitsSpec()

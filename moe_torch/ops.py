@@ -6,7 +6,8 @@ the NumPy reference runs, or the real kernels in Triton's interpreter under TRIT
 - Programs: all functions work under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs. Run a
   function once before capturing it, because kernels are compiled and loaded then. A changing number of tokens
   recompiles nothing.
-- Gradients: `moe`, `router`, `route`, `matmul_ogs`, `activation` and `reduce` have them (docs/user/training.md).
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce` have them
+  (docs/user/training.md).
   `scale_rows` refuses a tensor that requires one in grad mode. Forward mode raises Unsupported.
 - Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides,
   device or alignment, and for options that contradict each other. It raises Unsupported for a device without kernels,
@@ -25,6 +26,7 @@ from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -48,14 +50,14 @@ from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_r
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
-    "MoEOutput", "MoESpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits", "RouterSpec",
-    "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK", "Tuning",
-    "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix",
-    "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "route", "router", "scale_rows",
-    "scheme_named", "unpack_bitmatrix",
+    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
+    "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
+    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe",
+    "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route",
+    "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
-_DEFAULT_LOGITS = LogitsSpec()
+_DEFAULT_LOGITS, _DEFAULT_NORM = LogitsSpec(), NormSpec()
 
 
 def router(
@@ -74,6 +76,21 @@ def router(
     """
     require_instance("spec", spec, LogitsSpec)
     return call(operators.ROUTER, x, weight, bias, encode(spec))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec = _DEFAULT_NORM) -> torch.Tensor:
+    """Normalise rows by the root of their mean square, in fp32, with one cast at the end.
+
+    Args:
+        x: bf16, fp16 or fp32 `[R, D]`. Rows may be strided.
+        weight: bf16, fp16 or fp32 `[D]`. It multiplies the columns.
+        spec: epsilon, and a constant factor.
+
+    Returns:
+        y `[R, D]` in the dtype of x.
+    """
+    require_instance("spec", spec, NormSpec)
+    return call(operators.RMS_NORM, x, weight, encode(spec))
 
 
 def route(

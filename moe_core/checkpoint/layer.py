@@ -19,6 +19,7 @@ from moe_core.checkpoint.stacks import LayerNames, found_names, layer_stacks
 from moe_core.checkpoint.storage import ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
+from moe_core.layers.weights import layer_router
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
 
@@ -129,7 +130,8 @@ class Checkpoint:
         def bundle(kind: type, prefix: str) -> Any:
             return kind(**{name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)})
 
-        experts, router = bundle(ExpertWeights, "experts."), bundle(RouterWeights, "router.")
+        experts = bundle(ExpertWeights, "experts.")
+        router = layer_router(bundle(dict, "router."), architecture.router_norm)
         shared = bundle(SharedExpert, "shared.") if architecture.shared_d_ff else None
         sizes = (architecture.d_model, architecture.d_ff, architecture.num_experts)
         scheme = self.scheme if is_packed else None

@@ -120,6 +120,8 @@ def from_maxtext(
 
 
 def _path(name: str, spec: MoELayerSpec) -> str:
+    if name not in _PATHS:
+        raise Unsupported(f"MaxText has no name for {name}, which the layer has; keep these weights in another form")
     path = _PATHS[name]
     return path if spec.gated else path.replace("wi_0", "wi")
 

@@ -32,6 +32,8 @@ class LayerNames:
     shared_gate: str
     turned: bool = False
     interleaved: bool = False
+    norm: str = ""
+    expert_scale: str = ""
 
     @property
     def router_bias(self) -> str:
@@ -64,6 +66,8 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) 
         pick(naming.shared),
         full(naming.shared_gate),
         interleaved=naming.interleaved and chosen == tuple(map(full, naming.fused[-1])),
+        norm=full(naming.norm),
+        expert_scale=full(naming.expert_scale),
     )
 
 
@@ -132,6 +136,10 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         if names.correction_bias is not None:
             parts = (Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None),)
         stacks["router.correction_bias"] = Stack((num_experts,), parts, dtype="float32")
+    if architecture.router_norm is not None:
+        stacks["router.norm"] = Stack.whole(names.norm, (d_model,))
+    if family.expert_scale:
+        stacks["router.expert_scale"] = Stack.whole(names.expert_scale, (num_experts,))
     stacks |= _expert_stacks(architecture, names)
     if architecture.shared_d_ff:
         # Shared experts are plain modules: `out_in`, whatever the layout of the fused experts.

@@ -13,5 +13,5 @@ from moe_core.layers.spec import MoELayerSpec as MoELayerSpec
 from moe_core.layers.spec import Parameter as Parameter
 from moe_core.layers.spec import SharedExpertsSpec as SharedExpertsSpec
 from moe_core.layers.spec import Storage as Storage
-from moe_core.layers.spec import tiled_specs as tiled_specs
+from moe_core.layers.tiling import tiled_specs as tiled_specs
 from moe_core.layers.weights import LayerWeights as LayerWeights

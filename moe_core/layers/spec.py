@@ -16,9 +16,8 @@ from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_at_least, require_choice, require_flag, require_flags, require_kind
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
-from moe_core.formats import QuantizedSpec, Scheme, Tiling, quantized_shapes
-from moe_core.ops.prepack.prepack import order_for
-from moe_core.specs import MoESpec, RouterSpec, Tuning
+from moe_core.formats import QuantizedSpec, Scheme, quantized_shapes
+from moe_core.specs import MoESpec, NormSpec, RouterSpec, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
@@ -136,10 +135,10 @@ class Parameter:
     """One array of a layer.
 
     name: dotted (`experts.gate_up`; of a quantised matrix `experts.gate_up.values`, `.scales`, `.zero_points`). role:
-    `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `buffer` (fp32, starts at zero,
-    never trained by gradients) or `quantized` (starts at fill, never trained or cast). fan_in: terms of the sum a
-    weight takes part in, 0 for others. axes: what each axis is, or is in groups of, `experts`, `d_model`, `d_ff` or
-    None (size 1). dtype: the one it must have, None = that of the layer.
+    `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `factor` (starts at one), `buffer`
+    (fp32, starts at zero, never trained by gradients) or `quantized` (starts at fill, never trained or cast). fan_in:
+    terms of the sum a weight takes part in, 0 for others. axes: what each axis is, or is in groups of, `experts`,
+    `d_model`, `d_ff` or None (size 1). dtype: the one it must have, None = that of the layer.
     """
 
     name: str
@@ -166,7 +165,9 @@ class MoELayerSpec:
     a bias `[E]`. correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from
     counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning, recompute, main_grad,
     fast_accumulate: see MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots
-    routed to it, in slot order; later ones contribute nothing.
+    routed to it, in slot order; later ones contribute nothing. router_norm: the router scores rows normalised so, with
+    a factor for each column. expert_scale: an expert's weights are multiplied by a parameter of it, behind everything
+    else. A layer with one of these three runs its stages one by one.
     """
 
     d_model: int
@@ -186,6 +187,8 @@ class MoELayerSpec:
     recompute: bool = False
     main_grad: bool = False
     fast_accumulate: bool = False
+    router_norm: NormSpec | None = None
+    expert_scale: bool = False
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -194,7 +197,9 @@ class MoELayerSpec:
         require_kind("experts", self.experts, ExpertsSpec)
         require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
         require_kind("tuning", self.tuning, Tuning, optional=True)
-        require_flags(self, "router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32")
+        require_kind("router_norm", self.router_norm, NormSpec, optional=True)
+        flags = ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32", "expert_scale")
+        require_flags(self, *flags)
         if self.router.top_k not in (None, self.top_k):
             raise InvalidInput(
                 f"router.top_k must be the layer's top_k = {self.top_k}, got {self.router.top_k}; leave it out"
@@ -241,6 +246,11 @@ class MoELayerSpec:
     @property
     def gated(self) -> bool:
         return self.experts.activation.gated
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether the stages run one by one: something lies between them."""
+        return self.capacity_factor is not None or self.router_norm is not None or self.expert_scale
 
     def storage(self, default: Storage) -> Storage:
         """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
@@ -291,7 +301,8 @@ class MoELayerSpec:
     def parameters(self, default: Storage) -> tuple[Parameter, ...]:
         """Every array of the layer in `storage(default)`, in a fixed order.
 
-        Names: `router.weight`, `router.bias`, `router.correction_bias`; `experts.gate_up`, `experts.up` (gate_layout
+        Names: `router.weight`, `router.bias`, `router.correction_bias`, `router.norm`, `router.expert_scale`;
+        `experts.gate_up`, `experts.up` (gate_layout
         `separate`), `experts.down`, `experts.gate_up_bias`, `experts.up_bias`, `experts.down_bias`;
         `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is two or three arrays: see `Parameter`.
         """
@@ -301,6 +312,10 @@ class MoELayerSpec:
             router.append(Parameter("router.bias", (E,), "bias", 0, ("experts",)))
         if self.correction_bias:
             router.append(Parameter("router.correction_bias", (E,), "buffer", 0, ("experts",)))
+        if self.router_norm is not None:
+            router.append(Parameter("router.norm", (D,), "factor", 0, ("d_model",), fill=1))
+        if self.expert_scale:
+            router.append(Parameter("router.expert_scale", (E,), "factor", 0, ("experts",), fill=1))
         experts = self._mlp("experts", storage, self.d_ff, (E,))
         if self.experts.scheme is not None:
             quantized = QuantizedSpec(self.experts.scheme.weights, storage.weight_layout)
@@ -373,21 +388,3 @@ class MoEAux(NamedTuple):
     weights: Any
     invalid_ids: Any
     logits: Any
-
-
-def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec]:
-    """What the arrays of `experts.gate_up` and `experts.down` mean in a prepacked layer; storage: how it is stored.
-
-    Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
-    """
-    scheme = spec.experts.scheme
-    if scheme is None or storage.weight_layout != "out_in":
-        raise InvalidInput(
-            f"prepack_weights takes layers of quantised experts stored out_in, got scheme {scheme} and "
-            f"{storage.weight_layout}; make it with ExpertsSpec(scheme=..., weight_layout='out_in')"
-        )
-    order = order_for(storage.gate_layout if spec.gated else None, "experts.gate_up")
-    rows = 2 * spec.d_ff if spec.gated else spec.d_ff
-    gate_up, down = Tiling(rows, spec.d_model, order), Tiling(spec.d_model, spec.d_ff, "rows")
-    tilings = {"experts.gate_up": gate_up, "experts.down": down}
-    return {name: QuantizedSpec(scheme.weights, tiling=tiling) for name, tiling in tilings.items()}

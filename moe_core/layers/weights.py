@@ -26,8 +26,8 @@ from moe_core.layers.spec import (
     storage_of,
 )
 from moe_core.ops.quantize.reference import dequantize
-from moe_core.specs import MoESpec, RouterSpec
-from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays, named_fields
+from moe_core.specs import MoESpec, NormSpec, RouterSpec
+from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterWeights, SharedExpert, named_arrays, named_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,13 @@ class LayerWeights:
     def __post_init__(self) -> None:
         require_kind("spec", self.spec, MoESpec)
         require_kind("experts", self.experts, ExpertWeights)
-        require_kind("router", self.router, RouterWeights)
+        require_kind("router", self.router, LayerRouter if isinstance(self.router, LayerRouter) else RouterWeights)
         require_kind("shared", self.shared, SharedExpert, optional=True)
+        if isinstance(self.router, LayerRouter) and (self.router.norm is None) != (self.router.spec is None):
+            raise InvalidInput(
+                f"router.spec must be a NormSpec where router.norm is given and only then, got {self.router.spec}; "
+                "pass both or neither"
+            )
         if self.spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec, got None; a layer routes by itself")
         if self.experts.layer_index is not None:
@@ -122,6 +127,8 @@ class LayerWeights:
             shared and SharedExpertsSpec(shared.down.shape[width_axis], shared.gate is not None, shared_activation),
             router_bias=self.router.bias is not None,
             correction_bias=self.router.correction_bias is not None,
+            router_norm=getattr(self.router, "spec", None),
+            expert_scale=getattr(self.router, "expert_scale", None) is not None,
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
         )
 
@@ -163,7 +170,7 @@ class LayerWeights:
             return kind(**fields)
 
         shared = None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts.")
-        experts, router = bundle(ExpertWeights, "experts."), bundle(RouterWeights, "router.")
+        experts, router = bundle(ExpertWeights, "experts."), layer_router(bundle(dict, "router."), spec.router_norm)
         return cls(spec.moe_spec(default), experts, router, shared)
 
     def _check_formats(self) -> None:
@@ -233,10 +240,17 @@ class LayerWeights:
                 raise InvalidInput(f"{name} must be {' or '.join(allowed)}, got {array.dtype}; cast it to {allowed[0]}")
 
 
+def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None) -> RouterWeights:
+    """The bundle of a router's arrays, by their names in it."""
+    more = {"norm", "expert_scale"} & arrays.keys()
+    return LayerRouter(**arrays, spec=norm) if more else RouterWeights(**arrays)
+
+
 def _every_name() -> tuple[str, ...]:
     """All names a layer can have, in the order of `MoELayerSpec.parameters`."""
     experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
-    spec = MoELayerSpec(1, 1, 1, 1, RouterSpec(), experts, shared, router_bias=True, correction_bias=True)
+    options = dict.fromkeys(("router_bias", "correction_bias", "expert_scale"), True)
+    spec = MoELayerSpec(1, 1, 1, 1, RouterSpec(), experts, shared, router_norm=NormSpec(), **options)
     return tuple(parameter.name for parameter in spec.parameters(MAXTEXT))
 
 

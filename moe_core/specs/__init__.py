@@ -7,6 +7,7 @@ from moe_core.specs.matmul import Activation as Activation
 from moe_core.specs.matmul import MatmulSpec as MatmulSpec
 from moe_core.specs.matmul import WeightGradientSpec as WeightGradientSpec
 from moe_core.specs.moe import MoESpec as MoESpec
+from moe_core.specs.norm import NormSpec as NormSpec
 from moe_core.specs.routing import LayoutSpec as LayoutSpec
 from moe_core.specs.routing import LogitsSpec as LogitsSpec
 from moe_core.specs.routing import RouterSpec as RouterSpec

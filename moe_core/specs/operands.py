@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.formats.tensor import QuantizedTensor
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
 
 
@@ -167,6 +168,16 @@ class RouterWeights:
     weight: Any
     bias: Any = None
     correction_bias: Any = None
+
+
+@dataclass(frozen=True)
+class LayerRouter(RouterWeights):
+    """The router of a layer that has more than the op's. norm `[D]`: the factors of x, normalised as `spec` says, which
+    it scores instead of x. expert_scale `[E]`: multiplies an expert's weights, behind everything else."""
+
+    norm: Any = None
+    expert_scale: Any = None
+    spec: NormSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The gradients of the stage ops: `router`, `route`, `matmul_ogs`, `activation` and `reduce`.
+"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce`.
 
 Each saves its own arguments (`route` its ids too) and later runs one custom call for the gradients asked for and no
 others; `reduce` copies rows in JAX's own operations. What has no gradient, and why: `refuse` below and
@@ -18,6 +18,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.errors import Unsupported
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.matmul.backward import DIFFERENTIABLE, plan_matmul_ogs_backward, why_no_gradient
+from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.plan.steps import LaunchPlan
@@ -61,6 +62,13 @@ class _Router(_Stage):
         arguments = (_spec(upstream["logits"]), *self.request.arguments)
         wanted = tuple(f"d_{name}" for name in asked)
         return dict(zip(asked, self._backward(plan_router_backward, given, *arguments, wanted=wanted), strict=True))
+
+
+class _Norm(_Stage):
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        given, wanted = {"d_y": upstream["y"]} | arrays, tuple(f"d_{name}" for name in asked)
+        arguments = (_spec(upstream["y"]), *self.request.arguments)
+        return dict(zip(asked, self._backward(plan_rms_norm_backward, given, *arguments, wanted=wanted), strict=True))
 
 
 class _Route(_Stage):
@@ -126,6 +134,7 @@ class _Reduce(_Stage):
 #: By op: its rule, its results, the one through which gradients flow back, and the arrays that have a gradient.
 _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias")),
+    "rms_norm": (_Norm, ("y",), ("y",), ("x", "weight")),
     "route": (_Route, ("ids", "weights"), ("weights",), ("logits",)),
     "matmul_ogs": (_Product, ("y",), ("y",), DIFFERENTIABLE),
     "activation": (_Activation, ("y",), ("y",), ("x", "up")),

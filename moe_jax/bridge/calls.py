@@ -34,7 +34,7 @@ T = TypeVar("T")
 Array = jax.Array | np.ndarray
 
 #: The ops that have a gradient; none of them has a second one.
-DIFFERENTIABLE_OPS = ("moe", "router", "route", "matmul_ogs", "activation", "reduce")
+DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "matmul_ogs", "activation", "reduce")
 
 
 @dataclass(frozen=True)

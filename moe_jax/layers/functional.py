@@ -19,6 +19,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.layers.plans import explain_layer, layer_plans
+from moe_core.layers.weights import layer_router
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
@@ -27,7 +28,7 @@ from moe_jax.bridge.calls import moe_request
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
 from moe_jax.layers.weights import matrix_specs
-from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, SharedExpert, TopK
+from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, Routing, SharedExpert, TopK
 from moe_jax.warmup import make_ready
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
@@ -71,7 +72,8 @@ def forward(
     compute dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack
     is refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place
     on a CPU, raises. With a capacity limit the slots past it are dropped. The op runs in stages then,
-    and where routed_by says what the router goes by. Raises InvalidInput, Unsupported.
+    for a router with a norm or expert scales, and where routed_by says what the router goes by. Raises InvalidInput,
+    Unsupported.
     """
     operands, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
     result, tokens_per_expert = _run(operands, spec, _of_rows(routed_by, x, operands, spec))
@@ -155,8 +157,10 @@ def _planned_for(
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
         given, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
         moe_spec = spec.moe_spec(MAXTEXT)
+        router = given.routing
+        plain = RouterWeights(router.weight, router.bias, router.correction_bias)
         call, (x_spec, experts, routing, _), more = moe_request(
-            given.x, given.experts, given.routing, moe_spec, shared=given.shared
+            given.x, given.experts, plain, moe_spec, shared=given.shared
         )
         found.append((MoEOperands(x_spec, experts, routing, **more), call.target()))
         return x
@@ -223,7 +227,7 @@ def _prepare(
     operands = MoEOperands(
         jnp.asarray(x).reshape(-1, spec.d_model).astype(dtype),
         bundle(ExpertWeights, "experts.", layer_index=index),
-        bundle(RouterWeights, "router."),
+        layer_router(bundle(dict, "router."), spec.router_norm),
         token_mask,
         shared=None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
     )
@@ -324,15 +328,19 @@ def _of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Ro
 def _run(given: MoEOperands, spec: MoELayerSpec, by: RoutedBy) -> tuple[MoEOutput, jax.Array]:
     """The composed op's result and the slots routed to each expert, `[E]`, before any capacity limit."""
     moe_spec, x, router, mask = spec.moe_spec(MAXTEXT), given.x, given.routing, given.token_mask
-    if spec.capacity_factor is None and by.gate_inputs is None and by.expert_ids is None:
+    if not spec.in_stages and by.gate_inputs is None and by.expert_ids is None:
         result = ops.moe(x, given.experts, router, moe_spec, token_mask=mask, shared=given.shared)
         return result, result.tokens_per_expert
     scored = x if by.gate_inputs is None else by.gate_inputs
     # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
+    if spec.router_norm is not None:
+        rows = ops.rms_norm(rows, router.norm, spec.router_norm)
     logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
     bias = router.correction_bias if by.expert_ids is None else None
     routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
+    if spec.expert_scale:
+        routing = routing._replace(weights=_scaled(routing, router.expert_scale))
     layout = ops.make_layout(routing.ids, spec.num_experts)
     ids, invalid_ids = routing.ids, layout.invalid_ids
     if spec.capacity_factor is not None:
@@ -345,3 +353,15 @@ def _run(given: MoEOperands, spec: MoELayerSpec, by: RoutedBy) -> tuple[MoEOutpu
     moe_spec = dataclasses.replace(moe_spec, router=None)
     result = ops.moe(x, given.experts, TopK(ids, routing.weights), moe_spec, shared=given.shared)
     return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
+
+
+def _scaled(routing: Routing, scale: Any) -> jax.Array:
+    """The weights `[T, K]` times the scales `[E]` of their experts; masked ones stay 0.
+
+    The scales become rows `[T, E]` as the bias of a product with zeros: their gradient then is the sum over tokens of
+    that bias, in the order that the router's backward names.
+    """
+    scale = scale if scale.dtype == jnp.float64 else scale.astype(jnp.float32)
+    zeros = jnp.zeros((len(routing.ids), 1), scale.dtype), jnp.zeros((1, len(scale)), scale.dtype)
+    rows = ops.router(*zeros, bias=scale)
+    return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

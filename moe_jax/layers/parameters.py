@@ -28,6 +28,8 @@ _FIXED_PATHS: dict[str, Path] = {
     "router.weight": ("gate", "kernel"),
     "router.bias": ("gate", "bias"),
     "router.correction_bias": ("gate", "correction_bias"),
+    "router.norm": ("gate", "norm"),
+    "router.expert_scale": ("gate", "expert_scale"),
     "experts.down": ("wo",),
     "experts.down_bias": ("wo_bias",),
     "experts.up": ("wi_1",),
@@ -61,13 +63,13 @@ class Leaf:
         return self.parameter.role == "quantized"
 
     def initial(self, key: jax.Array | None, dtype: Any, kernel_init: Initializer) -> jax.Array:
-        """Biases and state start at zero (state in fp32), quantised matrices at codes of zero with scales of one. Every
-        other matrix is drawn by itself, with a key of its own: the scale depends on its inputs, never on how many
-        experts or layers lie beside it."""
+        """Biases and state start at zero (state in fp32), factors at one, quantised matrices at codes of zero with
+        scales of one. Every other matrix is drawn by itself, with a key of its own: the scale depends on its inputs,
+        never on how many experts or layers lie beside it."""
         if self.is_quantized:
             return jnp.full(self.shape, self.parameter.fill, self.parameter.dtype)
         if self.parameter.role != "weight":
-            return jnp.zeros(self.shape, jnp.float32 if self.is_state else dtype)
+            return jnp.full(self.shape, self.parameter.fill, jnp.float32 if self.is_state else dtype)
         assert key is not None
         lead, matrix = self.shape[:-2], self.shape[-2:]
         if self.out_in:

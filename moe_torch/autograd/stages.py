@@ -1,4 +1,4 @@
-"""The gradients of the stage ops: `router`, `route`, `matmul_ogs`, `activation` and `reduce`.
+"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce`.
 
 Each saves its own arguments (`route` its ids too) and later runs one operator for the gradients asked for and no
 others; `reduce` copies rows in torch's own operations. What has no gradient, and why: `refuse` below and
@@ -21,11 +21,17 @@ from moe_torch.bridge.options import decode, encode
 from moe_torch.operators import table
 
 
-class _Router(Rule):
+class _Rows(Rule):
+    """Of `router` and `rms_norm`: their backwards take what the forwards take."""
+
+    def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator) -> None:
+        super().__init__(operator, differentiable)
+        self._backward = backward
+
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         (spec,) = decode(ctx.options)
         options = encode(spec, tuple(f"d_{name}" for name in asked))
-        return dict(zip(asked, call(table.ROUTER_BACKWARD, *upstream, *saved.values(), options), strict=True))
+        return dict(zip(asked, call(self._backward, *upstream, *saved.values(), options), strict=True))
 
 
 class _Route(Rule):
@@ -92,7 +98,11 @@ class _Reduce(Rule):
 
 def define_stage_gradients() -> None:
     """Give the stage ops their gradients."""
-    define_gradient(_Router(table.ROUTER, ("x", "weight", "bias")), table.ROUTER_BACKWARD)
+    for forward, backward, names in (
+        (table.ROUTER, table.ROUTER_BACKWARD, ("x", "weight", "bias")),
+        (table.RMS_NORM, table.RMS_NORM_BACKWARD, ("x", "weight")),
+    ):
+        define_gradient(_Rows(forward, names, backward), backward)
     define_gradient(_Route(table.ROUTE, ("logits",)), table.ROUTE_BACKWARD)
     products = (
         (table.MATMUL_OGS, table.MATMUL_OGS_BACKWARD),

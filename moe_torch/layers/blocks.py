@@ -43,6 +43,9 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     architecture = architecture_of(text_model(settings_of(config)))
     storage = storage_of(architecture.spec)
     spec, own = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
+    if not architecture.naming.blocks[0]:
+        # Beside attention, norms and another MLP of the decoder layer.
+        own = {name: tensor for name, tensor in own.items() if name.startswith(("router.", "experts."))}
     names = _names(architecture)
     if not any(name.startswith("shared_experts.") for name in names):
         # The model has them beside its block.
@@ -118,6 +121,10 @@ def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:
         names["router.bias"] = (router.removesuffix("weight") + "bias",)
     if architecture.correction_bias:
         names["router.correction_bias"] = naming.correction_bias[:1]
+    if architecture.router_norm is not None:
+        names["router.norm"] = (naming.norm,)
+    if family.expert_scale:
+        names["router.expert_scale"] = (naming.expert_scale,)
     names |= {"experts.gate_up": tuple(gate_up), "experts.down": (down,)}
     if family.expert_bias:
         names |= {"experts.gate_up_bias": (f"{gate_up[0]}_bias",), "experts.down_bias": (f"{down}_bias",)}

@@ -172,7 +172,9 @@ class MoE(PrepackedExperts, PlannedLayer):
             setattr(self, part, group(own, device, dtype, quantized, trained=trained) if own else None)
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
-        places = [_place(self._operator, *parameter.name.split(".")) for parameter in parameters]
+        # Factors are applied between the stages.
+        names = [parameter.name for parameter in parameters if parameter.role != "factor"]
+        places = [_place(self._operator, *name.split(".")) for name in names]
         self._places = tuple(place for place in places if len(place) == 3)
         # Those of quantised matrices lie a module deeper.
         self._deep_places = tuple(place for place in places if len(place) == 4)
@@ -197,7 +199,8 @@ class MoE(PrepackedExperts, PlannedLayer):
             matrices = experts.gate_up, experts.down, experts.up
             formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
         self._options = encode(self.moe_spec, *formats)
-        self._is_limited = self.spec.capacity_factor is not None
+        parts["router"].norm_spec = self.spec.router_norm
+        self._in_stages = self.spec.in_stages
 
     @property
     def _operator(self) -> Operator:
@@ -205,8 +208,8 @@ class MoE(PrepackedExperts, PlannedLayer):
         return _QUANTIZED_OPERATOR if self._is_quantized else _OPERATOR
 
     def reset_parameters(self) -> None:
-        """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); biases, the
-        correction bias and quantised matrices zero."""
+        """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); norms and scales one;
+        biases, the correction bias and quantised matrices zero."""
         with torch.no_grad(), self.published() as tensors:
             for parameter in self.spec.parameters(HUGGING_FACE):
                 tensor = tensors[parameter.name]
@@ -294,7 +297,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         return aligned(x if x.dim() == 2 else x.view(-1, d_model))
 
     def _runs_stages(self) -> bool:
-        """Whether the operator's stages are called one by one: a limit lies between them, or a part has a call of its
+        """Whether the operator's stages are called one by one: something lies between them, or a part has a call of its
         own."""
         modules = self._modules
         for name in self._part_names:  # `has_own_call`, at half the time: every forward asks.
@@ -304,7 +307,7 @@ class MoE(PrepackedExperts, PlannedLayer):
                 return True
             if own["_backward_pre_hooks"] or "forward" in own or not isinstance(part, ParameterGroup):
                 return True
-        return self._is_limited
+        return self._in_stages
 
     def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:
         """The operator's arguments, options excepted: the layer's arrays, and None for what is absent or not its own.

@@ -12,7 +12,7 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
-from moe_core.specs import MoESpec
+from moe_core.specs import MoESpec, NormSpec
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
 from moe_core.specs.routing import LogitsSpec
@@ -164,12 +164,16 @@ class ParameterGroup(torch.nn.Module):
 class RouterParameters(ParameterGroup, torch.nn.Linear):
     """`logits = router(x)`: fp32 `[T, E]` of x `[T, D]`.
 
-    weight `[E, D]`, bias `[E]`, correction_bias fp32 `[E]`, a buffer. A Linear, so that tools which look for those,
-    adapters for one, find it.
+    weight `[E, D]`, bias `[E]`, correction_bias fp32 `[E]`, a buffer; norm `[D]`, the factors of normalised rows, and
+    expert_scale `[E]`, which `scaled` applies. A Linear, so that tools which look for those, adapters for one, find it.
     """
 
-    NAMES = ("weight", "bias", "correction_bias")
+    NAMES = ("weight", "bias", "correction_bias", "norm", "expert_scale")
     correction_bias: torch.Tensor | None
+    norm: torch.Tensor | None
+    expert_scale: torch.Tensor | None
+    #: The layer's `router_norm`, which the layer sets.
+    norm_spec: NormSpec | None = None
 
     @property
     def in_features(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -187,7 +191,23 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
             self.bias.zero_()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.norm is not None:
+            assert self.norm_spec is not None
+            input = ops.rms_norm(input, self.norm, self.norm_spec)
         return ops.router(input, self.weight, bias=self.bias, spec=self.spec.logits_spec())
+
+    def scaled(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """weights `[T, K]` times the scales of the experts ids `[T, K]`, -1 = none, whose weights are 0.
+
+        The scales become rows `[T, E]` as the bias of a product with zeros: their gradient then is the sum over tokens
+        of that bias, in the order that the router's backward names.
+        """
+        scale = self.expert_scale
+        if scale is None:
+            return weights
+        scale = at_least_float32(scale)
+        rows = ops.router(scale.new_zeros(len(ids), 1), scale.new_zeros(1, len(scale)), bias=scale)
+        return weights * rows.gather(1, ids.clamp(min=0).long())
 
 
 class ExpertParameters(ParameterGroup):

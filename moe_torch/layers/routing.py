@@ -20,7 +20,7 @@ from moe_torch.layers.parameters import at_least_float32, has_own_call, own_part
 def run_stages(
     layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None, scored: torch.Tensor, given: torch.Tensor | None
 ) -> MoEOutput:
-    """One forward of a layer with a capacity limit, with other rows or ids for its router, or whose parts have calls of
+    """One forward of a layer that is `in_stages`, with other rows or ids for its router, or whose parts have calls of
     their own: router, route, experts.
 
     x and scored, the router's rows, `[T, D]`; token_mask bool `[T]`; given int32 `[T, K]`: the ids, None = the
@@ -33,9 +33,11 @@ def run_stages(
         # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
         rows = scored.masked_fill(~token_mask[:, None], 0)
     logits = at_least_float32(layer.router(rows))
-    bias = own_part(layer.router, "router").correction_bias if spec.correction_bias and given is None else None
+    router = own_part(layer.router, "router")
+    bias = router.correction_bias if spec.correction_bias and given is None else None
     options = {"correction_bias": bias, "token_mask": token_mask, "ids": given}
     ids, weights = ops.route(logits, layer.moe_spec.router, **options)
+    weights = router.scaled(weights, ids)
     layout = ops.make_layout(ids, spec.num_experts)
     kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, spec)
     experts, shared = layer.experts, layer.shared_experts

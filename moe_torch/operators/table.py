@@ -24,6 +24,8 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_names
+from moe_core.ops.norm.backward import plan_rms_norm_backward
+from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.backward import plan_router_backward
@@ -77,6 +79,14 @@ ROUTER_BACKWARD = BackwardOperator(
     "router_backward",
     Signature(("d_logits", "x", "weight", "bias?"), ("spec", "wanted")),
     plan_router_backward,
+    _gradients,
+    None,
+)
+RMS_NORM = Operator("rms_norm", Signature(("x", "weight"), ("spec",)), plan_rms_norm, lambda given: _like(given.x))
+RMS_NORM_BACKWARD = BackwardOperator(
+    "rms_norm_backward",
+    Signature(("d_y", "x", "weight"), ("spec", "wanted")),
+    plan_rms_norm_backward,
     _gradients,
     None,
 )

@@ -40,6 +40,7 @@ from safetensors.numpy import load_file
 from tests.support.families import ROWS, VARIANTS, row_named, tiny
 from tests.support.torch import running_on, to_numpy
 from tools.sweep import models
+from tools.sweep.measure import block_run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,14 +72,11 @@ def block_of(model: Any, layer: int) -> tuple[Any, Any]:
 
 def judge(model: Any, layer: int, x: Any) -> Verdict:
     block, around = block_of(model, layer)
-    seen: list[Any] = []
-    with torch.no_grad(), block.experts.register_forward_pre_hook(lambda module, arguments: seen.append(arguments)):
-        output = block(x[None])
-        output = output[0] if isinstance(output, tuple) else output
+    with torch.no_grad():
+        output, ids = block_run(block, x[None])
         # Granite's shared experts stand beside the block.
         output = output + (around.shared_mlp(x[None]) if getattr(around, "shared_mlp", None) is not None else 0)
-    ids = None if len(seen[0]) < 2 else np.sort(to_numpy(seen[0][1]), axis=1)
-    return Verdict(ids, to_numpy(output).reshape(x.shape))
+    return Verdict(None if ids is None else np.sort(to_numpy(ids), axis=1), to_numpy(output).reshape(x.shape))
 
 
 def hidden_states(tokens: int = 24) -> Any:
@@ -376,6 +374,8 @@ FAULTS = {
     "deepseek_v2_groups": ("groups ignored", _router(num_groups=1, topk_group=1)),
     "deepseek_v4": ("clamps lost", _without_limit),
     "hy_v4": ("shared experts clamped too", _shared_as_experts),
+    "gemma4": ("scales of experts lost", _part("router", expert_scale=None)),
+    "diffusion_gemma": ("norm of the router lost", _part("router", norm=None, spec=None)),
     "ernie4_5_moe": ("correction bias lost", _part("router", correction_bias=None)),
     "mistral4_groups": ("groups by their best", _part("router", correction_bias=None)),
     "jamba": ("renormalised", _router(renormalize=True)),

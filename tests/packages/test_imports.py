@@ -79,7 +79,7 @@ def test_jax_front_end_without_torch_and_triton() -> None:
 ROOMS = (
     *("errors", "base", "formats", "specs", "plan", "runtime"),
     *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize", "ops.matmul"),
-    *("ops.router", "ops.moe", "layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools"),
+    *("ops.router", "ops.norm", "ops.moe", "layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools"),
 )
 PACKAGES = ("moe_core", "moe_torch", "moe_jax")
 BANNED = {

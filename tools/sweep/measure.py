@@ -22,6 +22,8 @@ from tools.sweep import models
 TOLERANCE = 1e-4
 #: A gradient counts as at least this share of the model's largest, so that one that is zero but for rounding passes.
 _FLOOR = 1e-3
+#: Children of a decoder layer that are replaced one by one.
+_PARTS = ("router", "experts")
 #: What a family may run: the experts of its model, a layer from its config, one on a live block, files in and out.
 PARTS = ("experts", "preset", "block", "reader", "writer")
 
@@ -96,6 +98,11 @@ def _step(family: str, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 def block_run(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(what a block returns for x `[B, T, D]`, the ids `[B * T, K]` it gave its experts, None where it gave none)."""
+    if models.is_decoder(block):
+        # It normalises what experts take, and routes its own input: here both are x.
+        rows = x.view(-1, x.shape[-1])
+        _, weights, ids = block.router(rows)
+        return block.experts(rows, ids, weights).view_as(x), ids
     given: list[Any] = []
     hook = block.experts.register_forward_pre_hook(
         lambda module, positional, named: given.extend((*positional, *named.values())), with_kwargs=True
@@ -112,7 +119,26 @@ def _moe_layers(model: Any) -> dict[int, Any]:
     blocks = models.moe_blocks(model)
     if not blocks:
         raise Unsupported("the model has no module of a router and experts alone")
-    return {int(re.findall(r"\.(\d+)\.", f".{path}")[-1]): block for path, block in blocks.items()}
+    return {int(re.findall(r"\.(\d+)\.", f".{path}.")[-1]): block for path, block in blocks.items()}
+
+
+class _Router(torch.nn.Module):
+    """In the place of a decoder layer's router: remembers what the layer's own shall score."""
+
+    def forward(self, rows: torch.Tensor) -> tuple[None, None, None]:
+        self.rows = rows
+        return None, None, None
+
+
+class _Experts(torch.nn.Module):
+    """In the place of its experts: the layer."""
+
+    def __init__(self, router: _Router, layer: MoE) -> None:
+        super().__init__()
+        self.router, self.layer = router, layer
+
+    def forward(self, x: torch.Tensor, ids: None, weights: None) -> torch.Tensor:
+        return self.layer(x, gate_inputs=self.router.rows)
 
 
 def _blocks(family: str, model: Any) -> None:
@@ -120,17 +146,24 @@ def _blocks(family: str, model: Any) -> None:
     _moe_layers(model)
     blocks = models.moe_blocks(model)
     layers = {path: MoE.from_block(block, model.config) for path, block in blocks.items()}
+    parts = {path: {n: part for n, part in block.named_children() if n in _PARTS} for path, block in blocks.items()}
     for path, layer in layers.items():
         _require_same(f"from_block of {path}", layer, blocks[path])
     with torch.no_grad():
         wanted = models.outputs(model(**models.inputs(family)))
         for path, layer in layers.items():
+            if models.is_decoder(blocks[path]):
+                model.set_submodule(f"{path}.router", router := _Router())
+                model.set_submodule(f"{path}.experts", _Experts(router, layer))
+                continue
             if isinstance(blocks[path](torch.zeros(1, 1, layer.spec.d_model)), tuple):
                 layer.register_forward_hook(lambda module, inputs, y: (y, None))
             model.set_submodule(path, layer)
         given = models.outputs(model(**models.inputs(family)))
         for path, block in blocks.items():
             model.set_submodule(path, block)
+            for name, part in parts[path].items():
+                model.set_submodule(f"{path}.{name}", part)
     error = float((given - wanted).abs().max() / wanted.abs().max())
     assert error < TOLERANCE, f"{family} with layers in place of its blocks differs by {error}"
 

@@ -213,7 +213,10 @@ def build(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for block in moe_blocks(model).values():
             for name, parameter in block.named_parameters():
-                parameter.normal_(std=0.5 if name.endswith("bias") else 1.5 * parameter.shape[-1] ** -0.5)
+                if is_decoder(block) and not name.startswith(("router.", "experts.")):
+                    continue
+                std = 0.5 if name.endswith("bias") else 1.5 * parameter.shape[-1] ** -0.5
+                parameter.normal_(float(name.endswith("scale")), std)
             for buffer in block.buffers():
                 if buffer.is_floating_point():
                     buffer.normal_(std=0.2)
@@ -221,16 +224,13 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def moe_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that route tokens to a child `experts`, by their paths.
+    """The modules that route tokens to a child `experts`, by their paths; decoder layers that do so too."""
+    return {path: module for path, module in model.named_modules() if "experts" in dict(module.named_children())}
 
-    Layers that hold a router and experts themselves, beside attention, are none.
-    """
-    found = {}
-    for path, module in model.named_modules():
-        children = dict(module.named_children())
-        if "experts" in children and not any("attn" in name for name in children):
-            found[path] = module
-    return found
+
+def is_decoder(block: torch.nn.Module) -> bool:
+    """Whether a block is a decoder layer, whose router and experts lie beside its attention."""
+    return any("attn" in name for name, _ in block.named_children())
 
 
 def inputs(family: str) -> dict[str, torch.Tensor]:

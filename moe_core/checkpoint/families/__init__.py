@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families.deepseek import DEEPSEEK
+from moe_core.checkpoint.families.gemma import GEMMA
 from moe_core.checkpoint.families.mixtral import MIXTRAL
 from moe_core.checkpoint.families.qwen import QWEN
 from moe_core.checkpoint.families.record import Architecture as Architecture
@@ -16,14 +17,12 @@ from moe_core.checkpoint.families.record import describe
 from moe_core.errors import Unsupported
 
 #: model_type -> what it declares.
-FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK}
+FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK, **GEMMA}
 #: model_type -> the one operation of its block that a layer cannot compute.
 REFUSED: Mapping[str, str] = {
     "axk1": "an RMSNorm of the sum of routed and shared experts (post_mlp_layernorm)",
-    "diffusion_gemma_text": "weights multiplied by a scale of each expert (per_expert_scale)",
     "doge": "experts of one row each, found by a product of keys",
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
-    "gemma4_text": "weights multiplied by a scale of each expert (per_expert_scale)",
     "inkling_text": "a softmax over the chosen and the shared experts together",
     "jetmoe": "a bias added to the sum of the experts",
     "kolibri1": "a correction bias on the logits instead of the scores",

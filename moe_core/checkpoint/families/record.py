@@ -13,7 +13,7 @@ from typing import NamedTuple
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
-from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.specs import Activation, MoESpec, NormSpec, RouterSpec
 
 #: hidden_act of a config.json -> name of the activation.
 _HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
@@ -44,7 +44,8 @@ class Naming:
     model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
     interleaved: the published `fused` holds rows of gate and up in turn. bias_row: files hold the correction bias as
     `[1, E]`. flat: `fused` holds the experts' F rows below each other, `[E * F, D]`, down too. layers: what the names
-    call the list of layers.
+    call the list of layers. norm, expert_scale: of the router. A first block without a name: router and experts are
+    children of the decoder layer, beside its attention.
     """
 
     blocks: Names = ("mlp",)
@@ -61,6 +62,8 @@ class Naming:
     bias_row: bool = False
     flat: bool = False
     layers: str = "layers"
+    norm: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,10 @@ class Family:
     alone: the names in files of a text model that was saved without the rest of its multimodal model; None = the same.
     hidden, width, experts: settings that give d_model, d_ff and E. shared: None = no shared experts. correction_bias:
     whether there is one, or the setting that says so. shared_activation: None = that of the experts. layer_activations:
-    those of layers that differ from the others. weight_layout: of fused storage in files. requires: (setting, the value
-    that can be computed, what another one asks for); absent and null settings are fine. part: the setting that holds
-    those of the experts.
+    those of layers that differ from the others. router_norm: of the rows that the router scores. expert_scale: the
+    router's weights are multiplied by a parameter of each expert. weight_layout: of fused storage in files. requires:
+    (setting, the value that can be computed, what another one asks for); absent and null settings are fine. part: the
+    setting that holds those of the experts.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -117,6 +121,8 @@ class Family:
     shared: Shared | None = None
     correction_bias: bool | str = False
     router_bias: bool = False
+    router_norm: Callable[[ModelConfig], NormSpec] | None = None
+    expert_scale: bool = False
     expert_bias: bool = False
     weight_layout: str = "out_in"
     router_weight_on_input: bool = False
@@ -146,6 +152,7 @@ class Architecture:
     correction_bias: bool
     naming: Naming
     layer_activations: Mapping[int, Activations] = field(default_factory=dict)
+    router_norm: NormSpec | None = None
 
     def spec_of(self, layer: int) -> MoESpec:
         """`spec` with the activations of one layer."""
@@ -187,6 +194,8 @@ class Architecture:
             family.router_bias,
             self.correction_bias,
             family.router_weight_on_input,
+            router_norm=self.router_norm,
+            expert_scale=family.expert_scale,
         )
 
 
@@ -220,7 +229,10 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         shared_activation=family.shared_activation(config) if family.shared_activation and shared_d_ff else None,
     )
     own = {} if family.layer_activations is None else family.layer_activations(config)
-    return Architecture(*layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming, own)
+    norm = None if family.router_norm is None else family.router_norm(config)
+    return Architecture(
+        *layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming, own, norm
+    )
 
 
 def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.ops.matmul import operands as matmul
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, SharedExpert, named_fields
+from moe_core.specs.operands import ExpertWeights, LayerRouter, SharedExpert, named_fields
 
 
 def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | None, spec: MoESpec) -> int:
@@ -48,6 +48,15 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
         if shared.gate is not None:
             require_spec("shared.gate", shared.gate, _axes(d_model, 1, spec), dtypes.MATMUL_DTYPES)
     return gate_up.shape[-3]
+
+
+def require_op_router(routing: Any) -> None:
+    """Raise Unsupported for a layer's router, whose further arrays no op reads."""
+    if isinstance(routing, LayerRouter):
+        raise Unsupported(
+            "routing must be plain RouterWeights, got a layer's router with a norm or expert scales, which no op "
+            "applies; make a layer with from_weights, or call router, route and moe with a TopK"
+        )
 
 
 def shared_is_stacked(experts: ExpertWeights, shared: SharedExpert) -> bool:

@@ -15,7 +15,13 @@ from moe_core.formats import QuantizedTensor
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile
-from moe_core.ops.moe.checks import check_weights, quantized_rows, shared_is_stacked, why_no_moe_gradient
+from moe_core.ops.moe.checks import (
+    check_weights,
+    quantized_rows,
+    require_op_router,
+    shared_is_stacked,
+    why_no_moe_gradient,
+)
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, why_not_fused
 from moe_core.ops.moe.pdl import use_pdl
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
@@ -158,6 +164,7 @@ class _MoEPlanner:
         top_k = spec.router.require_top_k()
         ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
         weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
+        require_op_router(routing)
         if isinstance(routing, RouterWeights):
             plan = plan_router(self.x, routing.weight, routing.bias, spec.logits_spec(), self.target)
             logits = plan.spec("logits")

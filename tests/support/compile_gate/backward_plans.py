@@ -10,11 +10,14 @@ from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.ops.activation.backward import plan_activation_backward, plan_expert_activation_backward
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.quantized.transposed import plan_matmul_quantized_transposed
+from moe_core.ops.norm.backward import NORM_GRADIENTS, plan_rms_norm_backward
+from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.reduction import rowwise as backward_rows
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, Activation, MatmulSpec
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 
@@ -80,6 +83,14 @@ def router_plans(target: Target) -> Iterator[LaunchPlan]:
     )
 
 
+def norm_plans(target: Target) -> Iterator[LaunchPlan]:
+    """The normalisation of rows, and its backward."""
+    for dtype, width in (("bfloat16", 2816), ("float32", 512)):
+        x, weight = ArraySpec((TOKENS, width), dtype), ArraySpec((width,), "float32")
+        yield plan_rms_norm(x, weight, NormSpec(1e-6, width**-0.5), target)
+        yield plan_rms_norm_backward(x, x, weight, NormSpec(), target, wanted=NORM_GRADIENTS)
+
+
 def product_plans(target: Target) -> Iterator[LaunchPlan]:
     """The gradients of a grouped product of its own: adapters of small rank, and everything that may be beside one."""
     layout, e = LayoutSpec(TOKENS, 4, 32), 32
@@ -129,5 +140,6 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     yield from activation_plans(target)
     yield from routing_plans(target)
     yield from router_plans(target)
+    yield from norm_plans(target)
     yield from product_plans(target)
     yield from quantized_plans(target)

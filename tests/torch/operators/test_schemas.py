@@ -116,6 +116,8 @@ reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str op
 route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor
+rms_norm(Tensor x, Tensor weight, str options) -> Tensor
+rms_norm_backward(Tensor d_y, Tensor x, Tensor weight, str options) -> Tensor[]
 router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor[]
 scale_rows(Tensor x, Tensor weights, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor

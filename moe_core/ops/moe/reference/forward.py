@@ -7,8 +7,9 @@ import numpy as np
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import activation
-from moe_core.ops.common.rounding import plain_name, round_to
+from moe_core.ops.common.rounding import plain_name, round_to, to_float32
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs
+from moe_core.ops.norm.reference import rms_norm
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router
@@ -16,7 +17,7 @@ from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 
@@ -27,12 +28,16 @@ def _routing_stages(
     if isinstance(routing, TopK):
         return {"ids": routing.ids, "weights": routing.weights}
     from_x = isinstance(routing, RouterWeights)
+    if isinstance(routing, LayerRouter) and routing.spec is not None:
+        x = rms_norm(x, routing.norm, spec=routing.spec)
     logits = router(x, routing.weight, routing.bias, spec=spec.logits_spec()) if from_x else routing.logits
     if spec.router is None:
         raise InvalidInput(
             "spec.router must be a RouterSpec where ids are not given, got None; pass MoESpec(router=...)"
         )
     ids, weights = route(logits, routing.correction_bias, token_mask, spec=spec.router)
+    if isinstance(routing, LayerRouter) and routing.expert_scale is not None:
+        weights = weights * to_float32(routing.expert_scale)[np.maximum(ids, 0)]
     return {"logits": logits, "ids": ids, "weights": weights}
 
 

@@ -1,0 +1,59 @@
+"""Planning of the normalisation of rows."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.sizes import padded
+from moe_core.base.target import Target
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
+from moe_core.specs.norm import NormSpec
+
+RMS_NORM = Kernel("norm.kernels.norm:rms_norm")
+
+#: Rows and columns that a program takes at once.
+_TILE = {"gpu": (1, 2048), "interpreter": (16, 256)}
+
+
+def check_norm(x: ArraySpec, weight: ArraySpec) -> None:
+    """Check the arguments of the normalisation."""
+    require_spec("x", x, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    require_spec("weight", weight, (x.shape[1],), dtypes.MATMUL_DTYPES)
+
+
+def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int, ...], dict[str, Argument], int]:
+    """(the grid, the arguments behind the pointers, the warps) of a kernel of this op."""
+    rows, width = x.shape
+    block_m, columns = _TILE[target.engine]
+    block_n = min(columns, padded(width))
+    arguments = passed(num_rows=rows, WIDTH=width, X_STRIDE=row_stride("x", x))
+    arguments |= passed(EPSILON=spec.epsilon, SCALE=spec.scale, BLOCK_M=block_m, BLOCK_N=block_n)
+    return (-(-rows // block_m),), arguments, max(1, min(8, block_n // 256))
+
+
+def order_of_sums(x: ArraySpec, target: Target) -> str:
+    """How the means over a row are summed."""
+    columns = min(_TILE[target.engine][1], padded(x.shape[1]))
+    return f"means over d_model: {columns} partial sums in order, then a tree over them, fp32"
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target) -> LaunchPlan:
+    """y `[R, D]`, in the dtype of x, of x `[R, D]` and weight `[D]`; formula: `NormSpec`.
+
+    x and weight: bf16, fp16 or fp32 each. Rows of x may be strided. Inputs: x, weight; output: y. Raises InvalidInput.
+    """
+    check_norm(x, weight)
+    builder = PlanBuilder("rms_norm", target)
+    present = builder.inputs({"x": x, "weight": weight})
+    builder.output("y", ArraySpec(x.shape, x.dtype))
+    if not target.compiled:
+        builder.sums("means over d_model: NumPy's pairwise sums, fp32")
+        return builder.reference("norm.reference:rms_norm", present, {"spec": spec}, ("y",))
+    builder.sums(order_of_sums(x, target))
+    grid, arguments, num_warps = norm_launch(x, spec, target)
+    builder.launch(RMS_NORM, grid, builder.pointers("x", "weight", "y") | arguments, num_warps)
+    return builder.build()
