@@ -126,6 +126,7 @@ class Soak:
     def __init__(self, device: str, tokens: tuple[int, ...]) -> None:
         self.device, self.tokens = torch.device(device), tokens
         self.torch_layers, self.jax_layers = {}, {}
+        self._graphs: dict[Case, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         place = jax.devices("gpu" if self.device.type == "cuda" else "cpu")[0]
         for name, spec in SPECS.items():
@@ -178,27 +179,24 @@ class Soak:
         named = {_name(case, f"jax.{jax.tree_util.keystr(path)}"): torch.from_dlpack(leaf) for path, leaf in leaves}
         return _read({_name(case, "y"): torch.from_dlpack(y), _name(case, "dx"): torch.from_dlpack(of_x)} | named)
 
-    def graphs(self) -> Callable[[Case], dict[str, int]]:
-        """Replays of captured forwards: a function of one thread, which keeps four graphs."""
-        kept: dict[Case, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
-
-        def replay(case: Case) -> dict[str, int]:
-            case = case._replace(step=False)
-            x = self._xs[case.layer, case.tokens]
-            if case not in kept:
-                if len(kept) == 4:
-                    del kept[next(iter(kept))]
-                graph, layer, given = torch.cuda.CUDAGraph(), self.torch_layers[case.layer], x.clone()
-                with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    def capture(self) -> None:
+        """Graphs of every forward; while there are no threads: torch waits for the device, and XLA captures too."""
+        for case in self.cases():
+            if not case.step:
+                graph, layer = torch.cuda.CUDAGraph(), self.torch_layers[case.layer]
+                given = self._xs[case.layer, case.tokens].clone()
+                with torch.no_grad(), torch.cuda.graph(graph):
                     y = layer(given)
-                kept[case] = graph, given, y
-            graph, given, y = kept[case]
-            given.copy_(x)
-            y.fill_(float("nan"))
-            graph.replay()
-            return _read({_name(case, "y"): y})
+                self._graphs[case] = graph, given, y
 
-        return replay
+    def replayed(self, case: Case) -> dict[str, int]:
+        """A captured forward: of one thread, as its memory is shared."""
+        case = case._replace(step=False)
+        graph, given, y = self._graphs[case]
+        given.copy_(self._xs[case.layer, case.tokens])
+        y.fill_(float("nan"))
+        graph.replay()
+        return _read({_name(case, "y"): y})
 
 
 def _fill_codes(layer: moe_torch.MoE) -> None:
@@ -259,23 +257,18 @@ def run(soak: Soak, digests: Digests, seconds: float, seed: int) -> list[tuple[i
     """One piece; returns samples of memory."""
     for case in soak.cases():
         digests.compare("first", soak.eager(case))
-        digests.compare("first", soak.compiled(case))
-    kinds: list[tuple[str, Callable[[], Callable[[Case], dict[str, int]]]]] = [
-        ("torch", lambda: soak.eager),
-        ("torch", lambda: soak.eager),
-        ("jax", lambda: soak.compiled),
-        ("jax", lambda: soak.compiled),
-    ]
+    kinds = [("torch", soak.eager), ("torch", soak.eager), ("jax", soak.compiled), ("jax", soak.compiled)]
     if soak.device.type == "cuda":
-        torch.cuda.synchronize(soak.device)
-        kinds.append(("graph", soak.graphs))
+        soak.capture()
+        kinds.append(("graph", soak.replayed))
+    for case in soak.cases():
+        digests.compare("first", soak.compiled(case))
     until, cases = time.monotonic() + seconds, soak.cases()
 
-    def work(kind: str, make: Callable[[], Callable[[Case], dict[str, int]]], number: int) -> None:
+    def work(kind: str, call: Callable[[Case], dict[str, int]], number: int) -> None:
         draws = random.Random(f"{seed} {number}")
         try:
             with _stream(soak.device):
-                call = make()
                 while time.monotonic() < until and not digests.failures:
                     digests.compare(kind, call(draws.choice(cases)))
         except Exception:
