@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from moe_core.base.arrays import require_spec
-from moe_core.base.dtypes import MATMUL_DTYPES
+from moe_core.base.checks import as_integer, require_choice, require_flag
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.forward import plan_matmul_ogs
@@ -40,8 +40,8 @@ from moe_core.ops.routing.topk import plan_routing
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
-    LAYOUT_INPUTS,
     ExpertWeights,
+    LayoutArrays,
     MatmulOperands,
     MoEOutput,
     RaggedLayout,
@@ -50,6 +50,8 @@ from moe_core.specs.operands import (
     Routing,
     SharedExpert,
     TopK,
+    array_fields,
+    require_layout,
 )
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from moe_core.specs.tile import TileConfig
@@ -64,7 +66,6 @@ from moe_jax.bridge.calls import (
     dtype_name,
     moe_request,
     on_host,
-    require_layout_array,
     require_type,
     training_plans,
 )
@@ -166,12 +167,13 @@ def make_layout(
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
     num_tokens, top_k = shape.shape
+    require_flag("checked", checked)
     layout = LayoutSpec(num_tokens, top_k, num_experts, alignment, max_rows)
     given = {"expert_map": call.optional("expert_map", expert_map)}
     given["token_mask"] = call.optional("token_mask", token_mask)
     result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, **given))
     if checked:
-        num_ids = num_experts if expert_map is None else expert_map.shape[0]
+        num_ids = layout.num_experts if expert_map is None else expert_map.shape[0]
         require_known_ids(on_host("make_layout", result.invalid_ids), num_ids)
     return result
 
@@ -195,6 +197,8 @@ def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> ja
         Unsupported: `checked` in a traced or captured program.
     """
     call = OpCall("pack_bitmatrix")
+    require_flag("checked", checked)
+    num_experts = as_integer("num_experts", num_experts, 1)
     bitmatrix, duplicates, invalid_ids = call.run(plan_pack_bitmatrix, call.array("ids", ids), num_experts)
     if checked:
         require_known_ids(on_host("pack_bitmatrix", invalid_ids), num_experts)
@@ -214,6 +218,7 @@ def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Arra
         ids int32 `[T, K]`, ascending, then -1.
     """
     call = OpCall("unpack_bitmatrix")
+    num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     (ids,) = call.run(plan_unpack_bitmatrix, call.array("bitmatrix", bitmatrix), num_experts, top_k)
     return ids
 
@@ -241,8 +246,9 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     if layout is not None:
         require_type("layout", layout, RaggedLayout)
         # Which of them a plan reads depends on its target.
-        for name in (*LAYOUT_INPUTS, "row_of_slot"):
-            require_layout_array(name, call.array(name, getattr(layout, name)), layout.spec)
+        fields = array_fields(LayoutArrays)
+        arrays = {name: call.array(name, getattr(layout, name), f"layout.{name}") for name, _ in fields}
+        require_layout(layout.spec, LayoutArrays(**arrays))
     return run_stage(call, plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)[0]
 
 
@@ -290,13 +296,11 @@ def reduce(
     call = OpCall("reduce")
     require_type("layout", layout, RaggedLayout)
     rows = call.array("y", y)
-    slots = call.array("row_of_slot", layout.row_of_slot)
-    require_layout_array("row_of_slot", slots, layout.spec)
-    if order == "row":
-        require_spec("y", rows, (layout.spec.capacity, "d_model"), MATMUL_DTYPES)
+    slots = call.array("row_of_slot", layout.row_of_slot, "layout.row_of_slot")
+    require_choice("order", order, ("slot", "row"))
     options: dict[str, Any] = {"order": order, "out_dtype": dtype_name("out_dtype", out_dtype)}
     options |= {"shared": call.optional("shared", shared), "shared_gate": call.optional("shared_gate", shared_gate)}
-    return run_stage(call, plan_reduce, rows, slots, layout.spec.top_k, **options)[0]
+    return run_stage(call, plan_reduce, rows, slots, layout.spec, **options)[0]
 
 
 def scale_rows(x: Array, weights: Array) -> jax.Array:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_core.base.checks import as_integer, require_choice, require_flag
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.moe.backward import explain_training
@@ -45,7 +46,7 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_torch.bridge.operator import call, target_of_device
 from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_instance
 from moe_torch.operators import table as operators
-from moe_torch.operators.requests import matmul_request, moe_request, training_plans
+from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 
 __all__ = [
@@ -151,6 +152,8 @@ def make_layout(
         Unsupported: `checked` in a traced or captured program.
     """
     _require_checkable(checked)
+    num_experts, alignment = as_integer("num_experts", num_experts, 1), as_integer("alignment", alignment, 1)
+    max_rows = None if max_rows is None else as_integer("max_rows", max_rows, 1)
     text = encode(num_experts, alignment, max_rows)
     arrays = call(operators.MAKE_LAYOUT, ids, expert_map, token_mask, text)
     layout = layout_spec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows)
@@ -177,6 +180,7 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
         Unsupported: `checked` in a traced or captured program.
     """
     _require_checkable(checked)
+    num_experts = as_integer("num_experts", num_experts, 1)
     bitmatrix, duplicates, invalid_ids = call(operators.PACK_BITMATRIX, ids, encode(num_experts))
     if checked:
         require_known_ids(int(invalid_ids), num_experts)
@@ -195,6 +199,7 @@ def unpack_bitmatrix(bitmatrix: torch.Tensor, num_experts: int, top_k: int) -> t
     Returns:
         ids int32 `[T, K]`, ascending, then -1.
     """
+    num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     return call(operators.UNPACK_BITMATRIX, bitmatrix, encode(num_experts, top_k))
 
 
@@ -263,7 +268,8 @@ def reduce(
         out `[T, D]`.
     """
     require_instance("layout", layout, RaggedLayout)
-    text = encode(layout.spec.top_k, order, dtype_name("out_dtype", out_dtype))
+    require_choice("order", order, ("slot", "row"))
+    text = encode(layout_sizes(layout), order, dtype_name("out_dtype", out_dtype))
     return call(operators.REDUCE, y, layout.row_of_slot, shared, shared_gate, text)
 
 
@@ -372,6 +378,7 @@ def explain_moe(
 
 def _require_checkable(checked: bool) -> None:
     """Refuse `checked` where the host cannot read the device: in a traced graph or while a CUDA graph is captured."""
+    require_flag("checked", checked)
     if not checked:
         return
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -19,7 +19,7 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_s
 from moe_core.ops.prepack import prepack as core
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
-from moe_torch.bridge.operator import array_spec, call
+from moe_torch.bridge.operator import array_spec, call, require_memory
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
 from moe_torch.operators.table import QUANTIZE_ROWS
 
@@ -68,6 +68,7 @@ def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") ->
     """
     require_instance("format", format, Format)
     _require_matmul_dtype("weight", array_spec("weight", weight).dtype)
+    require_memory("weight", weight)
     spec, element = QuantizedSpec(format, layout), format.own_element
     shapes, dtype = quantized_shapes(spec, weight.shape), TORCH_DTYPES[element.dtype]
     tensor = QuantizedTensor(
@@ -93,10 +94,10 @@ def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32
     flows through. Raises InvalidInput.
     """
     require_instance("tensor", tensor, QuantizedTensor)
-    for name, array in named_arrays(tensor, "tensor."):
-        array_spec(name, array)
+    _check_arrays("tensor", tensor)
     name = dtype_name("dtype", dtype)
-    assert name is not None
+    if name is None:
+        raise InvalidInput("dtype must be a torch dtype or its name, got None; leave it out for float32")
     _require_matmul_dtype("dtype", name)
     format, tensor = tensor.format, restore_weights(tensor)
     result = tensor.values.new_empty(tensor.shape, dtype=TORCH_DTYPES[name])
@@ -110,6 +111,18 @@ def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32
         factors = _e8m0_to_float32(scales) if format.has_e8m0_scales else scales.float()
         matrix.copy_(grid.join(numbers * _spread(factors)))
     return result
+
+
+def _check_arrays(name: str, tensor: QuantizedTensor) -> None:
+    """Raise InvalidInput unless the arrays of `tensor` are tensors of its shapes, on one device."""
+    for field, array in named_arrays(tensor):
+        array_spec(f"{name}.{field}", array)
+        require_memory(f"{name}.{field}", array)
+        if array.device != tensor.values.device:
+            raise InvalidInput(
+                f"{name}.{field} must be on {tensor.values.device} like {name}.values, got {array.device}; move it "
+                f"with .to({str(tensor.values.device)!r})"
+            )
 
 
 def _require_matmul_dtype(name: str, dtype: str) -> None:
@@ -309,8 +322,7 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
     """`change` of every matrix of a stack: one at a time, as intermediate results take a few times its memory."""
-    for name, array in named_arrays(tensor, "weights."):
-        array_spec(name, array)
+    _check_arrays("weights", tensor)
     lead = tuple(tensor.shape[:-2])
     if not lead or 0 in lead:
         return map_arrays(change(tensor), torch.Tensor.contiguous)

@@ -96,7 +96,7 @@ def require_spec(
     Raises InvalidInput with the argument's name, the expectation, the value and the fix.
     """
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
-    allowed = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    allowed = (dtype,) if isinstance(dtype, str) else tuple(dict.fromkeys(dtype))
     if not isinstance(spec, ArraySpec):
         fix = "pass the array" if spec is None else "pass a plain array"
         raise InvalidInput(f"{name} must be {wanted} of {' or '.join(allowed)}, got {spec}; {fix}")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any
+
+import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 
 _NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None))
+_CLOSED = ("moe_core.specs", "moe_core.formats")
+#: The largest fp32 number: what kernels get is fp32, and a larger one would be infinite there.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise InvalidInput unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}; name one of these")
 
 
@@ -27,6 +33,21 @@ def require_at_least(name: str, value: object, least: int) -> None:
     """Raise InvalidInput unless `value` is an int of at least `least` (booleans are refused)."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}; pass such a number")
+
+
+def as_integer(name: str, value: object, least: int, below: int | None = None) -> int:
+    """`value`, also one of NumPy's, as an int of at least `least` and less than `below`; else raises InvalidInput."""
+    # One of NumPy's, or of an enumeration, becomes a plain one, which plans can hold and write.
+    number: Any = int(value) if isinstance(value, (np.integer, enum.IntEnum)) else value
+    require_at_least(name, number, least)
+    if below is not None and number >= below:
+        raise InvalidInput(f"{name} must be below {below}, got {value!r}; pass a smaller number")
+    return number
+
+
+def set_integer(options: object, name: str, least: int, below: int | None = None) -> None:
+    """`as_integer` of a dataclass field, which becomes an int."""
+    object.__setattr__(options, name, as_integer(name, getattr(options, name), least, below))
 
 
 def require_flag(name: str, value: object) -> None:
@@ -48,9 +69,15 @@ def set_matmul_dtype(options: object, name: str, optional: bool = False) -> None
         require_choice(name, getattr(options, name), dtypes.MATMUL_DTYPES)
 
 
+def is_derived(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether `value` is of a class derived from one of `kinds`, and may be: not from a spec, a format or a bundle of
+    arrays, of which only the fields are read that they have here."""
+    return isinstance(value, kinds) and not any(kind.__module__.startswith(_CLOSED) for kind in kinds)
+
+
 def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
-    """Raise InvalidInput unless `value` is a `kind` (or None where optional)."""
-    if not isinstance(value, kind) and not (optional and value is None):
+    """Raise InvalidInput unless `value` is a `kind` (or None where optional); see `is_derived`."""
+    if type(value) is not kind and not is_derived(value, (kind,)) and not (optional and value is None):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         wanted = f"{article} {kind.__name__}{' or None' if optional else ''}"
         raise InvalidInput(f"{name} must be {wanted}, got {type(value).__name__}; build one from {kind.__module__}")
@@ -60,6 +87,12 @@ def finite_float(name: str, value: object) -> float:
     """`value` as a float, -0.0 as 0.0; raises InvalidInput unless it is a finite number."""
     number: Any = value
     # Kinds that are refused, not those that are taken: a compiler's symbolic number is none of Python's.
-    if isinstance(number, _NO_NUMBERS) or not -math.inf < number < math.inf:
+    try:
+        is_finite = not isinstance(value, _NO_NUMBERS) and -math.inf < number < math.inf
+    except (TypeError, ValueError, RuntimeError):  # complex numbers, and arrays of several libraries
+        is_finite = False
+    if not is_finite:
         raise InvalidInput(f"{name} must be finite, got {value!r}; pass a finite number")
+    if not -_LARGEST <= number <= _LARGEST:
+        raise InvalidInput(f"{name} must be finite in float32, got {value!r}; pass a number up to {_LARGEST:.4g}")
     return float(number) + 0.0

@@ -83,6 +83,9 @@ def pair_of(name: str, pair: Any) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both arrays")
     values, scales = pair
+    if not all(hasattr(one, "shape") and hasattr(one, "dtype") for one in pair):
+        kinds = ", ".join(type(one).__name__ for one in pair)
+        raise InvalidInput(f"{name} must be two arrays (values, scales), got ({kinds}); pass both arrays")
     return Pair(values.shape, _name(values), scales.shape, _name(scales))
 
 

@@ -33,6 +33,8 @@ class Prepared:
     def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
         if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
             self._refuse_misaligned(pointers)
+        if 0 in pointers:
+            self._refuse_missing(pointers)
         self._run(pointers, stream)
 
     def _refuse_misaligned(self, pointers: Sequence[int]) -> None:
@@ -41,6 +43,14 @@ class Prepared:
                 raise InvalidInput(
                     f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {pointer:#x}; "
                     "copy it into a fresh array"
+                )
+
+    def _refuse_missing(self, pointers: Sequence[int]) -> None:
+        for buffer, pointer in zip((*self.plan.inputs, *self.plan.outputs), pointers, strict=False):
+            if not pointer and buffer.spec.size:
+                raise InvalidInput(
+                    f"{buffer.name} must have memory for {buffer.spec}, got a null address, as of a storage emptied by "
+                    "resize_(0); allocate it again before the call"
                 )
 
     def _scratch_addresses(self, arena: int) -> list[int]:

@@ -117,7 +117,7 @@ class Activation:
         """alpha and limit: the defaults where they are not stated; what is stated is honoured or refused."""
         for field, default in zip(("alpha", "limit"), _CONSTANTS[self.name], strict=True):
             value = getattr(self, field)
-            if value == _DEFAULT:
+            if isinstance(value, str) and value == _DEFAULT:
                 value = default
             elif value is None:
                 if default is not None and (field, self.name) != ("limit", "swiglu_oai"):

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.formats.tensor import QuantizedTensor
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
@@ -311,6 +311,16 @@ class LayoutArrays:
         """Of the arrays of this layout."""
         sizes = (layout.num_experts, layout.num_experts + 1, layout.capacity, layout.num_slots)
         return cls(*(ArraySpec((size,), "int32") for size in sizes))
+
+
+def require_layout(layout: LayoutSpec, arrays: LayoutArrays) -> None:
+    """Raise InvalidInput unless the arrays given, ArraySpecs of them, are of this layout.
+
+    A layout that was put together by hand, or made under a transformation, need not be what its spec says.
+    """
+    own = LayoutArrays.specs(layout)
+    for name, array in named_fields(arrays):
+        require_spec(f"layout.{name}", array, getattr(own, name).shape, "int32")
 
 
 #: The arrays of a layout that a matmul reads, in plan order.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import (
     finite_float,
-    require_at_least,
     require_choice,
     require_flags,
+    set_integer,
     set_matmul_dtype,
 )
 from moe_core.base.codec import plan_type
@@ -65,7 +65,7 @@ class RouterSpec:
 
     def __post_init__(self) -> None:
         if self.top_k is not None:
-            require_at_least("top_k", self.top_k, 1)
+            set_integer(self, "top_k", 1)
         require_choice("scoring", self.scoring, SCORINGS)
         require_choice("slot_order", self.slot_order, SLOT_ORDERS)
         if self.scoring == "softmax":
@@ -78,8 +78,8 @@ class RouterSpec:
             )
         require_flags(self, "renormalize")
         object.__setattr__(self, "scale", finite_float("scale", self.scale))
-        require_at_least("num_groups", self.num_groups, 1)
-        require_at_least("topk_group", self.topk_group, 1)
+        set_integer(self, "num_groups", 1)
+        set_integer(self, "topk_group", 1)
         if self.topk_group > self.num_groups:
             raise InvalidInput(
                 f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
@@ -134,16 +134,22 @@ class LayoutSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("num_tokens", 0), ("top_k", 1), ("num_experts", 1), ("alignment", 1)):
-            require_at_least(name, getattr(self, name), least)
+            set_integer(self, name, least, INT32_LIMIT)
         if self.max_rows is not None:
-            require_at_least("max_rows", self.max_rows, 1)
+            set_integer(self, "max_rows", 1, INT32_LIMIT)
             if self.alignment != 1:
                 raise InvalidInput(
                     f"alignment must be 1 when max_rows is given, got {self.alignment}; round max_rows up instead"
                 )
-        if max(self.num_slots, self.capacity) >= INT32_LIMIT:
+        if self.num_slots >= INT32_LIMIT:
             raise InvalidInput(
                 f"num_tokens * top_k must stay below 2**31, got {self.num_tokens} * {self.top_k}; split the batch"
+            )
+        if self.capacity >= INT32_LIMIT:
+            name = "alignment" if self.max_rows is None else "max_rows"
+            raise InvalidInput(
+                f"{name} must leave fewer than 2**31 rows for {self.num_experts} experts, got "
+                f"{getattr(self, name)}, which makes {self.capacity}; lower it"
             )
 
     @property

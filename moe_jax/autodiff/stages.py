@@ -118,7 +118,7 @@ class _Reduce(_Stage):
         if "shared" in asked:
             found["shared"] = gradient.astype(arrays["shared"].dtype)
         if "y" in asked:
-            top_k, order = self.request.arguments[2], dict(self.request.keywords)["order"]
+            top_k, order = self.request.arguments[2].top_k, dict(self.request.keywords)["order"]
             y, row_of_slot = arrays["y"], arrays["row_of_slot"]
             rows = jnp.repeat(gradient.astype(y.dtype), top_k, axis=0)
             if order == "slot":

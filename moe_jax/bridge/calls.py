@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.checks import is_derived
 from moe_core.base.dtypes import canonical
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -25,7 +26,7 @@ from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward import plan_training
 from moe_core.plan.float64 import any_precision, require_one_precision
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import LayoutSpec, MoESpec
+from moe_core.specs import MoESpec
 from moe_core.specs import operands as bundles
 from moe_jax.bridge import ffi, placement, platforms
 
@@ -70,11 +71,7 @@ class OpCall:
         Raises InvalidInput for what is no array of a known dtype.
         """
         argument = argument or name
-        if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-            raise InvalidInput(
-                f"{argument} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
-                "convert it with jax.numpy.asarray or moe_jax.from_dlpack"
-            )
+        require_array(argument, value)
         if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
             raise InvalidInput(
                 f"{argument} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
@@ -137,17 +134,34 @@ class OpCall:
         return Request(self._op, planner, arguments, tuple(keywords.items()), names, platforms.targets(), everywhere)
 
 
+def require_array(name: str, value: object) -> None:
+    """Raise InvalidInput unless `value` is an array, or the shape of one, that JAX takes as it is."""
+    if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        raise InvalidInput(
+            f"{name} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
+            "convert it with jax.numpy.asarray or moe_jax.from_dlpack"
+        )
+    if isinstance(value, np.ndarray):
+        if not value.dtype.isnative:
+            native = value.dtype.newbyteorder("=")
+            raise InvalidInput(
+                f"{name} must have native byte order, got {value.dtype.str}; call .astype({native.name!r}) on it"
+            )
+        if isinstance(value, np.ma.MaskedArray):
+            raise InvalidInput(f"{name} must have no mask of its own, got a MaskedArray; call .filled() on it")
+    elif isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+        raise InvalidInput(
+            f"{name} must have memory, got {value.aval} that was deleted or donated; pass a copy made before, or leave "
+            "it out of the donated arguments"
+        )
+
+
 def require_type(name: str, value: object, *kinds: type) -> None:
-    """Raise InvalidInput unless value is one of the kinds, which moe_jax exports."""
-    if not isinstance(value, kinds):
+    """Raise InvalidInput unless value is of one of the kinds, which moe_jax exports; see `is_derived`."""
+    if type(value) not in kinds and not is_derived(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
         raise InvalidInput(f"{name} must be {wanted}, got {got}; build it with moe_jax.{kinds[0].__name__}(...)")
-
-
-def require_layout_array(name: str, array: ArraySpec, layout: LayoutSpec) -> None:
-    """A layout made under vmap or by hand may not be what its spec says."""
-    require_spec(f"layout.{name}", array, getattr(bundles.LayoutArrays.specs(layout), name).shape, "int32")
 
 
 def dtype_name(name: str, dtype: Any) -> str | None:

@@ -20,7 +20,7 @@ from moe_core.specs.operands import MatmulOperands, RaggedLayout
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
 from moe_jax.bridge import platforms
-from moe_jax.bridge.calls import OpCall
+from moe_jax.bridge.calls import OpCall, require_array
 from moe_jax.modular.experts import blocks_size, fused_experts, require_experts, weights_of
 from moe_jax.modular.prepare_finalize import blocks_layout, left_routing
 
@@ -85,6 +85,7 @@ def _out_dtype(out_dtype: Any) -> str:
 
 
 def _require_indices(name: str, indices: Any, count: int) -> None:
+    require_array(name, indices)
     if indices.dtype.name != "int32" or indices.shape != (count,):
         raise InvalidInput(f"{name} must be int32 [{count}], got {indices.dtype} {indices.shape}; cast or cut it")
 

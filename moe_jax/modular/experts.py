@@ -19,7 +19,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RaggedLayout, TopK
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
-from moe_jax.bridge.calls import require_type
+from moe_jax.bridge.calls import require_array, require_type
 from moe_jax.modular.prepare_finalize import blocks_layout, left_routing, rows_by_slot
 
 jax.tree_util.register_dataclass(
@@ -33,11 +33,15 @@ SumFunction = Callable[[jax.Array, SlotContext], jax.Array]
 
 def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
     """w1 and w2 with what the configuration has beside them."""
+    require_array("w1", w1)
+    require_array("w2", w2)
     require_type("quant_config", quant_config, FusedMoEQuantConfig)
     return expert_weights(w1, w2, quant_config, weight_layout)
 
 
 def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Array | None) -> None:
+    if expert_map is not None:
+        require_array("expert_map", expert_map)
     known = (-1, num_local) if expert_map is None else (-1, num_local, expert_map.shape[0])
     if global_num_experts not in known:
         raise InvalidInput(
@@ -48,6 +52,7 @@ def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Arr
 
 def blocks_size(hidden_states: jax.Array, w1: jax.Array, w2: jax.Array, weight_layout: str) -> ProblemSize:
     """The sizes of a problem in the batched format; InvalidInput for another."""
+    require_array("hidden_states", hidden_states)
     if hidden_states.ndim != 3:
         raise InvalidInput(
             f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
@@ -138,6 +143,7 @@ def unfused_experts(
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)
+    require_array("hidden_states", hidden_states)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, weight_layout)
     require_experts(size.E, global_num_experts, expert_map)
     layout = ops.make_layout(ids, size.E, expert_map=expert_map)
@@ -171,6 +177,7 @@ def batched_experts(
     """
     experts = weights_of(w1, w2, quant_config, weight_layout)
     size = blocks_size(hidden_states, w1, w2, weight_layout)
+    require_array("expert_num_tokens", expert_num_tokens)
     layout, tunings = blocks_layout(size.E, size.M, expert_num_tokens), tunings_of(tuning)
     first = MatmulSpec(weight_layout, activation=activation_of(activation), tuning=tunings[0])
     x = hidden_states.reshape(size.E * size.M, hidden_states.shape[2])

@@ -15,6 +15,7 @@ from moe_core.errors import InvalidInput
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_jax import ops
+from moe_jax.bridge.calls import require_array, require_type
 
 _INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
@@ -34,6 +35,8 @@ jax.tree_util.register_dataclass(PreparedTokens, data_fields=["a1q", "expert_num
 
 def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
     """weights fp32 and ids int32 `[M, topk]`; InvalidInput for other ranks and kinds."""
+    require_array("topk_weights", topk_weights)
+    require_array("topk_ids", topk_ids)
     if topk_ids.ndim != 2 or topk_ids.dtype.name not in _INTEGERS:
         raise InvalidInput(
             f"topk_ids must be integers [num_tokens, topk], got {topk_ids.dtype} {topk_ids.shape}; pass the ids of a "
@@ -49,6 +52,13 @@ def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
         clip = np.clip if isinstance(topk_ids, np.ndarray) else jnp.clip
         topk_ids = clip(topk_ids, -2, 2**31 - 1)
     return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(topk_ids, jnp.int32)
+
+
+def _require_rank(name: str, array: Any, wanted: str) -> None:
+    """Raise InvalidInput unless `array` has as many axes as `wanted` names."""
+    require_array(name, array)
+    if len(array.shape) != wanted.count(",") + 1:
+        raise InvalidInput(f"{name} must be {wanted}, got {array.shape}; reshape it")
 
 
 def left_routing(topk_weights: Any, topk_ids: Any, is_applied: bool) -> tuple[jax.Array, jax.Array]:
@@ -67,6 +77,7 @@ def prepare(
 ) -> PreparedTokens:
     """Tokens for experts of the Standard format: a1 `[M, K]`, times its weight where asked for (topk 1 only)."""
     weights, ids = as_routing(topk_weights, topk_ids)
+    _require_rank("a1", a1, "[num_tokens, hidden]")
     if ids.shape[0] != a1.shape[0]:
         raise InvalidInput(
             f"topk_ids must have a row for each of the {a1.shape[0]} tokens of a1, got {ids.shape}; route the same "
@@ -99,6 +110,7 @@ def prepare_batched(
     """
     require_at_least("rank", rank, 0)
     require_at_least("max_num_tokens", max_num_tokens, 1)
+    _require_rank("a1", a1, "[num_tokens, hidden]")
     if a1.shape[0] > max_num_tokens:
         raise InvalidInput(
             f"a1 must have at most max_num_tokens = {max_num_tokens} rows, got {a1.shape[0]}; raise max_num_tokens or "
@@ -110,6 +122,7 @@ def prepare_batched(
         own = ids - rank * num_local_experts
         ids = jnp.where((own >= 0) & (own < num_local_experts), own, -1)
     else:
+        require_array("expert_map", expert_map)
         if expert_map.dtype.name != "int32" or expert_map.ndim != 1 or not expert_map.shape[0]:
             raise InvalidInput(
                 f"expert_map must be int32 [num_global_experts], at least one, got {expert_map.dtype} "
@@ -163,6 +176,7 @@ def finalize(
     leave nothing to finalize.
     """
     weights, ids = as_routing(topk_weights, topk_ids)
+    _require_rank("fused_expert_output", fused_expert_output, "[M, topk, K]")
     rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
     if rows.shape[0] != ids.size:
         raise InvalidInput(
@@ -182,6 +196,8 @@ def finalize_batched(
     apply_router_weight_on_input: bool = False,
 ) -> jax.Array:
     """output `[M, K]` of blocks `[E, max_num_tokens, K]` that `prepare_batched` placed; rounded as in `finalize`."""
+    require_type("prepared", prepared, PreparedTokens)
+    require_array("topk_weights", topk_weights)
     layout = prepared.layout
     if layout is None:
         raise InvalidInput("prepared must come from prepare_batched, got one without a layout; pass what it returned")
@@ -190,6 +206,13 @@ def finalize_batched(
         raise InvalidInput(
             f"topk_weights must be {tokens}, those of the tokens that were prepared, got {topk_weights.shape}; pass "
             "those"
+        )
+    blocks = (layout.spec.num_experts, layout.spec.max_rows)
+    _require_rank("fused_expert_output", fused_expert_output, "[E, max_num_tokens, K]")
+    if fused_expert_output.shape[:2] != blocks:
+        raise InvalidInput(
+            f"fused_expert_output must be [E, max_num_tokens, K] with {blocks} of prepare_batched, got "
+            f"{fused_expert_output.shape}; pass the rows of its blocks"
         )
     rows, places = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]), layout.row_of_slot
     if apply_router_weight_on_input or not topk_weights.size:

@@ -84,7 +84,7 @@ class _Reduce(Rule):
         if "shared" in asked:
             found["shared"] = gradient.to(saved["shared"].dtype)
         if "y" in asked:
-            top_k, order, _ = decode(ctx.options)
+            (_, top_k, *_), order, _ = decode(ctx.options)
             y, row_of_slot = saved["y"], saved["row_of_slot"]
             rows = gradient.to(y.dtype).repeat_interleave(top_k, 0)
             if order == "slot":

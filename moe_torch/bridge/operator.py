@@ -92,12 +92,25 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
         raise InvalidInput(
             f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with moe_torch.{fix}"
         )
+    if tensor.is_nested:
+        raise InvalidInput(
+            f"{name} must be one dense tensor, got a nested tensor; call .to_padded_tensor(0) or pass its .values()"
+        )
     if tensor.layout != torch.strided:
         raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
     if tensor.dtype not in DTYPE_NAMES:
         raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
     sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]
     return ArraySpec(tuple(sizes), DTYPE_NAMES[tensor.dtype], tuple(strides))
+
+
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInput for a tensor whose storage was emptied, which torch's own operations would crash on."""
+    if eager.plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():
+        raise InvalidInput(
+            f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
+            "resize_(0); allocate it again before the call"
+        )
 
 
 class _NoHintError(Exception):

@@ -15,6 +15,7 @@ import torch
 
 from moe_core import formats, specs
 from moe_core.base import codec, dtypes
+from moe_core.base.checks import is_derived
 from moe_core.errors import InvalidInput
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -100,17 +101,18 @@ def _constant_text(flat: tuple[Any, ...]) -> str:
 
 
 def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) -> None:
-    """Raise InvalidInput unless `value` is an instance of one of the classes `wanted`."""
-    if not isinstance(value, wanted):
-        names = " or ".join(kind.__name__ for kind in (wanted if isinstance(wanted, tuple) else (wanted,)))
+    """Raise InvalidInput unless `value` is of one of the classes `wanted`; see `is_derived`."""
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    if type(value) not in kinds and not is_derived(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
         raise InvalidInput(f"{name} must be a {names}, got {type(value).__name__}; build one from moe_torch")
 
 
 def dtype_name(name: str, dtype: torch.dtype | str | None) -> str | None:
     """The canonical name of an option that is a torch dtype, a dtype name or None."""
-    if dtype is None or isinstance(dtype, str):
+    if dtype is None or (isinstance(dtype, str) and dtype.removeprefix("torch.") in TORCH_DTYPES):
         return dtype
-    if dtype not in DTYPE_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         allowed = ", ".join(dtypes.MATMUL_DTYPES)
         raise InvalidInput(f"{name} must be a torch dtype, one of {allowed}, got {dtype!r}; pass one of these")
     return DTYPE_NAMES[dtype]

@@ -67,8 +67,8 @@ def sum_by_token(output: torch.Tensor, rows: torch.Tensor, row_of_slot: torch.Te
     rows `[M * topk, D]` by slot (order `slot`) or `[capacity, D]` by layout row (`row`); row_of_slot int32
     `[M * topk]`, -1 = adds nothing and is not read.
     """
-    dtype = str(output.dtype).removeprefix("torch.")
-    write_into(REDUCE, {"out": output}, rows, row_of_slot, None, None, encode(top_k, order, dtype))
+    dtype, sizes = str(output.dtype).removeprefix("torch."), (None, top_k, None, None, None)
+    write_into(REDUCE, {"out": output}, rows, row_of_slot, None, None, encode(sizes, order, dtype))
 
 
 def slots_with_expert(topk_ids: torch.Tensor) -> torch.Tensor:

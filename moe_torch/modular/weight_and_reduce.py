@@ -115,6 +115,12 @@ class PlacedRows(TopKWeightAndReduce):
         if not output.shape[0]:
             return output
         rows, places = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]), self.layout.row_of_slot
+        spec = self.layout.spec
+        if rows.shape[0] != spec.capacity:
+            raise InvalidInput(
+                f"fused_expert_output must be [{spec.num_experts}, {spec.max_rows}, K], the blocks that were prepared, "
+                f"got {list(fused_expert_output.shape)}; pass the rows of these blocks"
+            )
         if apply_router_weight_on_input:
             sum_by_token(output, rows, places, self.layout.spec.top_k, "row")
             return output

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward import plan_training
@@ -23,6 +25,7 @@ from moe_core.specs.operands import (
     TopK,
     array_fields,
 )
+from moe_core.specs.routing import LayoutSpec
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, encode, require_instance
 from moe_torch.operators.table import MATMUL_OGS, MATMUL_OGS_QUANTIZED, MOE, MOE_QUANTIZED
@@ -69,14 +72,25 @@ def _is_quantized(first: Any, second: Any, third: Any) -> bool:
     return isinstance(first, kind) or isinstance(second, kind) or isinstance(third, kind)
 
 
+def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
+    """The sizes of a layout among the options of an operator: its fields.
+
+    Compiled and exported programs, whose number of tokens may change, leave it out: row_of_slot tells it.
+    """
+    require_instance("layout", layout, RaggedLayout)
+    require_instance("layout.spec", layout.spec, LayoutSpec)
+    spec, tokens = layout.spec, layout.spec.num_tokens
+    tokens = None if torch.compiler.is_compiling() or isinstance(tokens, torch.SymInt) else tokens
+    return tokens, spec.top_k, spec.num_experts, spec.alignment, spec.max_rows
+
+
 def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:
     """What `matmul_ogs` calls for such operands. Raises InvalidInput for arguments of another type."""
     require_instance("operands", operands, MatmulOperands)
     require_instance("spec", spec, MatmulSpec)
     sizes, grouping = None, (None, None, None, None)
     if layout is not None:
-        require_instance("layout", layout, RaggedLayout)
-        sizes = (layout.spec.top_k, layout.spec.num_experts, layout.spec.alignment, layout.spec.max_rows)
+        sizes = layout_sizes(layout)
         grouping = (layout.group_sizes, layout.group_start, layout.slot_of_row, layout.row_of_slot)
     arrays = (*_operand_arrays(operands), *grouping)
     if _is_quantized(operands.x, operands.weight, operands.up):

@@ -171,12 +171,34 @@ ACTIVATION_BACKWARD = BackwardOperator(
     lambda given: _like(given.x, given.up),
     None,
 )
+
+
+def _layout(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
+    """The layout of an operator's `layout_sizes`, whose number of tokens row_of_slot may have to tell."""
+    num_tokens, top_k, *others = sizes
+    if num_tokens is None:
+        slots = require_spec("layout.row_of_slot", arrays.row_of_slot, ("num_tokens * top_k",), "int32")
+        num_tokens = slots.shape[0] // top_k
+    layout = LayoutSpec(num_tokens, top_k, *others)
+    bundles.require_layout(layout, arrays)
+    return layout
+
+
+def _plan_reduce(sizes: tuple[Any, ...], row_of_slot: ArraySpec, **given: Any) -> LaunchPlan:
+    if sizes[2] is None:
+        # Rows that the modular kernels placed, in no layout of experts: as many as there are.
+        rows = given["y"].shape[0] if given["order"] == "row" else None
+        sizes = (*sizes[:2], 1, 1, rows or None)
+    layout = _layout(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))
+    return plan_reduce(row_of_slot=row_of_slot, layout=layout, **given)
+
+
 REDUCE = Operator(
     "reduce",
-    Signature(("y", "row_of_slot", "shared?", "shared_gate?"), ("top_k", "order", "out_dtype")),
-    plan_reduce,
+    Signature(("y", "row_of_slot", "shared?", "shared_gate?"), ("sizes", "order", "out_dtype")),
+    _plan_reduce,
     lambda given: [
-        ((given.row_of_slot.shape[0] // given.top_k, given.y.shape[1]), _out_dtype(given.y, given.out_dtype))
+        ((given.row_of_slot.shape[0] // given.sizes[1], given.y.shape[1]), _out_dtype(given.y, given.out_dtype))
     ],
 )
 SCALE_ROWS = Operator(
@@ -211,13 +233,10 @@ LAYOUT = ("group_sizes", "group_start", "slot_of_row", "row_of_slot")
 
 
 def _product(planner: Callable[..., LaunchPlan], **given: Any) -> LaunchPlan:
-    """sizes: None without a layout, else (top_k, num_experts, alignment, max_rows). The number of tokens comes from
-    row_of_slot, so that the options do not change with it."""
-    sizes, layout = given.pop("sizes"), None
+    """sizes: None without a layout, else its `layout_sizes`."""
+    sizes = given.pop("sizes")
     arrays = {name: given.pop(name) for name in (*_OPERANDS, *LAYOUT)}
-    if sizes is not None:
-        row_of_slot = require_spec("row_of_slot", arrays["row_of_slot"], ("num_tokens * top_k",), "int32")
-        layout = LayoutSpec(row_of_slot.shape[0] // sizes[0], *sizes)
+    layout = None if sizes is None else _layout(sizes, bundles.LayoutArrays(*[arrays[name] for name in LAYOUT]))
     operands = bundles.MatmulOperands(*[arrays[name] for name in _OPERANDS])
     return planner(operands=operands, layout=layout, **given)
 

@@ -24,6 +24,7 @@ from moe_jax import (
     RouterSpec,
     TopK,
     Unsupported,
+    modular,
 )
 from tests.support import bad_arguments
 from tests.support.bad_arguments.case import case_id
@@ -151,13 +152,59 @@ def test_complaints_of_planners_arrive(case: bad_arguments.Case, jitted: bool) -
         (jnp.ones((6, 1), jnp.int4), "x has dtype int4, which no op takes"),
         (jax.random.key(0), "x has dtype key.*which no op takes"),
         (np.ones((6, 1)), "x must have a dtype that JAX keeps, got float64, .*float32; convert"),
+        (np.ones((6, 1), ">f4"), r"x must have native byte order, got >f4; call \.astype\('float32'\) on it"),
+        (np.ma.ones((6, 1), np.float32), r"x must have no mask of its own, got a MaskedArray; call \.filled\(\)"),
         (jax.ShapeDtypeStruct((6, 1), jnp.float32), "x must be an array, got ShapeDtypeStruct.*only explain"),
     ],
-    ids=["list", "None", "complex", "int4", "key", "float64", "shape"],
+    ids=["list", "None", "complex", "int4", "key", "float64", "big_endian", "masked", "shape"],
 )
 def test_what_is_no_array(value: Any, message: str) -> None:
     with running_on("reference"), pytest.raises(InvalidInput, match=message):
         moe_jax.scale_rows(value, floats(6, 1))
+
+
+def test_big_endian_arrays_after_native_ones() -> None:
+    """XLA would read the bytes as they are: after a native call of the same shape nothing is traced again."""
+    native, big = np.ones((6, 4), np.float32), np.ones((6, 4), ">f4")
+    weights, ids = np.ones((6, 1), np.float32), np.zeros((6, 1), np.int32)
+    w1, w2 = np.ones((2, 6, 4), np.float32), np.ones((2, 4, 3), np.float32)
+    fp8 = moe_jax.format_named("fp8_channel")
+    calls: list[tuple[str, Callable[[Any], Any]]] = [
+        ("x", lambda x: moe_jax.scale_rows(x, weights)),
+        ("weight", lambda x: moe_jax.quantize(x, fp8)),
+        ("x", lambda x: moe_jax.quantize_rows(x, moe_jax.format_named("fp8_tensor"))),
+        ("a1", lambda x: modular.prepare(x, weights, ids)),
+        ("a1", lambda x: modular.prepare_batched(x, weights, ids, 2, 8)),
+        ("topk_weights", lambda x: modular.prepare(native, x[:, :1], ids)),
+        ("topk_ids", lambda x: modular.prepare(native, weights, ids.astype(x.dtype.str.replace("f", "i")))),
+        ("fused_expert_output", lambda x: modular.finalize(x[:, None], weights, ids)),
+        ("x", lambda x: modular.fused_experts(x, w1, w2, weights, ids)),
+        ("hidden_states", lambda x: modular.unfused_experts(x, w1, w2, weights, ids, weight_layout="out_in")),
+        ("w1", lambda x: modular.fused_experts(native, w1.astype(x.dtype), w2, weights, ids)),
+        ("hidden_states", lambda x: modular.batched_experts(x[None].repeat(2, 0), w1, w2, np.full(2, 3, np.int32))),
+    ]
+    with running_on("reference"):
+        for name, call in calls:
+            call(native)
+            with pytest.raises(InvalidInput, match=rf"{name} must have native byte order, got >[fi]4; call \.astype"):
+                call(big)
+
+
+def test_arrays_without_memory() -> None:
+    deleted = floats(6, 1) + 1
+    deleted.delete()
+    with running_on("reference"), pytest.raises(InvalidInput, match=r"x must have memory, got .* deleted or donated;"):
+        moe_jax.scale_rows(deleted, floats(6, 1))
+
+
+def test_blocks_of_other_sizes_are_refused() -> None:
+    """A gather of JAX stays inside of its array, whatever it is asked for."""
+    weights, ids = np.ones((6, 1), np.float32), np.zeros((6, 1), np.int32)
+    with running_on("reference"):
+        prepared = modular.prepare_batched(floats(6, 4), weights, ids, 2, 8)
+        assert modular.finalize_batched(floats(2, 8, 4), weights, prepared).shape == (6, 4)
+        with pytest.raises(InvalidInput, match=r"fused_expert_output must be .* \(2, 8\) .*, got \(2, 7, 4\); pass"):
+            modular.finalize_batched(floats(2, 7, 4), weights, prepared)
 
 
 @pytest.mark.parametrize(

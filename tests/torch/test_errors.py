@@ -27,6 +27,7 @@ SILU = SPEC.activation
 IDS = torch.zeros(4, 2, dtype=torch.int32)
 LOGITS = torch.zeros(9, NUM_EXPERTS)
 DENSE = MatmulSpec("in_out")
+FP8 = moe_torch.format_named("fp8_tensor")
 TOO_MANY = RouterSpec(6)
 BY_TOKEN = MatmulSpec("in_out", "token", "slot")
 
@@ -64,6 +65,23 @@ def misaligned(tensor: Any) -> Any:
     return storage[1:].view(tensor.shape).copy_(tensor)
 
 
+def nested() -> Any:
+    """Two sequences of different lengths."""
+    return torch.nested.nested_tensor([torch.zeros(3, D_MODEL), torch.zeros(2, D_MODEL)], layout=torch.jagged)
+
+
+def emptied(tensor: Any) -> Any:
+    """The same shape over a storage without memory, as sharded training frees parameters between steps."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def scales_elsewhere() -> Any:
+    tensor = moe_torch.quantize(X, moe_torch.format_named("fp8_channel"))
+    return moe_torch.QuantizedTensor(tensor.spec, tensor.values, tensor.scales.to("meta"))
+
+
 #: name -> (call, pattern): what no planner sees, or sees of tensors alone.
 INVALID: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype no plan knows": (
@@ -72,11 +90,11 @@ INVALID: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "layout put together": (
         lambda: multiply(dataclasses.replace(layout_of(9), group_sizes=torch.zeros(4, dtype=torch.int32))),
-        r"group_sizes must be int32\[5\], got int32\[4\]; pass the layout's own array",
+        r"layout\.group_sizes must be \[5\], got \(4,\); pass an array of that shape",
     ),
     "layout with other rows": (
         lambda: multiply(dataclasses.replace(layout_of(9), slot_of_row=layout_of(8).slot_of_row)),
-        r"slot_of_row must be int32\[18\], got int32\[16\]; pass the layout's own array",
+        r"layout\.slot_of_row must be \[18\], got \(16,\); pass an array of that shape",
     ),
     "out_dtype of torch": (
         lambda: moe_torch.activation(torch.zeros(4, 8), SILU, out_dtype=torch.complex64),
@@ -113,6 +131,42 @@ INVALID: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse tensor": (
         lambda: moe_torch.router(X.to_sparse(), ROUTING.weight),
         r"x must be a dense tensor, got layout torch\.sparse_coo; call to_dense\(\) on it",
+    ),
+    "nested tensor": (
+        lambda: moe_torch.router(nested(), ROUTING.weight),
+        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor\(0\) or pass its \.values\(\)",
+    ),
+    "nested tensor in quantize_rows": (
+        lambda: moe_torch.quantize_rows(nested(), FP8),
+        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor",
+    ),
+    "nested tensor in a bundle": (
+        lambda: moe(gate_up=nested()),
+        r"experts\.gate_up must be one dense tensor, got a nested tensor; call \.to_padded_tensor",
+    ),
+    "emptied x": (
+        lambda: moe_torch.router(emptied(X), ROUTING.weight),
+        r"x must have memory for float32\[9, 48\], got a null address, as of .* resize_\(0\); allocate it again",
+    ),
+    "emptied weight": (
+        lambda: moe(down=emptied(EXPERTS.down)),
+        r"experts\.down must have memory for .*, got a null address, .*; allocate it again",
+    ),
+    "emptied weight to quantise": (
+        lambda: moe_torch.quantize(emptied(X), FP8),
+        r"weight must have memory for .*, got a null address, .*; allocate it again",
+    ),
+    "mixed devices in dequantize": (
+        lambda: moe_torch.dequantize(scales_elsewhere()),
+        r"tensor\.scales must be on cpu like tensor\.values, got meta; move it with \.to\('cpu'\)",
+    ),
+    "mixed devices in restore_weights": (
+        lambda: moe_torch.restore_weights(scales_elsewhere()),
+        r"weights\.scales must be on cpu like weights\.values, got meta; move it with \.to\('cpu'\)",
+    ),
+    "layout of other tokens": (
+        lambda: multiply(dataclasses.replace(layout_of(9), spec=moe_torch.LayoutSpec(8, 2, NUM_EXPERTS))),
+        r"layout\.slot_of_row must be \[16\], got \(18,\); pass an array of that shape",
     ),
     "mixed devices": (
         lambda: moe_torch.router(X, ROUTING.weight.to("meta")),

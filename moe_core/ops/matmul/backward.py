@@ -14,7 +14,7 @@ from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.matmul.arguments import zero_counters
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
-from moe_core.ops.matmul.operands import quantized_operands, why_frozen, why_prepacked
+from moe_core.ops.matmul.operands import check_operands, quantized_operands, why_frozen, why_prepacked
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.transposed import choose_transposed_tile, plan_matmul_quantized_transposed
 from moe_core.ops.matmul.tile_choice import choose_tile
@@ -63,6 +63,7 @@ def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, 
 def _validate(
     d_y: ArraySpec, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, wanted: tuple[str, ...]
 ) -> None:
+    check_operands(operands, layout, spec, joined=False)
     if (reason := why_no_gradient(operands, layout, spec, {name.removeprefix("d_") for name in wanted})) is not None:
         raise Unsupported(reason)
     require_wanted(wanted, tuple(f"d_{name}" for name, _ in named_arrays(operands) if name in DIFFERENTIABLE))
@@ -102,8 +103,6 @@ def plan_matmul_ogs_backward(
         array = getattr(operands, name.removeprefix("d_"))
         builder.output(name, ArraySpec(array.shape, array.dtype))
     if not target.compiled:
-        # The forward's planner has checked operands against layout and spec; a backward may come without it.
-        plan_matmul_ogs(operands, layout, spec, target)
         builder.sums("products and sums: the order of NumPy, fp32")
         constants = {"layout": layout, "spec": spec, "wanted": wanted}
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
@@ -150,7 +149,7 @@ def _plan_d_x(
     y = add_input_gradient(builder, "input gradient", pulled, layout, back, bindings)
     if by_token:
         assert layout is not None
-        plan = plan_reduce(builder.spec(y), builder.spec("row_of_slot"), layout.top_k, builder.target, order="row")
+        plan = plan_reduce(builder.spec(y), builder.spec("row_of_slot"), layout, builder.target, order="row")
         builder.call(plan, "sum of slots", {"y": y, "out": "d_x"}, {"y": Role.D_ROWS, "out": Role.D_ROWS})
 
 

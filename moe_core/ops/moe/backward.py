@@ -19,7 +19,15 @@ from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.float64 import any_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import MoEOperands, OutputGradients, RouterWeights, TopK, named_arrays, named_fields
+from moe_core.specs.operands import (
+    MoEOperands,
+    OutputGradients,
+    RouterLogits,
+    RouterWeights,
+    TopK,
+    named_arrays,
+    named_fields,
+)
 
 #: The matrices, whose gradients may be added to an array that is there already.
 _MATRICES = ("gate_up", "up", "down", "weight")
@@ -61,6 +69,7 @@ def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[
 def _validate(
     gradients: OutputGradients,
     operands: MoEOperands,
+    forward: LaunchPlan,
     wanted: tuple[str, ...],
     accumulate: tuple[str, ...],
     one_layer: bool,
@@ -84,7 +93,8 @@ def _validate(
                 "array, leave it out"
             )
         return
-    shapes = gradient_shapes(tokens, "num_experts", "top_k")
+    logits = operands.routing.logits if isinstance(operands.routing, RouterLogits) else forward.spec("logits")
+    shapes = gradient_shapes(tokens, logits.shape[1], forward.spec("ids").shape[1])
     for name in extra:
         require_spec(f"gradients.{name}", getattr(gradients, name), shapes[name], "float32")
 
@@ -122,8 +132,8 @@ def plan_moe_backward(
     Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of. Raises InvalidInput,
     Unsupported.
     """
-    _validate(gradients, operands, wanted, accumulate, one_layer)
     forward = _forward(operands, spec, target)
+    _validate(gradients, operands, forward, wanted, accumulate, one_layer)
     inputs = dict(named_arrays(gradients, "gradients."))
     inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
     inputs |= {buffer.name: buffer.spec for buffer in forward.outputs if buffer.name not in _UNREAD}

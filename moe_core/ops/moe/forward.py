@@ -304,7 +304,7 @@ class _MoEPlanner:
         named = {"shared": shared_output, "shared_gate": shared_gate}
         options = {name: builder.spec(buffer) for name, buffer in named.items() if buffer} | {"order": order}
         arrays = builder.spec(slots), builder.spec(self.arrays.row_of_slot)
-        plan = plan_reduce(*arrays, layout.top_k, self.target, out_dtype=self.out_dtype, **options)
+        plan = plan_reduce(*arrays, layout, self.target, out_dtype=self.out_dtype, **options)
         bindings = {"y": slots, "out": "output"} | ({"shared_gate": shared_gate} if shared_gate else {})
         builder.call(plan, "reduce", bindings)
 

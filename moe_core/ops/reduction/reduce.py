@@ -6,12 +6,14 @@ import functools
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.checks import require_at_least, require_choice
+from moe_core.base.checks import require_choice
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.specs.operands import LayoutArrays, require_layout
+from moe_core.specs.routing import LayoutSpec
 
 REDUCE = Kernel("reduction.kernels.reduce:reduce", pdl="layout")
 SCALE_ROWS = Kernel("reduction.kernels.reduce:scale_rows", pdl="start")
@@ -44,7 +46,7 @@ def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, 
 def plan_reduce(
     y: ArraySpec,
     row_of_slot: ArraySpec,
-    top_k: int,
+    layout: LayoutSpec,
     target: Target,
     *,
     order: str = "slot",
@@ -58,14 +60,11 @@ def plan_reduce(
     -1 = no contribution (y is not read there). shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32
     `[T, 1]`) if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
     """
-    require_at_least("top_k", top_k, 1)
     require_choice("order", order, ("slot", "row"))
-    require_spec("row_of_slot", row_of_slot, ("num_tokens * top_k",), "int32")
-    slots = row_of_slot.shape[0]
-    if slots % top_k:
-        raise InvalidInput(f"row_of_slot must hold num_tokens * {top_k} slots, got {slots}; check top_k")
-    require_spec("y", y, (slots if order == "slot" else "capacity", "d_model"), dtypes.MATMUL_DTYPES)
-    tokens, width = slots // top_k, y.shape[1]
+    require_layout(layout, LayoutArrays(row_of_slot=row_of_slot))
+    rows = layout.num_slots if order == "slot" else layout.capacity
+    require_spec("y", y, (rows, "d_model"), dtypes.MATMUL_DTYPES)
+    tokens, width, top_k = layout.num_tokens, y.shape[1], layout.top_k
     if shared is not None:
         row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from moe_core.base.arrays import ArraySpec, require_spec
-from moe_core.base.checks import require_at_least
+from moe_core.base.checks import as_integer
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
@@ -35,7 +35,7 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     Raises InvalidInput, Unsupported.
     """
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
-    require_at_least("num_experts", num_experts, 1)
+    num_experts = as_integer("num_experts", num_experts, 1)
     num_tokens, top_k = ids.shape
     LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
     builder = PlanBuilder("pack_bitmatrix", target)
@@ -70,10 +70,10 @@ def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, ta
     Of more than K set bits the lowest K; bits at and above E are ignored. Input: bitmatrix; output: ids. Raises
     InvalidInput, Unsupported.
     """
-    require_at_least("num_experts", num_experts, 1)
-    require_at_least("top_k", top_k, 1)
+    num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     require_spec("bitmatrix", bitmatrix, ("num_tokens", -(-num_experts // 32)), "uint32")
     num_tokens = bitmatrix.shape[0]
+    LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
     builder = PlanBuilder("unpack_bitmatrix", target)
     builder.input("bitmatrix", bitmatrix)
     builder.output("ids", ArraySpec((num_tokens, top_k), "int32"))

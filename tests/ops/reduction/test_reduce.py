@@ -47,7 +47,7 @@ def test_matches_the_reference(num_tokens, top_k, width, kind, order, dtype, out
         arrays["shared_gate"] = random.standard_normal((num_tokens, 1), np.float32)
     specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()}
     plan = plan_reduce(
-        specs.pop("y"), specs.pop("row_of_slot"), top_k, engine_target(), order=order, out_dtype=out_dtype, **specs
+        specs.pop("y"), specs.pop("row_of_slot"), layout, engine_target(), order=order, out_dtype=out_dtype, **specs
     )
     actual = run_plan(plan, arrays)["out"]
     expected = reference.reduce(**arrays, top_k=top_k, order=order, out_dtype=out_dtype or dtype)
@@ -58,11 +58,34 @@ def test_matches_the_reference(num_tokens, top_k, width, kind, order, dtype, out
         assert not actual[absent].astype(np.float32).any()
 
 
-def test_sums_in_slot_order() -> None:
-    """1e8 + 1 - 1e8 is 0 in fp32 in that order, 1 in any that cancels first."""
-    y = np.array([[1e8], [1.0], [-1e8]], np.float32)
-    plan = plan_reduce(ArraySpec((3, 1), "float32"), ArraySpec((3,), "int32"), 3, engine_target())
-    assert run_plan(plan, {"y": y, "row_of_slot": np.arange(3, dtype=np.int32)})["out"].tolist() == [[0.0]]
+@pytest.mark.parametrize("engine", [None, "reference"])
+@pytest.mark.parametrize("order", ["slot", "row"])
+@pytest.mark.parametrize("top_k", [3, 5, 16, 17, 20])  # loops are unrolled up to 16
+def test_sums_in_slot_order_bit_by_bit(top_k: int, order: str, engine: str | None) -> None:
+    """Against a sum one by one. No other order, the reverse one neither, gives these bits."""
+    random, layout, width = np.random.default_rng(top_k), LayoutSpec(7, top_k, 20), 40
+    y = (
+        random.standard_normal((layout.num_slots, width), np.float32)
+        * 10.0 ** random.integers(-3, 4, layout.num_slots)[:, None]
+    )
+    y = y.astype(np.float32)
+    row_of_slot = random.permutation(layout.num_slots).astype(np.int32)
+    slots = y[row_of_slot] if order == "row" else y
+
+    def total(choices: list[int]) -> np.ndarray:
+        found = np.zeros((layout.num_tokens, width), np.float32)
+        for k in choices:
+            found += slots.reshape(layout.num_tokens, top_k, width)[:, k]
+        return found
+
+    forwards, backwards = total(list(range(top_k))), total(list(reversed(range(top_k))))
+    assert (forwards != backwards).mean() > 0.2, "the test can tell orders apart"
+    target = engine_target() if engine is None else Target(engine)
+    plan = plan_reduce(
+        ArraySpec(y.shape, "float32"), ArraySpec(row_of_slot.shape, "int32"), layout, target, order=order
+    )
+    actual = run_plan(plan, {"y": y, "row_of_slot": row_of_slot})["out"]
+    np.testing.assert_array_equal(actual.view(np.int32), forwards.view(np.int32))
 
 
 @pytest.mark.parametrize("dtype", dtypes.MATMUL_DTYPES)
@@ -79,10 +102,10 @@ def test_scale_rows(dtype: str, num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        (ArraySpec((5,), "int32"), r"row_of_slot must hold num_tokens \* 2"),
-        (ArraySpec((6,), "int64"), "row_of_slot must be int32, got int64"),
+        (ArraySpec((5,), "int32"), r"layout\.row_of_slot must be \[6\], got \(5,\)"),
+        (ArraySpec((6,), "int64"), r"layout\.row_of_slot must be int32, got int64"),
     ],
 )
 def test_slots_of_another_layout(slots: ArraySpec, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        plan_reduce(ArraySpec((6, 8), "float32"), slots, 2, Target("interpreter"))
+        plan_reduce(ArraySpec((6, 8), "float32"), slots, LayoutSpec(3, 2, 4), Target("interpreter"))

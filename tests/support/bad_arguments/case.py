@@ -84,7 +84,7 @@ def _plan_make_layout(
 
 
 def _plan_reduce(target: Target, y: ArraySpec, layout: LayoutSpec, **options: Any) -> LaunchPlan:
-    return plan_reduce(y, ArraySpec((layout.num_slots,), "int32"), layout.top_k, target, **options)
+    return plan_reduce(y, ArraySpec((layout.num_slots,), "int32"), layout, target, **options)
 
 
 #: Op -> its plan for a target and the front-ends' arguments.

@@ -223,10 +223,10 @@ def _small_ops(target: Target) -> Iterator[LaunchPlan]:
         if name not in ALWAYS_GATED:
             yield plan_activation(ArraySpec((256, 768), "float32"), Activation(name, False), target)
     for dtype in ("bfloat16", "float32"):
-        y, slots = ArraySpec((256 * 8, 2048), dtype), ArraySpec((256 * 8,), "int32")
+        y, slots, layout = ArraySpec((256 * 8, 2048), dtype), ArraySpec((256 * 8,), "int32"), LayoutSpec(256, 8, 64)
         shared, gate = ArraySpec((256, 2048), "float32"), ArraySpec((256, 1), "float32")
-        yield reduction.plan_reduce(y, slots, 8, target)
-        yield reduction.plan_reduce(y, slots, 8, target, order="row", shared=shared, shared_gate=gate)
+        yield reduction.plan_reduce(y, slots, layout, target)
+        yield reduction.plan_reduce(y, slots, layout, target, order="row", shared=shared, shared_gate=gate)
         yield reduction.plan_scale_rows(ArraySpec((256, 2048), dtype), gate, target)
 
 
