@@ -7,8 +7,8 @@ BENCH ?=
 SOAK ?=
 RUN := .venv/bin/python
 
-KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py norm/test_norm.py \
-	moe/test_forward.py router/test_forward.py routing/test_topk.py routing/test_layout.py \
+KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \
+	norm/test_norm.py moe/test_forward.py router/test_forward.py routing/test_topk.py routing/test_layout.py \
 	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
 	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py \
 	matmul/quantized/test_matmul.py quantize/test_rows.py)

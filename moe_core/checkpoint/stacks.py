@@ -26,7 +26,7 @@ class LayerNames:
 
     block: str
     router: str
-    correction_bias: str | None
+    correction_bias: str
     fused: tuple[str, ...] | None
     shared: tuple[str, ...]
     shared_gate: str
@@ -61,7 +61,7 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) 
     return LayerNames(
         inside,
         one(naming.router),
-        one(naming.correction_bias) if naming.correction_bias else None,
+        one(naming.correction_bias),
         chosen,
         pick(naming.shared),
         full(naming.shared_gate),
@@ -132,9 +132,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))
     if architecture.correction_bias:
         shape = (1, num_experts) if architecture.naming.bias_row else (num_experts,)
-        parts = ()
-        if names.correction_bias is not None:
-            parts = (Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None),)
+        parts = (Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None),)
         stacks["router.correction_bias"] = Stack((num_experts,), parts, dtype="float32")
     if architecture.router_norm is not None:
         stacks["router.norm"] = Stack.whole(names.norm, (d_model,))

@@ -131,7 +131,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stack:
-    """An array put together from parts; without parts, zeros.
+    """An array put together from parts.
 
     dtype: what to cast to; None = as stored (all parts alike, floating). accepts: the dtypes parts may have, as headers
     spell them.
@@ -289,8 +289,6 @@ class StackReader(contextlib.ExitStack):
         arrays: dict[str, np.ndarray] = {}
         for name, stack in stacks.items():
             array = arrays[name] = _empty(stack.shape, dtypes.numpy_dtype(stored[name]))
-            if not stack.parts:
-                array.fill(0)
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
                 # What has another number of axes in the file is read at once.

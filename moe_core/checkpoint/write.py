@@ -205,11 +205,6 @@ class _Source:
 
     def tensors(self, name: str, stack: Stack) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors an array is put together from; of per-expert storage one expert's matrix is made at a time."""
-        if not stack.parts and any(view.any() for _, view in self._views[name]):
-            raise InvalidInput(
-                f"{name} must be zeros, because the files of this family have no such tensor, got other numbers; "
-                "describe the layer with another family's config, or set it to zeros"
-            )
         expert, array = None, np.empty(0)
         for part in stack.parts:
             lead = part.place[:1] if part.place and isinstance(part.place[0], int) else ()

@@ -52,6 +52,10 @@ class RouterSpec:
     None. renormalize: divide by the sum of the chosen weights (a zero sum gives zeros). scale multiplies last.
     num_groups, topk_group: grouped top-k (1 and 1 = off): E splits into num_groups equal groups, the topk_group best
     survive. slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
+    epsilon: what renormalize adds to the sum; of sigmoid and sqrt_softplus. logit_scale, softcap: scored are logits *
+    logit_scale, or softcap * tanh(logits * logit_scale / softcap). bias_on: a correction bias is added to `scores` or
+    to those `logits`. group_score: a group's is its `best`, or the sum of its two best (`pair`); None = `pair` with a
+    correction bias, else `best`.
     """
 
     top_k: int | None = None
@@ -62,6 +66,11 @@ class RouterSpec:
     num_groups: int = 1
     topk_group: int = 1
     slot_order: str = "score"
+    epsilon: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    bias_on: str = "scores"
+    group_score: str | None = None
 
     def __post_init__(self) -> None:
         if self.top_k is not None:
@@ -77,6 +86,7 @@ class RouterSpec:
                 f"got {self.order!r}; leave it out"
             )
         require_flags(self, "renormalize")
+        self._check_arithmetic()
         object.__setattr__(self, "scale", finite_float("scale", self.scale))
         set_integer(self, "num_groups", 1)
         set_integer(self, "topk_group", 1)
@@ -84,6 +94,22 @@ class RouterSpec:
             raise InvalidInput(
                 f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
             )
+
+    def _check_arithmetic(self) -> None:
+        """Check epsilon, logit_scale, softcap, bias_on and group_score."""
+        for name in ("epsilon", "logit_scale", *(() if self.softcap is None else ("softcap",))):
+            object.__setattr__(self, name, finite_float(name, getattr(self, name)))
+        if self.epsilon < 0 or (self.epsilon and (not self.renormalize or self.scoring == "softmax")):
+            raise InvalidInput(
+                f"epsilon must be 0, or above 0 with renormalize and a scoring other than softmax, got {self.epsilon} "
+                f"with {self.scoring!r}; leave it out: the chosen shares of a softmax sum to at least K / E"
+            )
+        for name in ("logit_scale", "softcap"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise InvalidInput(f"{name} must be above 0, got {value}; leave it out")
+        require_choice("bias_on", self.bias_on, ("scores", "logits"))
+        if self.group_score is not None:
+            require_choice("group_score", self.group_score, ("best", "pair"))
 
     def require_top_k(self) -> int:
         """K; InvalidInput where it was left to a layer."""
@@ -110,10 +136,12 @@ class RouterSpec:
                 f"top_k must be at most topk_group * num_experts / num_groups = {self.topk_group * group}, "
                 f"got {top_k}; keep more groups or lower top_k"
             )
-        if has_bias and group == 1:
+        pairs = has_bias if self.group_score is None else self.group_score == "pair"
+        if pairs and group == 1:
+            when = "when a correction bias is given" if self.group_score is None else "with group_score='pair'"
             raise InvalidInput(
-                f"num_groups must leave at least two experts per group when a correction bias is given, "
-                f"got {self.num_groups} groups of 1; lower num_groups"
+                f"num_groups must leave at least two experts per group {when}, got {self.num_groups} groups of 1; "
+                "lower num_groups"
             )
 
 

@@ -25,6 +25,10 @@ def router_losses(
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
     # Masked logits may be anything: they must reach neither the sums nor their derivatives.
     logits = jnp.where(kept[:, None], logits, 0)
+    if spec.logit_scale != 1:
+        logits = logits * spec.logit_scale
+    if spec.softcap is not None:
+        logits = spec.softcap * jnp.tanh(logits / spec.softcap)
     num_tokens = jnp.maximum(kept.sum(), 1).astype(logits.dtype)
     slot_share = jnp.asarray(tokens_per_expert, logits.dtype) / (num_tokens * spec.require_top_k())
     mean_share = _shares(logits, spec.scoring, kept).sum(axis=0) / num_tokens

@@ -64,9 +64,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         )
     for tensor in own.values():
         _align(tensor)
-    # A correction bias that the block does not have is one of zeros.
-    zeros = own[names["router.weight"][0]].new_zeros(spec.num_experts, dtype=torch.float32)
-    held = {name: [own[one] for one in found] or [zeros] for name, found in names.items()}
+    held = {name: [own[one] for one in found] for name, found in names.items()}
     flat = ("experts.gate_up", "experts.down") if architecture.naming.flat else ()
     held |= {name: _apart(name, held[name], spec.num_experts) for name in flat}
     stored = {name: _stored(name, tensors, storage) for name, tensors in held.items()}
@@ -77,7 +75,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
                 f"{names[parameter.name][0]} of block must make {parameter.name} {list(parameter.shape)} by its "
                 f"config, got {list(tensors[parameter.name].shape)}; pass the config that the block was made with"
             )
-    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat or not names[name])
+    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat)
     return BlockWeights(spec, tensors, copied)
 
 

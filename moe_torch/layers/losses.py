@@ -22,6 +22,10 @@ def router_losses(
         # What a masked token holds, even NaN, must not reach the sums.
         logits = torch.where(token_mask[:, None], logits, 0.0)
         count = token_mask.sum().to(logits.dtype)
+    if router.logit_scale != 1:
+        logits = logits * router.logit_scale
+    if router.softcap is not None:
+        logits = router.softcap * torch.tanh(logits / router.softcap)
     shares = _shares(logits, router.scoring)
     squares = torch.logsumexp(logits, dim=-1).square()
     if token_mask is not None:

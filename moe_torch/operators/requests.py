@@ -10,7 +10,6 @@ import torch
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward import plan_training
-from moe_core.ops.moe.checks import require_op_router
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
@@ -52,7 +51,6 @@ def _expert_arrays(experts: ExpertWeights) -> tuple[Any, ...]:
 
 def routing_arrays(routing: RouterWeights | RouterLogits | TopK) -> tuple[Any, ...]:
     if isinstance(routing, RouterWeights):
-        require_op_router(routing)
         return routing.weight, routing.bias, routing.correction_bias
     if isinstance(routing, RouterLogits):
         return routing.logits, routing.correction_bias

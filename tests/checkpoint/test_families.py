@@ -256,17 +256,6 @@ def test_multimodal_models_nest_the_text_model(tmp_path: Path, family: str) -> N
         assert_same_state(model, path)
 
 
-def test_a_bias_that_files_do_not_have_must_be_zeros(tmp_path: Path) -> None:
-    family, changes = row_named("mistral4_groups")
-    model = tiny(family, **changes)
-    checkpoint = saved(model, tmp_path / "plain")
-    layers = weights_of(checkpoint)
-    assert layers[-1][1].router.correction_bias is not None
-    layers[-1][1].router.correction_bias[3] = 0.5
-    with pytest.raises(InvalidInput, match=r"router.correction_bias must be zeros"):
-        save_checkpoint(tmp_path / "written", model.config, layers)
-
-
 LIMITS = {"swiglu_limits": [0, 0.3, None], "swiglu_limits_shared": [0.0, 0.6, 0.4]}
 
 
@@ -377,7 +366,9 @@ FAULTS = {
     "gemma4": ("scales of experts lost", _part("router", expert_scale=None)),
     "diffusion_gemma": ("norm of the router lost", _part("router", norm=None, spec=None)),
     "ernie4_5_moe": ("correction bias lost", _part("router", correction_bias=None)),
-    "mistral4_groups": ("groups by their best", _part("router", correction_bias=None)),
+    "mistral4_groups": ("groups by their best", _router(group_score=None)),
+    "kolibri1": ("bias on the scores", _router(bias_on="scores")),
+    "laguna_capped": ("cap lost", _router(softcap=None)),
     "jamba": ("renormalised", _router(renormalize=True)),
     "llama4": ("weight on the output", _weight_on_output),
     "mixtral": ("not renormalised", _router(renormalize=False)),

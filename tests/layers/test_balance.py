@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ jax = pytest.importorskip("jax")
 import moe_jax.layers
 import moe_torch
 from moe_core.errors import InvalidInput
-from moe_core.ops.routing.reference import router_losses, router_losses_backward
+from moe_core.ops.routing.reference import route, route_backward, router_losses, router_losses_backward
 from moe_core.specs import RouterSpec
 from moe_torch import MoE
 from tests.support.strategies import low_logits
@@ -162,3 +163,30 @@ def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
     if "logits" not in change:
         with pytest.raises(InvalidInput, match=message):
             moe_jax.layers.load_balance_loss(**given)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_losses_and_gradients_of_bounded_logits(scoring: str) -> None:
+    """Both front-ends' losses are the core's, whose gradients are differences of float64."""
+    router = RouterSpec(K, scoring, renormalize=True, softcap=1.5, logit_scale=0.5)
+    if scoring == "sigmoid":
+        router = dataclasses.replace(router, epsilon=0.25)
+    logits, counts = drawn()[0][0].astype(np.float64), np.arange(E, dtype=np.int32)
+    ids, _ = route(logits, spec=router)
+    d_weights = np.random.default_rng(1).standard_normal((S, K))
+    balance, z = router_losses(logits, counts, spec=router)
+    by_torch = moe_torch.layers.losses.router_losses(torch.from_numpy(logits), torch.from_numpy(counts), None, router)
+    np.testing.assert_allclose([float(one) for one in by_torch], [balance, z], rtol=1e-6)
+    by_jax = moe_jax.layers.router_losses(jax.numpy.asarray(logits, "float32"), jax.numpy.asarray(counts), spec=router)
+    np.testing.assert_allclose(by_jax, [balance, z], rtol=1e-5)
+
+    def total(logits: np.ndarray) -> float:
+        balance, z = router_losses(logits, counts, spec=router)
+        return float((route(logits, given=ids, spec=router)[1] * d_weights).sum() + 0.8 * balance - 0.3 * z)
+
+    found = route_backward(d_weights, logits, ids, spec=router)
+    found += router_losses_backward(0.8, -0.3, logits, counts, spec=router)
+    for place in np.ndindex(logits.shape):
+        step = np.zeros_like(logits)
+        step[place] = 1e-6
+        assert abs((total(logits + step) - total(logits - step)) / 2e-6 - found[place]) < 1e-7

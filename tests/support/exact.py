@@ -94,6 +94,12 @@ def draw_experts(
     )
 
 
+def bounded_logits(row: list[float], spec: RouterSpec) -> list[float]:
+    """The logits of one token that are scored, in float64."""
+    scaled = [x * spec.logit_scale for x in row]
+    return scaled if spec.softcap is None else [spec.softcap * math.tanh(x / spec.softcap) for x in scaled]
+
+
 def exact_scores(row: list[float], scoring: str) -> list[float]:
     """The scores of one token in float64."""
     if scoring == "softmax":
@@ -113,8 +119,11 @@ def exact_scores(row: list[float], scoring: str) -> list[float]:
 
 
 def has_near_tie(logits: list[float], bias: list[float], spec: RouterSpec) -> bool:
-    """Whether two biased scores of a token, or two sums of two, lie within fp32 rounding of each other."""
-    scores = logits if spec.order == "topk_then_softmax" else exact_scores(logits, spec.scoring)
+    """Whether two biased scores of a token, or two sums of two, lie within fp32 rounding of each other. bias: zeros for
+    scores alone."""
+    logits = bounded_logits(logits, spec)
+    as_logits = spec.order == "topk_then_softmax" or (spec.bias_on == "logits" and any(bias))
+    scores = logits if as_logits else exact_scores(logits, spec.scoring)
     ranked = np.array([s + b for s, b in zip(scores, bias, strict=True)])
     ranked = ranked[np.isfinite(ranked)]
     pairs = (ranked[:, None] + ranked[None, :])[np.triu_indices(len(ranked), 1)] if spec.num_groups > 1 else ranked[:0]

@@ -26,6 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "longcat_flash": ("longcat_flash", {"zero_expert_num": 0}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
     "deepseek_v3_gelu": ("deepseek_v3", {"hidden_act": "gelu", "norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    "laguna_capped": ("laguna", {"moe_router_logit_softcapping": 1.5}),
     "lfm2_moe_no_bias": ("lfm2_moe", {"use_expert_bias": False}),
     "llama4": ("llama4", {"num_experts_per_tok": 1}),
     "mistral4_groups": ("mistral4", {"n_group": 4, "topk_group": 2}),

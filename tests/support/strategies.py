@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -239,33 +240,47 @@ class RouterCase:
 
 
 @st.composite
-def router_specs(draw: st.DrawFn, num_experts: int, has_bias: bool) -> RouterSpec:
-    """A routing rule legal for E experts, with or without a correction bias."""
+def router_specs(draw: st.DrawFn, num_experts: int, has_bias: bool, bounds: bool = False) -> RouterSpec:
+    """A routing rule legal for E experts, with or without a correction bias. bounds: also of bounded logits, with an
+    epsilon, other group scores and a bias of the logits."""
     scoring = draw(st.sampled_from(("softmax", "sigmoid", "sqrt_softplus")))
     order = draw(st.sampled_from(("softmax_then_topk", "topk_then_softmax"))) if scoring == "softmax" else None
     legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and (n == 1 or num_experts // n > has_bias)]
+    group_score = draw(st.sampled_from((None, "best", "pair"))) if bounds else None
+    if group_score is not None:
+        legal = [n for n in legal if n == 1 or num_experts // n > 1]
     num_groups = draw(st.sampled_from(legal))
+    renormalize = draw(st.booleans())
     topk_group = draw(st.integers(1, num_groups))
     chosen_from = topk_group * num_experts // num_groups
+    more: dict[str, Any] = {}
+    if bounds:
+        more["epsilon"] = draw(st.sampled_from((0.0, 0.25))) if renormalize and scoring != "softmax" else 0.0
+        more |= {"logit_scale": draw(st.sampled_from((1.0, 0.5))), "softcap": draw(st.sampled_from((None, None, 3.0)))}
+        more["bias_on"] = draw(st.sampled_from(("scores", "logits")))
     return RouterSpec(
         top_k=draw(st.one_of(st.integers(1, min(chosen_from, 8)), st.just(chosen_from))),
         scoring=scoring,
         order=order,
-        renormalize=draw(st.booleans()),
+        renormalize=renormalize,
         scale=draw(st.sampled_from((1.0, 2.5))),
         num_groups=num_groups,
         topk_group=topk_group,
         slot_order=draw(st.sampled_from(("score", "expert"))),
+        group_score=group_score,
+        **more,
     )
 
 
 @st.composite
-def router_cases(draw: st.DrawFn, kinds: tuple[str, ...] = LOGIT_KINDS, max_tokens: int = 24) -> RouterCase:
+def router_cases(
+    draw: st.DrawFn, kinds: tuple[str, ...] = LOGIT_KINDS, max_tokens: int = 24, bounds: bool = False
+) -> RouterCase:
     """Every scoring, order, grouping, bias, mask and kind of logits, for any T, K and E."""
     num_experts = draw(st.one_of(st.integers(1, 40), st.sampled_from((48, 64, 384))))
     has_bias = draw(st.booleans())
     return RouterCase(
-        spec=draw(router_specs(num_experts, has_bias)),
+        spec=draw(router_specs(num_experts, has_bias, bounds)),
         num_tokens=draw(st.integers(0, max_tokens)),
         num_experts=num_experts,
         has_bias=has_bias,

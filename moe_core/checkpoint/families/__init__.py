@@ -25,7 +25,6 @@ REFUSED: Mapping[str, str] = {
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
     "inkling_text": "a softmax over the chosen and the shared experts together",
     "jetmoe": "a bias added to the sum of the experts",
-    "kolibri1": "a correction bias on the logits instead of the scores",
     "muse_spark_text": "a projection before the experts and one behind them, with an RMSNorm of each expert's output",
     "nllb-moe": "a second expert chosen at random, with a capacity that depends on the batch",
     "phimoe": "sparsemixer routing",

@@ -109,6 +109,17 @@ def _scored_router(config: ModelConfig) -> RouterSpec:
     return routing(scores[name], scale=("routed_scaling_factor", "route_scale"))(config)
 
 
+def _laguna_router(config: ModelConfig) -> RouterSpec:
+    """Sigmoid of logits with a soft cap, where 0 is none."""
+    cap = config.number("moe_router_logit_softcapping", default=0.0)
+    return routing("sigmoid", scale=("moe_routed_scaling_factor",), softcap=cap or None)(config)
+
+
+def _kolibri_router(config: ModelConfig) -> RouterSpec:
+    """Sigmoid weights; the correction bias is added to the logits, the order of whose sums is what counts."""
+    return routing("sigmoid", renormalize=_NORM, bias_on="logits")(config)
+
+
 def _soft_capped(config: ModelConfig) -> Activation:
     """Silu with soft caps of gate and up."""
     gate, up = config.number("mlp_gate_softcap"), config.number("mlp_up_softcap")
@@ -218,7 +229,7 @@ DEEPSEEK = {
     ),
     "laguna": replace(
         _V3,
-        router=routing("sigmoid", scale=("moe_routed_scaling_factor",)),
+        router=_laguna_router,
         layers=dense_first(1),
         experts=("num_experts",),
         shared=Shared(width=("shared_expert_intermediate_size",)),
@@ -227,9 +238,16 @@ DEEPSEEK = {
             shared=(mlp_names("shared_experts"), mlp_names("shared_expert")),
         ),
         requires=(
-            ("moe_router_logit_softcapping", 0.0, "a soft cap of the router's logits"),
             ("moe_apply_router_weight_on_input", False, "router weights on the input with several experts per token"),
         ),
+    ),
+    "kolibri1": replace(
+        _V3,
+        router=_kolibri_router,
+        layers=every_layer,
+        experts=("num_experts", "num_local_experts"),
+        shared=Shared(width=("shared_expert_intermediate_size",)),
+        naming=Naming(correction_bias=("gate.e_score_correction_bias", "/moe.router.expert_bias")),
     ),
     "nemotron_h": replace(
         _V3,
@@ -247,23 +265,22 @@ DEEPSEEK = {
     ),
     "mistral4": replace(
         _V3,
-        router=routing(renormalize=_NORM, scale=_SCALE, groups=_GROUPS),
+        router=routing(renormalize=_NORM, scale=_SCALE, groups=_GROUPS, group_score="pair"),
         correction_bias=False,
-        naming=replace(_FUSED, correction_bias=()),
+        naming=_FUSED,
     ),
     "mistral_large4_text": replace(
         _V3,
-        router=routing(renormalize=True, scale=_SCALE, groups=_GROUPS),
+        router=routing(renormalize=True, scale=_SCALE, groups=_GROUPS, group_score="pair"),
         layers=dense_first(1),
         correction_bias=False,
         naming=Naming(
             ("mlp", ""),
-            correction_bias=(),
             per_expert=("w1", "w3", "w2"),
             shared=(mlp_names("shared_experts"), mlp_names("shared_experts", "w1", "w3", "w2")),
             nested_prefixes=("model.language_model.", ""),
         ),
-        alone=Naming(("mlp", ""), correction_bias=(), per_expert=("w1", "w3", "w2"), prefixes=("",)),
+        alone=Naming(("mlp", ""), per_expert=("w1", "w3", "w2"), prefixes=("",)),
     ),
     # Its first layers take ids from a table of tokens (hash_moe), which is no part of a layer: see `expert_ids`.
     "deepseek_v4": replace(

@@ -55,6 +55,12 @@ def _cohere2_router(config: ModelConfig) -> RouterSpec:
     return routing(order="topk_then_softmax", renormalize=False)(config)
 
 
+def _lfm2_router(config: ModelConfig) -> RouterSpec:
+    """Sigmoid weights, over their sum and a small number where they are renormalised."""
+    epsilon = 1e-6 if config.boolean(*_NORM) else 0.0
+    return routing("sigmoid", renormalize=_NORM, scale=("routed_scaling_factor",), epsilon=epsilon)(config)
+
+
 QWEN = {
     "qwen3_moe": _QWEN3,
     "qwen3_omni_moe_text": replace(_QWEN3, naming=Naming(nested_prefixes=("model.",))),
@@ -105,10 +111,9 @@ QWEN = {
         shared=Shared(),
         naming=Naming(router=("gate.wg.weight",), shared=(mlp_names("shared_mlp"),)),
     ),
-    # Its block adds 1e-6 to the sum that divides the weights.
     "lfm2_moe": replace(
         _QWEN3,
-        router=routing("sigmoid", renormalize=_NORM, scale=("routed_scaling_factor",)),
+        router=_lfm2_router,
         layers=dense_first(2, "num_dense_layers"),
         activation=silu,
         correction_bias="use_expert_bias",

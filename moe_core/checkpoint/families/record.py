@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.errors import InvalidInput, Unsupported
@@ -35,8 +35,6 @@ class Naming:
     Each field holds alternatives: transformers' own name (as in `state_dict`) first, the published one last. Names are
     below `layers.<n>.<block>.`; one that starts with `/` is below `layers.<n>.`.
 
-    correction_bias: () = files have none, and groups are scored by the sum of their two best experts nevertheless: the
-    layer has a bias of zeros where there are groups, which chooses so.
     fused: (gate_up, down) or (gate, up, down) of all experts; ungated experts have an up in place of gate_up. Biases
     have the same names with `_bias`. per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for
     ungated experts; None = the family has only fused storage. shared: (gate, up, down), or (gate_up, down) where gate
@@ -216,8 +214,6 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     if isinstance(correction_bias, str):
         correction_bias = config.boolean(correction_bias, default=True)
     naming = family.naming if config.nested else family.alone or family.naming
-    if not naming.correction_bias:
-        correction_bias = router.num_groups > 1
     shared_d_ff = 0 if family.shared is None else family.shared.d_ff(config, d_ff)
     router.validate_experts(num_experts, has_bias=correction_bias)
     spec = MoESpec(
@@ -281,8 +277,10 @@ def routing(
     scale: float | Names = 1.0,
     groups: tuple[Names, Names] | None = None,
     top_k: Names = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
+    **others: Any,
 ) -> Callable[[ModelConfig], RouterSpec]:
-    """A router whose options are constants, or the settings that give them. groups: of num_groups and topk_group."""
+    """A router whose options are constants, or the settings that give them. groups: of num_groups and topk_group;
+    others: of `RouterSpec`."""
 
     def router(config: ModelConfig) -> RouterSpec:
         num_groups, topk_group = (1, 1) if groups is None else (config.integer(*names, null=1) for names in groups)
@@ -294,6 +292,7 @@ def routing(
             config.number(*scale) if isinstance(scale, tuple) else scale,
             num_groups,
             topk_group,
+            **others,
         )
 
     return router

@@ -117,7 +117,8 @@ def plan_routing_backward(
         **(builder.pointers("logits", "ids") | given | builder.pointers("token_mask", "token_count", "d_logits")),
         **passed(num_tokens=num_tokens, NUM_EXPERTS=num_experts, TOP_K=top_k, SCORING=spec.scoring),
         **passed(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize),
-        **passed(SCALE=spec.scale, BLOCK_T=block_t, COLUMNS=columns, SLOTS=slots),
+        **passed(SCALE=spec.scale, EPSILON=spec.epsilon, LOGIT_SCALE=spec.logit_scale, SOFTCAP=spec.softcap),
+        **passed(BLOCK_T=block_t, COLUMNS=columns, SLOTS=slots),
     }
     builder.launch(ROUTING_BACKWARD, (programs,), arguments, num_warps)
     return builder.build()

@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import to_float32
+from moe_core.ops.routing.reference_bounds import bounded, through_bounds
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
 #: Selection keys ascend from the best: numbers first, then NaN, then experts of groups that were not kept.
@@ -40,11 +41,11 @@ def _best(keys: np.ndarray, count: int) -> np.ndarray:
     return (np.sort(packed, axis=-1) & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
-def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, has_bias: bool) -> np.ndarray:
+def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: bool) -> np.ndarray:
     """The keys with every expert outside the spec.topk_group best groups set to the masked key."""
     num_tokens, num_experts = keys.shape
     grouped = keys.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
-    if has_bias:
+    if pairs:
         pair = np.take_along_axis(scores.reshape(grouped.shape), _best(grouped, 2), axis=-1)
         with np.errstate(all="ignore"):
             group_keys = _topk_keys(pair[..., 0] + pair[..., 1])
@@ -74,21 +75,29 @@ def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
         return np.sqrt(np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits))))
 
 
-def shares_of(values: np.ndarray) -> np.ndarray:
-    """values / their sum along the last axis, fp32; a zero sum gives zeros, as in the forward."""
-    total = values.sum(axis=-1, keepdims=True)
+def shares_of(values: np.ndarray, epsilon: float = 0.0) -> np.ndarray:
+    """values / (their sum along the last axis + epsilon), fp32; a zero divisor gives zeros, as in the forward."""
+    total = values.sum(axis=-1, keepdims=True) + values.dtype.type(epsilon)
     return np.where(total == 0, 0.0, values / total)
 
 
 def _selected(
-    logits: np.ndarray, scores: np.ndarray, correction_bias: np.ndarray | None, spec: RouterSpec
+    logits: np.ndarray,
+    scored: np.ndarray,
+    scores: np.ndarray,
+    correction_bias: np.ndarray | None,
+    spec: RouterSpec,
 ) -> np.ndarray:
-    """ids int64 `[T, K]`, the best first."""
+    """ids int64 `[T, K]`, the best first. scored: `bounded` logits; a cap may make equal ones of different logits."""
+    pairs = correction_bias is not None if spec.group_score is None else spec.group_score == "pair"
     with np.errstate(all="ignore"):
-        ranked = logits if correction_bias is None else scores + correction_bias
+        if correction_bias is not None:
+            ranked = (scored if spec.bias_on == "logits" else scores) + correction_bias
+        else:
+            ranked = scores if pairs and spec.num_groups > 1 else logits
     keys = _topk_keys(ranked)
     if spec.num_groups > 1:
-        keys = _mask_groups(ranked, keys, spec, correction_bias is not None)
+        keys = _mask_groups(ranked, keys, spec, pairs)
     return _best(keys, spec.require_top_k())
 
 
@@ -103,9 +112,10 @@ def route(
 ) -> tuple[np.ndarray, ...]:
     """The results of `moe_core.ops.routing.topk.plan_routing`, whose rules are these: ids, weights (and bitmatrix)."""
     softmax_last = spec.order == "topk_then_softmax"
-    scores = logits if softmax_last else scores_of(logits, spec.scoring)
+    scored = bounded(logits, spec)
+    scores = scored if softmax_last else scores_of(scored, spec.scoring)
     if given is None:
-        ids = _selected(logits, scores, correction_bias, spec)
+        ids = _selected(logits, scored, scores, correction_bias, spec)
     else:
         valid = ((given >= 0) & (given < logits.shape[1])).all(axis=-1)
         token_mask = valid if token_mask is None else valid & token_mask
@@ -115,7 +125,7 @@ def route(
         weights, _ = _softmax_and_log_sum(weights)
     with np.errstate(all="ignore"):
         if spec.renormalize:
-            weights = shares_of(weights)
+            weights = shares_of(weights, spec.epsilon)
         weights = weights * spec.scale
     if spec.slot_order == "expert" and given is None:
         ascending = np.argsort(ids, axis=-1)
@@ -243,14 +253,16 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
 
     - softmax, renormalised or over the chosen alone: d_logit[id_k] = q_k (d_k - <d, q>), all others exactly 0;
     - softmax over all, not renormalised: with p the softmax, d_logits = p (g - <d, c>), g = d at the chosen, else 0;
-    - sigmoid, sqrt_softplus: d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised, else l_k c_k d_k.
+    - sigmoid, sqrt_softplus, with q = c / (sum(c) + epsilon): d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised,
+      else l_k c_k d_k.
 
-    A token with id -1 is masked: its weights are constants, its d_weights and logits are not read, its row is exact
-    zeros. ids of a token are distinct, as routing makes them. A NaN stays in its token's row.
+    All this is of `bounded` logits, and goes on to the logits. A token with id -1 is masked: its weights are constants,
+    its d_weights and logits are not read, its row is exact zeros. ids of a token are distinct, as routing makes them. A
+    NaN stays in its token's row.
     """
-    d_logits = np.zeros(logits.shape, logits.dtype)
+    d_logits, raw = np.zeros(logits.shape, logits.dtype), logits
     tokens = np.flatnonzero((ids >= 0).all(axis=-1))
-    logits, chosen = logits[tokens], ids[tokens].astype(np.int64)
+    logits, chosen = bounded(logits[tokens], spec), ids[tokens].astype(np.int64)
     with np.errstate(all="ignore"):
         gradient = to_float32(d_weights[tokens]) * spec.scale
         if spec.scoring == "softmax":
@@ -266,12 +278,12 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
                 np.put_along_axis(dense, chosen, gradient, axis=-1)
                 mean = (values * gradient).sum(axis=-1, keepdims=True)
                 d_logits[tokens] = scores * (dense - mean)
-            return d_logits
+            return through_bounds(d_logits, raw, spec)
         picked = np.take_along_axis(logits, chosen, axis=-1)
         values = scores_of(picked, spec.scoring)
-        d_log = _centred(shares_of(values), gradient) if spec.renormalize else values * gradient
+        d_log = _centred(shares_of(values, spec.epsilon), gradient) if spec.renormalize else values * gradient
         d_logits[tokens[:, None], chosen] = d_log * log_score_derivative(picked, spec.scoring)
-    return d_logits
+    return through_bounds(d_logits, raw, spec)
 
 
 def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
@@ -299,8 +311,7 @@ def router_losses(
     Zoph et al. 2022, eq. 5). token_mask bool `[T]`: tokens that are False are left out of every mean; without any token
     both losses are 0. tokens_per_expert: int `[E]`, counted over the unmasked tokens.
     """
-    if token_mask is not None:
-        logits = logits[token_mask]
+    logits = bounded(logits if token_mask is None else logits[token_mask], spec)
     (num_tokens, num_experts), kind = logits.shape, logits.dtype.type
     if num_tokens == 0:
         return kind(0), kind(0)
@@ -336,7 +347,7 @@ def router_losses_backward(
     tokens = np.arange(len(logits)) if token_mask is None else np.flatnonzero(token_mask)
     if not tokens.size:
         return d_logits
-    logits = logits[tokens]
+    raw, logits = logits, bounded(logits[tokens], spec)
     kind = logits.dtype.type
     count, num_experts = kind(len(tokens)), kind(logits.shape[1])
     with np.errstate(all="ignore"):
@@ -351,7 +362,7 @@ def router_losses_backward(
         if d_z is not None:
             softmax, log_sum = _softmax_and_log_sum(logits)
             d_logits[tokens] += kind(d_z) * 2 / count * log_sum * softmax
-    return d_logits
+    return through_bounds(d_logits, raw, spec)
 
 
 def routing_backward(

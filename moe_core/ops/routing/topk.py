@@ -77,17 +77,29 @@ class _Selection:
             **passed(NUM_EXPERTS=self.num_experts, TOP_K=spec.top_k, SCORING=spec.scoring),
             **passed(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize, SCALE=spec.scale),
             **passed(NUM_GROUPS=spec.num_groups, TOPK_GROUP=spec.topk_group, BY_EXPERT=spec.slot_order == "expert"),
+            **passed(BY_PAIR=None if spec.group_score is None else spec.group_score == "pair"),
+            **passed(BIAS_ON_LOGITS=spec.bias_on == "logits", EPSILON=spec.epsilon),
+            **passed(LOGIT_SCALE=spec.logit_scale, SOFTCAP=spec.softcap),
             **passed(GROUPS=self.groups, MEMBERS=self.members, SLOTS=self.slots),
             **passed(SPAN=self.columns if target.interpreted else min(self.columns, span), BLOCK_T=block_t),
         }
 
     def describe(self, builder: PlanBuilder, has_bias: bool) -> None:
         """What is selected on, and the order of the sums: the same in every kernel."""
-        builder.note(f"selection on {'score + bias' if has_bias else 'the logits'}")
+        describe_selection(builder, self.spec, has_bias)
         builder.sums(
             f"softmax over experts: a tree over {self.columns} columns, over slots and renormalisation: a tree over "
             f"{self.slots} in order of selection; neighbours first, whatever the number of tokens; fp32"
         )
+
+
+def describe_selection(builder: PlanBuilder, spec: RouterSpec, has_bias: bool) -> None:
+    """What is selected on."""
+    if has_bias:
+        selected = "logit + bias" if spec.bias_on == "logits" else "score + bias"
+    else:
+        selected = "the scores" if spec.num_groups > 1 and spec.group_score == "pair" else "the logits"
+    builder.note(f"selection on {selected}")
 
 
 def _require_routing(
@@ -142,7 +154,7 @@ def plan_routing(
     if with_bitmatrix:
         outputs.append(builder.output("bitmatrix", ArraySpec((num_tokens, -(-num_experts // 32)), "uint32")))
     if not target.compiled:
-        builder.note(f"selection on {'score + bias' if correction_bias is not None else 'the logits'}")
+        describe_selection(builder, spec, correction_bias is not None)
         builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "with_bitmatrix": with_bitmatrix}
         return builder.reference("routing.reference:route", present, constants, outputs)

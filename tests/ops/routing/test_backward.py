@@ -77,7 +77,7 @@ def assert_rows_close(actual: np.ndarray, expected: np.ndarray, floor: float, la
     assert_close(actual, expected, CLOSE, label, scale=scale)
 
 
-@given(strategies.router_cases(max_tokens=12), st.data())
+@given(strategies.router_cases(max_tokens=12, bounds=True), st.data())
 def test_every_rule(case: strategies.RouterCase, data: st.DataObject) -> None:
     logits, bias, mask = case.arrays()
     parts = data.draw(st.sets(st.sampled_from(PARTS), min_size=1).map(lambda names: tuple(sorted(names))))
@@ -98,6 +98,8 @@ RULES = [
     RouterSpec(6, renormalize=True),
     RouterSpec(6, order="topk_then_softmax"),
     RouterSpec(6, order="topk_then_softmax", renormalize=True, scale=0.5),
+    RouterSpec(6, logit_scale=0.5, softcap=4.0),
+    RouterSpec(6, "sigmoid", renormalize=True, epsilon=0.5, softcap=3.0),
     RouterSpec(6, "sigmoid", scale=2.5),
     RouterSpec(6, "sigmoid", renormalize=True, slot_order="expert"),
     RouterSpec(6, "sqrt_softplus"),

@@ -32,6 +32,9 @@ RULES = (
     RouterSpec(2, renormalize=True, slot_order="expert"),
     RouterSpec(2, "sigmoid", renormalize=True, scale=2.5, num_groups=4, topk_group=2),
     RouterSpec(2, "sqrt_softplus", slot_order="expert"),
+    RouterSpec(2, "sigmoid", renormalize=True, epsilon=0.5, softcap=2.0, logit_scale=0.5, bias_on="logits"),
+    RouterSpec(2, num_groups=4, topk_group=2, group_score="pair"),
+    RouterSpec(2, "sigmoid", num_groups=4, topk_group=2, group_score="best"),
 )
 
 
@@ -75,10 +78,10 @@ def assert_matches_reference(case: RouterCase) -> None:
     ids, weights, bitmatrix = route(logits, case.spec, bias, mask, with_bitmatrix=True)
     expected_ids, expected_weights = reference.route(logits, bias, mask, spec=case.spec)
     agree = (ids == expected_ids).all(axis=1)
-    if bias is not None:
-        # Biased scores are fp32 roundings of exp: those that differ in their last bits only may swap.
-        flips = np.flatnonzero(~agree)
-        agree[[t for t in flips if has_near_tie(logits[t].tolist(), bias.tolist(), case.spec)]] = True
+    if bias is not None or case.spec.group_score == "pair":
+        # Scores are fp32 roundings of exp: those that differ in their last bits only may swap.
+        flips, added = np.flatnonzero(~agree), [0.0] * case.num_experts if bias is None else bias.tolist()
+        agree[[t for t in flips if has_near_tie(logits[t].tolist(), added, case.spec)]] = True
     assert agree.all(), f"tokens {np.flatnonzero(~agree)} are routed differently"
     same = (ids == expected_ids).all(axis=1)
     scale = np.full_like(expected_weights, SMALLEST_WEIGHT)
@@ -87,7 +90,7 @@ def assert_matches_reference(case: RouterCase) -> None:
     assert (bitmatrix == reference.pack_bitmatrix(ids, num_experts=case.num_experts)[0]).all()
 
 
-@given(strategies.router_cases())
+@given(strategies.router_cases(bounds=True))
 @example(RouterCase(RouterSpec(384, "sigmoid", renormalize=True), 1, 384, False, "ties", False, 0))
 def test_matches_the_reference(case: RouterCase) -> None:
     assert_matches_reference(case)

@@ -67,6 +67,7 @@ def routing_plans(target: Target) -> Iterator[LaunchPlan]:
             RouterSpec(top_k, order="topk_then_softmax"),
             RouterSpec(top_k, "sigmoid", renormalize=True, scale=2.5),
             RouterSpec(top_k, "sqrt_softplus"),
+            RouterSpec(top_k, "sigmoid", renormalize=True, epsilon=1e-6, softcap=30.0, logit_scale=0.5),
         ):
             yield plan_routing_backward(everything, logits, ids, router, target, token_mask=mask)
             yield plan_routing_backward(RoutingGradients(weights), logits, ids, router, target)

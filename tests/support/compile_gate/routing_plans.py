@@ -24,6 +24,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         RouterSpec(6, order="topk_then_softmax", slot_order="expert"),
         RouterSpec(6, "sigmoid", scale=2.5),
         RouterSpec(6, "sqrt_softplus", renormalize=True, num_groups=8, topk_group=4),
+        RouterSpec(6, "sigmoid", renormalize=True, epsilon=1e-6, softcap=30.0, logit_scale=0.5, bias_on="logits"),
+        RouterSpec(6, num_groups=8, topk_group=4, group_score="pair"),
     ):
         yield plan_routing(logits, router, target, token_mask=mask, with_bitmatrix=True)
         yield plan_routing(logits, router, target, correction_bias=bias)

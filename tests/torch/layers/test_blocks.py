@@ -110,16 +110,6 @@ def test_weights_at_unaligned_addresses_of_a_file(tmp_path: pathlib.Path) -> Non
     torch.testing.assert_close(layer(draw()), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_groups_without_a_correction_bias_get_one_of_zeros() -> None:
-    model = models.build("mistral4", n_group=4, topk_group=2)
-    block, x = list(models.moe_blocks(model).values())[-1], draw()
-    layer = MoE.from_block(block, model.config)
-    assert layer.copied == ("router.correction_bias", "shared_experts.gate_up")
-    assert layer.router.correction_bias is not None and not layer.router.correction_bias.any()
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), block(x), rtol=1e-5, atol=1e-5)
-
-
 def test_what_is_no_block_is_refused() -> None:
     block = block_of("mixtral")
     with pytest.raises(InvalidInput, match=r"submodules experts and gate or router, got MixtralExperts with"):

@@ -35,12 +35,12 @@ def route_and_multiply(
     max_blocks_1, num_blocks,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
-    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
-    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr,
-    LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
-    BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
+    SPAN: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr,
+    NUM_LAYERS: tl.constexpr, X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
     GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -54,8 +54,8 @@ def route_and_multiply(
             logits, correction_bias, token_mask, None, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
             invalid_ids, schedule_0, schedule_1, tile_counters, 1, capacity, max_blocks_0, max_blocks_1,
             tl.program_id(0), tl.full((), 1, tl.int32), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
-            NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN, 1, 1, NUM_EXPERTS, 1, None, COUNTERS,
-            BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
+            NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
+            SLOTS, SPAN, 1, 1, NUM_EXPERTS, 1, None, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
         )  # fmt: skip
     else:
         TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -63,7 +63,8 @@ def route_and_multiply(
         token = tl.arange(0, 1)
         chosen, _ = choose_experts(
             logits, correction_bias, token_mask, None, token.to(tl.int64), token < 1, NUM_EXPERTS, TOP_K, SCORING,
-            SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
+            SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON,
+            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN,
         )  # fmt: skip
         expert = nth_expert(tl.reshape(chosen, (SLOTS,)), block)
         if expert >= 0:

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from moe_core.ops.routing.kernels.topk import exp_negative, expert_scores, log1p_unit
+from moe_core.ops.activation.kernels.formulas import softcap_slope
+from moe_core.ops.routing.kernels.topk import bounded, exp_negative, expert_scores, log1p_unit
 
 
 @triton.jit
@@ -22,9 +23,11 @@ def log_score_derivative(x, SCORING: tl.constexpr):
 
 
 @triton.jit
-def shares(values):
-    """values / their sum along the last axis; a zero sum gives zeros."""
+def shares(values, EPSILON: tl.constexpr):
+    """values / (their sum along the last axis + EPSILON); a zero divisor gives zeros."""
     total = tl.sum(values, axis=1)[:, None]
+    if EPSILON != 0.0:
+        total += EPSILON
     return tl.where(total == 0.0, 0.0, tl.div_rn(values, total))
 
 
@@ -38,6 +41,7 @@ def centred(share, gradient):
 def through_weights(
     picked, chosen, gradient, largest, total, probability, columns, slots,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr, RENORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
 ):  # fmt: skip
     """d_logits `[tokens, columns]` of the gradient `[tokens, slots]` of the weights before scaling.
 
@@ -57,7 +61,7 @@ def through_weights(
         placed = gradient
     else:
         if RENORMALIZE:
-            placed = centred(shares(values), gradient)
+            placed = centred(shares(values, EPSILON), gradient)
         elif SOFTMAX_LAST:
             placed = centred(values, gradient)
         else:
@@ -79,7 +83,8 @@ def routing_backward(
     logits, ids, d_weights, given_logits, d_load_balance, d_z, tokens_per_expert, token_mask, token_count, d_logits,
     num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, EPSILON: tl.constexpr, LOGIT_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """d_logits `[T, E]`, BLOCK_T tokens at a time: through the weights, + the losses', + given_logits.
 
@@ -105,7 +110,8 @@ def routing_backward(
         here = tokens[:, None] * NUM_EXPERTS + columns
         x = tl.load(logits + here, mask=kept[:, None] & real, other=float("-inf"))
         # Rows that are not kept hold numbers, so that no stray NaN meets a mask.
-        x = tl.where(kept[:, None], x, 0.0)
+        raw = tl.where(kept[:, None], x, 0.0)
+        x = bounded(raw, LOGIT_SCALE, SOFTCAP)
         largest = tl.max(x, axis=1)[:, None]
         exponentials = tl.where(real, exp_negative(x - largest), 0.0)
         total = tl.sum(exponentials, axis=1)[:, None]
@@ -118,10 +124,10 @@ def routing_backward(
             stored = routed_token[:, None] & (slots < TOP_K)
             gradient = tl.load(d_weights + here_slots, mask=stored, other=0.0) * SCALE
             picked = tl.load(logits + tokens[:, None] * NUM_EXPERTS + chosen, mask=stored, other=float("-inf"))
-            picked = tl.where(routed_token[:, None], picked, 0.0)
+            picked = bounded(tl.where(routed_token[:, None], picked, 0.0), LOGIT_SCALE, SOFTCAP)
             found = through_weights(
                 picked, chosen, gradient, largest, total, probability, columns, slots, TOP_K, SCORING, SOFTMAX_LAST,
-                RENORMALIZE,
+                RENORMALIZE, EPSILON,
             )  # fmt: skip
             result = tl.where(routed_token[:, None], found, 0.0)
         if d_load_balance is not None:
@@ -129,9 +135,14 @@ def routing_backward(
                 result += centred(probability, coefficient)
             else:
                 scores = tl.where(real, expert_scores(x, SCORING), 0.0)
-                result += centred(shares(scores), coefficient) * log_score_derivative(x, SCORING)
+                result += centred(shares(scores, 0.0), coefficient) * log_score_derivative(x, SCORING)
         if d_z is not None:
             result += tl.div_rn(tl.load(d_z) * 2.0, count) * (largest + tl.log(total)) * probability
+        if SOFTCAP is not None:
+            # A token that nothing flows into may hold anything.
+            result = tl.where(result == 0.0, 0.0, result * softcap_slope(raw * LOGIT_SCALE, SOFTCAP))
+        if LOGIT_SCALE != 1.0:
+            result *= LOGIT_SCALE
         if given_logits is not None:
             result += tl.load(given_logits + here, mask=kept[:, None] & real, other=0.0)
         tl.store(d_logits + here, tl.where(kept[:, None], result, 0.0), mask=inside[:, None] & real)

@@ -10,13 +10,14 @@ from moe_core.ops.routing.kernels.topk import choose_experts
 
 @triton.jit
 def route_tokens(
-    logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row,
-    row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0,
-    max_blocks_1, program, num_programs,
+    logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
+    invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1, program,
+    num_programs,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +38,8 @@ def route_tokens(
         inside = tokens < num_tokens
         chosen, values = choose_experts(
             logits, correction_bias, token_mask, None, tokens.to(tl.int64), inside, NUM_EXPERTS, TOP_K, SCORING,
-            SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
+            SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON,
+            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN,
         )  # fmt: skip
         target = tokens[:, None] * TOP_K + slots
         stored = inside[:, None] & (slots < TOP_K)
@@ -69,13 +71,13 @@ def route_tokens(
 
 @triton.jit
 def route_and_layout(
-    logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row,
-    row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0,
-    max_blocks_1,
+    logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
+    invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
     MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +88,7 @@ def route_and_layout(
         logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row,
         row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0,
         max_blocks_1, tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE,
-        SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN, BLOCK_T, STEPS, NUM_LOCAL,
-        ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
+        SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS,
+        MEMBERS, SLOTS, SPAN, BLOCK_T, STEPS, NUM_LOCAL, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS,
+        BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip

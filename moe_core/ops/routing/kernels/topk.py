@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from moe_core.ops.activation.kernels.formulas import softcap
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.bitmatrix import set_bits
 from moe_core.ops.routing.kernels.layout import count_experts, to_local
@@ -81,6 +82,16 @@ def expert_scores(x, SCORING: tl.constexpr):
 
 
 @triton.jit
+def bounded(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """The logits that are scored: SOFTCAP * tanh(x * LOGIT_SCALE / SOFTCAP), or x * LOGIT_SCALE without a cap."""
+    if LOGIT_SCALE != 1.0:
+        x = x * LOGIT_SCALE
+    if SOFTCAP is not None:
+        x = softcap(x, SOFTCAP)
+    return x
+
+
+@triton.jit
 def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: tl.constexpr):
     """`[tokens, GROUPS * members]` keys, masked outside the TOPK_GROUP best groups.
 
@@ -156,13 +167,15 @@ def choose_experts(
     logits, correction_bias, token_mask, given, tokens, inside,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """(ids, weights) `[tokens, SLOTS]` of some tokens.
 
-    keys = order of the logits (with a bias: of score + bias); outside the best groups: masked
+    keys = order of the logits (with a bias: of score + bias, or logit + bias); outside the best groups: masked
     for k = 0..K-1: ids[k] = expert of the largest key, lower id first; its key is taken out
-    weights = scores of the chosen, / their sum, * scale
+    weights = scores of the chosen, / (their sum + EPSILON), * scale
 
     given: None, or the ids `[T, K]` to weigh instead, in their order; a token with one outside [0, E) is masked.
     Columns are padded to GROUPS * MEMBERS, powers of two, SLOTS >= K is one too; ids past K, of masked tokens and of
@@ -174,7 +187,8 @@ def choose_experts(
     experts = tl.where(real, offsets, NO_EXPERT)[None, :]
     slots = tl.arange(0, SLOTS)[None, :]
     rows = logits + tokens * NUM_EXPERTS
-    x = load_rows(rows, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+    raw = load_rows(rows, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+    x = bounded(raw, LOGIT_SCALE, SOFTCAP)
     if SCORING == "softmax" and not SOFTMAX_LAST:
         largest = tl.max(x, axis=1)
         total = row_sum(tl.where(real[None, :], exp_negative(x - largest[:, None]), 0.0))
@@ -185,21 +199,25 @@ def choose_experts(
         routed = inside & (tl.min(valid.to(tl.int32), axis=1) != 0)
         chosen = tl.where(routed[:, None] & (slots < TOP_K), chosen, -1)
     else:
-        if correction_bias is None:
-            keys = topk_keys(x)
+        PAIRS: tl.constexpr = (correction_bias is not None) if BY_PAIR is None else BY_PAIR
+        if correction_bias is None and not (PAIRS and NUM_GROUPS > 1):
+            # Those before a cap, which may make equal ones of different ones.
+            keys = topk_keys(raw)
         else:
-            if SOFTMAX_LAST:
+            if SOFTMAX_LAST or BIAS_ON_LOGITS:
                 scores = x
             elif SCORING == "softmax":
                 scores = tl.div_rn(exp_negative(x - largest[:, None]), total[:, None])
             else:
                 scores = expert_scores(x, SCORING)
-            # Loaded as one row per token, so that it lies in the threads as the scores do.
-            biases = correction_bias + tl.zeros_like(tokens)
-            keys = topk_keys(scores + load_rows(biases, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS))
+            if correction_bias is not None:
+                # Loaded as one row per token, so that it lies in the threads as the scores do.
+                biases = correction_bias + tl.zeros_like(tokens)
+                scores = scores + load_rows(biases, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+            keys = topk_keys(scores)
         keys = tl.where(real[None, :], keys, MASKED_KEY)
         if NUM_GROUPS > 1:
-            keys = keep_groups(keys, TOPK_GROUP, GROUPS, correction_bias is not None)
+            keys = keep_groups(keys, TOPK_GROUP, GROUPS, PAIRS)
 
         chosen = tl.full((tokens.shape[0], SLOTS), -1, tl.int32)
         for k in range(TOP_K):
@@ -207,6 +225,7 @@ def choose_experts(
             chosen = tl.where(slots == k, expert[:, None], chosen)
 
     picked = tl.load(rows[:, None] + chosen, mask=routed[:, None] & (slots < TOP_K), other=float("-inf"))
+    picked = bounded(picked, LOGIT_SCALE, SOFTCAP)
     if SOFTMAX_LAST:
         exponentials = tl.where(slots < TOP_K, exp_negative(picked - tl.max(picked, axis=1)[:, None]), 0.0)
         values = tl.div_rn(exponentials, row_sum(exponentials)[:, None])
@@ -216,6 +235,8 @@ def choose_experts(
         values = expert_scores(picked, SCORING)
     if RENORMALIZE:
         divisor = row_sum(tl.where(slots < TOP_K, values, 0.0))[:, None]
+        if EPSILON != 0.0:
+            divisor += EPSILON
         values = tl.where(divisor == 0.0, 0.0, tl.div_rn(values, divisor))
     values *= SCALE
 
@@ -244,8 +265,10 @@ def route(
     block_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """ids and weights `[T, K]` of logits `[T, E]` as in `choose_experts`, block_tokens of them per program, BLOCK_T at
     a time; optionally bitmatrix rows (WORDS >= E / 32, a power of two), and block_counts `[programs, NUM_LOCAL]`: the
@@ -263,7 +286,8 @@ def route(
         inside = tokens < last
         chosen, values = choose_experts(
             logits, correction_bias, token_mask, given, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
-            RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, GROUPS, MEMBERS, SLOTS, SPAN,
+            RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE,
+            SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN,
         )  # fmt: skip
         target = tokens[:, None] * TOP_K + slots
         stored = inside[:, None] & (slots < TOP_K)
