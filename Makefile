@@ -17,7 +17,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py tests/jax/test_training.py
 
 .PHONY: environment parity test gate gate-all lint format bench bench-training memcheck soak upstream \
-	maxtext clean
+	maxtext mutate clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -83,6 +83,15 @@ upstream: environment
 # MaxText's configs, out of its wheel, on the Flax layers.
 maxtext: environment
 	$(RUN) -m tools.upstream maxtext
+
+# Changes the sources in COUNT places, one at a time and in copies, and runs the tests that call the changed function.
+# SEED: the draw. PATHS: only files that begin so. JOBS: how many at a time. What survives is printed; see
+# docs/developer/testing.md. A run that was cut short goes on where it stopped.
+COUNT ?= 500
+SEED ?= 0
+JOBS ?= $(shell nproc)
+mutate: environment
+	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) $(if $(PATHS),--paths $(PATHS))
 
 clean:
 	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""Mutate the sources and run the related tests: `python -m tools.mutate [--count 500] [--seed 0] [--paths PREFIX]`.
+
+A first run records which tests call which functions. Results go to build/mutate/results-SEED.json and a table; a run
+that was cut short goes on where it stopped. What survives and is not listed in tools/mutate/equivalent.toml is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+
+from tools.mutate import contexts, forks, sources
+from tools.mutate.run import Result, Run, draw
+from tools.mutate.tree import Tree
+
+FOLDER = sources.ROOT / "build" / "mutate"
+STATUSES = ("killed", "equivalent", "survived", "uncovered", "unsure")
+
+
+def share_killed(results: list[Result]) -> float:
+    """Of those that change anything."""
+    real = [result for result in results if result.status != "equivalent"]
+    return sum(result.status == "killed" for result in real) / max(len(real), 1)
+
+
+def table(results: list[Result]) -> str:
+    lines = [
+        "| area | mutants | " + " | ".join(STATUSES) + " | killed of the rest |",
+        "|---" * (len(STATUSES) + 3) + "|",
+    ]
+    areas = [area for area in sources.AREAS if any(result.area == area for result in results)]
+    for area in [*areas, "all"]:
+        own = [result for result in results if area in (result.area, "all")]
+        counts = collections.Counter(result.status for result in own)
+        cells = [area, str(len(own)), *(str(counts[status]) for status in STATUSES), f"{share_killed(own):.1%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def survivors(results: list[Result]) -> str:
+    """Every mutation that no test killed, in the form of tools/mutate/equivalent.toml."""
+    left = [result for result in results if result.status in ("survived", "uncovered", "unsure")]
+    return "\n".join(
+        f"# {r.status}, line {r.line}, {r.operator}: {r.ran} of {r.related} tests ran. {r.by}\n[[mutant]]\n"
+        f"function = {json.dumps(r.function)}\nbefore = {json.dumps(r.before, ensure_ascii=False)}\n"
+        f"after = {json.dumps(r.after, ensure_ascii=False)}\n"
+        for r in sorted(left, key=lambda result: result.function)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.mutate", description=__doc__)
+    parser.add_argument("--count", type=int, default=500, help="how many mutations, spread evenly over the areas")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--areas", nargs="*", default=sources.AREAS, choices=sources.AREAS, help="of the draw, only these"
+    )
+    parser.add_argument("--paths", nargs="*", default=[], help="only files whose path begins with one of these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many mutations at a time")
+    parser.add_argument("--budget", type=float, default=60, help="at most this many seconds of tests for a mutation")
+    parser.add_argument(
+        "--least", type=float, default=0.97, help="the share that must be killed; below it the status is 1"
+    )
+    parser.add_argument(
+        "--as-recorded", action="store_true", help="record nothing: only what earlier runs recorded counts"
+    )
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=FOLDER))
+    forks.prepare()
+    slots = [Tree.at(FOLDER / f"trees-{options.seed}" / str(number)).folder for number in range(options.jobs)]
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    if not options.as_recorded:
+        contexts.record(slots, scratch, FOLDER / "contexts", say, limit=900)
+    drawn = draw(options.count, options.seed, tuple(options.paths), gpu=os.environ["TRITON_INTERPRET"] != "1")
+    drawn = [(area, mutation) for area, mutation in drawn if area in options.areas]
+    run = Run(drawn, contexts.load(FOLDER / "contexts"), FOLDER / f"results-{options.seed}.json", options.budget)
+    run.run(slots, scratch, say)
+    shutil.rmtree(scratch, ignore_errors=True)
+    results = list(run.results.values())
+    print(survivors(results))
+    print(table(results))
+    return 0 if share_killed(results) >= options.least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Which tests call which functions: recorded once per test file, kept under build/mutate/contexts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tools.mutate import forks
+from tools.mutate.sources import ROOT, Mutation
+
+#: Tests of texts, of whole pages and of other programs: they see a mutation as a changed text, or take minutes.
+LEFT_OUT = (
+    *("tests/packages/", "tests/docs/", "tests/examples/", "tests/benchmarks/", "tests/faults/", "tests/tools/"),
+    *("tests/runtime/test_compile_gate.py", "tests/recipes/", "tests/mutate/"),
+)
+#: Folders whose tests are quick are recorded first, so that a recording that was cut short is of use.
+FIRST = ("tests/ops", "tests/plan", "tests/formats", "tests/checkpoint", "tests/specs", "tests/layers", "tests/base")
+
+
+def test_files() -> list[str]:
+    names = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    return sorted((n for n in names if not n.startswith(LEFT_OUT)), key=lambda n: (not n.startswith(FIRST), n))
+
+
+def folder_of(path: str) -> str:
+    return path.rpartition("/")[0] + "/"
+
+
+def names_entry(test: str, entry: str) -> bool:
+    """Whether the parameters of a test name this entry of a table, perhaps with more words."""
+    parameters = re.split(r"[\[\]-]", test.partition("[")[2])
+    return bool(entry) and any(len(p) > 3 and (p.startswith(entry) or entry.startswith(p)) for p in parameters)
+
+
+@dataclass
+class Contexts:
+    """seconds: of a test; setup: of collecting a file; callers: the tests of a function, of a file and of a folder."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    setup: dict[str, float] = field(default_factory=dict)
+    callers: dict[str, set[str]] = field(default_factory=dict)
+
+    def related(self, mutation: Mutation) -> list[str]:
+        """Tests that call the function, cheapest first; those in the folder of the mutated file's name before others.
+
+        What runs when a module is imported has the tests of every function of the module and, behind them, of its
+        folder: tables are often read by a neighbour.
+        """
+        whole = self.callers.get(mutation.path, set())
+        tests = self.callers.get(f"{mutation.path}::{mutation.function}", set())
+        if mutation.function == "<module>":
+            tests = whole | self.callers.get(folder_of(mutation.path), set())
+        words = set(mutation.path.removesuffix(".py").split("/"))
+
+        def cost(test: str) -> tuple[bool, float, str]:
+            shared = len(words & set(test.split("::")[0].replace("test_", "").removesuffix(".py").split("/")))
+            if names_entry(test, mutation.entry):
+                shared += 4
+            elif mutation.function == "<module>" and test not in whole:
+                return True, self.seconds[test], test
+            return False, self.seconds[test] * 4.0**-shared, test
+
+        return sorted(tests, key=cost)
+
+    def add(self, record: dict[str, object]) -> None:
+        functions, file = record["functions"], str(record["file"])
+        assert isinstance(functions, list) and isinstance(record["tests"], dict)
+        self.setup[file] = float(str(record["setup"]))
+        for test, (seconds, called) in record["tests"].items():
+            self.seconds[test] = seconds
+            for index in called:
+                self.callers.setdefault(functions[index], set()).add(test)
+                path = functions[index].split("::")[0]
+                self.callers.setdefault(path, set()).add(test)
+                self.callers.setdefault(folder_of(path), set()).add(test)
+
+
+def place(folder: pathlib.Path, name: str) -> pathlib.Path:
+    return folder / (name.replace("/", "-") + ".json")
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+
+
+def recorded(folder: pathlib.Path, name: str) -> dict[str, object] | None:
+    path = place(folder, name)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def load(folder: pathlib.Path) -> Contexts:
+    """What is recorded of the files that are there, of an earlier text of theirs where they changed since."""
+    contexts = Contexts()
+    for name in test_files():
+        if record := recorded(folder, name):
+            contexts.add(record)
+    return contexts
+
+
+def record(
+    slots: list[pathlib.Path], scratch: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None], limit: float
+) -> None:
+    """Record the test files that have no record, or whose text has changed since."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {name: (recorded(folder, name) or {}).get("digest") for name in test_files()}
+    missing = [name for name in known if known[name] != digest(name)]
+
+    left = iter(missing)
+
+    def make(tree: pathlib.Path) -> forks.Job | None:
+        name = next(left, None)
+        return forks.Job(name, tree, [name], None, limit, record=True) if name else None
+
+    for number, outcome in enumerate(forks.run(slots, scratch, make), 1):
+        if outcome.status not in (0, 1, 5):
+            say(f"{outcome.job.name}: status {outcome.status}, not recorded\n{outcome.log[-800:]}")
+            continue
+        bad = {str(event["test"]) for kind in ("failed", "skipped") for event in outcome.of(kind)}
+        ran = {e["test"]: (e["seconds"], e["functions"]) for e in outcome.of("ran") if e["test"] not in bad}
+        functions = sorted({name for _, called in ran.values() for name in called})
+        index = {name: position for position, name in enumerate(functions)}
+        text = {
+            "file": outcome.job.name,
+            "digest": digest(outcome.job.name),
+            "setup": next((event["seconds"] for event in outcome.of("collected")), 0.0),
+            "functions": functions,
+            "tests": {test: (seconds, [index[name] for name in called]) for test, (seconds, called) in ran.items()},
+        }
+        place(folder, outcome.job.name).write_text(json.dumps(text))
+        failed = len(outcome.of("failed"))
+        say(f"{number}/{len(missing)} {outcome.job.name}: {len(ran)} tests, {failed} failed, {outcome.wall:.1f} s")

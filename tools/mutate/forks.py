@@ -1,0 +1,170 @@
+"""Forks of a process that has the frameworks imported: each runs pytest in a tree and ends.
+
+Nothing of the packages is imported before the fork, so the fork imports the tree's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.mutate.plugin import Plugin
+
+#: Imported once. What is not installed is left out.
+SHARED = (
+    *("numpy", "ml_dtypes", "triton", "triton.language", "triton.runtime.interpreter", "torch", "torch.nn"),
+    *("torch._dynamo", "torch.export", "torch._inductor.compile_fx", "torch.testing", "jax", "jax.numpy"),
+    *("jax.experimental.shard_map", "flax.nnx", "flax.linen", "jax_tvm_ffi", "optax", "safetensors.numpy"),
+    *("safetensors.torch", "transformers", "transformers.modeling_utils"),
+    *("transformers.models.mixtral.modeling_mixtral", "hypothesis", "hypothesis.strategies", "hypothesis.extra.numpy"),
+    *("pytest",),
+)
+#: A fork's data may grow to this many bytes: a mutated size must not take the machine's memory.
+MEMORY = 8 << 30
+
+
+@dataclass
+class Job:
+    """One pytest: files to collect, tests to keep in order (None: all), limits in seconds of processor and of clock."""
+
+    name: str
+    tree: pathlib.Path
+    files: list[str]
+    order: list[str] | None
+    seconds: float
+    record: bool = False
+    keep_going: bool = False
+    report: pathlib.Path = field(default_factory=pathlib.Path)
+    log: pathlib.Path = field(default_factory=pathlib.Path)
+    pid: int = 0
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """status: pytest's exit status, minus the signal that ended it, or None where time was up."""
+
+    job: Job
+    status: int | None
+    events: list[dict[str, Any]]
+    log: str
+    wall: float
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+
+def prepare() -> None:
+    """Set what tests/conftest.py sets before the first import, and import what forks share."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    for name in SHARED:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            print(f"not installed: {name}", file=sys.stderr)
+    packages = [name for name in sys.modules if name.startswith(("moe_core", "moe_torch", "moe_jax"))]
+    assert not packages, f"imported before the fork: {packages}"
+    gc.collect()
+    gc.freeze()
+
+
+def start(job: Job, scratch: pathlib.Path) -> None:
+    """Fork; the child never returns."""
+    job.report = pathlib.Path(tempfile.mkstemp(dir=scratch, suffix=".jsonl")[1])
+    job.log = job.report.with_suffix(".log")
+    job.began = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    job.pid = os.fork()
+    if job.pid == 0:
+        status = 70
+        try:
+            status = _child(job, scratch)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def _child(job: Job, scratch: pathlib.Path) -> int:
+    os.setsid()
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(job.seconds) + 1, int(job.seconds) + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.chdir(job.tree)
+    sys.path[:] = [str(job.tree), *(p for p in sys.path if p and not os.path.exists(os.path.join(p, "moe_core")))]
+    os.environ["PYTHONPATH"] = str(job.tree)
+    os.environ["TMPDIR"] = tempfile.mkdtemp(dir=scratch)
+    tempfile.tempdir = None
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "tests")]:
+        del sys.modules[name]
+    plugin = Plugin(job.report, str(job.tree), job.order, job.record)
+    # Plugins by name: those that a plugin looks for by itself were imported before the fork, of which pytest warns.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options = ["-q", "-p", "_hypothesis_pytestplugin", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    options += ["--timeout", "0", "--no-header", "--tb", "short", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    import pytest
+
+    return int(pytest.main([*options, *([] if job.record or job.keep_going else ["-x"]), *job.files], plugins=[plugin]))
+
+
+def finish(job: Job, status: int | None) -> Outcome:
+    lines = job.report.read_text().splitlines()
+    job.report.unlink()
+    log = job.log.read_text(errors="replace")[-2000:]
+    job.log.unlink()
+    return Outcome(job, status, [json.loads(line) for line in lines], log, time.monotonic() - job.began)
+
+
+def end(job: Job) -> None:
+    """Kill the fork and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+
+
+def run(
+    slots: list[pathlib.Path], scratch: pathlib.Path, make: Callable[[pathlib.Path], Job | None]
+) -> Iterator[Outcome]:
+    """Run jobs, one at a time in each tree, until `make`, given a tree that is free, has none and none runs."""
+    free, running = list(slots), {}
+    while True:
+        while free and (job := make(free[-1])):
+            free.pop()
+            start(job, scratch)
+            running[job.pid] = job
+        if not running:
+            return
+        time.sleep(0.02)
+        for job in list(running.values()):
+            done, status = os.waitpid(job.pid, os.WNOHANG)
+            late = time.monotonic() - job.began > 8 * job.seconds
+            if not done and not late:
+                continue
+            end(job)
+            if not done:
+                os.waitpid(job.pid, 0)
+            code = os.waitstatus_to_exitcode(status) if done else None
+            del running[job.pid]
+            yield finish(job, None if code == -signal.SIGXCPU else code)
+            free.append(job.tree)

@@ -1,0 +1,72 @@
+"""What a forked pytest does beside running tests: it keeps the wanted ones, fastest first, and writes what happened."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+
+class Plugin:
+    """order: the tests to run, in this order; None runs all. record: also note the functions that each test calls."""
+
+    def __init__(self, report: pathlib.Path, root: str, order: list[str] | None, record: bool) -> None:
+        self.report, self.root, self.record = report, root, record
+        self.place = None if order is None else {name: index for index, name in enumerate(order)}
+        self.began = time.monotonic()
+        self.called: set[CodeType] = set()
+
+    def write(self, **event: Any) -> None:
+        with self.report.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.place is not None:
+            place = self.place
+            items[:] = sorted((i for i in items if i.nodeid in place), key=lambda item: place[item.nodeid])
+        # Tests that plant faults look for texts in the sources: a mutation that changes the text is not found by them.
+        items[:] = [item for item in items if "fault" not in item.nodeid and "planted" not in item.nodeid]
+        self.write(event="collected", tests=len(items), seconds=round(time.monotonic() - self.began, 3))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        began = time.monotonic()
+        if self.record:
+            self.called = set()
+            threading.settrace(self.trace)
+            sys.settrace(self.trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            seconds = round(time.monotonic() - began, 4)
+            functions = sorted({name for code in self.called if (name := self.name(code))})
+            self.write(event="ran", test=item.nodeid, seconds=seconds, functions=functions)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed":
+            self.write(event=report.outcome, test=report.nodeid, text=str(report.longrepr)[-300:])
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> None:
+        self.called.add(frame.f_code)
+
+    def name(self, code: CodeType) -> str | None:
+        """`path::qualified name` of a function of the packages; what lies in a function without a name is its."""
+        if not code.co_filename.startswith(self.root + "/moe_"):
+            return None
+        qualified = code.co_qualname
+        while qualified.endswith(">"):
+            if ".<locals>." not in qualified:
+                qualified = "<module>"
+                break
+            qualified = qualified.rpartition(".<locals>.")[0]
+        return f"{code.co_filename[len(self.root) + 1 :]}::{qualified}"

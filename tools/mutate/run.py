@@ -1,0 +1,185 @@
+"""Draws mutations, runs the related tests on each, and keeps what came out so that a run that was cut short goes on."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from tools.mutate import equivalent, forks
+from tools.mutate.contexts import Contexts
+from tools.mutate.operators import mutations, parses
+from tools.mutate.sources import ROOT, Mutation, Source, files
+from tools.mutate.tree import Tree
+
+#: A first fork runs this many seconds of tests out of this many files; what survives has the rest, up to the budget.
+FIRST_SECONDS, FIRST_FILES = 4.0, 3
+#: What a fork may take beside four times the recorded seconds, before it counts as one that never ends.
+PATIENCE = 15
+#: pytest's statuses that say that tests failed, or could not even be collected.
+FAILED = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Result:
+    """status: killed, survived, equivalent, uncovered (no test calls the function) or unsure (the test that killed
+    fails without the mutation as well). ran, related: tests. by: the test that failed, or how the process ended."""
+
+    key: str
+    area: str
+    function: str
+    operator: str
+    line: int
+    before: str
+    after: str
+    status: str
+    by: str
+    ran: int
+    related: int
+    seconds: float
+
+
+def draw(count: int, seed: int, paths: tuple[str, ...], gpu: bool) -> list[tuple[str, Mutation]]:
+    """(area, mutation): as many of each area as of any other; the same for the same seed and sources."""
+    by_area = files(ROOT, paths, gpu)
+    drawn = []
+    for number, (area, names) in enumerate(by_area.items()):
+        share = count // len(by_area) + (number < count % len(by_area))
+        texts = {name: (ROOT / name).read_text() for name in names}
+        found = [mutation for name in names for mutation in mutations(Source(name, texts[name]))]
+        random.Random(f"{seed} {area}").shuffle(found)
+        valid = (mutation for mutation in found if parses(mutation, texts[mutation.path]))
+        drawn += [(area, mutation) for mutation in itertools.islice(valid, share)]
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+def version(mutation: Mutation) -> str:
+    digest = hashlib.sha256((ROOT / mutation.path).read_bytes()).hexdigest()[:12]
+    return f"{mutation.key} {digest}"
+
+
+class Run:
+    """The state of one run; `results` by the version of their mutation."""
+
+    def __init__(
+        self, drawn: list[tuple[str, Mutation]], contexts: Contexts, store: pathlib.Path, budget: float
+    ) -> None:
+        self.contexts, self.store, self.budget = contexts, store, budget
+        self.results: dict[str, Result] = {}
+        kept = self.kept = {r["key"]: Result(**r) for r in json.loads(store.read_text())} if store.exists() else {}
+        self.known = {entry.key for entry in equivalent.load()}
+        self.queue: collections.deque[tuple[str, Mutation, int]] = collections.deque()
+        for area, mutation in drawn:
+            old = kept.get(version(mutation))
+            listed = equivalent.key_of(mutation, (ROOT / mutation.path).read_text()) in self.known
+            if old and not (listed and old.status != "killed") and old.status in ("killed", "equivalent"):
+                self.results[old.key] = old
+            elif listed:
+                self.keep(area, mutation, "equivalent", "", 0, 0.0)
+            else:
+                self.queue.append((area, mutation, 0))
+        self.running: dict[str, tuple[str, Mutation, int, list[str]]] = {}
+
+    def keep(self, area: str, mutation: Mutation, status: str, by: str, ran: int, seconds: float) -> Result:
+        before, after = mutation.texts((ROOT / mutation.path).read_text())
+        function = f"{mutation.path}::{mutation.function}"
+        key, related = version(mutation), len(self.contexts.related(mutation))
+        result = Result(
+            *(key, area, function, mutation.operator, mutation.line, before, after, status, by, ran, related),
+            round(seconds, 2),
+        )
+        self.results[key] = result
+        return result
+
+    def save(self) -> None:
+        """Write the results, and those of earlier runs on this seed."""
+        text = json.dumps([asdict(result) for result in (self.kept | self.results).values()], indent=1)
+        self.store.parent.mkdir(parents=True, exist_ok=True)
+        self.store.write_text(text)
+
+    def choose(self, tests: list[str], seconds: float, most_files: int) -> list[str]:
+        """The first of these tests that fit: in seconds, collection of their files included, and in files."""
+        chosen, collected, left = [], set(), seconds
+        for test in tests:
+            file = test.split("::")[0]
+            cost = self.contexts.seconds[test] + (0 if file in collected else self.contexts.setup[file])
+            if (cost > left and chosen) or (file not in collected and len(collected) == most_files):
+                continue
+            left -= cost
+            collected.add(file)
+            chosen.append(test)
+        return chosen
+
+    def make(self, tree: pathlib.Path) -> forks.Job | None:
+        while self.queue:
+            area, mutation, skip = self.queue.popleft()
+            related = self.contexts.related(mutation)
+            if not related:
+                self.keep(area, mutation, "uncovered", "", 0, 0.0)
+                continue
+            first = self.choose(related, FIRST_SECONDS, FIRST_FILES)
+            tests = first
+            if skip:
+                done = set(first)
+                tests = self.choose([test for test in related if test not in done], self.budget, 1000)
+            named = list(dict.fromkeys(test.split("::")[0] for test in tests))
+            seconds = sum(self.contexts.seconds[t] for t in tests) + sum(self.contexts.setup[name] for name in named)
+            Tree.at(tree).put(mutation)
+            self.running[str(tree)] = (area, mutation, skip, tests)
+            return forks.Job(mutation.key, tree, named, tests, PATIENCE + 4 * seconds)
+        return None
+
+    def done(self, outcome: forks.Outcome) -> Result | None:
+        """Note an outcome; None where the rest of the tests comes first."""
+        area, mutation, skip, tests = self.running.pop(str(outcome.job.tree))
+        Tree.at(outcome.job.tree).restore(pathlib.Path(mutation.path))
+        ran = skip + len(outcome.of("ran"))
+        if outcome.status == 0 and not skip and len(self.contexts.related(mutation)) > len(tests):
+            self.queue.appendleft((area, mutation, ran))
+            return None
+        if outcome.status == 0:
+            return self.keep(area, mutation, "survived", "", ran, outcome.wall)
+        failed = outcome.of("failed")
+        by = failed[0]["test"] if failed else "out of time" if outcome.status is None else f"status {outcome.status}"
+        killed = outcome.status is None or outcome.status < 0 or outcome.status in FAILED or outcome.status > 100
+        if not killed:
+            by += f": {outcome.log[-500:]}"
+        return self.keep(area, mutation, "killed" if killed else "unsure", by, ran, outcome.wall)
+
+    def run(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None]) -> None:
+        total = len(self.results) + len(self.queue)
+        for number, outcome in enumerate(forks.run(slots, scratch, self.make)):
+            result = self.done(outcome)
+            if result is not None:
+                say(f"{len(self.results)}/{total} {result.status} {result.operator} {result.function}:{result.line}")
+            if number % 10 == 0:
+                self.save()
+        self.control(slots, scratch, say)
+        self.save()
+
+    def control(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None]) -> None:
+        """Run every test that killed once more, without mutations: what fails now proves nothing."""
+        killers = {r.by for r in self.results.values() if r.status == "killed" and r.by in self.contexts.seconds}
+        by_file: dict[str, list[str]] = {}
+        for test in sorted(killers):
+            by_file.setdefault(test.split("::")[0], []).append(test)
+        left = iter(sorted(by_file))
+
+        def make(tree: pathlib.Path) -> forks.Job | None:
+            name = next(left, None)
+            return forks.Job(name, tree, [name], by_file[name], 300, keep_going=True) if name else None
+
+        for outcome in forks.run(slots, scratch, make):
+            bad = {event["test"] for event in outcome.of("failed")}
+            if outcome.status not in (0, 1):
+                bad = set(by_file[outcome.job.name])
+            for key, result in self.results.items():
+                if result.status == "killed" and result.by in bad:
+                    say(f"unsure: {result.by} fails without a mutation as well")
+                    self.results[key] = replace(result, status="unsure")
