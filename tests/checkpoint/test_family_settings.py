@@ -36,6 +36,16 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     assert REFUSED[settings["model_type"]] in str(error.value)
 
 
+def test_settings_that_one_family_has() -> None:
+    settings = text_model(settings_of(*ROWS["cohere2_moe"])).settings
+    with pytest.raises(Unsupported, match=r"expert_selection_fn in config\.json must be"):
+        layer_spec_from_config({**settings, "expert_selection_fn": "relu"})
+    settings = settings_of(*ROWS["dbrx"])
+    settings["ffn_config"] = {**settings["ffn_config"], "ffn_act_fn": "gelu"}
+    with pytest.raises(InvalidInput, match=r"ffn_act_fn in config\.json must be an object or null, got 'gelu'"):
+        layer_spec_from_config(settings)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_untrusted_settings_name_what_is_wrong(row: str) -> None:
     """Whatever a setting holds, there is a spec or an error of ours that names a setting."""

@@ -114,6 +114,9 @@ def test_schemes_that_cannot_be():
     ):
         Scheme("x", FP8_BLOCK, MXFP8)
     assert Scheme("x", int4_grouped(128), FP8_TOKEN).activations is FP8_TOKEN
+    for weights, activations in ((FP8_BLOCK, "fp8_token"), ("fp8_block", None)):
+        with pytest.raises(InvalidInput, match=r"(weights|activations) must be .*Format"):
+            Scheme("x", weights, activations)
     with pytest.raises(InvalidInput, match="unique among schemes, got 'mxfp8' again"):
         register_scheme(Scheme("mxfp8", MXFP8))
     with pytest.raises(InvalidInput, match=r"format must be one of fp8_tensor, .*, got 'fp7'"):

@@ -129,6 +129,14 @@ def test_nan_ranks_below_numbers_above_masked_groups_and_stays_visible() -> None
     assert route(logits, RouterSpec(1, order="topk_then_softmax"))[1].tolist() == [[1.0]]
     grouped = RouterSpec(2, "sigmoid", num_groups=2, topk_group=1)
     assert route(np.array([[5.0, np.nan, 1.0, 2.0]], F32), grouped)[0].tolist() == [[0, 1]]
+    # Masked experts have the lower ids: a tie with NaN would be theirs.
+    assert route(np.array([[1.0, 2.0, 5.0, np.nan]], F32), grouped)[0].tolist() == [[2, 3]]
+
+
+def test_groups_with_a_bias_compare_negative_sums() -> None:
+    logits, bias = np.zeros((1, 6), F32), np.array([-3, -4, -9, -2, -5, -5], F32)
+    spec = RouterSpec(2, "sigmoid", num_groups=3, topk_group=1)
+    assert route(logits, spec, bias)[0].tolist() == [[0, 1]], "-6 is above -10 and -9"
 
 
 def test_saturated_scores_make_no_ties_without_a_bias() -> None:
