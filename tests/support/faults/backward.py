@@ -82,12 +82,30 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault('return expert_scores(-x, "sigmoid")', 'return expert_scores(x, "sigmoid")'),
         OpFault("2.0 * softplus", "softplus"),
         OpFault("mask=stored, other=0.0) * SCALE", "mask=stored, other=0.0)"),
-        OpFault("placed = centred(shares(values), gradient)", "placed = shares(values) * gradient"),
+        OpFault("placed = centred(shares(values, EPSILON), gradient)", "placed = shares(values, EPSILON) * gradient"),
+        OpFault("total += EPSILON", "total += 0.0"),
+        OpFault("result *= LOGIT_SCALE", "result *= 1.0"),
+        OpFault("result * softcap_slope(raw * LOGIT_SCALE, SOFTCAP)", "result"),
         OpFault("probability * (result - tl.sum(values * gradient, axis=1)[:, None])", "probability * result"),
         OpFault("count * TOP_K", "count"),
         OpFault("(largest + tl.log(total))", "tl.log(total)"),
         OpFault("tl.where(kept[:, None], result, 0.0)", "result + 1e-3"),
         OpFault("count = tl.load(token_count)", "count = 1 + tl.load(token_count)"),
+    ),
+    "routing.kernels.topk": (
+        OpFault("divisor += EPSILON", "divisor += 0.0"),
+        OpFault("x = softcap(x, SOFTCAP)", "x = x + 0.0"),
+        OpFault("x = x * LOGIT_SCALE", "x = x + 0.0"),
+        OpFault("if SOFTMAX_LAST or BIAS_ON_LOGITS:", "if SOFTMAX_LAST:"),
+        OpFault("keep_groups(keys, TOPK_GROUP, GROUPS, PAIRS)", "keep_groups(keys, TOPK_GROUP, GROUPS, False)"),
+    ),
+    "norm.kernels.norm": (
+        OpFault("result = value * factor * factors * SCALE", "result = value * factor * factors"),
+        OpFault("partial += value * value", "partial = value * value"),
+        OpFault("tl.sum(partial, axis=1), WIDTH * 1.0) + EPSILON", "tl.sum(partial, axis=1), WIDTH * 1.0)"),
+        OpFault("value * (factor * factor * mean)", "value * (factor * mean)"),
+        OpFault("along += gradient * factors * SCALE * value", "along += gradient * SCALE * value"),
+        OpFault("gradient * (value * factor) * SCALE, mask", "gradient * value * SCALE, mask"),
     ),
 }
 #: By kernel file: the tests of which one must fail.
@@ -99,6 +117,8 @@ TESTS = {
     "matmul.portable.kernel": "tests/ops/matmul/test_weight_gradient.py",
     "common.kernels.dot": "tests/ops/matmul/test_weight_gradient.py",
     "routing.kernels.backward": "tests/ops/routing/test_backward.py",
+    "routing.kernels.topk": "tests/ops/routing/test_topk.py",
+    "norm.kernels.norm": "tests/ops/norm/test_norm.py",
 }
 
 
