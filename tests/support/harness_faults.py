@@ -8,11 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
-def copy_kernel(source_pointer, target_pointer, first, last, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+def copy_kernel(
+    source_pointer, target_pointer, first, last, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr = 0,
+):  # fmt: skip
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < last
     values = tl.load(source_pointer + offsets * STRIDE, mask=inside)
-    tl.store(target_pointer + offsets, values, mask=inside)
+    tl.store(target_pointer + offsets + SHIFT, values, mask=inside)
 
 
 def negate(x: np.ndarray, *, offset: int) -> np.ndarray:
