@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from moe_core.checkpoint import open_checkpoint
+from moe_core.checkpoint.packing import words_packing
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import FP8_BLOCK, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, MXFP4, MXFP8, int4_grouped, int8_grouped
+from moe_core.formats import (
+    FP8_BLOCK,
+    FP8_TOKEN,
+    INT8_CHANNEL,
+    INT8_TOKEN,
+    MXFP4,
+    MXFP8,
+    Scheme,
+    int4_grouped,
+    int8_grouped,
+)
 from moe_core.ops.quantize.reference import dequantize
 from tests.support.checkpoint_files import write
 from tests.support.quantized.files import FP8, compressed, per_expert_layer, quantized_config, words_matrix
@@ -54,6 +65,14 @@ def test_words_that_are_not_full(tmp_path, d_ff):
     experts = checkpoint.layer(1).experts
     np.testing.assert_array_equal(dequantize(experts.gate_up), np.concatenate([numbers["gate"], numbers["up"]], axis=1))
     np.testing.assert_array_equal(dequantize(experts.down), numbers["down"])
+
+
+def test_bytes_of_a_row_are_filled_up_to_words_whatever_the_number_of_rows():
+    values = words_packing(Scheme("words", int4_grouped(None, True)), {}).components[0]
+    packed = np.arange(15, dtype=np.uint8).reshape(3, 5)
+    words = values.encode(packed)
+    assert words.shape == (3, 2) and words.dtype == np.dtype("<i4")
+    np.testing.assert_array_equal(values.decode(words), np.pad(packed, ((0, 0), (0, 3))))
 
 
 def test_int8_channels_with_activations_per_token(tmp_path):

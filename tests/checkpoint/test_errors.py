@@ -167,7 +167,9 @@ def test_no_safetensors_in_the_directory(tmp_path):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}])
+@pytest.mark.parametrize(
+    "index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "b", "c": 1}}]
+)
 def test_malformed_index(tmp_path, index):
     (tmp_path / "config.json").write_text(json.dumps(config_of("mixtral")))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

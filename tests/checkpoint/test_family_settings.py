@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families import FAMILIES, REFUSED, text_model
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.errors import InvalidInput, Unsupported
@@ -34,6 +35,19 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     with pytest.raises(Unsupported, match=f"model_type .*{settings['model_type']}") as error:
         layer_spec_from_config(settings)
     assert REFUSED[settings["model_type"]] in str(error.value)
+
+
+def test_every_second_layer_of_llama4() -> None:
+    settings = {**text_model(settings_of(*ROWS["llama4"])).settings, "moe_layers": None, "num_hidden_layers": 7}
+    for step, layers in ((1, (0, 1, 2, 3, 4, 5, 6)), (2, (1, 3, 5)), (3, (2, 5))):
+        config = ModelConfig("llama4_text", {**settings, "interleave_moe_layer_step": step})
+        assert FAMILIES["llama4_text"].layers(config).moe == layers
+
+
+def test_the_most_layers_of_a_model() -> None:
+    assert ModelConfig("x", {"num_hidden_layers": 10_000}).num_layers() == 10_000
+    with pytest.raises(InvalidInput, match="an integer of at most 10000, got 10001"):
+        ModelConfig("x", {"num_hidden_layers": 10_001}).num_layers()
 
 
 def test_settings_that_one_family_has() -> None:

@@ -22,6 +22,7 @@ from moe_core.checkpoint import (
     other_tensors,
     save_checkpoint,
 )
+from moe_core.checkpoint.write import Shards
 from moe_core.layers import HUGGING_FACE, MAXTEXT, LayerWeights, Storage, convert_weights
 from tests.support.checkpoint_files import FAMILIES, MOE_LAYERS, config_of, write_family
 from tests.support.paths import ROOT
@@ -84,6 +85,16 @@ def test_storages_hold_the_same_layer(tmp_path, family):
     for number in MOE_LAYERS[family]:
         one, other = (found[number].named() for found in layers)
         assert_same_tensors(one, other)
+
+
+def test_a_shard_ends_before_the_tensor_that_does_not_fit(tmp_path):
+    directory = tmp_path / "new" / "model"
+    with Shards("path", directory, 100) as shards:
+        shards.extend((name, np.zeros(size, np.uint8)) for name, size in (("a", 60), ("b", 60), ("c", 40), ("d", 1)))
+        shards.finish({})
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 2, 3)]
+    assert index["weight_map"] == dict(zip("abcd", files, strict=True)) and index["metadata"]["total_size"] == 161
 
 
 def test_tensors_that_do_not_change_are_not_copied(tmp_path):
@@ -188,6 +199,7 @@ import resource, sys
 import numpy as np
 from moe_core.checkpoint import open_checkpoint, save_checkpoint
 from moe_core.checkpoint.presets import layer_spec_from_config
+from moe_core.checkpoint.write import Shards
 from moe_core.layers import HUGGING_FACE, MAXTEXT, LayerWeights
 
 path, source, storage = sys.argv[1:]
