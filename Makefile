@@ -86,12 +86,13 @@ maxtext: environment
 
 # Changes the sources in COUNT places, one at a time and in copies, and runs the tests that call the changed function.
 # SEED: the draw. PATHS: only files that begin so. JOBS: how many at a time. What survives is printed; see
-# docs/developer/testing.md. A run that was cut short goes on where it stopped.
+# docs/developer/testing.md. A run that was cut short goes on where it stopped. LEAST: the share that must be killed.
 COUNT ?= 500
 SEED ?= 0
 JOBS ?= $(shell nproc)
+LEAST ?= 0.97
 mutate: environment
-	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) $(if $(PATHS),--paths $(PATHS))
+	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --least $(LEAST) $(if $(PATHS),--paths $(PATHS))
 
 clean:
 	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import modular
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP
+from moe_torch.modular.stages import batches_of
 from tests.support.modular.problems import E, K, as_in_out, draw_problem, expected_stages
 from tests.support.torch import require_equal, running_on, to_numpy, to_torch
 
@@ -251,3 +252,18 @@ def test_weights_of_a_subclass_may_change() -> None:
     for factor[0] in (1.0, 2.0, 0.5):
         result = to_numpy(run(experts, problem))
         np.testing.assert_allclose(result, factor[0] * expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_token_that_names_an_expert_twice_has_one_row() -> None:
+    layout = batches_of(torch.tensor([[1, 1]], dtype=torch.int32), 3, 4)
+    assert layout.group_sizes.tolist() == [0, 1, 0]
+    first, second = layout.row_of_slot.tolist()
+    assert first == second >= 0
+
+
+def test_constructors_refuse_what_they_cannot_be() -> None:
+    with pytest.raises(InvalidInput, match=r"rank must be .*, got -1"):
+        modular.BatchedPrepareAndFinalize(40, E, rank=-1)
+    for experts in STANDARD:
+        with pytest.raises(InvalidInput, match=r"quant_config must be .*FusedMoEQuantConfig"):
+            experts(quant_config=3)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from moe_core.ops.quantize import rows
+from moe_core.ops.reduction import reduce as reduction
+from moe_core.ops.router import forward as router
 from moe_core.plan.steps import Kernel
 from tests.support.faults.kernel_copies import kernel_files
 from tests.support.paths import ROOT
@@ -111,3 +114,10 @@ def test_every_kernel_is_declared_once_as_a_constant_beside_its_planner() -> Non
         and isinstance(node.args[0], ast.Constant | ast.JoinedStr)
     ]
     assert not launches, f"{launches} launch what is not declared"
+
+
+def test_sizes_of_tiles_are_powers_of_two() -> None:
+    """Triton's ranges are; what a GPU's compiler would refuse is seen here on any machine."""
+    sizes = [size for tiles in router._ROUTER_TILES.values() for tile in tiles for size in tile[:3]]
+    sizes += [reduction._FEW_COLUMNS, *reduction._MANY_COLUMNS, rows._MANY, rows._MANY_COLUMNS, rows._WIDEST_GROUP]
+    assert not [size for size in sizes if size < 1 or size & (size - 1)]
