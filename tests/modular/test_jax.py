@@ -144,6 +144,7 @@ def test_wrong_calls_are_refused() -> None:
             ("must come from prepare_batched", lambda: modular.finalize_batched(x, weights, prepared)),
             (r"must be \[M, topk, K\]", lambda: modular.finalize(x, weights, ids)),
             ("pass the expert_map", lambda: modular.fused_experts(x, w1, w2, weights, ids, global_num_experts=9)),
+            ("pass the expert_map", lambda: modular.unfused_experts(x, w1, w2, weights, ids, global_num_experts=9)),
             ("activation must be one of", lambda: fused(x, w1, w2, weights, ids, activation="tanh")),
             ("w1_scale must be an array", lambda: modular.fused_experts(x, w1, w2, weights, ids, quant_config=fp8)),
             ("must be \\[E, max_num_tokens, K\\]", lambda: modular.batched_experts(x, w1, w2, ids[:, 0])),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tools.mutate.__main__ import share_killed, table
-from tools.mutate.contexts import Contexts, names_entry
+from tools.mutate.contexts import Contexts, imports, names_entry
 from tools.mutate.operators import mutations
 from tools.mutate.plugin import Plugin
 from tools.mutate.run import Result
@@ -103,6 +103,12 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     assert files("other") == ["b"]
     assert files("<module>") == ["ops", "b", "a"]
     assert files("nobody_calls") == []
+
+
+def test_a_constant_has_the_tests_of_files_that_import_its_module() -> None:
+    assert imports("tests/ops/test_declared_kernels.py", "moe_core/ops/router/forward.py")
+    assert imports("tests/mutate/test_run.py", "tools/mutate/contexts.py")
+    assert not imports("tests/mutate/test_run.py", "tools/mutate/equivalent.py")
 
 
 def test_an_entry_of_a_table_has_the_tests_that_name_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -30,6 +31,14 @@ def folder_of(path: str) -> str:
     return path.rpartition("/")[0] + "/"
 
 
+@functools.cache
+def imports(file: str, path: str) -> bool:
+    """Whether a test file imports the module at a path by its name."""
+    package, _, name = path.removesuffix(".py").replace("/", ".").rpartition(".")
+    text = (ROOT / file).read_text() if (ROOT / file).exists() else ""
+    return bool(re.search(rf"from {re.escape(package)} import [^\n]*\b{name}\b|{re.escape(package)}\.{name}\b", text))
+
+
 def names_entry(test: str, entry: str) -> bool:
     """Whether the parameters of a test name this entry of a table, perhaps with more words."""
     parameters = re.split(r"[\[\]-]", test.partition("[")[2])
@@ -47,12 +56,14 @@ class Contexts:
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, cheapest first; those in the folder of the mutated file's name before others.
 
-        What runs when a module is imported has the tests of every function of the module and, behind them, of its
-        folder: tables are often read by a neighbour.
+        What runs when a module is imported has the tests of every function of the module, those of files that import it
+        and, behind them, those of its folder: tables are often read by a neighbour.
         """
         whole = self.callers.get(mutation.path, set())
         tests = self.callers.get(f"{mutation.path}::{mutation.function}", set())
         if mutation.function == "<module>":
+            importers = {file for file in self.setup if imports(file, mutation.path)}
+            whole = whole | {test for test in self.seconds if test.split("::")[0] in importers}
             tests = whole | self.callers.get(folder_of(mutation.path), set())
         words = set(mutation.path.removesuffix(".py").split("/"))
 

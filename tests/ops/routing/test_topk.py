@@ -133,6 +133,14 @@ def test_nan_ranks_below_numbers_above_masked_groups_and_stays_visible() -> None
     assert route(np.array([[1.0, 2.0, 5.0, np.nan]], F32), grouped)[0].tolist() == [[2, 3]]
 
 
+def test_given_ids_are_masked_where_invalid_and_where_the_mask_says() -> None:
+    given_ids = np.array([[0, 1], [0, 9], [1, 2], [9, 0]], np.int32)
+    mask = np.array([True, True, False, False])
+    ids, weights = reference.route(np.ones((4, 3), F32), None, mask, given_ids, spec=RouterSpec(2))
+    assert (ids >= 0).all(axis=1).tolist() == [True, False, False, False]
+    assert (weights != 0).all(axis=1).tolist() == [True, False, False, False]
+
+
 def test_groups_with_a_bias_compare_negative_sums() -> None:
     logits, bias = np.zeros((1, 6), F32), np.array([-3, -4, -9, -2, -5, -5], F32)
     spec = RouterSpec(2, "sigmoid", num_groups=3, topk_group=1)
