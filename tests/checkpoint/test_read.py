@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.checkpoint import MoELayer, ReadProgress, open_checkpoint
@@ -149,15 +148,6 @@ def test_null_settings_mean_no_groups_and_no_shared_experts(tmp_path):
     layer = open_checkpoint(write(tmp_path, config_of("deepseek_v3", **nulls), {0: stored})).layer(0)
     assert layer.shared is None
     assert layer.spec.router == RouterSpec(K, scoring="sigmoid", renormalize=True, scale=2.5)
-
-
-def test_a_stack_without_parts_is_zeros_whatever_the_memory_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_module, "_empty", lambda shape, dtype: np.full(shape, 7, dtype))
-    save_file({"x": np.ones((2, 3), np.float32)}, tmp_path / "model.safetensors")
-    with storage_module.StackReader(storage_module.find_tensors(tmp_path)) as reader:
-        stacks = {"absent": storage_module.Stack((2, 2), (), "float32"), "x": storage_module.Stack.whole("x", (2, 3))}
-        arrays = reader.read(stacks, {"absent": "float32", "x": "float32"})
-    assert arrays["absent"].tolist() == [[0, 0], [0, 0]] and (arrays["x"] == 1).all()
 
 
 @pytest.mark.parametrize(

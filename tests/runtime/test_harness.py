@@ -88,7 +88,8 @@ def test_writes_into_an_input_are_seen() -> None:
     builder.input("x", ArraySpec((SIZE,), "int32"))
     builder.output("y", ArraySpec((SIZE,), "int32"))
     arguments = {"source_pointer": Pointer("y"), "target_pointer": Pointer("x"), "first": Scalar(3), "last": Scalar(4)}
-    builder.launch(COPY, (1,), {**arguments, "STRIDE": Constant(1), "BLOCK": Constant(64)})
+    constants = {"STRIDE": Constant(1), "BLOCK": Constant(64), "SHIFT": Constant(0)}
+    builder.launch(COPY, (1,), {**arguments, **constants})
     with pytest.raises(AssertionError, match=r"x int32\[20\]: 4 input bytes were overwritten, the first at byte 12"):
         run_plan(builder.build(), {"x": np.zeros(SIZE, np.int32)})
 

@@ -261,6 +261,7 @@ def operator_samples(device: Any) -> dict[str, tuple[Operator, tuple[Any, ...]]]
         moe_torch.matmul_ogs(separate, layout, spec)
         gate, up = torch.randn(6, D_FF, device=device), torch.randn(6, D_FF, device=device)
         moe_torch.activation(gate, full.spec.activation, up=up, out_dtype="bfloat16")
+        moe_torch.rms_norm(gate, torch.ones(D_FF, device=device), moe_torch.NormSpec())
         shared, shared_gate = torch.randn(7, 8, device=device), torch.randn(7, 1, device=device)
         moe_torch.reduce(torch.randn(14, 8, device=device), layout, shared=shared, shared_gate=shared_gate)
     finally:
