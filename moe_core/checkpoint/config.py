@@ -28,10 +28,20 @@ class ModelConfig:
     nested: tuple[str, ...] = ()
 
     def find(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is present (a setting has several names across releases)."""
-        for key in keys:
-            if key in self.settings:
-                return self.settings[key]
+        """The value of the first of `keys` that is present (a setting has several names across releases).
+
+        InvalidInput where none is, or where another one has another value.
+        """
+        found = [(key, self.settings[key]) for key in keys if key in self.settings]
+        for key, value in found[1:]:
+            first, own = found[0]
+            if None not in (own, value) and _of_all_layers(own) != _of_all_layers(value):
+                raise InvalidInput(
+                    f"{first} and {key} in config.json must be equal, since they are one setting, got {own!r} and "
+                    f"{value!r}; restore the original config.json"
+                )
+        if found:
+            return found[0][1]
         raise InvalidInput(
             f"config.json must give {' or '.join(keys)}, got {len(self.settings)} settings "
             "without it; restore the original config.json"
@@ -115,14 +125,20 @@ class ModelConfig:
             raise _wrong(key, "an object", part)
         return replace(self, settings={**self.settings, **part})
 
-    def require(self, key: str, supported: object, operation: str) -> None:
-        """Refuse a setting that asks for an operation we do not have; an absent or null one is fine."""
+    def require(self, key: str, supported: object, operation: str, *, given: bool = False) -> None:
+        """Refuse a setting that asks for an operation we do not have; an absent or null one is fine, unless `given`."""
         value = self.settings.get(key)
-        if value is not None and value != supported:
+        if (value is not None or given) and value != supported:
             raise Unsupported(
                 f"{key} in config.json must be {supported!r} for {self.model_type}, got {value!r}; {operation} cannot "
                 "be computed"
             )
+
+
+def _of_all_layers(value: Any) -> Any:
+    """A list that gives every layer the same as what it gives them; other values as they are."""
+    alike = isinstance(value, list) and len(value) > 0 and all(item == value[0] for item in value)
+    return value[0] if alike else value
 
 
 def _is_limit(item: Any) -> bool:

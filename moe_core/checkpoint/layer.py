@@ -151,6 +151,7 @@ class Checkpoint:
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != own and stored == (own[0], own[2], own[1]))
         stacks = layer_stacks(architecture, names)
+        _refuse_unread(self.index, names, stacks, reader)
         if packing is None:
             return architecture, stacks
         if quantized.is_quantized(stacks["experts.gate_up"].parts[0].tensor, packing, self.index):
@@ -210,6 +211,20 @@ def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> No
                 f"{name} in {index.files[name]} ({reader.stored_dtype(name)}) belongs to a quantised layer, for which "
                 "config.json has no quantization_config; dequantise the checkpoint to bfloat16 first"
             )
+
+
+def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:
+    """Raise Unsupported if the layer has biases or shared experts that config.json says nothing of."""
+    read = {part.tensor for stack in stacks.values() for part in stack.parts}
+    modules = {name.rpartition(".")[0] for name in read if name.endswith(".weight")}
+    found = [name for name in index.files if name.endswith("bias") and name.rpartition(".")[0] in modules - {""}]
+    found += [name for name in names.shared if name in index.files and 0 not in reader.stored_shape(name)]
+    unread = [name for name in found if name not in read]
+    if unread:
+        raise Unsupported(
+            f"{unread[0]} in {index.files[unread[0]]} is no part of the layer that config.json describes, so the layer "
+            "would compute something else; use the config.json that belongs to the weights, or keep the model's block"
+        )
 
 
 def _require_one_dtype(stored: Mapping[str, str]) -> None:

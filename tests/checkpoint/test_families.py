@@ -306,7 +306,7 @@ def test_layers_that_differ_have_no_spec_in_common() -> None:
         MoE.from_block(block, settings | {"swiglu_limits": [0, 0.2, 0]})
     with pytest.raises(InvalidInput, match=r"swiglu_limits in config.json must be a list of numbers of at least 0"):
         layer_spec_from_config(settings | {"swiglu_limits": [0, -1.0, 0]})
-    with pytest.raises(Unsupported, match=r"hidden_act in config.json must be 'silu' with swiglu_limits, got 'gelu'"):
+    with pytest.raises(Unsupported, match=r"hidden_act in config.json must be 'silu' for step3p5, got 'gelu'"):
         layer_spec_from_config(settings | {"hidden_act": "gelu"})
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families.record import (
+    NO_BIAS,
     Activations,
     Family,
     Layers,
@@ -16,8 +17,10 @@ from moe_core.checkpoint.families.record import (
     every_layer,
     hidden_activation,
     limited,
+    limited_silu,
     mlp_names,
     routing,
+    silu,
 )
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs import Activation, RouterSpec
@@ -55,7 +58,7 @@ _V2 = replace(
     _V3,
     router=_deepseek_v2_router,
     correction_bias=False,
-    requires=(("norm_topk_prob", False, "renormalisation, which transformers' block leaves out,"),),
+    requires=(("norm_topk_prob", False, "renormalisation, which transformers' block leaves out,"), NO_BIAS),
 )
 #: Shared experts of some families have a width setting of their own, or the gate of hy_v3's files another name.
 _HY_V3 = Naming(
@@ -148,12 +151,7 @@ def _step3p5_layers(config: ModelConfig) -> Layers:
 
 def _step3p5_activations(config: ModelConfig) -> Mapping[int, Activations]:
     """Of the layers with a limit in swiglu_limits or swiglu_limits_shared, where 0 and null are none."""
-    plain, limits = hidden_activation()(config), [config.limits(f"swiglu_limits{end}") for end in ("", "_shared")]
-    if any(any(numbers) for numbers in limits) and plain.name != "silu":
-        raise Unsupported(
-            f"hidden_act in config.json must be 'silu' with swiglu_limits, got {config.find('hidden_act')!r}; this "
-            "activation cannot be clamped behind it"
-        )
+    plain, limits = silu(config), [config.limits(f"swiglu_limits{end}") for end in ("", "_shared")]
     found = {}
     for layer in range(config.num_layers()):
         own = [next(iter(numbers[layer : layer + 1]), None) for numbers in limits]
@@ -209,12 +207,13 @@ DEEPSEEK = {
         experts=("num_experts",),
         shared=Shared(("num_shared_experts",)),
         naming=_HY_V3,
+        requires=(NO_BIAS,),
     ),
     # The shared experts are not clamped.
     "hy_v4": replace(
         _V3,
         layers=dense_first(1),
-        activation=limited,
+        activation=limited_silu,
         shared_activation=hidden_activation(),
         # transformers saves every gate_proj as linear_gate, that of the shared experts too.
         naming=replace(_FUSED, shared=(mlp_names("shared_experts"), mlp_names("shared_experts", gate="linear_gate"))),
@@ -261,7 +260,7 @@ DEEPSEEK = {
             shared=(mlp_names("shared_experts")[1:],),
             prefixes=("model.", "backbone."),
         ),
-        requires=(("moe_latent_size", None, "a projection before the experts and one behind them"),),
+        requires=(("moe_latent_size", None, "a projection before the experts and one behind them"), NO_BIAS),
     ),
     "mistral4": replace(
         _V3,
@@ -296,9 +295,9 @@ DEEPSEEK = {
             shared=(mlp_names("shared_experts"), mlp_names("shared_experts", "w1", "w3", "w2")),
             prefixes=("model.", ""),
         ),
-        requires=(("mlp_bias", False, "a bias of the shared experts"),),
+        requires=(NO_BIAS,),
     ),
-    "glm5_next_text": replace(_V3, layers=dense_first(3), activation=limited),
+    "glm5_next_text": replace(_V3, layers=dense_first(3), activation=limited_silu, shared_activation=limited),
     "inkling2_text": replace(
         _V3,
         router=_scored_router,
@@ -323,7 +322,8 @@ DEEPSEEK = {
         shared=Shared(width=("share_expert_dim", "share_expert_dims")),
         naming=_STEP,
         alone=_FUSED,
-        requires=(("mlp_bias", False, "a bias of the shared experts"),),
+        requires=(NO_BIAS, ("hidden_act", "silu", "another activation, which transformers replaces by silu,")),
+        activation=silu,
     ),
     # A softmax of all experts; the correction bias changes only which are chosen.
     "longcat_flash": replace(
@@ -338,6 +338,7 @@ DEEPSEEK = {
             ("zero_expert_num", 0, "experts that return their input (zero experts)"),
             ("router_bias", False, "the bias of the classifier, which transformers' block leaves out,"),
         ),
+        given=("zero_expert_num",),
     ),
     "deepseek_v2": _V2,
     "deepseek_ocr2_text": replace(_V2, alone=_FUSED),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families.record import Family, Naming, every_layer, hidden_activation, routing
 from moe_core.specs import NormSpec
@@ -23,6 +25,6 @@ _GEMMA4 = Family(
     requires=(("enable_moe_block", True, "a model without experts"),),
 )
 GEMMA = {
-    "gemma4_text": _GEMMA4,
+    "gemma4_text": replace(_GEMMA4, given=("enable_moe_block",)),
     "diffusion_gemma_text": _GEMMA4,
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families.record import (
+    NO_BIAS,
     Family,
     Layers,
     Naming,
@@ -90,6 +91,11 @@ def _llama4_layers(config: ModelConfig) -> Layers:
     return Layers(count, tuple(range(step - 1, count, step)), f"interleave_moe_layer_step = {step}")
 
 
+def _aria_shared_activation(config: ModelConfig) -> Activation:
+    """That of hidden_act, silu where it is absent; the experts have silu whatever it says."""
+    return hidden_activation()(config) if "hidden_act" in config.settings else silu(config)
+
+
 MIXTRAL = {
     "mixtral": _MIXTRAL,
     "minimax": _MIXTRAL,
@@ -167,6 +173,8 @@ MIXTRAL = {
         experts=("moe_num_experts",),
         activation=silu,
         shared=Shared(("moe_num_shared_experts",)),
+        shared_activation=_aria_shared_activation,
+        requires=(NO_BIAS,),
         weight_layout="in_out",
         naming=Naming(
             router=("router.weight",),

@@ -17,8 +17,11 @@ from moe_core.checkpoint.families.record import (
     silu,
     sparse_step,
 )
+from moe_core.errors import Unsupported
 from moe_core.specs import RouterSpec
 
+#: The largest moe_norm_min of ernie4_5_moe that is taken for none.
+_MOST_NORM_MIN = 1e-6
 _EXPERTS, _NORM = ("num_experts", "num_local_experts"), ("norm_topk_prob",)
 _GATED = Shared(width=("shared_expert_intermediate_size",), gate=True)
 _SHARED_EXPERT = Naming(shared=(mlp_names("shared_expert"),))
@@ -38,6 +41,24 @@ def _ernie_layers(config: ModelConfig) -> Layers:
     last = count - 1 if last == -1 else last
     moe = tuple(n for n in range(first, min(last + 1, count)) if (n + 1) % step == 0)
     return Layers(count, moe, f"layers {first} to {last}, moe_layer_interval = {step}")
+
+
+def _ernie_router(config: ModelConfig) -> RouterSpec:
+    """Softmax weights over their sum, which moe_norm_min bounds from below: too small to matter, or refused."""
+    least = config.settings.get("moe_norm_min")
+    if least is not None and config.number("moe_norm_min") > _MOST_NORM_MIN:
+        raise Unsupported(
+            f"moe_norm_min in config.json must be at most {_MOST_NORM_MIN} for {config.model_type}, got {least!r}; a "
+            "larger bound of the sum that divides the weights cannot be computed"
+        )
+    return routing(renormalize=True, top_k=("moe_k", "num_experts_per_tok"))(config)
+
+
+def _flint_layers(config: ModelConfig) -> Layers:
+    """As Qwen's, with mlp_only_layers [0, 1] where it is absent or null."""
+    if config.settings.get("mlp_only_layers") is None:
+        config = replace(config, settings={**config.settings, "mlp_only_layers": [0, 1]})
+    return sparse_step(config)
 
 
 def _jamba_layers(config: ModelConfig) -> Layers:
@@ -75,6 +96,7 @@ QWEN = {
     "flex_olmo": _OLMOE,
     "flint": replace(
         _QWEN3,
+        layers=_flint_layers,
         router=routing("sigmoid", renormalize=_NORM),
         shared=Shared(width=("shared_expert_intermediate_size",)),
         naming=_SHARED_EXPERT,
@@ -85,10 +107,11 @@ QWEN = {
         layers=dense_first(0),
         shared=Shared(("num_shared_experts",)),
         requires=(("shared_expert_combination_strategy", "sum", "the average of routed and shared experts"),),
+        given=("shared_expert_combination_strategy",),
     ),
     # Weights are softmax scores; the correction bias changes only which experts are chosen.
     "ernie4_5_moe": Family(
-        router=routing(renormalize=True, top_k=("moe_k", "num_experts_per_tok")),
+        router=_ernie_router,
         layers=_ernie_layers,
         experts=("moe_num_experts", "num_experts"),
         shared=Shared(("moe_num_shared_experts",)),

@@ -19,6 +19,9 @@ from moe_core.specs import Activation, MoESpec, NormSpec, RouterSpec
 _HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 _HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
+#: What `Family.requires` says of families whose shared experts may have biases.
+NO_BIAS = ("mlp_bias", False, "a bias of the shared experts")
+
 #: Alternative names of one thing.
 Names = tuple[str, ...]
 
@@ -102,8 +105,9 @@ class Family:
     whether there is one, or the setting that says so. shared_activation: None = that of the experts. layer_activations:
     those of layers that differ from the others. router_norm: of the rows that the router scores. expert_scale: the
     router's weights are multiplied by a parameter of each expert. weight_layout: of fused storage in files. requires:
-    (setting, the value that can be computed, what another one asks for); absent and null settings are fine. part: the
-    setting that holds those of the experts.
+    (setting, the value that can be computed, what another one asks for); absent and null settings are fine, but for
+    those of `given`, for which transformers takes a value that cannot be computed. part: the setting that holds those
+    of the experts.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -125,6 +129,7 @@ class Family:
     weight_layout: str = "out_in"
     router_weight_on_input: bool = False
     requires: tuple[tuple[str, object, str], ...] = ()
+    given: Names = ()
     part: str | None = None
 
 
@@ -206,7 +211,7 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     if family.part is not None:
         config = config.with_part(family.part)
     for setting, supported, operation in family.requires:
-        config.require(setting, supported, operation)
+        config.require(setting, supported, operation, given=setting in family.given)
     activation, router = (family.activation or hidden_activation())(config), family.router(config)
     d_model, d_ff = config.integer(*family.hidden), config.integer(*family.width)
     num_experts = config.integer(*family.experts)
@@ -255,6 +260,11 @@ def silu(config: ModelConfig) -> Activation:
 def limited(config: ModelConfig) -> Activation:
     """The activation of hidden_act with both factors bounded by swiglu_limit."""
     return replace(hidden_activation()(config), limit=config.number("swiglu_limit"))
+
+
+def limited_silu(config: ModelConfig) -> Activation:
+    """Silu with both factors bounded by swiglu_limit, whatever hidden_act says."""
+    return Activation("silu", limit=config.number("swiglu_limit"))
 
 
 def swiglu_oai(gate_layout: str) -> Callable[[ModelConfig], Activation]:
