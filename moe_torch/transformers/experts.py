@@ -95,7 +95,7 @@ def experts_forward(
 
     Under `torch.autocast` hidden_states and the weights are cast to autocast's dtype, and the output has it, as
     `torch.nn.Linear` does; gradients arrive in the weights' own dtype. fp8 weights (`FP8Experts`) run in fp8, with
-    hidden states quantised as the model says, or as they are where these need a gradient.
+    hidden states quantised as the model says, or as they are where these or top_k_weights need a gradient.
 
     Experts whose results are normalised one by one (`has_post_expert_norm`) run as several operators around the norm,
     and the traces of `moe_torch.trace` do not see them. Raises Unsupported for experts with weights in another format,
@@ -108,7 +108,7 @@ def experts_forward(
     dtype = _compute_dtype(module, hidden_states)
     spec = _spec(module, options)
     if _is_fp8(module):
-        needs_gradient = torch.is_grad_enabled() and hidden_states.requires_grad
+        needs_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
         weights, activations = fp8_weights(module)
         spec = replace(spec, activations=None if needs_gradient else activations)
     else:
@@ -160,6 +160,8 @@ def _compute_dtype(experts: Any, hidden_states: torch.Tensor) -> torch.dtype:
 def _spec(experts: Any, options: ExpertsOptions) -> MoESpec:
     if getattr(experts, "has_post_expert_norm", False) and (options.recompute or options.main_grad):
         raise unsupported(experts, "normalises what each expert returns, and has no recompute or main_grad")
+    if options.main_grad and _is_fp8(experts):
+        raise unsupported(experts, "has frozen fp8 weights, and no main_grad")
     return MoESpec(
         activation_of(experts),
         weight_layout="in_out" if experts.is_transposed else "out_in",

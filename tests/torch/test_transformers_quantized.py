@@ -155,6 +155,31 @@ def test_one_scale_per_matrix(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     torch.testing.assert_close(ops.dequantize(weights.gate_up).float(), gate.detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp8_experts_under_autocast(dtype: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are cast, the weights stay fp8; a router trains where hidden states need no gradient."""
+    fp8_checkpoint(tmp_path)
+    model = load_fp8(tmp_path, "cpu", monkeypatch)
+    moe_torch.transformers.use(model, recompute=True)
+    experts, ids = model.model.layers[0].mlp.experts, torch.tensor([[0, 1], [2, 3]])
+    with running_on("reference"):
+        for has_gradient in (False, True):
+            x = torch.randn(2, D, generator=torch.Generator().manual_seed(1)).requires_grad_(has_gradient)
+            weights = torch.rand(2, K, generator=torch.Generator().manual_seed(2)).requires_grad_()
+            with torch.autocast("cpu", dtype):
+                y = experts(x, ids, weights)
+            with torch.set_grad_enabled(has_gradient):
+                wanted = experts(x.detach().to(dtype).requires_grad_(has_gradient), ids, weights.detach())
+            y.float().square().sum().backward()
+            assert y.dtype == dtype and weights.grad is not None and float(weights.grad.abs().min()) > 0
+            if has_gradient:
+                assert torch.equal(y, wanted) and x.grad is not None and x.grad.dtype == torch.float32
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert torch.equal(experts(x, ids, weights), experts(x.to(dtype), ids, weights))
+    with pytest.raises(Unsupported, match=r"FP8Experts\): .* has frozen fp8 weights, and no main_grad"):
+        moe_torch.transformers.use(model, main_grad=True)
+
+
 def mxfp4_checkpoint(folder: pathlib.Path) -> Any:
     """Writes a gpt-oss checkpoint as it is published; returns the model with the weights that it stands for."""
     torch.manual_seed(0)
@@ -208,6 +233,12 @@ def test_mxfp4_gpt_oss(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.
             assert torch.equal(getattr(experts, name).cpu(), published[f"model.layers.1.mlp.experts.{name}"]), name
         with torch.no_grad():
             torch.testing.assert_close(model(tokens(device)).logits, exact(tokens(device)).logits, rtol=2e-4, atol=2e-4)
+            x = torch.randn(6, D, device=device)
+            ids, weights = torch.arange(12, device=device).view(6, K) % E, torch.rand(6, K, device=device)
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast(torch.device(device).type, dtype):
+                    y = experts(x, ids, weights)
+                assert y.dtype == dtype and torch.equal(y, experts(x.to(dtype), ids, weights))
         assert moe_torch.transformers.use(model).modules == report.modules
         with pytest.raises(Unsupported, match="frozen"):
             moe_torch.transformers.use(model, recompute=True)

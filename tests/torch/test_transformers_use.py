@@ -111,8 +111,9 @@ def test_main_grad_is_added_to() -> None:
 
 
 @on_engines
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_autocast_computes_in_its_dtype(family: str, engine: str) -> None:
+def test_autocast_computes_in_its_dtype(family: str, dtype: Any, engine: str) -> None:
     """As with weights of that dtype, and gradients arrive in the parameters' own."""
     with running_on(engine) as device:
         experts = next(module for module in build(family, device).modules() if hasattr(module, "is_transposed"))
@@ -122,13 +123,13 @@ def test_autocast_computes_in_its_dtype(family: str, engine: str) -> None:
         x = torch.randn(6, models.D, device=device)
         ids = torch.stack([torch.randperm(models.E)[: models.K] for _ in range(6)]).to(device)
         weights = torch.rand(6, models.K, device=device)
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
+        with torch.autocast(torch.device(device).type, dtype):
             actual = experts(x, ids, weights)
-            from_half = experts(x.bfloat16(), ids, weights)
-        assert actual.dtype == torch.bfloat16
+            from_half = experts(x.to(dtype), ids, weights)
+        assert actual.dtype == dtype
         actual.float().square().sum().backward()
         gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
         assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
         require_equal(from_half.detach(), actual.detach(), "x in either dtype")
         with torch.no_grad():
-            require_equal(actual.detach(), experts.bfloat16()(x.bfloat16(), ids, weights), "autocast")
+            require_equal(actual.detach(), experts.to(dtype)(x.to(dtype), ids, weights), "autocast")

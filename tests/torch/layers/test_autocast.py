@@ -55,16 +55,18 @@ def _gradients(layer: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
-def test_a_float32_layer_computes_in_the_dtype_of_autocast(name: str, given: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_a_float32_layer_computes_in_the_dtype_of_autocast(name: str, dtype: torch.dtype, is_cast: bool) -> None:
     torch.manual_seed(0)
+    given = dtype if is_cast else torch.float32
     x = torch.randn(T, D).to(given)
     with running_on("reference"):
         layer = MoE.from_spec(LAYERS[name])
-        wanted = _gradients(_like(layer, torch.bfloat16), x.bfloat16())
-        with torch.autocast("cpu", torch.bfloat16):
+        wanted = _gradients(_like(layer, dtype), x.to(dtype))
+        with torch.autocast("cpu", dtype):
             found = _gradients(layer, x)
-    assert found["y"].dtype == torch.bfloat16 and found["x"].dtype == given
+    assert found["y"].dtype == dtype and found["x"].dtype == given
     for key, gradient in found.items():
         assert torch.equal(gradient.float(), wanted[key].float()), key
         if key not in ("x", "y"):
@@ -115,15 +117,16 @@ def test_compiled() -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
-def test_quantised_experts_keep_their_arrays() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_quantised_experts_keep_their_arrays(dtype: torch.dtype) -> None:
     spec = MoELayerSpec(D, 64, E, K, ROUTER, ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")), SharedExpertsSpec(16))
     with running_on("reference"), torch.no_grad():
         layer = MoE.from_spec(spec)
         x = torch.randn(T, D)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             y = layer(x)
-        layer.shared_experts.to(torch.bfloat16)
-        assert y.dtype == torch.bfloat16 and torch.equal(layer(x.bfloat16()), y)
+        layer.shared_experts.to(dtype)
+        assert y.dtype == dtype and torch.equal(layer(x.to(dtype)), y)
 
 
 def test_main_grad_is_refused() -> None:
