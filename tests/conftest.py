@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
+from importlib import metadata
 
 # BLAS and OpenMP pools otherwise take every core in every test process.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
@@ -25,8 +27,11 @@ if not cuda_available():
     _xla_flags |= {
         "xla_backend_optimization_level": "0",
         "xla_llvm_disable_expensive_passes": "true",
-        "xla_cpu_use_fusion_emitters": "false",
     }
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        # From 0.11 on jaxlib has no such option, and ends the process for it.
+        if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+            _xla_flags["xla_cpu_use_fusion_emitters"] = "false"
 for _name, _value in _xla_flags.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()

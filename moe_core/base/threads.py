@@ -45,6 +45,8 @@ _CONTROLS = (
     ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
     ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
 )
+#: Stands for a BLAS that has none of them: it counts as one thread, and stays as it is.
+_UNKNOWN: tuple[Callable[[], int], Callable[[int], Any]] = (lambda: 1), (lambda threads: None)
 #: Runs inside `one_blas_thread`, and the number of threads that the last of them restores.
 _runs, _before = 0, 1
 
@@ -75,7 +77,10 @@ def use(threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """NumPy's BLAS computes in one thread inside the block, for the whole process; blocks may overlap."""
+    """NumPy's BLAS computes in one thread inside the block, for the whole process; blocks may overlap.
+
+    A BLAS without a known way to tell it so is left alone: see `why_blas_is_free`.
+    """
     global _runs, _before
     read, write = _blas()
     with _lock:
@@ -93,10 +98,18 @@ def one_blas_thread() -> Iterator[None]:
                 write(_before)
 
 
+def why_blas_is_free() -> str | None:
+    """Why `one_blas_thread` does not reach NumPy's BLAS; None where it does."""
+    if _blas() is not _UNKNOWN:
+        return None
+    name = np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name", "unknown")  # type: ignore[index]
+    return f"NumPy's BLAS ({name}) has none of the functions known to set its number of threads"
+
+
 @functools.cache
 def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
     """What reads and what sets the number of threads of the BLAS that NumPy is linked to; where there is no such thing
-    (Apple's Accelerate), it counts as 1.
+    (Apple's Accelerate), _UNKNOWN.
 
     Found through NumPy's own library, whose dependencies the dynamic linker searches too. threadpoolctl finds the same
     functions, but from version 3.8 on lets only one thread of a process call them.
@@ -106,7 +119,7 @@ def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
         for read, write in _CONTROLS:
             if hasattr(library, read) and hasattr(library, write):
                 return getattr(library, read), getattr(library, write)
-    return (lambda: 1), (lambda threads: None)
+    return _UNKNOWN
 
 
 def products(rows: int, depth: int, columns: int) -> float:

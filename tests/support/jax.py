@@ -147,7 +147,8 @@ def run_stack(
 
 def program_text(lowered: Any) -> str:
     """The optimised program of a lowered function, as users get it: without a GPU conftest.py saves XLA fusing."""
-    options = {} if cuda_available() else {"xla_cpu_use_fusion_emitters": True}
+    is_off = "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
+    options = {"xla_cpu_use_fusion_emitters": True} if is_off else {}
     text = lowered.compile(options).as_text()
     assert text is not None
     return text

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_core.base import threads
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
@@ -309,6 +310,18 @@ def diagnosis(*results: Result, gpus: tuple[Gpu, ...] = (), **changes: Any) -> c
     outcome = Outcome(results, {"jax": "jax is not installed"}, (), Poisoned(2, 1))
     outcome = dataclasses.replace(outcome, **changes)
     return cli.Diagnosis((Package("triton", "3.99", "too new"),), gpus, "" if gpus else "none", (), outcome, 1.0)
+
+
+def test_the_report_names_a_blas_whose_threads_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "NumPy's BLAS" not in str(diagnosis(RESULT))
+    monkeypatch.setattr(threads, "_CONTROLS", ())
+    threads._blas.cache_clear()
+    try:
+        assert "speed of the NumPy engine: NumPy's BLAS (" in str(diagnosis(RESULT))
+        with threads.one_blas_thread():
+            pass
+    finally:
+        threads._blas.cache_clear()
 
 
 def test_what_the_report_says_of_gpus() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_core.base import threads
 from moe_core.base.target import cpu_target
 from moe_core.parity.devices import prefer_interpreter, use_gpu
 from moe_core.runtime.cuda import why_no_gpu
@@ -73,6 +74,8 @@ class Diagnosis:
         if outcome.tested and not (outcome.poisoned.outputs and outcome.poisoned.workspaces):
             yield "memory was not poisoned: an output that nobody writes may have gone unseen"
         yield from self._untrusted_gpus()
+        if free := threads.why_blas_is_free():
+            yield f"speed of the NumPy engine: {free}, which is slow beside other work; start with OMP_NUM_THREADS=1"
         if all(result.direction != "backward" for result in outcome.results):
             yield "gradients: none was tested"
 
