@@ -64,6 +64,9 @@ class Mxfp4Experts(torch.nn.Module):
 
 
 def _rows(tensor: Any) -> torch.Tensor:
-    """The bytes of a tensor of triton_kernels, as the checkpoint has them: rows of outputs."""
+    """The bytes of a tensor of triton_kernels, as the checkpoint has them: rows of outputs.
+
+    As transformers does to save them: a layout that pads, as Hopper's and Blackwell's do, trims what it unswizzles.
+    """
     storage = tensor.storage
     return storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous()
