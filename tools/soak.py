@@ -70,6 +70,8 @@ TOKENS = (0, 1, 2, 3, 7, 16, 33, 64, 100, 129, 256, 391, 512, 777, 1024)
 #: What memory may grow by in a piece: bytes of the process and of the device.
 RESIDENT, DEVICE = 48 << 20, 64 << 20
 _SAMPLE_SECONDS = 2.0
+#: Elements of a row of a long tensor, whose digest is that of its rows' digests.
+_WIDTH = 1 << 20
 
 
 class Case(NamedTuple):
@@ -103,21 +105,23 @@ class Digests:
 
 
 @functools.cache
-def _odd(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, device=device, dtype=torch.int64) * 0x9E3779B97F4A7C + 1
+def _factors(device: torch.device) -> torch.Tensor:
+    """int64 `[_WIDTH]`: a number for every place."""
+    return torch.arange(_WIDTH, device=device, dtype=torch.int64) * 0x9E3779B97F4A7C + 1
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 `[]`: a sum, modulo 2^64, of the tensor's bits times a number of their place."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    flat = tensor.detach().contiguous().view(bits).flatten().to(torch.int64)
-    return (flat * _odd(1 << 20, flat.device)[: flat.numel()]).sum() if flat.numel() <= 1 << 20 else _folded(flat)
+    return _weighted(tensor.detach().contiguous().view(bits).flatten().to(torch.int64))
 
 
-def _folded(flat: torch.Tensor) -> torch.Tensor:
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (1 << 20))).view(-1, 1 << 20)
-    rows = (padded * _odd(1 << 20, flat.device)).sum(1)
-    return (rows * _odd(1 << 20, flat.device)[: rows.numel()]).sum()
+def _weighted(flat: torch.Tensor) -> torch.Tensor:
+    factors = _factors(flat.device)
+    if flat.numel() <= _WIDTH:
+        return (flat * factors[: flat.numel()]).sum()
+    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % _WIDTH)).view(-1, _WIDTH)
+    return _weighted((rows * factors).sum(1))
 
 
 class Soak:

@@ -302,9 +302,9 @@ class MoELayerSpec:
         """Every array of the layer in `storage(default)`, in a fixed order.
 
         Names: `router.weight`, `router.bias`, `router.correction_bias`, `router.norm`, `router.expert_scale`;
-        `experts.gate_up`, `experts.up` (gate_layout
-        `separate`), `experts.down`, `experts.gate_up_bias`, `experts.up_bias`, `experts.down_bias`;
-        `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is two or three arrays: see `Parameter`.
+        `experts.gate_up`, `experts.up` (gate_layout `separate`), `experts.down`, `experts.gate_up_bias`,
+        `experts.up_bias`, `experts.down_bias`; `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is
+        two or three arrays: see `Parameter`.
         """
         storage, (D, E) = self.storage(default), (self.d_model, self.num_experts)
         router = [_matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]

@@ -17,6 +17,8 @@ def bounded(logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
 
 def through_bounds(d_bounded: np.ndarray, logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
     """The gradient of the logits from that of `bounded` logits."""
+    if spec.softcap is None and spec.logit_scale == 1:
+        return d_bounded
     # A token that nothing flows into may hold anything.
     untouched = d_bounded == 0
     with np.errstate(all="ignore"):
