@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
-import moe_jax
 import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.layers import HUGGING_FACE, LayerWeights, convert_weights
@@ -20,6 +19,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
 from moe_torch import MoE, MoELayerSpec, SharedExpertsSpec
+from tests.support.jax import running_on as jax_running_on
 from tests.support.layers import draw_weights, tolerances
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
@@ -98,9 +98,7 @@ def test_both_frameworks_train_to_the_same_bits(engine: str, limit: float | None
         y.backward(to_torch(d_y, device))
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
         found = {name: to_numpy(grad) for name, grad in grads.items() if grad is not None}
-    if device.type != "cpu":
-        pytest.skip("JAX runs on the CPU here")
-    with moe_jax.cpu_engine(engine):
+    with jax_running_on(engine):
         other = nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))
         other.load_weights(weights)
         graph, state = nnx.nnx.split(other)
