@@ -1,0 +1,294 @@
+"""Which experts lie on which rank, and which replica a slot goes to.
+
+Letters: E experts, W ranks, L places per rank. Physical id of a place: rank * L + local.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.base.checks import as_integer, set_integer
+from moe_core.base.codec import plan_type
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput
+
+#: What an empty place holds.
+HOLE = -1
+
+
+class Move(NamedTuple):
+    """One expert's weights go from the place `source` of the old placement to the place `target` of the new one.
+
+    Both are physical ids. They may be on one rank.
+    """
+
+    expert: int
+    source: int
+    target: int
+
+
+class PlacementTables(NamedTuple):
+    """A placement as int32 arrays, whose sizes do not change when experts move between the same places.
+
+    expert_of_place `[W * L]`: -1 = empty. places `[W * L]`: physical ids, those of expert e at start[e] : start[e + 1],
+    ascending; empty places behind all others. start `[E + 1]`.
+    """
+
+    expert_of_place: np.ndarray
+    places: np.ndarray
+    start: np.ndarray
+
+
+@plan_type
+@dataclass(frozen=True)
+class Placement:
+    """Which experts lie on which rank.
+
+    owners[rank] are logical ids in local order, -1 = an empty place; every rank has equally many places. An expert may
+    lie on several ranks (replicas), once on each at most, and on one at least. version: the counts of changes, which
+    ranks compare. Raises InvalidInput.
+    """
+
+    num_experts: int
+    owners: tuple[tuple[int, ...], ...]
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        set_integer(self, "num_experts", 1, INT32_LIMIT)
+        set_integer(self, "version", 0, INT32_LIMIT)
+        owners = tuple(tuple(int(expert) for expert in rank) for rank in self.owners)
+        object.__setattr__(self, "owners", owners)
+        lengths = sorted({len(rank) for rank in owners})
+        if len(lengths) != 1 or lengths[0] == 0:
+            raise InvalidInput(
+                f"owners must give every rank equally many places, at least one, got {len(owners)} ranks with "
+                f"{lengths} places; fill up with -1"
+            )
+        wrong = [expert for rank in owners for expert in rank if not HOLE <= expert < self.num_experts]
+        if wrong:
+            raise InvalidInput(
+                f"owners must hold ids in [-1, {self.num_experts}), -1 for an empty place, got {wrong[0]}; correct it"
+            )
+        for number, rank in enumerate(owners):
+            held = [expert for expert in rank if expert != HOLE]
+            if len(set(held)) != len(held):
+                raise InvalidInput(
+                    f"owners must hold an expert once on a rank at most, got {list(rank)} on rank {number}; put its "
+                    "replicas on other ranks"
+                )
+        missing = sorted(set(range(self.num_experts)) - {expert for rank in owners for expert in rank})
+        if missing:
+            raise InvalidInput(
+                f"owners must hold each of the {self.num_experts} experts, got none of {missing[:8]}; add the missing"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return len(self.owners)
+
+    @property
+    def per_rank(self) -> int:
+        """L, the places of a rank, empty ones included."""
+        return len(self.owners[0])
+
+    @property
+    def num_places(self) -> int:
+        """W * L."""
+        return self.num_ranks * self.per_rank
+
+    @functools.cached_property
+    def has_replicas(self) -> bool:
+        """Whether an expert lies on several ranks."""
+        return sum(expert != HOLE for rank in self.owners for expert in rank) > self.num_experts
+
+    @functools.cached_property
+    def tables(self) -> PlacementTables:
+        """The same as arrays, which must not be written to."""
+        held = np.array(self.owners, np.int32).reshape(-1)
+        key = np.where(held == HOLE, self.num_experts, held)
+        counts = np.bincount(key, minlength=self.num_experts + 1)[: self.num_experts]
+        start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        tables = PlacementTables(held, np.argsort(key, kind="stable").astype(np.int32), start)
+        for table in tables:
+            table.setflags(write=False)
+        return tables
+
+    def places_of(self, expert: int) -> tuple[int, ...]:
+        """The physical ids of an expert's replicas, ascending. Raises InvalidInput."""
+        expert = as_integer("expert", expert, 0, self.num_experts)
+        _, places, start = self.tables
+        return tuple(places[start[expert] : start[expert + 1]].tolist())
+
+    def __str__(self) -> str:
+        spare = self.num_places - self.num_experts
+        replicas = sum(expert != HOLE for rank in self.owners for expert in rank) - self.num_experts
+        extra = f", {replicas} replicas, {spare - replicas} empty" if spare else ""
+        return f"{self.num_experts} experts on {self.num_ranks} ranks of {self.per_rank}{extra}, version {self.version}"
+
+    @staticmethod
+    def linear(num_experts: int, num_ranks: int) -> Placement:
+        """Consecutive experts on a rank, ceil(E / W) each; empty places at the end. Raises InvalidInput."""
+        experts, ranks = _sizes(num_experts, num_ranks)
+        each = -(-experts // ranks)
+        ids = [expert if expert < experts else HOLE for expert in range(each * ranks)]
+        return Placement(experts, tuple(tuple(ids[rank * each : (rank + 1) * each]) for rank in range(ranks)))
+
+    @staticmethod
+    def round_robin(num_experts: int, num_ranks: int) -> Placement:
+        """Expert e on rank e mod W; the last place of the last ranks may be empty. Raises InvalidInput."""
+        experts, ranks = _sizes(num_experts, num_ranks)
+        ids = [expert if expert < experts else HOLE for expert in range(-(-experts // ranks) * ranks)]
+        return Placement(experts, tuple(tuple(ids[rank::ranks]) for rank in range(ranks)))
+
+    @staticmethod
+    def balanced(
+        load: Sequence[float] | np.ndarray,
+        num_ranks: int,
+        per_rank: int,
+        *,
+        nodes: int = 1,
+        max_replicas: int | None = None,
+    ) -> Placement:
+        """Ranks get as equal shares of a load as they can: spare places hold replicas of the hottest experts.
+
+        load `[E]`: what each expert had to do, such as tokens_per_expert of past calls; a replica takes an equal part
+        of it. per_rank: L. nodes: ranks are this many nodes, one after another; experts are first shared out among
+        nodes, and an expert's replicas stay on one of them. max_replicas: places of an expert at most, None = one on
+        each rank of a node; 1 = no replicas, as training needs. Equal arguments give equal placements.
+
+        Raises InvalidInput.
+        """
+        loads = np.asarray(load, np.float64)
+        if loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
+            raise InvalidInput(
+                f"load must be [num_experts] of finite numbers of at least 0, got {load!r}; pass counts per expert"
+            )
+        experts, ranks = _sizes(loads.size, num_ranks)
+        per_rank, nodes = as_integer("per_rank", per_rank, 1, INT32_LIMIT), as_integer("nodes", nodes, 1)
+        if ranks % nodes:
+            raise InvalidInput(f"nodes must divide num_ranks = {ranks}, got {nodes}; choose a divisor")
+        if ranks * per_rank < experts:
+            raise InvalidInput(
+                f"per_rank must be at least {-(-experts // ranks)} for {experts} experts on {ranks} ranks, got "
+                f"{per_rank}; raise it"
+            )
+        own = ranks // nodes
+        most = own if max_replicas is None else min(own, as_integer("max_replicas", max_replicas, 1))
+        if not loads.any():
+            loads = np.ones(experts)
+        owners: list[tuple[int, ...]] = []
+        for group in _share_out(loads, nodes):
+            owners += _Node(loads, _copies(loads, group, own * per_rank, most), own, per_rank).owners()
+        return Placement(experts, tuple(owners))
+
+    def moved(self, other: Placement) -> tuple[Move, ...]:
+        """What has to be copied so that this placement becomes `other`, by target.
+
+        A place whose expert stays takes no move. The source is a place on the target's own rank if there is one, else
+        one of the expert's places, each in turn. Raises InvalidInput unless both have equally many experts, ranks and
+        places.
+        """
+        sizes = [(placement.num_experts, placement.num_ranks, placement.per_rank) for placement in (self, other)]
+        if sizes[0] != sizes[1]:
+            raise InvalidInput(
+                f"other must have {sizes[0]} experts, ranks and places per rank, got {sizes[1]}; weights that move to "
+                "other numbers of ranks are saved and loaded"
+            )
+        moves: list[Move] = []
+        used = np.zeros(self.num_experts, np.int64)
+        before, after = self.tables.expert_of_place, other.tables.expert_of_place
+        for target in np.flatnonzero((before != after) & (after != HOLE)).tolist():
+            expert = int(after[target])
+            places = self.places_of(expert)
+            near = [place for place in places if place // self.per_rank == target // self.per_rank]
+            moves.append(Move(expert, near[0] if near else places[used[expert] % len(places)], target))
+            used[expert] += not near
+        return tuple(moves)
+
+
+def _sizes(num_experts: int, num_ranks: int) -> tuple[int, int]:
+    return as_integer("num_experts", num_experts, 1, INT32_LIMIT), as_integer("num_ranks", num_ranks, 1, INT32_LIMIT)
+
+
+def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
+    """Experts in groups of at most ceil(E / groups), of equal load if it can be: the heaviest first, each into the
+    lightest group that has room. Ties go to the first."""
+    room = -(-len(loads) // groups)
+    found: list[list[int]] = [[] for _ in range(groups)]
+    lightest = [(0.0, group) for group in range(groups)]
+    for expert in np.argsort(-loads, kind="stable").tolist():
+        total, group = heapq.heappop(lightest)
+        found[group].append(expert)
+        if len(found[group]) < room:
+            heapq.heappush(lightest, (total + float(loads[expert]), group))
+    return found
+
+
+def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> dict[int, int]:
+    """Places of each expert: spare ones go to the expert whose replicas have most to do. Ties go to the first."""
+    copies = dict.fromkeys(experts, 1)
+    hottest = [(-loads[expert], expert) for expert in experts] if most > 1 else []
+    heapq.heapify(hottest)
+    for _ in range(places - len(experts)):
+        if not hottest:
+            break
+        expert = heapq.heappop(hottest)[1]
+        copies[expert] += 1
+        if copies[expert] < most:
+            heapq.heappush(hottest, (-loads[expert] / copies[expert], expert))
+    return copies
+
+
+class _Node:
+    """The ranks of a node while they are filled."""
+
+    def __init__(self, loads: np.ndarray, copies: dict[int, int], ranks: int, per_rank: int) -> None:
+        self.part = {expert: loads[expert] / count for expert, count in copies.items()}
+        self.held: list[list[int]] = [[] for _ in range(ranks)]
+        self.total, self.per_rank = [0.0] * ranks, per_rank
+        self.lightest = [(0.0, rank) for rank in range(ranks)]
+        # The heaviest first; an expert's replicas one after another.
+        for expert in sorted(copies, key=lambda expert: (-self.part[expert], expert)):
+            for _ in range(copies[expert]):
+                self._place(expert)
+
+    def _place(self, expert: int) -> None:
+        """Into the lightest rank that has room and does not hold it."""
+        passed_over = []
+        while self.lightest and expert in self.held[self.lightest[0][1]]:
+            passed_over.append(heapq.heappop(self.lightest))
+        if self.lightest:
+            rank = heapq.heappop(self.lightest)[1]
+        else:
+            rank = self._make_room(passed_over.pop(0)[1], expert)
+        for entry in passed_over:
+            heapq.heappush(self.lightest, entry)
+        self._add(rank, expert)
+
+    def _make_room(self, room: int, expert: int) -> int:
+        """A full rank that does not hold the expert, once it gave another expert to the rank `room`, which does."""
+        ranks = (rank for rank in range(len(self.held)) if expert not in self.held[rank])
+        rank = min(ranks, key=lambda rank: (self.total[rank], rank))
+        # There is one: the full rank holds more experts, and not this one.
+        able = (other for other in self.held[rank] if other not in self.held[room])
+        given = min(able, key=lambda other: (self.part[other], other))
+        self.held[rank].remove(given)
+        self.total[rank] -= self.part[given]
+        self._add(room, given)
+        return rank
+
+    def _add(self, rank: int, expert: int) -> None:
+        self.held[rank].append(expert)
+        self.total[rank] += self.part[expert]
+        if len(self.held[rank]) < self.per_rank:
+            heapq.heappush(self.lightest, (self.total[rank], rank))
+
+    def owners(self) -> list[tuple[int, ...]]:
+        return [(*sorted(rank), *[HOLE] * (self.per_rank - len(rank))) for rank in self.held]
