@@ -18,7 +18,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +35,9 @@ _MOST = 64
 
 _limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("moebius_threads", default=None)
 _lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+#: Threads that wait for work, the last to fall idle first, and the number of all.
+_idle: list[_Helper] = []
+_hired = 0
 #: Names of the functions that read and set the number of threads: OpenBLAS in NumPy's wheels and elsewhere, MKL, BLIS.
 _CONTROLS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
@@ -140,8 +142,8 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
     not begun are left out.
     """
     waiting = deque(pieces)
-    helpers = min(_worth_while(nanoseconds), len(waiting)) - 1
-    if helpers < 1:
+    wanted = min(_worth_while(nanoseconds), len(waiting)) - 1
+    if wanted < 1:
         for piece in waiting:
             function(piece)
         return
@@ -158,18 +160,108 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
             waiting.clear()
             raise
 
-    futures: list[Future[None]] = []
+    given: list[tuple[_Helper, _Task]] = []
+    ended = _Ended()
     try:
-        for _ in range(helpers):
+        while len(given) < wanted and (helper := _hire()) is not None:
             # NumPy's error state is the context's.
-            futures.append(_executor().submit(contextvars.copy_context().run, work))
+            task = ended, work, contextvars.copy_context()
+            given.append((helper, task))
+            helper.give(task)
         work()
     finally:
         waiting.clear()
-        running = [future for future in futures if not future.cancel()]
-        _wait(running)
-    for future in running:
-        future.result()
+        ended.wait()
+        for helper, task in given:
+            helper.take_back(task)
+    for error in ended.errors:
+        if error is not None:
+            raise error
+
+
+class _Ended:
+    """The helpers of one `spread` that began to work, and the exception, or None, of each that ended."""
+
+    def __init__(self) -> None:
+        self.begun: deque[None] = deque()
+        self.errors: deque[BaseException | None] = deque()
+        self._signals: SimpleQueue[None] = SimpleQueue()
+
+    def add(self, error: BaseException | None) -> None:
+        self.errors.append(error)
+        self._signals.put(None)
+
+    def wait(self) -> None:
+        """Return when all have ended, whatever interrupts the waiting: they write to memory that is not ours. Who
+        begins from now on must find no work."""
+        number = len(self.begun)
+        interrupted: BaseException | None = None
+        while len(self.errors) < number:
+            try:
+                self._signals.get(timeout=1)
+            except Empty:
+                continue
+            except BaseException as error:  # KeyboardInterrupt in this thread
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
+#: Whom it belongs to, what is to be done, in which context.
+_Task = tuple[_Ended, Callable[[], None], contextvars.Context]
+
+
+class _Helper(threading.Thread):
+    """A thread that sleeps until `give`. What it is given lies in a box, from which it, or who gave it, takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="moebius", daemon=True)
+        self._box: list[_Task] = []
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def give(self, task: _Task) -> None:
+        self._box.append(task)
+        with contextlib.suppress(RuntimeError):  # it is waking from an earlier task, taken back since
+            self._wake.release()
+
+    def take_back(self, task: _Task) -> None:
+        """If it has not begun, it never will, and is idle."""
+        with contextlib.suppress(ValueError):
+            self._box.remove(task)
+            _idle.append(self)
+
+    def run(self) -> None:
+        set_default_environment()
+        while True:
+            self._wake.acquire()
+            try:
+                ended, work, context = self._box.pop()
+            except IndexError:
+                continue
+            error = None
+            ended.begun.append(None)
+            try:
+                context.run(work)
+            except BaseException as raised:
+                error = raised
+            _idle.append(self)
+            ended.add(error)
+            del ended, work, context, error  # the arrays of the work may go
+
+
+def _hire() -> _Helper | None:
+    """An idle thread, or a new one; None where there are too many."""
+    global _hired
+    with contextlib.suppress(IndexError):
+        return _idle.pop()
+    with _lock:
+        if _hired >= _MOST:
+            return None
+        helper = _Helper()
+        helper.start()
+        _hired += 1
+    return helper
 
 
 def _worth_while(nanoseconds: float) -> int:
@@ -190,33 +282,12 @@ def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:
     return [slice(first, first + step) for first in range(0, num_rows, max(step, 1))]
 
 
-def _wait(futures: list[Future[None]]) -> None:
-    """Return when all are done, whatever interrupts the waiting: they write to memory that is not ours."""
-    interrupted: BaseException | None = None
-    for future in futures:
-        while not future.done():
-            try:
-                future.exception()
-            except BaseException as error:  # KeyboardInterrupt in this thread
-                interrupted = error
-    if interrupted is not None:
-        raise interrupted
-
-
-def _executor() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        with _lock:
-            if _pool is None:
-                _pool = ThreadPoolExecutor(_MOST, "moebius", initializer=set_default_environment)
-    return _pool
-
-
-def _forget_pool() -> None:
+def _forget_threads() -> None:
     """A child process has none of its parent's threads."""
-    global _pool, _lock, _runs
-    _pool, _lock, _runs = None, threading.Lock(), 0
+    global _lock, _runs, _hired
+    _lock, _runs, _hired = threading.Lock(), 0, 0
+    _idle.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+    os.register_at_fork(after_in_child=_forget_threads)

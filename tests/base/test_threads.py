@@ -78,6 +78,15 @@ def test_spread_inside_a_piece_and_in_many_threads_ends():
     assert totals == [20] * 160
 
 
+def test_threads_that_had_no_time_to_begin_are_hired_again(monkeypatch):
+    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(threads, "_hired", 0)
+    with threads.use(4):
+        for _ in range(200):  # most of them end before a thread has begun
+            threads.spread(lambda _: None, range(4))
+    assert threads._hired == 3
+
+
 def test_blas_has_one_thread_inside_and_its_own_number_behind():
     read, write = threads._blas()
     if read() == 1:
