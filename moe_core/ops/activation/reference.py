@@ -80,6 +80,29 @@ def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
     return 4 * power / np.square(1 + power)
 
 
+def _silu(x: np.ndarray) -> np.ndarray:
+    """x / (1 + exp(-x)), in one new array."""
+    found = np.negative(x)
+    np.exp(found, out=found)
+    found += 1
+    return np.divide(x, found, out=found)
+
+
+def _silu_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(x s, s (1 + x s(-x))), s the sigmoid of x and s(-x) = exp(-x) s: no cancellation for large x."""
+    slope = np.negative(x)
+    np.exp(slope, out=slope)
+    share = slope + 1
+    np.reciprocal(share, out=share)
+    np.clip(slope, 0, np.finfo(slope.dtype).max, out=slope)  # no infinity meets a zero
+    slope *= share
+    value = np.clip(x, -_SATURATED["silu"], _SATURATED["silu"])
+    slope *= value
+    slope += 1
+    slope *= share
+    return np.multiply(x, share, out=value), slope
+
+
 def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
     """The gate and up columns `[R, F]` of `[R, 2F]` (halves, interleaved); (values, None) for ungated activations."""
     if not activation.gated:
@@ -106,7 +129,7 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np
             assert up is not None and activation.alpha is not None
             return gate * sigmoid(activation.alpha * gate) * (up + 1)
         if activation.name in ("silu", "clamped_silu"):
-            activated = gate * sigmoid(gate)
+            activated = _silu(gate)
             if limit is not None and activation.name == "clamped_silu":
                 activated = np.minimum(activated, limit)
         elif activation.name == "gelu":
@@ -118,7 +141,7 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np
         else:
             assert activation.name == "relu2"
             activated = np.square(np.maximum(gate, 0))
-        return activated if up is None else activated * up
+        return activated if up is None else np.multiply(activated, up, out=activated)
 
 
 def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
@@ -143,10 +166,10 @@ def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         if name == "relu2":
             return 2 * np.maximum(x, 0)
+        if name == "silu":
+            return _silu_and_slope(x)[1]
         bound = _SATURATED[name]
         x = np.clip(x, -bound, bound)
-        if name == "silu":
-            return sigmoid(x) * (1 + x * sigmoid(-x))
         if name == "gelu":
             density = _NORMAL_DENSITY * np.exp(-0.5 * x * x)
             return normal_cdf(x).astype(x.dtype) + x * density
@@ -167,14 +190,23 @@ def apply_backward(
     s(a g) (1 + a g s(-a g)) and up + 1 for up. softcapped_silu, with c(x) = limit tanh(x / limit), c'(x) =
     1 - tanh(x / limit)^2: act'(g) = c'(g) s(g) + c(g) s(g) s(-g), and d_up is multiplied by c'(up).
     """
+    return _value_and_gradients(d_y, gate, up, activation)[1:]
+
+
+def _value_and_gradients(
+    d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """`apply`, then `apply_backward`."""
     with np.errstate(all="ignore"):
         if up is None:
-            return d_y * activation_derivative(gate, activation.name), None
+            value, slope = _value_and_slope(gate, activation.name)
+            return value, np.multiply(d_y, slope, out=slope), None
         if activation.name == "softcapped_silu":
-            capped, share = softcap(gate, activation.alpha), sigmoid(gate)
-            derivative = softcap_derivative(gate, activation.alpha) * share + capped * share * sigmoid(-gate)
-            d_gate = d_y * softcap(up, activation.limit) * derivative
-            return d_gate, d_y * (capped * share) * softcap_derivative(up, activation.limit)
+            share, second = sigmoid(gate), softcap(up, activation.limit)
+            activated = softcap(gate, activation.alpha) * share
+            derivative = softcap_derivative(gate, activation.alpha) * share + activated * sigmoid(-gate)
+            d_up = d_y * activated * softcap_derivative(up, activation.limit)
+            return activated * second, d_y * second * derivative, d_up
         limit = activation.limit
         inner, bounded = gate, up
         if limit is not None:
@@ -184,18 +216,29 @@ def apply_backward(
         if activation.name == "swiglu_oai":
             assert activation.alpha is not None
             scaled = activation.alpha * inner
-            activated, derivative = inner * sigmoid(scaled), activation_derivative(scaled, name)
+            activated, derivative = inner * sigmoid(scaled), _silu_and_slope(scaled)[1]
             bounded = bounded + 1
         else:
-            activated = apply(inner, None, Activation(name, gated=False))
-            derivative = activation_derivative(inner, name)
-        d_gate, d_up = d_y * bounded * derivative, d_y * activated
-        if limit is None:
-            return d_gate, d_up
-        beyond = gate > limit
-        if activation.name == "clamped_silu":
-            beyond, d_up = activated > limit, d_y * np.minimum(activated, limit)
-        return np.where(beyond, 0.0, d_gate), np.where(np.abs(up) > limit, 0.0, d_up)
+            activated, derivative = _value_and_slope(inner, name)
+        d_gate = d_y * bounded
+        d_gate *= derivative
+        if limit is not None:
+            beyond = gate > limit
+            if activation.name == "clamped_silu":
+                beyond = activated > limit
+                activated = np.minimum(activated, limit)
+            d_gate[beyond] = 0.0
+        d_up = np.multiply(d_y, activated, out=derivative)
+        if limit is not None:
+            d_up[np.abs(up) > limit] = 0.0
+        return np.multiply(activated, bounded, out=activated), d_gate, d_up
+
+
+def _value_and_slope(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ungated form and its derivative."""
+    if name == "silu":
+        return _silu_and_slope(x)
+    return apply(x, None, Activation(name, gated=False)), activation_derivative(x, name)
 
 
 def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
@@ -246,22 +289,33 @@ def expert_activation_backward(
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
+    if row_of_slot is not None and order == "row":
+        ascending = np.argsort(rows)
+        slots, rows = slots[ascending], rows[ascending]
+    # Without gaps, rows are read and written where they lie.
+    dense = len(rows) == len(pre)
+    make = np.empty if dense else np.zeros
     d_weight = np.zeros(len(places), working_dtype(pre))
-    d_pre, weighted = np.zeros(pre.shape, pre.dtype), np.zeros(d_hidden.shape, pre.dtype)
-    weights = None if row_weight is None else row_weight.reshape(-1)
+    d_pre, weighted = make(pre.shape, pre.dtype), make(d_hidden.shape, pre.dtype)
+    weights = None if row_weight is None else row_weight.reshape(-1)[slots, None]
 
     def back(block: slice) -> None:
-        own_rows, own_slots = rows[block], slots[block]
+        own_rows, own_slots = block if dense else rows[block], slots[block]
         z = to_float32(d_hidden[own_rows])
         gate, up = split(to_float32(pre[own_rows]), activation)
-        hidden = apply(gate, up, activation)
         with np.errstate(all="ignore"):
+            d_y = z if weights is None else weights[block] * z
+            hidden, d_gate, d_up = _value_and_gradients(d_y, gate, up, activation)
             d_weight[own_slots] = (z * hidden).sum(axis=-1)
             if bias_product is not None:
                 d_weight[own_slots] += bias_product[own_slots]
-            weight = 1 if weights is None else weights[own_slots, None]
-            d_pre[own_rows] = round_to(join(*apply_backward(weight * z, gate, up, activation), activation), pre.dtype)
-            weighted[own_rows] = round_to(weight * hidden, pre.dtype)
+            weighted[own_rows] = round_to(hidden if weights is None else weights[block] * hidden, pre.dtype)
+            if dense and d_up is not None:
+                to_gate, to_up = split(d_pre[block], activation)
+                assert to_up is not None
+                to_gate[...], to_up[...] = d_gate, d_up
+            else:
+                d_pre[own_rows] = round_to(join(d_gate, d_up, activation), pre.dtype)
 
     width = pre.shape[1]
     spread(back, row_blocks(len(rows), width), 3 * elements(len(rows), width))
