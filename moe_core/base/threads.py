@@ -26,8 +26,8 @@ import numpy as np
 from moe_core.base.floats import set_default_environment
 
 T = TypeVar("T")
-#: Rows of a piece of a product, elements of a piece of other work.
-BLOCK_ROWS, _BLOCK_ELEMENTS = 256, 32768
+#: Rows and columns of a piece of a product, elements of a piece of other work.
+BLOCK_ROWS, BLOCK_COLUMNS, _BLOCK_ELEMENTS = 256, 512, 32768
 #: Estimated nanoseconds that make waking another thread worth while.
 _LEAST_NANOSECONDS = 200_000
 #: OpenBLAS has memory for about so many threads that compute at a time.
@@ -262,6 +262,11 @@ def _hire() -> _Helper | None:
         helper.start()
         _hired += 1
     return helper
+
+
+def column_blocks(width: int) -> list[slice]:
+    """Pieces of the columns of a product."""
+    return [slice(first, min(first + BLOCK_COLUMNS, width)) for first in range(0, width, BLOCK_COLUMNS)]
 
 
 def _worth_while(nanoseconds: float) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
-from moe_core.base.threads import elements, products, spread
+from moe_core.base.threads import column_blocks, elements, products, spread
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.rounding import plain_name, result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
@@ -23,9 +23,6 @@ from moe_core.ops.quantize.reference import dequantize
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.routing import LayoutSpec
-
-#: Columns of the left operand, rows of a gradient, that one thread multiplies at a time.
-BLOCK_COLUMNS = 1024
 
 
 def input_gradient(
@@ -104,8 +101,7 @@ def weight_gradient(
             product = left[part, columns].T @ right[part]
             to[...] = product if added is None else to_float32(added[expert, columns]) + product
 
-    blocks = [slice(first, first + BLOCK_COLUMNS) for first in range(0, num_columns, BLOCK_COLUMNS)]
-    pieces = [(expert, columns) for expert in range(num_experts) for columns in blocks]
+    pieces = [(expert, columns) for expert in range(num_experts) for columns in column_blocks(num_columns)]
     with np.errstate(all="ignore"):
         spread(multiply, pieces, products(rows.count, num_columns, width) + elements(*d_weight.shape))
     return result

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.threads import elements, products, row_blocks, spread
+from moe_core.base.threads import column_blocks, elements, products, row_blocks, spread
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
@@ -20,6 +21,7 @@ from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
+_ALL = (slice(None),)
 
 
 def pick(array: Any, index: int) -> Any:
@@ -83,16 +85,32 @@ def matmul_ogs(
     *,
     layout: LayoutSpec | None,
     spec: MatmulSpec,
+    places: tuple[np.ndarray, ...] = (),
 ) -> np.ndarray:
     """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
-    spec.out_dtype.
+    spec.out_dtype. places: memory for y, None = a new array.
     """
-    weights, out_dtype = (weight, up, bias, up_bias), _out_dtype(x, spec)
-    return _matmul(
-        x, weights, row_weight, layer_index, layout, (group_sizes, group_start, slot_of_row), spec, out_dtype
-    )
+    weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
+    y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
+    return _matmul(x, weights, row_weight, layer_index, layout, groups, spec, y)
+
+
+def _empty(
+    x: Matrix, weight: Matrix, up: Any, layout: LayoutSpec | None, spec: MatmulSpec, dtype: np.dtype
+) -> np.ndarray:
+    """Memory for y."""
+    width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
+    gated = spec.activation is not None and spec.activation.gated and up is None
+    return np.empty((_num_rows(x, layout, spec), width // 2 if gated else width), dtype)
+
+
+def _num_rows(x: Matrix, layout: LayoutSpec | None, spec: MatmulSpec) -> int:
+    """Rows of the result."""
+    if layout is None:
+        return x.shape[0]
+    return layout.capacity if spec.scatter == "row" else layout.num_slots
 
 
 def _matmul(
@@ -103,34 +121,39 @@ def _matmul(
     layout: LayoutSpec | None,
     groups: tuple[Any, ...],
     spec: MatmulSpec,
-    out_dtype: np.dtype,
+    y: np.ndarray,
     pre: np.ndarray | None = None,
 ) -> np.ndarray:
-    """y; what the activation is applied to is written to pre, where given."""
+    """y, filled; what the activation is applied to is written to pre, where given."""
     weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
     width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
     rows = rows_of(layout, x.shape[0], *groups)
     source, to = _rows(x, rows.index[spec.gather]), rows.index[spec.scatter]
     if isinstance(source, np.ndarray) and isinstance(weight, np.ndarray):
         source = to_float32(source)
-    # Behind each other, as pre has them.
-    before = np.empty((rows.count, width if up is None else 2 * width), working_dtype(source))
+    if rows.count < len(y):
+        for target in (y,) if pre is None else (y, pre):
+            target[...] = 0
+    # Gate and up behind each other, as pre has them, and if they can be in the place of a result.
+    shape, dtype = (rows.count, width if up is None else 2 * width), working_dtype(source)
+    before = pre if spec.activation is not None else y
+    if before is None or not isinstance(to, slice) or (before.shape, before.dtype) != (shape, dtype):
+        before = np.empty(shape, dtype)
     sides = [(before[:, :width], weight, bias)]
     if up is not None:
         sides.append((before[:, width:], up, up_bias))
     row_weight = None if row_weight is None else row_weight.reshape(-1)[rows.index["slot"], None]
-    if layout is None:
-        num_rows = rows.count
-    else:
-        num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
-    gated = spec.activation is not None and spec.activation.gated and up is None
-    y = np.zeros((num_rows, width // 2 if gated else width), out_dtype)
 
-    def multiply(piece: tuple[int, slice]) -> None:
-        expert, block = piece
-        for values, matrix, _ in sides:
-            own = matrix if layout is None else pick(matrix, expert)
-            _multiply(_rows(source, block), own, spec, values[block])
+    def multiply(piece: tuple[int, tuple[int, slice], slice]) -> None:
+        side, (expert, block), columns = piece
+        values, matrix, _ = sides[side]
+        own = matrix if layout is None else pick(matrix, expert)
+        if isinstance(own, np.ndarray):
+            own = own[:, columns] if spec.weight_layout == "in_out" else own[columns]
+        _multiply(_rows(source, block), own, spec, values[block, columns])
+
+    columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(width)
+    pieces = list(itertools.product(range(len(sides)), rows.blocks(), columns))
 
     def finish(block: slice) -> None:
         for values, _, added in sides:
@@ -140,14 +163,18 @@ def _matmul(
         result = sides[0][0][block]
         if spec.activation is not None:
             gate_up = (result, sides[1][0][block]) if up is not None else split(result, spec.activation)
-            if pre is not None:
+            if pre is not None and before is not pre:
                 pre[place] = round_to(before[block], pre.dtype)
             result = apply(*gate_up, spec.activation)
-        y[place] = round_to(result if row_weight is None else result * row_weight[block], out_dtype)
+        if row_weight is not None:
+            result = np.multiply(result, row_weight[block], out=result)
+        if before is not y:
+            y[place] = round_to(result, y.dtype)
 
     with np.errstate(all="ignore"):
-        spread(multiply, rows.blocks(), products(rows.count, x.shape[1], len(sides) * width))
-        spread(finish, row_blocks(*before.shape), elements(*before.shape))
+        spread(multiply, pieces, products(rows.count, x.shape[1], len(sides) * width))
+        if before is not y or row_weight is not None or any(added is not None for *_, added in sides):
+            spread(finish, row_blocks(*before.shape), elements(*before.shape))
     return y
 
 
@@ -185,18 +212,19 @@ def matmul_ogs_keeping(
     layout: LayoutSpec | None,
     spec: MatmulSpec,
     outputs: tuple[str, ...],
+    places: tuple[np.ndarray, ...] = (),
 ) -> tuple[np.ndarray, ...]:
     """What outputs names of y, as `matmul_ogs` has it, and pre: what the activation is applied to, cast to the dtype of
-    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up."""
+    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up. places: memory for them, none = new arrays.
+    """
     assert spec.activation is not None
-    if layout is None:
-        num_rows = len(x)
-    else:
-        num_rows = layout.capacity if spec.scatter == "row" else layout.num_slots
-    width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
-    pre = np.zeros((num_rows, width if up is None else 2 * width), x.dtype)
-    out_dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
-    groups = group_sizes, group_start, slot_of_row
-    weights = weight, up, bias, up_bias
-    found = {"pre": pre, "y": _matmul(x, weights, None, layer_index, layout, groups, spec, out_dtype, pre)}
+    found = dict(zip(outputs, places, strict=False))
+    if "y" not in found:
+        dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
+        found["y"] = _empty(x, weight, up, layout, spec, dtype)
+    if "pre" not in found:
+        width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
+        found["pre"] = np.empty((_num_rows(x, layout, spec), width if up is None else 2 * width), x.dtype)
+    groups, weights = (group_sizes, group_start, slot_of_row), (weight, up, bias, up_bias)
+    _matmul(x, weights, None, layer_index, layout, groups, spec, found["y"], found["pre"])
     return tuple(found[name] for name in outputs)
