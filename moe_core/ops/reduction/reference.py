@@ -18,19 +18,28 @@ def reduce(
     top_k: int,
     order: str = "slot",
     out_dtype: str | None = None,
+    places: tuple[np.ndarray, ...] = (),
 ) -> np.ndarray:
-    """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read."""
+    """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read. places: memory for it,
+    none = a new array."""
     rows = row_of_slot.reshape(-1, top_k)
+    complete = bool((row_of_slot >= 0).all())
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
-    out = np.empty((len(rows), y.shape[1]), result_dtype(out_dtype, y) if out_dtype else y.dtype)
+    shape = len(rows), y.shape[1]
+    out = places[0] if places else np.empty(shape, result_dtype(out_dtype, y) if out_dtype else y.dtype)
 
     def add(block: slice) -> None:
         own, own_sources = rows[block], sources[block]
         total = np.zeros((len(own), y.shape[1]), working_dtype(y))
         with np.errstate(all="ignore"):
             for k in range(top_k):
-                tokens = np.flatnonzero(own[:, k] >= 0)
-                total[tokens] += to_float32(y[own_sources[tokens, k]])
+                if complete and order == "slot":
+                    total += to_float32(y[k::top_k][block])
+                elif complete:
+                    total += to_float32(y[own_sources[:, k]])
+                else:
+                    tokens = np.flatnonzero(own[:, k] >= 0)
+                    total[tokens] += to_float32(y[own_sources[tokens, k]])
             if shared is not None:
                 visited = to_float32(shared[block])
                 total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])

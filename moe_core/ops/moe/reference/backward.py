@@ -55,21 +55,19 @@ EVERYTHING = Request()
 class _Chain(NamedTuple):
     """Experts, or the shared expert: their weights, and how they find their rows.
 
-    x: the input of gate_up, pre: before the activation. gathers: of x, of rows by slot, of the output's gradient.
-    where: the layout and its arrays.
+    x: the input of gate_up, d_out: the gradient of the output, both by row. where: the layout and its arrays.
     """
 
     bundle: ExpertWeights | SharedExpert
     prefix: str
     layer_index: np.ndarray | None
     x: np.ndarray
-    gathers: tuple[str, str, str]
+    d_out: np.ndarray
     where: dict[str, Any]
 
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
-        """The product with gate_up (and up) before its activation, by slot, as the forward rounds it."""
-        (of_x, by_slot, _), dtype = self.gathers, plain_name(self.x)
-        matmul = MatmulSpec(spec.weight_layout, of_x, by_slot, None, dtype, spec.allow_tf32)
+        """The product with gate_up (and up) before its activation, as the forward rounds it."""
+        matmul = MatmulSpec(spec.weight_layout, "row", "row", None, plain_name(self.x), spec.allow_tf32)
         options = {"layer_index": self.layer_index, "spec": matmul, **self.where}
         names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
         sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
@@ -77,7 +75,8 @@ class _Chain(NamedTuple):
 
 
 class _MoEBackward:
-    """The stages of one backward; one method per part. `found` collects what `moe_backward_stages` returns."""
+    """The stages of one backward; one method per part. `found` collects what `moe_backward_stages` returns, `by_row`
+    what is by slot there and by layout row here."""
 
     def __init__(self, gradients: OutputGradients, request: Request, *arguments: Any) -> None:
         self.x, self.experts, self.routing, self.spec, self.stages = arguments[:5]
@@ -86,6 +85,17 @@ class _MoEBackward:
         self.found: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
         self.d_x = np.zeros(self.x.shape, working_dtype(self.x))
+        self.by_row: dict[str, np.ndarray] = {}
+        self.row_of_slot = np.zeros(0, np.int32)
+
+    def run(self) -> dict[str, np.ndarray]:
+        """`found`, whole."""
+        d_weights = self.through_experts()
+        if self.shared is not None:
+            self.through_shared(self.shared)
+        self.through_router(d_weights)
+        self.found["d_x"] = round_to(self.d_x, self.x.dtype)
+        return self.found
 
     def _through(
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, **weighting: Any
@@ -93,22 +103,22 @@ class _MoEBackward:
         """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype; the chain's gradients are found.
 
         pre: None = computed again. weighting: of `expert_activation_backward`."""
-        bundle, (of_x, by_slot, of_output) = chain.bundle, chain.gathers
+        bundle, d_out = chain.bundle, chain.d_out
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
 
-        def back(d_y: np.ndarray, gather: str, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:
-            options = MatmulSpec(spec.weight_layout, gather, by_slot, None, dtype, spec.allow_tf32)
+        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:
+            options = MatmulSpec(spec.weight_layout, "row", "row", None, dtype, spec.allow_tf32)
             return matmul.input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
 
-        d_hidden = back(self.d_out, of_output, "float32", bundle.down)
+        d_hidden = back(d_out, "float32", bundle.down)
         d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
-        d_rows = back(d_pre, by_slot, out_dtype, bundle.gate_up, bundle.up)
+        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up)
         width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
         factors = {
-            "down": ((hidden, by_slot), (self.d_out, of_output)),
-            "gate_up": ((chain.x, of_x), (d_pre[:, :width], by_slot)),
-            "up": ((chain.x, of_x), (d_pre[:, width:], by_slot)),
+            "down": (hidden, d_out),
+            "gate_up": (chain.x, d_pre[:, :width]),
+            "up": (chain.x, d_pre[:, width:]),
         }
         for name, sides in factors.items():
             matrix, full = getattr(bundle, name), chain.prefix + name
@@ -116,12 +126,12 @@ class _MoEBackward:
                 request = self.request
                 stack = (matrix, chain.layer_index, request.into.get(full), request.places.get(full))
                 where = {"weight_layout": spec.weight_layout, **chain.where}
-                self.found[full] = matmul.matrix_gradient(*sides, *stack, **where)
+                by_row = [(side, "row") for side in sides]
+                self.found[full] = matmul.matrix_gradient(*by_row, *stack, **where)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
-                (d_y, gather), weight = sides[1], weighting["row_weight"] if name == "down" else None
-                dtype = plain_name(bias)
-                d_bias = matmul.bias_gradient(d_y, row_weight=weight, gather=gather, out_dtype=dtype, **chain.where)
+                weight, dtype = weighting["row_weight"] if name == "down" else None, plain_name(bias)
+                d_bias = matmul.bias_gradient(sides[1], row_weight=weight, out_dtype=dtype, **chain.where)
                 self.found[full] = matmul.in_stack(d_bias, bias, chain.layer_index)
         return d_hidden, d_pre, hidden, d_weight, d_rows
 
@@ -130,30 +140,37 @@ class _MoEBackward:
         experts, stages, layer_index = self.experts, self.stages, self.experts.layer_index
         ids, weights = stages["ids"], stages["weights"].reshape(-1)
         layout = LayoutSpec(ids.shape[0], ids.shape[1], experts.down.shape[0 if layer_index is None else 1])
-        sizes, start, slot_of_row, row_of_slot, _ = make_layout(ids, self.expert_map, self.token_mask, layout=layout)
+        found = stages.get("layout") or make_layout(ids, self.expert_map, self.token_mask, layout=layout)
+        sizes, start, slot_of_row, self.row_of_slot = found[:4]
         where = {"group_sizes": sizes, "group_start": start, "slot_of_row": slot_of_row, "layout": layout}
         on_input = self.spec.apply_router_weight_on_input
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
+        # By layout row from here on; rows without a slot hold anything.
+        slots = np.maximum(slot_of_row, 0)
+        source = source[slots // layout.top_k]
+        pre = stages.get("pre_activation")
+        if pre is None and "matmul1" in stages:
+            pre = stages["matmul1"][slots]
         product = None
         if experts.down_bias is not None:
             product = matmul.bias_product(
                 self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
             )
-        chain = _Chain(experts, "d_experts.", layer_index, source, ("token", "slot", "token"), where)
+        chain = _Chain(experts, "d_experts.", layer_index, source, self.d_out[slots // layout.top_k], where)
+        row_of_slot = self.row_of_slot
         weighting = {"row_of_slot": row_of_slot, "row_weight": None if on_input else weights, "bias_product": product}
-        found = self._through(chain, stages.get("matmul1"), None, **weighting, order="slot")
-        d_hidden, d_pre, hidden, d_weight, d_slots = found
-        self.found |= {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_slots}
+        d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, **weighting)
+        self.by_row = {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_rows}
         if on_input:
             # K = 1: a slot is its token. What was x times the weight gives gradients of both.
             tokens = np.flatnonzero(row_of_slot >= 0)
-            d_source = to_float32(d_slots[tokens])
+            d_source = to_float32(d_rows[row_of_slot[tokens]])
             d_weight = np.zeros(layout.num_slots, working_dtype(self.x))
             with np.errstate(all="ignore"):
                 d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)
                 self.d_x[tokens] += d_source * weights[tokens, None]
         else:
-            self.d_x += reduce(d_slots, row_of_slot, top_k=layout.top_k, out_dtype="float32")
+            self.d_x += reduce(d_rows, row_of_slot, top_k=layout.top_k, order="row", out_dtype="float32")
         return d_weight.reshape(ids.shape)
 
     def through_shared(self, shared: SharedExpert) -> None:
@@ -163,7 +180,7 @@ class _MoEBackward:
         pre, gate = self.stages.get("shared_matmul1"), self.stages.get("shared_gate")
         if pre is None and shared.gate is not None:
             gate = router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
-        chain = _Chain(shared, "d_shared.", layer_index, x, ("row", "row", "row"), {"layout": None})
+        chain = _Chain(shared, "d_shared.", layer_index, x, self.d_out, {"layout": None})
         weight = None if gate is None else sigmoid(gate)
         *_, d_sigmoid, d_x = self._through(chain, pre, "float32", row_weight=weight)
         with np.errstate(all="ignore"):
@@ -235,11 +252,11 @@ def moe_backward_stages(
     Raises InvalidInput where ids are given and a gradient of what comes before them is too.
     """
     backward = _MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)
-    d_weights = backward.through_experts()
-    if shared is not None:
-        backward.through_shared(shared)
-    backward.through_router(d_weights)
-    return backward.found | {"d_x": round_to(backward.d_x, x.dtype)}
+    found, slots = backward.run(), np.flatnonzero(backward.row_of_slot >= 0)
+    for name, rows in backward.by_row.items():
+        found[name] = np.zeros((len(backward.row_of_slot), rows.shape[1]), rows.dtype)
+        found[name][slots] = rows[backward.row_of_slot[slots]]
+    return found
 
 
 def _bundle(kind: type, prefix: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -268,14 +285,13 @@ def moe_backward(
     routing = next(_bundle(kind, "routing.", arrays) for name, kind in _ROUTING.items() if name in arrays)
     shared = _bundle(SharedExpert, "shared.", arrays) if "shared.gate_up" in arrays else None
     source = vars(routing) if isinstance(routing, TopK) else arrays
-    stages = {name: source[name] for name in ("ids", "weights")}
+    stages: dict[str, Any] = {name: source[name] for name in ("ids", "weights")}
     if not isinstance(routing, TopK):
         stages["logits"] = arrays["logits"] if isinstance(routing, RouterWeights) else routing.logits
+    layout = "tokens_per_expert", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot"
+    stages["layout"] = tuple(arrays[name] for name in layout)
     if "saved.pre_activation" in arrays:
-        pre, row_of_slot = arrays["saved.pre_activation"], arrays["saved.row_of_slot"]
-        slots = np.flatnonzero(row_of_slot >= 0)
-        stages["matmul1"] = np.zeros(pre.shape, pre.dtype)
-        stages["matmul1"][slots] = pre[row_of_slot[slots]]
+        stages["pre_activation"] = arrays["saved.pre_activation"]
     for name, stage in (("saved.shared_pre_activation", "shared_matmul1"), ("saved.shared_gate", "shared_gate")):
         if name in arrays:
             stages[stage] = arrays[name]
@@ -283,7 +299,7 @@ def moe_backward(
     into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
     request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)))
     gradients = _bundle(OutputGradients, "gradients.", arrays)
-    found = moe_backward_stages(gradients, x, experts, routing, spec, stages, shared=shared, request=request, **masks)
+    found = _MoEBackward(gradients, request, x, experts, routing, spec, stages, *masks.values(), shared).run()
     if one_layer and experts.layer_index is not None:
         rank = len(experts.down.shape)
         ranks = {"d_experts": rank, "d_shared": rank - 1}
