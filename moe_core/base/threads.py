@@ -29,7 +29,7 @@ T = TypeVar("T")
 #: Rows and columns of a piece of a product, elements of a piece of other work.
 BLOCK_ROWS, BLOCK_COLUMNS, _BLOCK_ELEMENTS = 256, 512, 32768
 #: Estimated nanoseconds that make waking another thread worth while.
-_LEAST_NANOSECONDS = 200_000
+_LEAST_NANOSECONDS = 60_000
 #: OpenBLAS has memory for about so many threads that compute at a time.
 _MOST = 64
 
@@ -131,7 +131,7 @@ def products(rows: int, depth: int, columns: int) -> float:
 
 def elements(*shape: int) -> float:
     """Nanoseconds that an activation or a sum over an array of this shape takes in one thread, roughly."""
-    return math.prod(shape) * 3.0
+    return math.prod(shape) * 1.0
 
 
 def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: float = math.inf) -> None:
@@ -177,6 +177,21 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
     for error in ended.errors:
         if error is not None:
             raise error
+
+
+class Later:
+    """Work of several calls of `spread` that do not need each other's results, done at once by `run`."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Callable[[Any], None], Any]] = []
+        self._nanoseconds = 0.0
+
+    def add(self, function: Callable[[T], None], pieces: Iterable[T], nanoseconds: float) -> None:
+        self._pieces += [(function, piece) for piece in pieces]
+        self._nanoseconds += nanoseconds
+
+    def run(self) -> None:
+        spread(lambda call: call[0](call[1]), self._pieces, self._nanoseconds)
 
 
 class _Ended:

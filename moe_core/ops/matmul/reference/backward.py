@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
-from moe_core.base.threads import column_blocks, elements, products, spread
+from moe_core.base.threads import Later, column_blocks, elements, products, spread
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.rounding import plain_name, result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
@@ -32,6 +32,7 @@ def input_gradient(
     layer_index: np.ndarray | None = None,
     *,
     spec: MatmulSpec,
+    later: Later | None = None,
     **where: Any,
 ) -> np.ndarray:
     """d_x = cast(d_y . weight[expert]^T) for every row of the layout; where: the layout and its arrays.
@@ -40,7 +41,8 @@ def input_gradient(
     says where d_y `[*, N]` lies and scatter where d_x `[*, D]` goes; out_dtype None = the dtype of d_y. up: the second
     weight of gate_layout `separate`; d_y is then `[*, 2N]`, the gate's columns first, and both products share one fp32
     sum. Rows without an expert are exact zeros. layout None: dense, weight `[D, N]`. Quantised weights are dequantised
-    to the dtype of d_y: a scale is of some addends of the sum, and cannot be multiplied with it.
+    to the dtype of d_y: a scale is of some addends of the sum, and cannot be multiplied with it. later: what d_x may be
+    computed by.
     """
     matrices = [weight] if up is None else [weight, up]
     if isinstance(weight, QuantizedTensor):
@@ -49,7 +51,9 @@ def input_gradient(
     out_dtype = spec.out_dtype or plain_name(d_y)
     options = MatmulSpec(TRANSPOSED[spec.weight_layout], spec.gather, spec.scatter, None, "float32", spec.allow_tf32)
     sides = zip(np.split(d_y, len(matrices), axis=1), matrices, strict=True)
-    products = [matmul_ogs(*side, layer_index=layer_index, spec=options, **where) for side in sides]
+    if up is not None or result_dtype(out_dtype, d_y) != working_dtype(d_y):
+        later = None
+    products = [matmul_ogs(*side, layer_index=layer_index, spec=options, later=later, **where) for side in sides]
     with np.errstate(all="ignore"):
         return round_to(products[0] if up is None else products[0] + products[1], out_dtype)
 
@@ -69,6 +73,7 @@ def weight_gradient(
     layout: LayoutSpec | None,
     gather: tuple[str, str] = ("row", "row"),
     out_dtype: str,
+    later: Later | None = None,
     **groups: np.ndarray | None,
 ) -> np.ndarray:
     """d_weight `[E, M, N]`: for every expert the fp32 product left_rows^T . right_rows over its rows, one cast.
@@ -77,7 +82,7 @@ def weight_gradient(
     left is the matmul's input and right the gradient of its output; for `out_in` the other way round. An expert without
     rows has exact zeros. into: an array of the result's shape and dtype to which the fp32 product is added before the
     cast (an accumulated main gradient). place: what is written to and returned, None = a new array. layout None: dense,
-    `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the layout's arrays.
+    `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the layout's arrays. later: what computes it, None = now.
     """
     num_experts, (num_columns, width) = 1 if layout is None else layout.num_experts, (left.shape[1], right.shape[1])
     added = None if into is None else into.reshape(num_experts, num_columns, width)
@@ -101,9 +106,15 @@ def weight_gradient(
             product = left[part, columns].T @ right[part]
             to[...] = product if added is None else to_float32(added[expert, columns]) + product
 
-    pieces = [(expert, columns) for expert in range(num_experts) for columns in column_blocks(num_columns)]
+    size_of = {expert: part.stop - part.start for expert, part in rows.parts}
+    by_rows = sorted(range(num_experts), key=lambda expert: -size_of.get(expert, 0))
+    pieces = [(expert, columns) for expert in by_rows for columns in column_blocks(num_columns)]
+    work = products(rows.count, num_columns, width) + elements(*d_weight.shape)
+    if later is not None:
+        later.add(multiply, pieces, work)
+        return result
     with np.errstate(all="ignore"):
-        spread(multiply, pieces, products(rows.count, num_columns, width) + elements(*d_weight.shape))
+        spread(multiply, pieces, work)
     return result
 
 
@@ -166,17 +177,20 @@ def matrix_gradient(
     place: np.ndarray | None = None,
     *,
     weight_layout: str,
+    later: Later | None = None,
     **where: Any,
 ) -> np.ndarray:
     """d_weight of `y = x @ weight`, in the layout and dtype of weight; with into fp32, of its shape, added to that.
 
     x, d_y: each with how it is gathered; place: where it may be written, which a stack of layers does not use; where:
-    the layout and its arrays, as `weight_gradient` takes them.
+    the layout and its arrays, as `weight_gradient` takes them. later: what it may be computed by.
     """
     (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
     added, dtype = pick_layer(into, layer_index), plain_name(weight) if into is None else "float32"
-    place = place if layer_index is None else None
-    d_weight = weight_gradient(left, right, added, place, gather=(of_left, of_right), out_dtype=dtype, **where)
+    if layer_index is not None:
+        place = later = None
+    options = {"gather": (of_left, of_right), "out_dtype": dtype, "later": later}
+    d_weight = weight_gradient(left, right, added, place, **options, **where)
     return in_stack(d_weight, weight, layer_index, into)
 
 

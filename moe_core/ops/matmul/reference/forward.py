@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.threads import column_blocks, elements, products, row_blocks, spread
+from moe_core.base.threads import Later, column_blocks, elements, products, row_blocks, spread
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
@@ -86,15 +86,17 @@ def matmul_ogs(
     layout: LayoutSpec | None,
     spec: MatmulSpec,
     places: tuple[np.ndarray, ...] = (),
+    later: Later | None = None,
 ) -> np.ndarray:
     """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
-    spec.out_dtype. places: memory for y, None = a new array.
+    spec.out_dtype. places: memory for y, none = a new array. later: what y may be computed by, without
+    row_weight, bias and activation.
     """
     weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
     y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
-    return _matmul(x, weights, row_weight, layer_index, layout, groups, spec, y)
+    return _matmul(x, weights, row_weight, layer_index, layout, groups, spec, y, later=later)
 
 
 def _empty(
@@ -123,6 +125,7 @@ def _matmul(
     spec: MatmulSpec,
     y: np.ndarray,
     pre: np.ndarray | None = None,
+    later: Later | None = None,
 ) -> np.ndarray:
     """y, filled; what the activation is applied to is written to pre, where given."""
     weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
@@ -171,9 +174,14 @@ def _matmul(
         if before is not y:
             y[place] = round_to(result, y.dtype)
 
+    work = products(rows.count, x.shape[1], len(sides) * width)
+    finished = before is y and row_weight is None and all(added is None for *_, added in sides)
     with np.errstate(all="ignore"):
-        spread(multiply, pieces, products(rows.count, x.shape[1], len(sides) * width))
-        if before is not y or row_weight is not None or any(added is not None for *_, added in sides):
+        if finished and later is not None:
+            later.add(multiply, pieces, work)
+            return y
+        spread(multiply, pieces, work)
+        if not finished:
             spread(finish, row_blocks(*before.shape), elements(*before.shape))
     return y
 

@@ -22,12 +22,12 @@ class Rows(NamedTuple):
     parts: list[tuple[int, slice]]
 
     def blocks(self) -> list[tuple[int, slice]]:
-        """(expert, rows) in pieces of work."""
+        """(expert, rows) in pieces of work, the largest first: at the end all threads are busy about as long."""
         found = []
         for expert, part in self.parts:
             for block in row_blocks(part.stop - part.start):
                 found.append((expert, slice(part.start + block.start, min(part.start + block.stop, part.stop))))
-        return found
+        return sorted(found, key=lambda piece: piece[1].start - piece[1].stop)
 
 
 def rows_of(

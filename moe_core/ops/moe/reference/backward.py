@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_core.base.threads import Later
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec
 from moe_core.ops.activation.reference import expert_activation_backward, sigmoid
@@ -107,13 +108,15 @@ class _MoEBackward:
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
 
-        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any = None) -> np.ndarray:
-            options = MatmulSpec(spec.weight_layout, "row", "row", None, dtype, spec.allow_tf32)
-            return matmul.input_gradient(d_y, weight, up=up, layer_index=chain.layer_index, spec=options, **chain.where)
+        def back(d_y: np.ndarray, dtype: str | None, *weights: Any, later: Later | None = None) -> np.ndarray:
+            matmul_spec = MatmulSpec(spec.weight_layout, "row", "row", None, dtype, spec.allow_tf32)
+            options = {"layer_index": chain.layer_index, "spec": matmul_spec, "later": later}
+            return matmul.input_gradient(d_y, *weights, **options, **chain.where)
 
         d_hidden = back(d_out, "float32", bundle.down)
         d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
-        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up)
+        later = Later()
+        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later=later)
         width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
         factors = {
             "down": (hidden, d_out),
@@ -125,7 +128,7 @@ class _MoEBackward:
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
                 request = self.request
                 stack = (matrix, chain.layer_index, request.into.get(full), request.places.get(full))
-                where = {"weight_layout": spec.weight_layout, **chain.where}
+                where = {"weight_layout": spec.weight_layout, "later": later, **chain.where}
                 by_row = [(side, "row") for side in sides]
                 self.found[full] = matmul.matrix_gradient(*by_row, *stack, **where)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
@@ -133,6 +136,8 @@ class _MoEBackward:
                 weight, dtype = weighting["row_weight"] if name == "down" else None, plain_name(bias)
                 d_bias = matmul.bias_gradient(sides[1], row_weight=weight, out_dtype=dtype, **chain.where)
                 self.found[full] = matmul.in_stack(d_bias, bias, chain.layer_index)
+        with np.errstate(all="ignore"):
+            later.run()
         return d_hidden, d_pre, hidden, d_weight, d_rows
 
     def through_experts(self) -> np.ndarray:
