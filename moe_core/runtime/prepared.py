@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from moe_core.base.arrays import ALIGNMENT, host_array
 from moe_core.base.floats import exact_denormals
+from moe_core.base.memory import LEAST_BYTES, prefer_huge_pages
 from moe_core.base.threads import one_blas_thread
 from moe_core.errors import InvalidInput
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall
@@ -65,6 +66,9 @@ class HostPrepared(Prepared):
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
         super().__init__(plan, device_index)
+        outputs = enumerate(plan.outputs, len(plan.inputs))
+        sizes = [*((index, buffer.spec.nbytes) for index, buffer in outputs), (self._count, self._scratch_bytes)]
+        self._large = [(index, size) for index, size in sizes if size >= LEAST_BYTES]
         self._calls = [
             self._kernel(step) if isinstance(step, KernelLaunch) else self._reference(step) for step in plan.steps
         ]
@@ -106,6 +110,8 @@ class HostPrepared(Prepared):
     def _run(self, pointers: Sequence[int], stream: int) -> None:
         arena = pointers[self._count] if self._scratch_bytes else 0
         addresses = [*pointers[: self._count], *self._scratch_addresses(arena)]
+        for index, size in self._large:
+            prefer_huge_pages(pointers[index], size)
         with exact_denormals():
             for call in self._calls:
                 call(addresses)

@@ -1,0 +1,39 @@
+"""Large memory of the host that is about to be written."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import sys
+from collections.abc import Callable
+
+#: Smaller arrays get no huge pages; NumPy draws the same line for its own.
+LEAST_BYTES = 1 << 22
+_MADV_HUGEPAGE = 14
+
+
+def prefer_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask Linux to back memory that nothing was written to yet with huge pages; elsewhere nothing happens.
+
+    Gradients are new memory in every step, and the kernel clears its pages one after another, when each is first
+    written. Four kilobytes at a time, that can take as long as the product. NUMPY_MADVISE_HUGEPAGE=0 turns it off, as
+    it does for NumPy's own arrays.
+    """
+    if num_bytes >= LEAST_BYTES and (advise := _advise()) is not None:
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(first, end - first, _MADV_HUGEPAGE)
+
+
+@functools.cache
+def _advise() -> Callable[[int, int, int], int] | None:
+    if sys.platform != "linux" or os.environ.get("NUMPY_MADVISE_HUGEPAGE", "1") == "0":
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        return advise
+    return None
