@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.threads import row_blocks
+from moe_core.base.threads import BLOCK_ROWS
 from moe_core.specs.routing import LayoutSpec
 
 _ALL = slice(None)
@@ -25,8 +26,8 @@ class Rows(NamedTuple):
         """(expert, rows) in pieces of work, the largest first: at the end all threads are busy about as long."""
         found = []
         for expert, part in self.parts:
-            for block in row_blocks(part.stop - part.start):
-                found.append((expert, slice(part.start + block.start, min(part.start + block.stop, part.stop))))
+            for first in range(part.start, part.stop, BLOCK_ROWS):
+                found.append((expert, slice(first, min(first + BLOCK_ROWS, part.stop))))
         return sorted(found, key=lambda piece: piece[1].start - piece[1].stop)
 
 
@@ -41,6 +42,13 @@ def rows_of(
     if layout is None:
         return Rows(num_rows, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, num_rows))])
     assert group_sizes is not None and group_start is not None and slot_of_row is not None
+    if slot_of_row.min(initial=0) >= 0 and layout.capacity == layout.num_slots:
+        ends_of = list(itertools.pairwise(group_start.tolist()))
+        if ends_of[0][0] == 0 and [end - start for start, end in ends_of] == group_sizes.tolist():
+            # Every slot has a row, without gaps.
+            index = {"row": _ALL, "slot": slot_of_row, "token": slot_of_row // layout.top_k}
+            parts = [(expert, slice(*ends)) for expert, ends in enumerate(ends_of) if ends[0] < ends[1]]
+            return Rows(layout.capacity, index, np.repeat(np.arange(len(group_sizes)), group_sizes), parts)
     sizes = np.maximum(group_sizes, 0)
     experts = np.repeat(np.arange(len(sizes)), sizes)
     rows = np.arange(len(experts)) + np.repeat(group_start[:-1] - (np.cumsum(sizes) - sizes), sizes)

@@ -108,15 +108,15 @@ class _MoEBackward:
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
 
-        def back(d_y: np.ndarray, dtype: str | None, *weights: Any, later: Later | None = None) -> np.ndarray:
+        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any, later: Later | None) -> np.ndarray:
             matmul_spec = MatmulSpec(spec.weight_layout, "row", "row", None, dtype, spec.allow_tf32)
-            options = {"layer_index": chain.layer_index, "spec": matmul_spec, "later": later}
-            return matmul.input_gradient(d_y, *weights, **options, **chain.where)
+            where = {"layer_index": chain.layer_index, "later": later, **chain.where}
+            return matmul.input_gradient(d_y, weight, up, spec=matmul_spec, **where)
 
-        d_hidden = back(d_out, "float32", bundle.down)
+        d_hidden = back(d_out, "float32", bundle.down, None, None)
         d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
         later = Later()
-        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later=later)
+        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later)
         width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
         factors = {
             "down": (hidden, d_out),
@@ -129,7 +129,7 @@ class _MoEBackward:
                 request = self.request
                 stack = (matrix, chain.layer_index, request.into.get(full), request.places.get(full))
                 where = {"weight_layout": spec.weight_layout, "later": later, **chain.where}
-                by_row = [(side, "row") for side in sides]
+                by_row = (sides[0], "row"), (sides[1], "row")
                 self.found[full] = matmul.matrix_gradient(*by_row, *stack, **where)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
