@@ -43,8 +43,10 @@ def rows_of(
         return Rows(num_rows, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, num_rows))])
     assert group_sizes is not None and group_start is not None and slot_of_row is not None
     if slot_of_row.min(initial=0) >= 0 and layout.capacity == layout.num_slots:
-        ends_of = list(itertools.pairwise(group_start.tolist()))
-        if ends_of[0][0] == 0 and [end - start for start, end in ends_of] == group_sizes.tolist():
+        starts = group_start.tolist()
+        ends_of = list(itertools.pairwise(starts))
+        whole = (starts[0], starts[-1]) == (0, layout.capacity)
+        if whole and [end - start for start, end in ends_of] == group_sizes.tolist():
             # Every slot has a row, without gaps.
             index = {"row": _ALL, "slot": slot_of_row, "token": slot_of_row // layout.top_k}
             parts = [(expert, slice(*ends)) for expert, ends in enumerate(ends_of) if ends[0] < ends[1]]
