@@ -87,6 +87,27 @@ def test_threads_that_had_no_time_to_begin_are_hired_again(monkeypatch):
     assert threads._hired == 3
 
 
+def test_a_thread_that_begins_late_does_not_end_the_waiting_for_others(monkeypatch):
+    class Late(threads._Helper):
+        def run(self) -> None:
+            time.sleep(0.05)
+            super().run()
+
+    late, both, done = Late(), threading.Barrier(2, timeout=30), []
+    late.start()
+    monkeypatch.setattr(threads, "_idle", [late])
+
+    def piece(number: int) -> None:
+        if number < 2:
+            both.wait()
+            time.sleep(0.2 if isinstance(threading.current_thread(), threads._Helper) else 0)
+        done.append(number)
+
+    with threads.use(3):
+        threads.spread(piece, range(3))
+    assert len(done) == 3
+
+
 def test_blas_has_one_thread_inside_and_its_own_number_behind():
     read, write = threads._blas()
     if read() == 1:
