@@ -256,12 +256,12 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
     - sigmoid, sqrt_softplus, with q = c / (sum(c) + epsilon): d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised,
       else l_k c_k d_k.
 
-    All this is of `bounded` logits, and goes on to the logits. A token with id -1 is masked: its weights are constants,
-    its d_weights and logits are not read, its row is exact zeros. ids of a token are distinct, as routing makes them. A
-    NaN stays in its token's row.
+    All this is of `bounded` logits, and goes on to the logits. A token with an id outside [0, E) is masked: its weights
+    are constants, its d_weights and logits are not read, its row is exact zeros. ids of a token are distinct, as
+    routing makes them. A NaN stays in its token's row.
     """
     d_logits, raw = np.zeros(logits.shape, logits.dtype), logits
-    tokens = np.flatnonzero((ids >= 0).all(axis=-1))
+    tokens = np.flatnonzero(((ids >= 0) & (ids < logits.shape[1])).all(axis=-1))
     logits, chosen = bounded(logits[tokens], spec), ids[tokens].astype(np.int64)
     with np.errstate(all="ignore"):
         gradient = to_float32(d_weights[tokens]) * spec.scale

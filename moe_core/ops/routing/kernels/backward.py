@@ -102,7 +102,7 @@ def routing_backward(
         slope = tl.div_rn(tl.load(d_load_balance) * NUM_EXPERTS, count)
         coefficient = slope * tl.div_rn(routed, count * TOP_K)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_T, num_tokens, tl.num_programs(0).to(tl.int64) * BLOCK_T):
-        tokens = first + tl.arange(0, BLOCK_T)
+        tokens = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_T)
         inside = tokens < num_tokens
         kept = inside
         if token_mask is not None:
@@ -120,7 +120,8 @@ def routing_backward(
         if d_weights is not None:
             here_slots = tokens[:, None] * TOP_K + slots
             chosen = tl.load(ids + here_slots, mask=kept[:, None] & (slots < TOP_K), other=0)
-            routed_token = kept & (tl.min(chosen, axis=1) >= 0)
+            # Ids may come from anywhere: none may lead outside of the logits.
+            routed_token = kept & (tl.min(chosen, axis=1) >= 0) & (tl.max(chosen, axis=1) < NUM_EXPERTS)
             stored = routed_token[:, None] & (slots < TOP_K)
             gradient = tl.load(d_weights + here_slots, mask=stored, other=0.0) * SCALE
             picked = tl.load(logits + tokens[:, None] * NUM_EXPERTS + chosen, mask=stored, other=float("-inf"))

@@ -282,7 +282,8 @@ def route(
     slots = tl.arange(0, SLOTS)[None, :]
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(start, last, BLOCK_T):
-        tokens = first + tl.arange(0, BLOCK_T)
+        # Of 64 bits whatever the loop's number has, which are 32 in the interpreter.
+        tokens = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_T)
         inside = tokens < last
         chosen, values = choose_experts(
             logits, correction_bias, token_mask, given, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
