@@ -18,6 +18,7 @@ from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.ops.activation.backward import plan_activation_backward, plan_expert_activation_backward
 from moe_core.ops.activation.forward import plan_activation
+from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.norm.backward import plan_rms_norm_backward
@@ -28,6 +29,7 @@ from moe_core.ops.reduction.rowwise import plan_add, plan_bias_product, plan_cas
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.norm import NormSpec
@@ -342,3 +344,26 @@ def test_products_with_the_bias_of_the_last_layer() -> None:
     arrays |= {"group_start": np.array([0, LAST], np.int32), "slot_of_row": np.arange(LAST, dtype=np.int32)}
     found = run_last_programs(plan, arrays)["products"]
     agree(found, d_y @ arrays["bias"][-1, 0].astype(np.float32))
+
+
+def test_products_with_the_bias_of_the_last_expert() -> None:
+    experts, width = 16385, 2**17 + 8
+    assert (experts - 1) * width > 2**31
+    layout, bias = LayoutSpec(LAST, 1, experts), half(experts, width)
+    plan = plan_bias_product(single(LAST, width), bias, layout, HERE)
+    arrays = {"d_y": draw(single(LAST, width)), "bias": far(bias, draw(half(1, width)))}
+    arrays |= {"group_start": np.zeros(experts + 1, np.int32), "slot_of_row": np.arange(LAST, dtype=np.int32)}
+    arrays["group_start"][-1] = LAST
+    found = run_last_programs(plan, arrays)["products"]
+    agree(found / 100, arrays["d_y"] @ arrays["bias"][-1].astype(np.float32) / 100)
+
+
+def test_zeros_where_no_row_is() -> None:
+    builder = PlanBuilder("zero_rows", HERE)
+    builder.input("markers", integers(ROWS))
+    builder.output("y", half(ROWS, WIDTH))
+    launch_zero_rows(builder, "markers", "y", (8, 1024))
+    markers = np.array([0, -1, 3, -1, 2], np.int32)
+    y = far(half(ROWS, WIDTH), np.ones((LAST, WIDTH), np.float32).astype(dtypes.numpy_dtype("bfloat16")))
+    run_last_programs(builder.build(), {"markers": far(integers(ROWS), markers), "y": y})
+    np.testing.assert_array_equal(y[-LAST:].astype(np.float32), np.repeat(markers[:, None] >= 0, WIDTH, 1))

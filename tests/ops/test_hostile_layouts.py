@@ -38,6 +38,7 @@ from moe_core.specs.operands import (
 )
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 from tests.support.harness import run_plan
+from tests.support.strategies import layout_arrays
 
 HERE = Target("interpreter")
 T, K, E, D, F = 5, 3, 4, 40, 24
@@ -188,7 +189,42 @@ def test_garbage_leads_nowhere(name: str) -> None:
         for seed in range(1 if garbage in GARBAGE[:3] else 3):
             random = np.random.default_rng([seed, GARBAGE.index(garbage)])
             arrays = {buffer.name: draw(random, buffer.spec, garbage) for buffer in plan.inputs}
+            if garbage == "ascending" and "experts.layer_index" in arrays:
+                arrays["experts.layer_index"][0] = (-1, 2, LOWEST)[seed]
             try:
                 run_plan(plan, arrays)
             except AssertionError as error:
                 raise AssertionError(f"{garbage}, seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("outside", [LOWEST, -2, T * K, HIGHEST])
+@pytest.mark.parametrize("weights", ["plain", "mxfp4"])
+def test_slots_outside_are_padding(weights: str, outside: int) -> None:
+    """A row whose slot is no slot is written nowhere: neither the first nor the last slot gets it."""
+    random, ids = np.random.default_rng(0), np.arange(T * K, dtype=np.int32).reshape(T, K) % E
+    plan = product(PADDED, "token", "slot") if weights == "plain" else quantized_product("mxfp4")
+    arrays = {buffer.name: draw(random, buffer.spec, "ascending") for buffer in plan.inputs}
+    arrays |= {name: one for name, one in layout_arrays(ids, PADDED).items() if name in arrays}
+    arrays |= {"layer_index": np.ones(1, np.int32)} if weights == "plain" else {}
+    # The last row, whose program is the last to write.
+    row, found = np.flatnonzero(arrays["slot_of_row"] >= 0)[-1], []
+    for slot in (-1, outside):
+        arrays["slot_of_row"][row] = slot
+        found.append(run_plan(plan, arrays)["y"].view(np.int32))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("outside", [-2, E, E + 3, HIGHEST])
+def test_ids_outside_have_no_gradient(outside: int) -> None:
+    """Such a token counts as masked, in the kernel and in its NumPy twin."""
+    random = np.random.default_rng(1)
+    arrays = {"logits": random.standard_normal((T, E), np.float32)}
+    arrays |= {"gradients.weights": random.standard_normal((T, K), np.float32)}
+    arrays |= {"ids": np.tile(np.arange(K, dtype=np.int32), (T, 1))}
+    arrays["ids"][2, 1] = outside
+    found = []
+    for target in (HERE, Target("reference")):
+        plan = plan_routing_backward(RoutingGradients(floats(T, K)), floats(T, E), integers(T, K), ROUTER, target)
+        found.append(run_plan(plan, arrays)["d_logits"])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+    assert not found[0][2].any() and found[0][[0, 1, 3, 4]].any(axis=1).all()

@@ -88,6 +88,25 @@ def test_sums_in_slot_order_bit_by_bit(top_k: int, order: str, engine: str | Non
     np.testing.assert_array_equal(actual.view(np.int32), forwards.view(np.int32))
 
 
+@pytest.mark.parametrize("engine", [None, "reference"])
+@pytest.mark.parametrize("order", ["slot", "row"])
+@pytest.mark.parametrize("top_k", [3, 17])
+def test_slots_without_a_row_add_nothing(top_k: int, order: str, engine: str | None) -> None:
+    layout = LayoutSpec(4, top_k, 20)
+    y = np.arange(1, layout.num_slots + 1, dtype=np.float32)[:, None].repeat(24, 1)
+    row_of_slot = np.arange(layout.num_slots, dtype=np.int32)
+    absent = np.array([0, top_k + 1, *range(2 * top_k, 3 * top_k), layout.num_slots - 1])
+    row_of_slot[absent] = -1
+    sums = np.where(row_of_slot >= 0, y[:, 0], 0).reshape(4, top_k).sum(1)
+    y[absent] = np.nan
+    target = engine_target() if engine is None else Target(engine)
+    plan = plan_reduce(
+        ArraySpec(y.shape, "float32"), ArraySpec(row_of_slot.shape, "int32"), layout, target, order=order
+    )
+    found = run_plan(plan, {"y": y, "row_of_slot": row_of_slot})["out"]
+    np.testing.assert_array_equal(found, sums[:, None].repeat(24, 1))
+
+
 @pytest.mark.parametrize("dtype", dtypes.MATMUL_DTYPES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])
 def test_scale_rows(dtype: str, num_tokens: int) -> None:
