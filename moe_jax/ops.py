@@ -169,9 +169,8 @@ def make_layout(
     num_tokens, top_k = shape.shape
     require_flag("checked", checked)
     layout = LayoutSpec(num_tokens, top_k, num_experts, alignment, max_rows)
-    given = {"expert_map": call.optional("expert_map", expert_map)}
-    given["token_mask"] = call.optional("token_mask", token_mask)
-    result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, **given))
+    own, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
+    result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=own, token_mask=mask))
     if checked:
         num_ids = layout.num_experts if expert_map is None else expert_map.shape[0]
         require_known_ids(on_host("make_layout", result.invalid_ids), num_ids)
@@ -245,6 +244,7 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     shapes = call.bundle("operands", operands)
     if layout is not None:
         require_type("layout", layout, RaggedLayout)
+        require_type("layout.spec", layout.spec, LayoutSpec)
         # Which of them a plan reads depends on its target.
         fields = array_fields(LayoutArrays)
         arrays = {name: call.array(name, getattr(layout, name), f"layout.{name}") for name, _ in fields}
@@ -295,6 +295,7 @@ def reduce(
     """
     call = OpCall("reduce")
     require_type("layout", layout, RaggedLayout)
+    require_type("layout.spec", layout.spec, LayoutSpec)
     rows = call.array("y", y)
     slots = call.array("row_of_slot", layout.row_of_slot, "layout.row_of_slot")
     require_choice("order", order, ("slot", "row"))

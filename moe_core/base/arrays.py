@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,14 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple([operator.index(value) for value in values])
+    except (TypeError, RuntimeError) as error:
+        kind = type(values).__name__
+        raise InvalidInput(f"{name} must be a tuple of integers, got {kind}; pass the array's {name}") from error
+
+
 @plan_type
 @dataclass(frozen=True)
 class ArraySpec:
@@ -44,10 +53,12 @@ class ArraySpec:
     strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "shape", _integers("shape", self.shape))
         object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
         if any(size < 0 for size in self.shape):
             raise InvalidInput(f"shape must have no negative size, got {self.shape}; pass the array's shape")
+        if self.strides is not None:
+            object.__setattr__(self, "strides", _integers("strides", self.strides))
         if self.strides is not None and len(self.strides) != len(self.shape):
             raise InvalidInput(
                 f"strides must have one entry per axis of shape {self.shape}, got {self.strides}; pass both as they are"
@@ -55,7 +66,7 @@ class ArraySpec:
         strides = packed = contiguous_strides(self.shape)
         if self.strides is not None and 0 not in self.shape:
             axes = zip(self.shape, self.strides, packed, strict=True)
-            strides = tuple(dense if size == 1 else int(step) for size, step, dense in axes)
+            strides = tuple(dense if size == 1 else step for size, step, dense in axes)
         object.__setattr__(self, "strides", strides)
 
     @property

@@ -11,16 +11,23 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 
-_NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None))
+_NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None), np.ndarray)
 _CLOSED = ("moe_core.specs", "moe_core.formats")
 #: The largest fp32 number: what kernels get is fp32, and a larger one would be infinite there.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: arrays by type alone, as their numbers fill pages and may be nowhere to be read."""
+    if hasattr(value, "shape") and not isinstance(value, np.generic):
+        return f"an array ({type(value).__name__})"
+    return repr(value)
+
+
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise InvalidInput unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}; name one of these")
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {shown(value)}; name one of these")
 
 
 def require_wanted(wanted: tuple[str, ...], names: tuple[str, ...]) -> None:
@@ -32,7 +39,7 @@ def require_wanted(wanted: tuple[str, ...], names: tuple[str, ...]) -> None:
 def require_at_least(name: str, value: object, least: int) -> None:
     """Raise InvalidInput unless `value` is an int of at least `least` (booleans are refused)."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}; pass such a number")
+        raise InvalidInput(f"{name} must be an integer of at least {least}, got {shown(value)}; pass such a number")
 
 
 def as_integer(name: str, value: object, least: int, below: int | None = None) -> int:
@@ -41,7 +48,7 @@ def as_integer(name: str, value: object, least: int, below: int | None = None) -
     number: Any = int(value) if isinstance(value, (np.integer, enum.IntEnum)) else value
     require_at_least(name, number, least)
     if below is not None and number >= below:
-        raise InvalidInput(f"{name} must be below {below}, got {value!r}; pass a smaller number")
+        raise InvalidInput(f"{name} must be below {below}, got {shown(value)}; pass a smaller number")
     return number
 
 
@@ -53,7 +60,7 @@ def set_integer(options: object, name: str, least: int, below: int | None = None
 def require_flag(name: str, value: object) -> None:
     """Raise InvalidInput unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be True or False, got {value!r}; pass one of them")
+        raise InvalidInput(f"{name} must be True or False, got {shown(value)}; pass one of them")
 
 
 def require_flags(options: object, *names: str) -> None:
@@ -92,7 +99,7 @@ def finite_float(name: str, value: object) -> float:
     except (TypeError, ValueError, RuntimeError):  # complex numbers, and arrays of several libraries
         is_finite = False
     if not is_finite:
-        raise InvalidInput(f"{name} must be finite, got {value!r}; pass a finite number")
+        raise InvalidInput(f"{name} must be finite, got {shown(value)}; pass a finite number")
     if not -_LARGEST <= number <= _LARGEST:
-        raise InvalidInput(f"{name} must be finite in float32, got {value!r}; pass a number up to {_LARGEST:.4g}")
+        raise InvalidInput(f"{name} must be finite in float32, got {shown(value)}; pass a number up to {_LARGEST:.4g}")
     return float(number) + 0.0

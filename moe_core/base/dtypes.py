@@ -33,6 +33,9 @@ MATMUL_DTYPES = ("bfloat16", "float16", "float32")
 
 def canonical(dtype: Any) -> str:
     """The canonical name of a NumPy, ml_dtypes, torch or JAX dtype, or of a name: `torch.bfloat16` -> `"bfloat16"`."""
+    if hasattr(dtype, "dtype") and hasattr(dtype, "shape") and not isinstance(dtype, type):
+        kind = type(dtype).__name__  # whose numbers may be many, and nowhere to be read
+        raise InvalidInput(f"dtype must be one of {', '.join(_NAMES)}, got an array ({kind}); pass its dtype")
     name = dtype if isinstance(dtype, str) else str(getattr(dtype, "name", dtype))
     name = name.removeprefix("torch.")
     if name not in _NAMES:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_core.base.checks import require_choice
+from moe_core.base.checks import require_choice, set_integer
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 
@@ -53,6 +53,8 @@ class Target:
 
     def __post_init__(self) -> None:
         require_choice("target kind", self.kind, KINDS)
+        set_integer(self, "arch", 0)
+        set_integer(self, "num_sms", 0)
         gpus = _GPUS.get(self.kind)
         if gpus is not None and (self.arch < gpus.first_arch or self.num_sms < 1):
             raise InvalidInput(

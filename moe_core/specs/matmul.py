@@ -99,7 +99,7 @@ class Activation:
     limit: float | None = _DEFAULT
 
     def __post_init__(self) -> None:
-        if self.name == "swigluoai":
+        if isinstance(self.name, str) and self.name == "swigluoai":
             object.__setattr__(self, "name", "swiglu_oai")
         require_choice("activation", self.name, ACTIVATIONS)
         require_flag("gated", self.gated)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_core.base.checks import require_kind, set_integer
 from moe_core.base.codec import plan_type
 
 #: Shared memory a block may use, by compute capability (CUDA programming guide, table of technical specifications).
@@ -36,6 +37,11 @@ class TileConfig:
     num_stages: int = 3
     group_m: int = 8
     family: str = "portable"
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m"):
+            set_integer(self, name, 0)  # which of them are legal is the families' business
+        require_kind("family", self.family, str)
 
 
 def shared_limit(arch: int) -> int:

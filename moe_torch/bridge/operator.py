@@ -204,7 +204,11 @@ class Operator:
 
     def device_of(self, tensors: Sequence[Any]) -> torch.device:
         """That of all tensors (None where absent). Raises InvalidInput that names the first one elsewhere."""
-        (first, one), *others = self.present(tensors)
+        present = self.present(tensors)
+        for name, tensor in present:
+            if not isinstance(tensor, torch.Tensor):
+                array_spec(name, tensor)
+        (first, one), *others = present
         for name, tensor in others:
             if tensor.device != one.device:
                 fix = f"move it with .to({str(one.device)!r})" if tensor.device.type != "meta" else _MAKE_MEMORY

@@ -15,7 +15,7 @@ import torch
 
 from moe_core import formats, specs
 from moe_core.base import codec, dtypes
-from moe_core.base.checks import is_derived
+from moe_core.base.checks import is_derived, shown
 from moe_core.errors import InvalidInput
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -114,7 +114,7 @@ def dtype_name(name: str, dtype: torch.dtype | str | None) -> str | None:
         return dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         allowed = ", ".join(dtypes.MATMUL_DTYPES)
-        raise InvalidInput(f"{name} must be a torch dtype, one of {allowed}, got {dtype!r}; pass one of these")
+        raise InvalidInput(f"{name} must be a torch dtype, one of {allowed}, got {shown(dtype)}; pass one of these")
     return DTYPE_NAMES[dtype]
 
 

@@ -12,7 +12,6 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
-from moe_core.specs.operands import LayoutArrays, require_layout
 from moe_core.specs.routing import LayoutSpec
 
 REDUCE = Kernel("reduction.kernels.reduce:reduce", pdl="layout")
@@ -61,7 +60,7 @@ def plan_reduce(
     `[T, 1]`) if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
     """
     require_choice("order", order, ("slot", "row"))
-    require_layout(layout, LayoutArrays(row_of_slot=row_of_slot))
+    require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
     rows = layout.num_slots if order == "slot" else layout.capacity
     require_spec("y", y, (rows, "d_model"), dtypes.MATMUL_DTYPES)
     tokens, width, top_k = layout.num_tokens, y.shape[1], layout.top_k
