@@ -71,12 +71,15 @@ def _shares(logits: jax.Array, scoring: str, kept: jax.Array) -> jax.Array:
     return jnp.where(kept[..., None] & ~empty, jax.nn.softmax(jnp.where(empty, 0, log_scores), axis=-1), 0)
 
 
+def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
+    # softplus(x) is exp(x) below the edge.
+    edge = -37 if logits.dtype == jnp.float64 else -17
+    return 0.5 * jnp.where(logits < edge, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, edge))))
+
+
 #: Logarithms of the scores, up to a constant of the token: scores underflow, and their sum then has no gradient.
-#: softplus(x) is exp(x) in fp32 below -17.
 _LOG_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: logits,
     "sigmoid": jax.nn.log_sigmoid,
-    "sqrt_softplus": lambda logits: (
-        0.5 * jnp.where(logits < -17, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, -17))))
-    ),
+    "sqrt_softplus": _log_sqrt_softplus,
 }

@@ -101,6 +101,7 @@ def _log_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
         return logits
     if scoring == "sigmoid":
         return torch.nn.functional.logsigmoid(logits)
-    # softplus(x) is exp(x) in fp32 below -17.
-    softplus = torch.nn.functional.softplus(logits.clamp(min=-17.0))
-    return 0.5 * torch.where(logits < -17.0, logits, softplus.log())
+    # softplus(x) is exp(x) below the edge, and x above the threshold.
+    edge, threshold = (-37.0, 37.0) if logits.dtype == torch.float64 else (-17.0, 20.0)
+    softplus = torch.nn.functional.softplus(logits.clamp(min=edge), threshold=threshold)
+    return 0.5 * torch.where(logits < edge, logits, softplus.log())

@@ -23,6 +23,7 @@ from moe_jax import (
     RouterWeights,
     Unsupported,
 )
+from moe_jax.layers import load_balance_loss
 from tests.support.jax import running_on
 
 T, D, F, E, K = 3, 4, 3, 6, 2
@@ -113,3 +114,13 @@ def test_what_is_refused() -> None:
     assert moe_jax.moe(
         x.astype(jnp.float32), *jax.tree.map(lambda one: one.astype(jnp.float32), (experts, routing)), spec
     )
+
+
+def test_losses_are_computed_in_float64() -> None:
+    with jax.enable_x64(True):
+        logits = jnp.array([[-34.0, -20.0, 25.0], [-30.0, -33.0, -18.0]])
+        scores = jnp.sqrt(jnp.log1p(jnp.exp(logits)))
+        wanted = 3 * jnp.sum(jnp.array([0.5, 0.5, 0.0]) * (scores / scores.sum(1, keepdims=True)).mean(0))
+        ids = jnp.array([[0], [1]], jnp.int32)
+        found = load_balance_loss(logits, ids, scoring="sqrt_softplus")
+    np.testing.assert_allclose(found, wanted, rtol=1e-13)

@@ -132,6 +132,21 @@ def test_stage_ops() -> None:
     require_gradients(lambda x, weight: moe_torch.route(moe_torch.router(x, weight), spec).weights, router)
 
 
+def test_the_bias_of_a_router_has_a_gradient_in_float64() -> None:
+    x, weight, bias, flowing = draw(T, D).detach(), draw(D, E).detach(), draw(E), draw(T, E).detach()
+    (found,) = torch.autograd.grad(moe_torch.router(x, weight, bias=bias), bias, flowing)
+    torch.testing.assert_close(found, flowing.sum(0), rtol=1e-14, atol=1e-15)
+
+
+def test_losses_are_computed_in_float64() -> None:
+    logits = torch.tensor([[-34.0, -20.0, 25.0], [-30.0, -33.0, -18.0]], dtype=torch.float64)
+    ids = torch.tensor([[0], [1]], dtype=torch.int32)
+    scores = torch.log1p(torch.exp(logits)).sqrt()
+    wanted = 3 * (torch.tensor([0.5, 0.5, 0.0]) * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
+    found = moe_torch.load_balance_loss(logits, ids, scoring="sqrt_softplus")
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
+
+
 SPEC = MoELayerSpec(
     D,
     F,

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_core.base import dtypes
 from moe_core.base.threads import products, row_blocks, spread
 from moe_core.ops.common.product import product
-from moe_core.ops.common.rounding import round_to, to_float32, working_dtype
+from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.specs.routing import LogitsSpec
 
 
@@ -80,7 +79,7 @@ def router_backward_plan(
     bias_dtype: str | None,
 ) -> tuple[np.ndarray, ...]:
     """The gradients of the router product that wanted names, in its order, each rounded once."""
-    bias = None if bias_dtype is None else np.zeros(0, dtypes.numpy_dtype(bias_dtype))
+    bias = None if bias_dtype is None else np.zeros(0, result_dtype(bias_dtype, d_logits))
     found = router_backward(d_logits, x, weight, bias, spec=spec)
     made = {"d_x": round_to(found.x, x.dtype), "d_weight": found.weight, "d_bias": found.bias}
     return tuple(made[name] for name in wanted)
