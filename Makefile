@@ -92,7 +92,8 @@ SEED ?= 0
 JOBS ?= $(shell nproc)
 LEAST ?= 0.97
 mutate: environment
-	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --least $(LEAST) $(if $(PATHS),--paths $(PATHS))
+	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --least $(LEAST) $(if $(PATHS),--paths $(PATHS)) \
+		$(if $(AGAIN),--again)
 
 clean:
 	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ from tools.mutate.__main__ import share_killed, table
 from tools.mutate.contexts import Contexts, imports, names_entry
 from tools.mutate.operators import mutations
 from tools.mutate.plugin import Plugin
-from tools.mutate.run import Result
+from tools.mutate.run import Result, Run, draw, drawn_at
 from tools.mutate.sources import Mutation, Source
 
 PACKAGE = {
@@ -132,6 +132,27 @@ def test_the_share_is_of_what_is_not_equivalent() -> None:
     assert share_killed(results) == pytest.approx(1 / 4)
     assert table(results).splitlines()[2] == "| kernels | 5 | 1 | 1 | 1 | 1 | 1 | 25.0% |"
     assert share_killed([]) == 0
+
+
+def test_a_run_again_keeps_only_which_test_killed_what(tmp_path: Path) -> None:
+    drawn = draw(1, 0, ("moe_core/plan/steps.py",), gpu=False)
+    mutation = drawn[0][1]
+    contexts, store = Contexts({"a.py::a": 1.0, "b.py::b": 2.0}, {"a.py": 0.1, "b.py": 0.1}), tmp_path / "results.json"
+    run = Run(drawn, contexts, store, 9.0)
+    run.keep("planners", mutation, "killed", "b.py::b", 2, 1.0)
+    run.save()
+    assert run.first(mutation, ["a.py::a", "b.py::b"]) == ["a.py::a", "b.py::b"]
+    assert Run(drawn, contexts, store, 9.0).results and not Run(drawn, contexts, store, 9.0, again=True).results
+    again = Run(drawn, contexts, store, 9.0, again=True)
+    assert again.first(mutation, ["a.py::a", "b.py::b"]) == ["b.py::b"]
+    assert again.first(mutation, ["a.py::a"]) == ["a.py::a"]
+
+
+def test_a_draw_depends_on_the_lines_alone() -> None:
+    keys = [("f", str(before), str(after)) for before in range(9) for after in range(9)]
+    order = sorted(keys, key=lambda key: drawn_at(3, key))
+    assert sorted(keys[1:], key=lambda key: drawn_at(3, key)) == [key for key in order if key != keys[0]]
+    assert sorted(keys, key=lambda key: drawn_at(4, key)) != order != keys
 
 
 def test_code_without_a_name_belongs_to_its_function(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument(
         "--as-recorded", action="store_true", help="record nothing: only what earlier runs recorded counts"
     )
+    parser.add_argument("--again", action="store_true", help="keep no earlier result, only which test killed what")
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=FOLDER))
@@ -83,7 +84,8 @@ def main() -> int:
         contexts.record(slots, scratch, FOLDER / "contexts", say, limit=900)
     drawn = draw(options.count, options.seed, tuple(options.paths), gpu=os.environ["TRITON_INTERPRET"] != "1")
     drawn = [(area, mutation) for area, mutation in drawn if area in options.areas]
-    run = Run(drawn, contexts.load(FOLDER / "contexts"), FOLDER / f"results-{options.seed}.json", options.budget)
+    recorded, store = contexts.load(FOLDER / "contexts"), FOLDER / f"results-{options.seed}.json"
+    run = Run(drawn, recorded, store, options.budget, again=options.again)
     run.run(slots, scratch, say)
     shutil.rmtree(scratch, ignore_errors=True)
     results = list(run.results.values())

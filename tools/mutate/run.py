@@ -21,8 +21,8 @@ from tools.mutate.tree import Tree
 FIRST_SECONDS, FIRST_FILES = 4.0, 3
 #: What a fork may take beside four times the recorded seconds, before it counts as one that never ends.
 PATIENCE = 15
-#: pytest's statuses that say that tests failed, or could not even be collected.
-FAILED = (1, 2, 4)
+#: pytest's statuses that say that tests failed, or could not even be collected; and that none failed, or none is left.
+FAILED, PASSED = (1, 2, 4), (0, 5)
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,25 @@ class Result:
 
 
 def draw(count: int, seed: int, paths: tuple[str, ...], gpu: bool) -> list[tuple[str, Mutation]]:
-    """(area, mutation): as many of each area as of any other; the same for the same seed and sources."""
+    """(area, mutation): as many of each area as of any other; the same for the same seed and sources.
+
+    Each mutation's place in the order is a digest of its lines, so a draw hardly changes when other lines do.
+    """
     by_area = files(ROOT, paths, gpu)
     drawn = []
     for number, (area, names) in enumerate(by_area.items()):
         share = count // len(by_area) + (number < count % len(by_area))
         texts = {name: (ROOT / name).read_text() for name in names}
         found = [mutation for name in names for mutation in mutations(Source(name, texts[name]))]
-        random.Random(f"{seed} {area}").shuffle(found)
+        found.sort(key=lambda mutation: drawn_at(seed, equivalent.key_of(mutation, texts[mutation.path])))
         valid = (mutation for mutation in found if parses(mutation, texts[mutation.path]))
         drawn += [(area, mutation) for mutation in itertools.islice(valid, share)]
     random.Random(seed).shuffle(drawn)
     return drawn
+
+
+def drawn_at(seed: int, key: tuple[str, ...]) -> bytes:
+    return hashlib.sha256(repr((seed, *key)).encode()).digest()
 
 
 def version(mutation: Mutation) -> str:
@@ -65,18 +72,28 @@ def version(mutation: Mutation) -> str:
 
 
 class Run:
-    """The state of one run; `results` by the version of their mutation."""
+    """The state of one run; `results` by the version of their mutation.
+
+    again: no earlier result is kept. The test that killed a mutation before is its first either way.
+    """
 
     def __init__(
-        self, drawn: list[tuple[str, Mutation]], contexts: Contexts, store: pathlib.Path, budget: float
+        self,
+        drawn: list[tuple[str, Mutation]],
+        contexts: Contexts,
+        store: pathlib.Path,
+        budget: float,
+        *,
+        again: bool = False,
     ) -> None:
         self.contexts, self.store, self.budget = contexts, store, budget
         self.results: dict[str, Result] = {}
         kept = self.kept = {r["key"]: Result(**r) for r in json.loads(store.read_text())} if store.exists() else {}
+        self.killers = {(r.function, r.before, r.after): r.by for r in kept.values() if r.status == "killed"}
         self.known = {entry.key for entry in equivalent.load()}
         self.queue: collections.deque[tuple[str, Mutation, int]] = collections.deque()
         for area, mutation in drawn:
-            old = kept.get(version(mutation))
+            old = None if again else kept.get(version(mutation))
             listed = equivalent.key_of(mutation, (ROOT / mutation.path).read_text()) in self.known
             if old and not (listed and old.status != "killed") and old.status in ("killed", "equivalent"):
                 self.results[old.key] = old
@@ -116,6 +133,11 @@ class Run:
             chosen.append(test)
         return chosen
 
+    def first(self, mutation: Mutation, related: list[str]) -> list[str]:
+        """The tests of the first fork: the one that killed the mutation before, or the first that fit."""
+        killer = self.killers.get(equivalent.key_of(mutation, (ROOT / mutation.path).read_text()))
+        return [killer] if killer in related else self.choose(related, FIRST_SECONDS, FIRST_FILES)
+
     def make(self, tree: pathlib.Path) -> forks.Job | None:
         while self.queue:
             area, mutation, skip = self.queue.popleft()
@@ -123,7 +145,7 @@ class Run:
             if not related:
                 self.keep(area, mutation, "uncovered", "", 0, 0.0)
                 continue
-            first = self.choose(related, FIRST_SECONDS, FIRST_FILES)
+            first = self.first(mutation, related)
             tests = first
             if skip:
                 done = set(first)
@@ -140,10 +162,10 @@ class Run:
         area, mutation, skip, tests = self.running.pop(str(outcome.job.tree))
         Tree.at(outcome.job.tree).restore(pathlib.Path(mutation.path))
         ran = skip + len(outcome.of("ran"))
-        if outcome.status == 0 and not skip and len(self.contexts.related(mutation)) > len(tests):
+        if outcome.status in PASSED and not skip and len(self.contexts.related(mutation)) > len(tests):
             self.queue.appendleft((area, mutation, ran))
             return None
-        if outcome.status == 0:
+        if outcome.status in PASSED:
             return self.keep(area, mutation, "survived", "", ran, outcome.wall)
         failed = outcome.of("failed")
         by = failed[0]["test"] if failed else "out of time" if outcome.status is None else f"status {outcome.status}"
