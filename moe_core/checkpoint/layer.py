@@ -205,8 +205,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
     """Raise Unsupported if the layer's tensors come with packed blocks or scales that config.json says nothing of."""
-    for name in index.files:
-        if name.startswith(block) and name.endswith(_QUANTISED):
+    for name in index.below(block):
+        if name.endswith(_QUANTISED):
             raise Unsupported(
                 f"{name} in {index.files[name]} ({reader.stored_dtype(name)}) belongs to a quantised layer, for which "
                 "config.json has no quantization_config; dequantise the checkpoint to bfloat16 first"
@@ -216,8 +216,9 @@ def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> No
 def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:
     """Raise Unsupported if the layer has biases or shared experts that config.json says nothing of."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
-    modules = {name.rpartition(".")[0] for name in read if name.endswith(".weight")}
-    found = [name for name in index.files if name.endswith("bias") and name.rpartition(".")[0] in modules - {""}]
+    modules = sorted({name.removesuffix("weight") for name in read if name.endswith(".weight")})
+    held = [(module, name) for module in modules for name in index.below(module)]
+    found = [name for module, name in held if name.endswith("bias") and "." not in name.removeprefix(module)]
     found += [name for name in names.shared if name in index.files and 0 not in reader.stored_shape(name)]
     unread = [name for name in found if name not in read]
     if unread:

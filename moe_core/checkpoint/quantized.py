@@ -135,8 +135,8 @@ def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
 def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -> None:
     """Raise Unsupported if the layer has quantised tensors that are not read: permutations, static scales, others."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
-    for name in index.files:
-        if name.startswith(block) and name.endswith(_COMPANIONS) and name not in read:
+    for name in index.below(block):
+        if name.endswith(_COMPANIONS) and name not in read:
             raise Unsupported(
                 f"{name} in {index.files[name]} belongs to a quantised tensor in a way that the quantization_config "
                 "does not describe, so it cannot be honoured; dequantise the checkpoint to bfloat16 first"

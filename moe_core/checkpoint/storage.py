@@ -7,8 +7,10 @@ mapped pages would count as memory of the process beside the arrays.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -173,6 +175,16 @@ class TensorIndex:
             with open_file(self.directory / file) as tensors:
                 for name in held:
                     yield name, tensors, self.directory / file
+
+    @functools.cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self.files)
+
+    def below(self, prefix: str) -> list[str]:
+        """The names that start with a prefix, sorted."""
+        first = bisect.bisect_left(self._sorted, prefix)
+        found = (self._sorted[place] for place in range(first, len(self._sorted)))
+        return list(itertools.takewhile(lambda name: name.startswith(prefix), found))
 
     def summary(self) -> str:
         """`2 files with 52 tensors (model-00001-of-00002.safetensors, ...)`."""

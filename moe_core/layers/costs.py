@@ -12,8 +12,8 @@ from moe_core.layers.spec import MoELayerSpec, Storage
 
 
 class LayerCost(NamedTuple):
-    """flops: of the matrix products, a multiplication and an addition each. bytes: the least that memory moves, with
-    every array that enters or leaves read or written once."""
+    """flops: of the matrix products, a multiplication and an addition each, and of norms. bytes: the least that memory
+    moves, with every array that enters or leaves read or written once."""
 
     flops: int
     bytes: int
@@ -31,7 +31,8 @@ def layer_cost(
 
     Each token runs K experts, the router and the shared experts; with a capacity limit, at most so many slots as there
     are places. At most T * K experts are read. A backward computes the gradient of each product's input and, unless the
-    experts are quantised, of its weights: two more products. `recompute` runs the experts' first product again.
+    experts are quantised, of its weights: two more products. A norm takes 4 operations per element, and its backward
+    8. `recompute` runs the experts' first product again.
     param_dtype: of x, y and every parameter without a dtype of its own. Raises InvalidInput.
     """
     T, (D, F, E) = count_tokens(tokens, spec.d_model), (spec.d_model, spec.d_ff, spec.num_experts)
@@ -40,6 +41,8 @@ def layer_cost(
     routed, dense = first + 2 * slots * F * D, 2 * T * D * E
     if spec.shared_experts is not None:
         dense += 2 * T * D * (spec.shared_experts.d_ff * (3 if spec.gated else 2) + spec.shared_experts.gate)
+    if spec.router_norm is not None:
+        dense += 4 * T * D
     experts = others = 0
     for parameter in spec.parameters(default):
         size = math.prod(parameter.shape) * dtypes.itemsize(parameter.dtype or param_dtype)

@@ -13,6 +13,7 @@ from flax import nnx
 from moe_core.errors import InvalidInput
 from moe_core.formats import scheme_named
 from moe_core.layers import MAXTEXT, ExpertsSpec, MoELayerSpec, SharedExpertsSpec, layer_cost
+from moe_core.specs import NormSpec
 from moe_core.specs.matmul import Activation
 from moe_jax import linen
 from moe_jax import nnx as layers
@@ -74,6 +75,10 @@ def test_cost_of_what_dense_products_do_not_show() -> None:
     # The experts' first product once more; and no gradient of frozen weights.
     again = dataclasses.replace(few, recompute=True)
     assert layer_cost(again, MAXTEXT, T, "float32", training=True).flops == T * (3 * router + 6 * expert + 8 * D * F)
+    normalised = dataclasses.replace(few, router_norm=NormSpec())
+    for training, passes in ((False, 1), (True, 3)):
+        flops = [layer_cost(spec, MAXTEXT, T, "float32", training=training).flops for spec in (few, normalised)]
+        assert flops[1] - flops[0] == passes * 4 * T * D
     quantized = dataclasses.replace(few, experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))
     assert layer_cost(quantized, MAXTEXT, T, "float32", training=True).flops == T * (3 * router + 4 * expert)
 

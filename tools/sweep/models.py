@@ -102,6 +102,7 @@ _CLASSES = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": {"head_dim": 8},
+    "axk2": {"n_group": None, "topk_group": None},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "dbrx": {
         "d_model": D,

@@ -54,6 +54,12 @@ def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
     return routing(renormalize=False, scale=_SCALE, groups=groups)(config)
 
 
+def _axk2_router(config: ModelConfig) -> RouterSpec:
+    """Without groups: its block scores experts outside of the best groups 0, which may win over a negative score."""
+    config.require("n_group", 1, "groups in which experts outside of the best have the score 0")
+    return routing("sigmoid", renormalize=_NORM, scale=_SCALE)(config)
+
+
 _V2 = replace(
     _V3,
     router=_deepseek_v2_router,
@@ -180,8 +186,7 @@ DEEPSEEK = {
     "dots3_note_text": replace(
         _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
     ),
-    # Its block gives experts outside of the best groups the score 0, which may win over a negative biased score.
-    "axk2": replace(_V3, layers=dense_first(1)),
+    "axk2": replace(_V3, router=_axk2_router, layers=dense_first(1)),
     "solar_open": replace(_V3, layers=every_layer),
     "mimo_v2_flash": replace(_V3, layers=dense_first(1), shared=None),
     "beam": replace(_V3, layers=dense_first(3), shared=None),
