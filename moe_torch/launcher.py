@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
@@ -75,7 +76,7 @@ class MoELauncher:
                     f"{name} must be an ordinary CPU or CUDA tensor to be bound, got {type(tensor).__name__}; "
                     "call moe_torch.moe with it"
                 )
-        operator.require_alignment((*arrays, options))
+        operator.require_alignment((*arrays, options), names)
         self._operator, self._kind, self._arrays, self._options = operator, kind, tuple(arrays), options
         self._names, self._bound = [name for name, _ in named], [tensor for _, tensor in named]
         # Aliases keep memory, shapes and strides, even when the tensors get others.
@@ -116,8 +117,10 @@ class MoELauncher:
         try:
             return ready.run([addresses[index] for index in ready.selection])[0]
         except InvalidInput:
-            self._operator.require_alignment(self._arguments(self._kept, given))
-            raise
+            # Where something of the call is misaligned, the operator copies it.
+            if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in given):
+                raise
+        return self._operator.first(*self._arguments(self._kept, given))
 
     def _arguments(self, bound: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """The operator's arguments."""

@@ -9,9 +9,9 @@ the NumPy reference runs, or the real kernels in Triton's interpreter under TRIT
 - Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce` have them
   (docs/user/training.md).
   `scale_rows` refuses a tensor that requires one in grad mode. Forward mode raises Unsupported.
-- Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides,
-  device or alignment, and for options that contradict each other. It raises Unsupported for a device without kernels,
-  and for a required gradient where there is none.
+- Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides or
+  device, for weights at misaligned addresses (other tensors may start anywhere), and for options that contradict each
+  other. It raises Unsupported for a device without kernels, and for a required gradient where there is none.
 
 Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating), N output width. Slot `s = t*K + k`.
 """

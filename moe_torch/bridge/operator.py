@@ -30,6 +30,7 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.runtime.prepared import Prepared
+from moe_core.specs.operands import role_of
 from moe_torch.bridge import eager
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
 from moe_torch.bridge.signature import Signature
@@ -161,6 +162,10 @@ class Operator:
         #: From outputs to what a call returns.
         self.pack: Callable[[Sequence[torch.Tensor]], Any] = {None: list, 1: itemgetter(0)}.get(returns, tuple)
         self._planner, self._shapes = planner, shapes
+        roles = {name: (role_of(name) or "").partition(".")[0] for name in self.names}
+        kept = {"weight", "into", *(("up",) if "weight" in roles.values() else ())}  # an activation's up is rows
+        #: Tensors that are never copied.
+        self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
         self._cache: dict[Any, Ready] = {}
@@ -233,12 +238,19 @@ class Operator:
         return self.pack(self._run(eager.key_of(arguments, target), arguments))
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        ready = self._cache.get(key) or self._remember(key, arguments)
+        return self.run_ready(self._cache.get(key) or self._remember(key, arguments), arguments)
+
+    def run_ready(
+        self, ready: Ready, arguments: Sequence[Any], places: Sequence[torch.Tensor | None] = ()
+    ) -> list[torch.Tensor]:
+        """`Ready.run` for arguments that may start anywhere: those at misaligned addresses are copied."""
         try:
-            return ready.run([arguments[index].data_ptr() for index in ready.selection])
+            return ready.run([arguments[index].data_ptr() for index in ready.selection], places)
         except InvalidInput:
-            self.require_alignment(arguments)
-            raise
+            copied = self._aligned(arguments)
+            if copied is None:
+                raise
+        return ready.run([copied[index].data_ptr() for index in ready.selection], places)
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
         ready = self.ready(arguments, first=key[-1] is _FIRST)
@@ -274,10 +286,23 @@ class Operator:
         """(name, tensor) of those that are there."""
         return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
 
-    def require_alignment(self, arguments: tuple[Any, ...]) -> None:
-        """Raise InvalidInput that names the first argument at a misaligned address."""
+    def _aligned(self, arguments: Sequence[Any]) -> list[Any] | None:
+        """The arguments with copies of those at misaligned addresses, None where there are none.
+
+        Raises InvalidInput for a weight and for what is written to: a copy in every call would be a cost that nobody
+        sees.
+        """
+        misaligned = [name for name, tensor in self.present(arguments[:-1]) if tensor.data_ptr() % ALIGNMENT]
+        if not misaligned:
+            return None
+        self.require_alignment(arguments, self._kept)
+        pairs = zip(self.names, arguments, strict=False)
+        return [*(_copy(tensor) if name in misaligned else tensor for name, tensor in pairs), arguments[-1]]
+
+    def require_alignment(self, arguments: Sequence[Any], names: Collection[str]) -> None:
+        """Raise InvalidInput that names the first argument of these names at a misaligned address."""
         for name, tensor in self.present(arguments[:-1]):
-            if tensor.data_ptr() % ALIGNMENT:
+            if name in names and tensor.data_ptr() % ALIGNMENT:
                 raise InvalidInput(
                     f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {tensor.data_ptr():#x} "
                     f"(storage offset {tensor.storage_offset()}); clone() it"
@@ -349,6 +374,12 @@ class Operator:
         raise Unsupported(
             f"{self.name} takes ordinary CPU and CUDA tensors, got {type(arguments[0]).__name__}; convert it"
         )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which plans depend on, gaps between rows included."""
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _argument(buffer: str) -> str:

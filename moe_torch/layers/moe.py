@@ -37,7 +37,7 @@ from moe_torch.layers.parameters import (
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
-from moe_torch.layers.routing import aligned, ids_of_tokens, like_x, mask_of_tokens, run_stages
+from moe_torch.layers.routing import ids_of_tokens, like_x, mask_of_tokens, run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
@@ -294,7 +294,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             # Rows may lie apart (a slice of wider rows), but neither be strided inside nor overlap.
             apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model
             x = x if apart else x.contiguous()
-        return aligned(x if x.dim() == 2 else x.view(-1, d_model))
+        return x if x.dim() == 2 else x.view(-1, d_model)
 
     def _runs_stages(self) -> bool:
         """Whether the operator's stages are called one by one: something lies between them, or a part has a call of its

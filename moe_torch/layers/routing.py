@@ -6,9 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
-from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
@@ -94,16 +92,6 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec
     return torch.where(place < capacity, flat, -1).view(ids.shape)
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it starts at an address that kernels do not take, as slices may.
-
-    Compiled programs, transforms and fake tensors have no address to ask for.
-    """
-    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or peek_interpreter_stack() is not None:
-        return tensor
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-
-
 def mask_of_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
     """token_mask as bool `[T]`."""
     require_instance("token_mask", token_mask, torch.Tensor)
@@ -112,4 +100,4 @@ def mask_of_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
             f"token_mask must be bool {tuple(x.shape[:-1])}, one for each token of x, got {token_mask.dtype} "
             f"{tuple(token_mask.shape)}; compare it with 0 and give it that shape"
         )
-    return aligned(token_mask.reshape(-1).contiguous())
+    return token_mask.reshape(-1).contiguous()

@@ -32,9 +32,8 @@ def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments:
     if ready is None:
         return False
     try:
-        ready.run([arguments[index].data_ptr() for index in ready.selection], tuple(memory.values()))
+        operator.run_ready(ready, arguments, tuple(memory.values()))
     except InvalidInput:
-        operator.require_alignment(arguments)
         for name, place in memory.items():
             if place.data_ptr() % ALIGNMENT:
                 raise InvalidInput(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from moe_core.base.arrays import ALIGNMENT
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode
 
@@ -37,22 +36,14 @@ class TrainingOperator(Operator):
 class BackwardOperator(Operator):
     """A backward. Results: the gradients that the options name, in that order.
 
-    The gradients that it reads come first. Autograd makes them, as slices of larger ones for example, which may start
-    anywhere. Those of matrices for which there is a tensor `into` are added to it, and are no results.
+    Those of matrices for which there is a tensor `into` are added to it, and are no results.
     """
-
-    @functools.cached_property
-    def _num_upstream(self) -> int:
-        return sum(name.startswith(("gradients.", "d_")) for name in self.names)
 
     @functools.cached_property
     def _first_into(self) -> int:
         return next((place for place, name in enumerate(self.names) if name.startswith("into.")), len(self.names))
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        upstream = arguments[: self._num_upstream]
-        upstream = [one.clone() if one is not None and one.data_ptr() % ALIGNMENT else one for one in upstream]
-        arguments = (*upstream, *arguments[self._num_upstream :])
         if self._first_into == len(self.names):
             return super()._run(key, arguments)
         ready = self._cache.get(key) or self._remember(key, arguments)
@@ -61,5 +52,5 @@ class BackwardOperator(Operator):
         into = {name: given[name.removeprefix("d_")] for name in accumulated(wanted, given)}
         torch.autograd.graph.increment_version(list(into.values()))
         places = [into.get(name) for name in wanted]
-        outputs = ready.run([arguments[index].data_ptr() for index in ready.selection], places)
+        outputs = self.run_ready(ready, arguments, places)
         return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]

@@ -274,3 +274,16 @@ def test_explain_names_the_engine_and_takes_shapes() -> None:
         with moe_jax.export_target(moe_jax.Target("cuda", 90, 132)):
             text = moe_jax.explain_moe(*shapes, spec=layer.spec)
         assert "moe on cuda sm_90 (132 SMs)" in text and CHAINED.name in text
+
+
+@on_engines
+def test_slices_of_tokens_start_anywhere(engine: str) -> None:
+    """JAX gives every slice memory of its own, and copies NumPy arrays that lie anywhere."""
+    random = np.random.default_rng(RANDOM_SEED)
+    wide = random.integers(-1, 5, (9, 3), dtype=np.int32)
+    with running_on(engine):
+        expected = moe_jax.make_layout(jnp.asarray(wide[2:].copy()), 5).slot_of_row
+        for name, ids in {"numpy": wide[2:], "eager": jnp.asarray(wide)[2:]}.items():
+            assert_close(np.asarray(moe_jax.make_layout(ids, 5).slot_of_row), np.asarray(expected), EXACT, name)
+        jitted = jax.jit(lambda ids: moe_jax.make_layout(ids[2:], 5).slot_of_row)(jnp.asarray(wide))
+        assert_close(np.asarray(jitted), np.asarray(expected), EXACT, "jit")

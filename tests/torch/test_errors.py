@@ -30,6 +30,7 @@ DENSE = MatmulSpec("in_out")
 FP8 = moe_torch.format_named("fp8_tensor")
 TOO_MANY = RouterSpec(6)
 BY_TOKEN = MatmulSpec("in_out", "token", "slot")
+SEPARATE = MatmulSpec("in_out", activation=moe_torch.Activation("silu", gate_layout="separate"))
 
 
 @pytest.fixture(autouse=True)
@@ -176,13 +177,15 @@ INVALID: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: moe(x=X.to("meta")),
         r"experts\.gate_up must be on meta like x, got cpu; move it with \.to\('meta'\)",
     ),
-    "misaligned x": (
-        lambda: moe_torch.router(misaligned(X), ROUTING.weight),
-        r"x must start at a multiple of 16 bytes, got address 0x[0-9a-f]+ \(storage offset 1\); clone\(\) it",
-    ),
     "misaligned weight": (
         lambda: moe(down=misaligned(EXPERTS.down)),
-        r"experts\.down must start at a multiple of 16 bytes, got address .*; clone\(\) it",
+        r"experts\.down must start at a multiple of 16 bytes, got address .* \(storage offset 1\); clone\(\) it",
+    ),
+    "misaligned second weight": (
+        lambda: multiply(
+            None, MatmulOperands(misaligned(X), EXPERTS.gate_up[0], misaligned(EXPERTS.gate_up[0])), SEPARATE
+        ),
+        r"up must start at a multiple of 16 bytes, got address .*; clone\(\) it",
     ),
 }
 
@@ -201,8 +204,8 @@ def test_alignment_is_checked_on_every_call() -> None:
     """Equal metadata takes the prepared plan, whose run still looks at addresses."""
     fine = X.clone()
     moe_torch.router(fine, ROUTING.weight)
-    with pytest.raises(InvalidInput, match=r"x must start at a multiple of 16 bytes.*clone"):
-        moe_torch.router(misaligned(X), ROUTING.weight)
+    with pytest.raises(InvalidInput, match=r"weight must start at a multiple of 16 bytes.*clone"):
+        moe_torch.router(misaligned(X), misaligned(ROUTING.weight))
     with running_on(REAL_KERNELS) as device:
         clone = misaligned(X).clone().to(device)
         assert moe_torch.router(clone, ROUTING.weight.to(device)).shape == (9, NUM_EXPERTS)

@@ -320,3 +320,44 @@ def test_checked_calls_name_the_count() -> None:
         with pytest.raises(moe_torch.InvalidInput, match=r"ids must be in \[-1, 5\)"):
             moe_torch.moe(x, experts, bad, spec, checked=True)
         assert int(moe_torch.moe(x, experts, topk, spec, checked=True).invalid_ids) == 0
+
+
+def shifted(tensor: Any) -> Any:
+    """The same values and strides one element behind the start of an allocation."""
+    storage = torch.cat([tensor.new_zeros(1), tensor.flatten()])
+    found = storage[1:].view(tensor.shape)
+    assert found.data_ptr() % 16
+    return found
+
+
+@on_engines
+def test_arrays_of_tokens_start_anywhere(engine: str) -> None:
+    """As slices of tokens do: the op copies them, gaps between rows included, and gradients go to the slice."""
+    with running_on(engine) as device:
+        x, experts, routing, spec = torch_layer(device, num_tokens=6)
+        stages = moe_torch.moe(x, experts, routing, spec)
+        ids, weights = shifted(stages.ids), shifted(stages.weights)
+        given = dataclasses.replace(spec, router=None)
+        wide = torch.zeros(6, D_MODEL + 7, dtype=x.dtype, device=device)
+        wide[:, 3 : 3 + D_MODEL] = x
+        columns = wide[:, 3 : 3 + D_MODEL]
+        assert columns.data_ptr() % 16
+        for name, rows in {"rows": shifted(x), "columns": columns}.items():
+            require_equal(moe_torch.moe(rows, experts, routing, spec), stages, name)
+        result = moe_torch.moe(shifted(x), experts, moe_torch.TopK(ids, weights), given)
+        require_equal(result.output, stages.output, "given ids and weights")
+        mask = torch.ones(6, dtype=torch.bool, device=device)
+        layout = moe_torch.make_layout(ids, NUM_EXPERTS, token_mask=shifted(mask))
+        require_equal(layout.row_of_slot, moe_torch.make_layout(stages.ids, NUM_EXPERTS).row_of_slot, "layout")
+        activation = moe_torch.Activation("silu", gate_layout="separate")
+        require_equal(
+            moe_torch.activation(shifted(x), activation, up=shifted(x)),
+            moe_torch.activation(x, activation, up=x),
+            "rows named up",
+        )
+        found = []
+        for rows in (x.clone(), shifted(x)):
+            rows.requires_grad_()
+            moe_torch.moe(rows, experts, routing, spec).output.square().sum().backward()
+            found.append(rows.grad)
+        require_equal(found[1], found[0], "d_x")

@@ -145,8 +145,7 @@ def test_slices_of_wider_buffers(engine: str) -> None:
             assert view.data_ptr() % 16 and longer[1:].data_ptr() % 16
             found = layer(view, longer[1:].view(view.shape[:-1]))
             require_equal(found.view(6, D), y, name)
-        with pytest.raises(InvalidInput, match=r"x must start at a multiple of 16 bytes.*clone\(\) it"):
-            ops_moe(weights, columns)
+        require_equal(ops_moe(weights, columns).output, ops_moe(weights, columns.clone()).output, "the op")
 
 
 @on_engines
