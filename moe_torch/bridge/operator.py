@@ -289,8 +289,7 @@ class Operator:
     def _aligned(self, arguments: Sequence[Any]) -> list[Any] | None:
         """The arguments with copies of those at misaligned addresses, None where there are none.
 
-        Raises InvalidInput for a weight and for what is written to: a copy in every call would be a cost that nobody
-        sees.
+        Raises InvalidInput for a weight and for what is written to: nobody would see what a copy in every call costs.
         """
         misaligned = [name for name, tensor in self.present(arguments[:-1]) if tensor.data_ptr() % ALIGNMENT]
         if not misaligned:
