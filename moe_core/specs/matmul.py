@@ -30,6 +30,7 @@ class WeightGradientSpec:
     number) of the columns taken, None = all. out_dtype: of d_weight, None = none is wanted. bias_side: `left` or
     `right`, whose column sums make d_bias in bias_dtype; None = none. num_layers: of the result, where layer is given.
     family: of the kernels, `portable` or `sm90` (sm_90), None = the faster one of those that can run it.
+    expected_tokens, expected_experts: that one is found for so many, None = those of the call.
     """
 
     out_dtype: str | None
@@ -41,6 +42,8 @@ class WeightGradientSpec:
     num_layers: int = 1
     allow_tf32: bool = False
     family: str | None = None
+    expected_tokens: int | None = None
+    expected_experts: int | None = None
 
     def __post_init__(self) -> None:
         if self.family is not None:

@@ -103,7 +103,12 @@ class MoESpec:
 
     def logits_spec(self) -> LogitsSpec:
         """The router product's options."""
-        return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant)
+        tokens = None if self.tuning is None else self.tuning.expected_tokens
+        return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant, tokens)
+
+    def shared_gate_spec(self) -> LogitsSpec:
+        """Those of the product with the shared expert's gate."""
+        return dataclasses.replace(self.logits_spec(), weight_layout=self.weight_layout, logits_dtype="float32")
 
     def matmul_tuning(self, number: int | None = None) -> MatmulTuning | None:
         """That of the experts' product 1 or 2, or (None) of the shared expert's products."""

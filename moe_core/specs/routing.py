@@ -27,15 +27,19 @@ class LogitsSpec:
     """Options of the router product `x [T, D] @ weight -> logits fp32 [T, E]`.
 
     weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits (which stay fp32 arrays).
-    batch_invariant: one summation order for every T.
+    batch_invariant: one summation order for every T. expected_tokens: the order of a batch of so many tokens, None = of
+    the call's; for parts of a batch, as `Tuning.expected_tokens`.
     """
 
     weight_layout: str = "in_out"
     logits_dtype: str = "float32"
     allow_tf32: bool = False
     batch_invariant: bool = False
+    expected_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.expected_tokens is not None:
+            set_integer(self, "expected_tokens", 1, INT32_LIMIT)
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_flags(self, "allow_tf32", "batch_invariant")
         set_matmul_dtype(self, "logits_dtype")

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base.checks import require_flag, require_kind
+from moe_core.base.checks import require_flag, require_kind, set_integer
 from moe_core.base.codec import plan_type
+from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable
 
 
-def _require_tunable(table: object, batch_invariant: object) -> None:
-    require_kind("table", table, TileTable, optional=True)
-    require_flag("batch_invariant", batch_invariant)
-    if batch_invariant and table is not None:
+def _require_tunable(tuning: MatmulTuning | Tuning) -> None:
+    require_kind("table", tuning.table, TileTable, optional=True)
+    require_flag("batch_invariant", tuning.batch_invariant)
+    for name in ("expected_tokens", "expected_experts"):
+        if getattr(tuning, name) is not None:
+            set_integer(tuning, name, 1, INT32_LIMIT)
+    if tuning.expected_experts is not None and tuning.expected_tokens is None:
+        raise InvalidInput(
+            f"expected_experts must be None without expected_tokens, got {tuning.expected_experts}; give both"
+        )
+    if tuning.batch_invariant and tuning.table is not None:
         raise InvalidInput(
             "table must be None with batch_invariant, which takes one configuration for every number of rows, got a "
             "TileTable; leave it out, or give the configurations themselves"
@@ -28,15 +36,22 @@ class MatmulTuning:
 
     config: this one, None = chosen. table: looked up before the one that is shipped, and that before the heuristics.
     batch_invariant: choose without looking at the number of rows, so that a row's result does not depend on the others.
+    expected_tokens, expected_experts: choose as for so many tokens and experts, whatever the call has; see `Tuning`.
     """
 
     config: TileConfig | None = None
     table: TileTable | None = None
     batch_invariant: bool = False
+    expected_tokens: int | None = None
+    expected_experts: int | None = None
 
     def __post_init__(self) -> None:
         require_kind("config", self.config, TileConfig, optional=True)
-        _require_tunable(self.table, self.batch_invariant)
+        _require_tunable(self)
+
+    def of_gradient(self) -> MatmulTuning:
+        """That of the gradients of a product with this one."""
+        return MatmulTuning(expected_tokens=self.expected_tokens, expected_experts=self.expected_experts)
 
 
 @plan_type
@@ -47,22 +62,27 @@ class Tuning:
     matmul_1, matmul_2: those of the experts' products, None = chosen. table: looked up before the one that is shipped.
     batch_invariant: one summation order for every number of tokens, so that a token's result is the same, bit by bit,
     alone, in any batch and in chunks of it; it costs speed (docs/developer/tuning.md).
+    expected_tokens, expected_experts: choose every tile of the forward and of the backward as for a batch of so many
+    tokens and for so many experts, None = those of the call. For a part of a batch, such as the rows that a rank of
+    expert parallelism receives: all parts then add up in the order of the whole, however many rows each has.
     """
 
     matmul_1: TileConfig | None = None
     matmul_2: TileConfig | None = None
     table: TileTable | None = None
     batch_invariant: bool = False
+    expected_tokens: int | None = None
+    expected_experts: int | None = None
 
     def __post_init__(self) -> None:
         require_kind("matmul_1", self.matmul_1, TileConfig, optional=True)
         require_kind("matmul_2", self.matmul_2, TileConfig, optional=True)
-        _require_tunable(self.table, self.batch_invariant)
+        _require_tunable(self)
 
     def of_product(self, number: int | None = None) -> MatmulTuning:
         """That of the experts' product 1 or 2; None: of the shared expert's products."""
         config = {1: self.matmul_1, 2: self.matmul_2, None: None}[number]
-        return MatmulTuning(config, self.table, self.batch_invariant)
+        return MatmulTuning(config, self.table, self.batch_invariant, self.expected_tokens, self.expected_experts)
 
 
 def tunings_of(tuning: Tuning | None) -> tuple[MatmulTuning | None, MatmulTuning | None]:

@@ -15,7 +15,6 @@ from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tile
 from moe_core.specs import MoESpec, NormSpec
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
-from moe_core.specs.routing import LogitsSpec
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.quantize import prepack_weights, restore_weights, tile
@@ -277,8 +276,7 @@ class SharedParameters(ParameterGroup):
         y = ops.matmul_ogs(MatmulOperands(hidden, own.down), None, product)
         if self.gate is None:
             return y
-        logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
-        gate = ops.router(x, self.gate, spec=logits)
+        gate = ops.router(x, self.gate, spec=spec.shared_gate_spec())
         return (y * torch.sigmoid(gate)).to(y.dtype)
 
 

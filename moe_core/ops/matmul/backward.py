@@ -27,6 +27,7 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec, WeightGradientSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, Role, WeightGradientOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tuning import MatmulTuning
 
 #: The operands that have a gradient.
 DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
@@ -88,8 +89,8 @@ def plan_matmul_ogs_backward(
     row_weight g = cast(row_weight * c). d_x = cast(g . weight^T), and for gather `token` the fp32 sum of a token's such
     rows, cast once more; d_weight = cast(sum over an expert's rows of x^T g); d_bias = cast(sum of g); d_row_weight =
     <c, x . weight + bias> in fp32, for which the product runs again. Rows, slots and experts without each other get
-    exact zeros. operands, layout and spec are the forward's; its tuning is not used. A quantised weight is dequantised
-    to the dtype of x for d_x, and has no gradient.
+    exact zeros. operands, layout and spec are the forward's; of its tuning only what is expected counts. A quantised
+    weight is dequantised to the dtype of x for d_x, and has no gradient.
 
     Inputs: d_y, the operands given, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs:
     wanted, in that order, each as what it is the gradient of. Raises InvalidInput, and Unsupported where
@@ -130,7 +131,7 @@ def _plan_d_row_weight(
 ) -> None:
     """The product again, by layout row, without the row weight and unrounded; its rows times those of the gradient."""
     plain = dataclasses.replace(operands, row_weight=None)
-    unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=None)
+    unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=_tuning(spec))
     rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
     plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
     bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
@@ -144,13 +145,19 @@ def _plan_d_x(
     """From where y is scattered to where x is gathered; a token's rows are added up."""
     by_token = spec.gather == "token"
     pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
-    back = MatmulSpec(spec.weight_layout, spec.scatter, "row" if by_token else spec.gather, allow_tf32=spec.allow_tf32)
+    options = {"allow_tf32": spec.allow_tf32, "tuning": _tuning(spec)}
+    back = MatmulSpec(spec.weight_layout, spec.scatter, "row" if by_token else spec.gather, **options)
     bindings = {"x": gradient} | ({} if by_token else {"y": "d_x"})
     y = add_input_gradient(builder, "input gradient", pulled, layout, back, bindings)
     if by_token:
         assert layout is not None
         plan = plan_reduce(builder.spec(y), builder.spec("row_of_slot"), layout, builder.target, order="row")
         builder.call(plan, "sum of slots", {"y": y, "out": "d_x"}, {"y": Role.D_ROWS, "out": Role.D_ROWS})
+
+
+def _tuning(spec: MatmulSpec) -> MatmulTuning | None:
+    """That of the gradients of a product with this spec."""
+    return None if spec.tuning is None else spec.tuning.of_gradient()
 
 
 def stage_inputs(
@@ -246,7 +253,9 @@ def add_weight_gradient(
     side, num_layers = "right" if in_out else "left", array.shape[0] if stacked else 1
     taken = (left.gather, right.gather), left.columns, right.columns
     bias = side if "d_bias" in results else None, dtypes_of.get("d_bias", "float32")
-    options = WeightGradientSpec(dtypes_of.get("d_weight"), *taken, *bias, num_layers, spec.allow_tf32)
+    tuning = spec.tuning or MatmulTuning()
+    expected = None, tuning.expected_tokens, tuning.expected_experts
+    options = WeightGradientSpec(dtypes_of.get("d_weight"), *taken, *bias, num_layers, spec.allow_tf32, *expected)
     plan = plan_weight_gradient(operands, layout, options, builder.target, trusted=trusted)
     roles: dict[str, str | Role] = {name: role for name in (("left", "right") if x is None else (side,))}
     builder.call(plan, label, sides | results, roles)

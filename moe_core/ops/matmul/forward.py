@@ -84,7 +84,7 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
         fill_absent(builder, layout, spec)
     tile.family.launch(builder, problem, tile.config, stage)
     shape = f", {problem.d} x {problem.n}" if problem.out_format is None else ""
-    builder.note(f"{tile.config} for {problem.rows} rows, {problem.groups} experts{shape}; {tile}")
+    builder.note(f"{tile.config} for {problem.rows} rows, {problem.expected_groups} experts{shape}; {tile}")
     if problem.out_format is not None:
         builder.note(f"rounded to {spec.out_dtype} and quantised to {problem.out_format} before it is stored")
     return builder.build()

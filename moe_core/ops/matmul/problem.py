@@ -16,6 +16,7 @@ from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
+from moe_core.specs.tuning import MatmulTuning
 
 #: Kinds of weights, each with families of its own.
 PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
@@ -27,7 +28,7 @@ class MatmulProblem:
 
     out_format: y is rounded to its dtype, then quantised to this format of rows before it is stored, in the first
     product of a composed plan; out_scale: fp32 `[1]`, its static scale. expected_rows: what a tile is chosen for, None:
-    all the rows that the layout has. Raises InvalidInput, Unsupported.
+    what spec.tuning expects, or all the rows that the layout has. Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -111,13 +112,15 @@ class MatmulProblem:
     @property
     def batch_invariant(self) -> bool:
         """Whether a tile is chosen without looking at the number of rows."""
-        return self.spec.tuning is not None and self.spec.tuning.batch_invariant
+        return self.tuning.batch_invariant
 
     @property
     def rows(self) -> int:
         """Rows that a tile is chosen for."""
         if self.expected_rows is not None:
             return self.expected_rows
+        if (tokens := self.tuning.expected_tokens) is not None:
+            return tokens if self.layout is None else tokens * self.layout.top_k
         return self.operands.x.shape[0] if self.layout is None else self.layout.num_slots
 
     @property
@@ -126,19 +129,35 @@ class MatmulProblem:
         return 1 if self.layout is None else self.layout.num_experts
 
     @property
+    def used_groups(self) -> int:
+        """Groups that have rows, were the rows that a tile is chosen for spread over as many as they can be."""
+        return min(self.expected_groups, self.rows)
+
+    @property
+    def expected_groups(self) -> int:
+        """Experts that a tile is chosen for."""
+        experts = None if self.layout is None else self.tuning.expected_experts
+        return self.groups if experts is None else experts
+
+    @property
+    def tuning(self) -> MatmulTuning:
+        """That of the spec."""
+        return self.spec.tuning or MatmulTuning()
+
+    @property
     def rows_per_group(self) -> float:
         """Mean rows of a group that has any, were all groups used."""
-        return self.rows / max(1, min(self.groups, self.rows))
+        return self.rows / max(1, self.used_groups)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of plain weights that are read, were the rows spread over as many groups as they can be."""
-        return min(self.groups, self.rows) * self.d * self.n * self.buffers * dtypes.itemsize(self.dtype)
+        """Bytes of plain weights that are read by `used_groups`."""
+        return self.used_groups * self.d * self.n * self.buffers * dtypes.itemsize(self.dtype)
 
     def waves(self, config: TileConfig) -> float:
         """Output tiles per multiprocessor, were the rows spread evenly."""
         per_group = -(-math.ceil(self.rows_per_group) // config.block_m) * -(-self.n // config.block_n)
-        return min(self.groups, self.rows) * per_group / max(1, self.target.num_sms)
+        return self.used_groups * per_group / max(1, self.target.num_sms)
 
     def num_blocks(self, config: TileConfig) -> int:
         """The most row blocks that the layout may have."""

@@ -53,7 +53,7 @@ def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoi
     family, which cannot run the problem. name: the override's, for messages. Raises InvalidInput with the reason where
     an override or an entry is illegal, and Unsupported where no family can run the product.
     """
-    tuning = problem.spec.tuning or MatmulTuning()
+    tuning = problem.tuning
     if tuning.config is not None:
         given = given_tile(problem, tuning.config, name)
         # A backward recomputes the pre-activation alone, of a forward whose configuration may not store it.
@@ -90,7 +90,7 @@ def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config")
 
 def tile_key(problem: MatmulProblem) -> TileKey:
     """What tables know of a problem with plain weights."""
-    sizes, operands = (problem.rows, problem.groups, problem.d, problem.n), (problem.dtype, problem.buffers)
+    sizes, operands = (problem.rows, problem.expected_groups, problem.d, problem.n), (problem.dtype, problem.buffers)
     return TileKey(*sizes, *operands, problem.spec.weight_layout, why_not_operands(problem) or "")
 
 

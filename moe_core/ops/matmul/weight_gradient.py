@@ -154,7 +154,7 @@ def plan_weight_gradient(
         raise Unsupported(f"the sm90 family cannot run this gradient: {reason}; leave family out")
     product = _product(operands.left.dtype, operands.right.dtype, spec.allow_tf32)
     tile = gradient_tile(m, n, product, operands.left.dtype, target, adds=operands.into is not None)
-    if layout is not None and not reason and (spec.family or _faster_family(layout, (m, n), tile)) == "sm90":
+    if layout is not None and not reason and (spec.family or _faster_family(layout, spec, (m, n), tile)) == "sm90":
         launch_sm90_gradient(builder, layout, spec, starts, (m, n))
         with_weight = False
     else:
@@ -164,12 +164,13 @@ def plan_weight_gradient(
     return builder.build()
 
 
-def _faster_family(layout: LayoutSpec, shape: tuple[int, int], tile: TileConfig) -> str:
+def _faster_family(layout: LayoutSpec, spec: WeightGradientSpec, shape: tuple[int, int], tile: TileConfig) -> str:
     """`sm90` where experts have rows enough and its large tiles, multiplied twice as fast, are not mostly padding.
 
     shape: (M, N); tile: the portable kernel's.
     """
-    if layout.num_slots < _SM90_ROWS * layout.num_experts:
+    tokens = layout.num_tokens if spec.expected_tokens is None else spec.expected_tokens
+    if tokens * layout.top_k < _SM90_ROWS * (spec.expected_experts or layout.num_experts):
         return "portable"
     portable, sm90 = (
         math.prod(-(-size // block) * block for size, block in zip(shape, blocks, strict=True))

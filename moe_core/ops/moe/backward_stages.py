@@ -140,7 +140,7 @@ class _Chain:
         bindings = {"d_weight": f"d_{full}", "d_bias": f"d_{full}_bias", "into": f"into.{full}"}
         bindings |= {"layer_index": "experts.layer_index"}
         bindings |= {} if row_weight is None else {"row_weight": row_weight}
-        options = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
+        options = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
         label = f"{self.label}weight gradient of {name}"
         add_weight_gradient(self.builder, label, x, d_y, self.layout, options, bindings, role=role)
 
@@ -201,8 +201,8 @@ class BackwardPlanner:
             d_gate = builder.call(plan, "shared gate gradient", bindings, roles)
             chain.weight_gradient("gate", Side("x"), Side(d_gate), Role.D_LOGITS)
             if builder.has("d_x"):
-                layout = self.spec.weight_layout
-                parts.append(add_router_input_gradient(builder, "shared gate input", d_gate, "shared.gate", layout))
+                options = self.spec.shared_gate_spec()
+                parts.append(add_router_input_gradient(builder, "shared gate input", d_gate, "shared.gate", options))
         return parts
 
     def _experts(self) -> str | None:
@@ -279,7 +279,7 @@ class BackwardPlanner:
         add_weight_gradient(builder, "router weight", *sides, None, MatmulSpec(layout), bindings, role=Role.D_LOGITS)
         if not builder.has("d_x"):
             return []
-        return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", layout)]
+        return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", spec.logits_spec())]
 
     def _counts(self, num_global: int) -> str:
         """Slots that every expert got, wherever it is: the forward counted the local ones."""

@@ -35,7 +35,7 @@ from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedExpert, TopK, named_arrays
-from moe_core.specs.routing import LayoutSpec, LogitsSpec
+from moe_core.specs.routing import LayoutSpec
 
 Routing = RouterWeights | bundles.RouterLogits | TopK
 #: Before the names of outputs that only a backward reads.
@@ -329,8 +329,7 @@ class _MoEPlanner:
         builder.call(plan, "shared matmul 2", bindings, {"y": Role.ADDEND})
         if shared.gate is None:
             return output, None
-        logits_spec = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
-        plan = plan_router(self.x, shared.gate, None, logits_spec, self.target)
+        plan = plan_router(self.x, shared.gate, None, spec.shared_gate_spec(), self.target)
         gate = f"{SAVED if self.save else ''}shared_gate"
         builder.call(plan, "shared gate", {"x": "x", "weight": "shared.gate", "logits": gate})
         return output, gate

@@ -55,8 +55,7 @@ def plan_router_backward(
     add_weight_gradient(builder, "weight", *sides, None, options, results, role=Role.D_LOGITS)
     if "d_x" in wanted:
         direct = "d_x" if x.dtype == "float32" else None
-        operands = ("d_logits", "weight", spec.weight_layout)
-        product = add_router_input_gradient(builder, "input", *operands, Role.D_ROWS, d_x=direct)
+        product = add_router_input_gradient(builder, "input", "d_logits", "weight", spec, Role.D_ROWS, d_x=direct)
         if direct is None:
             plan = plan_cast_rows(builder.spec(product), x.dtype, target)
             builder.call(plan, "round", {"x": product, "y": "d_x"}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
@@ -68,14 +67,14 @@ def add_router_input_gradient(
     label: str,
     d_logits: str,
     weight: str,
-    weight_layout: str,
+    spec: LogitsSpec,
     role: Role = Role.ADDEND,
     *,
     d_x: str | None = None,
 ) -> str:
-    """Add fp32 `[T, D]` = d_logits . weight^T, its buffer. d_logits, weight: buffers; role: of the result; d_x: where
-    it goes, if there is one yet."""
-    options = LogitsSpec(TRANSPOSED[weight_layout])
+    """Add fp32 `[T, D]` = d_logits . weight^T, its buffer. d_logits, weight: buffers; spec: the forward's; role: of the
+    result; d_x: where it goes, if there is one yet."""
+    options = LogitsSpec(TRANSPOSED[spec.weight_layout], expected_tokens=spec.expected_tokens)
     plan = plan_router(builder.spec(d_logits), builder.spec(weight), None, options, builder.target, split=True)
     bindings = {"x": d_logits, "weight": weight}
     roles = {"x": Role.D_LOGITS, "logits": role}

@@ -91,7 +91,7 @@ def plan_router(
     kind = precision if is_fp32 else "16-bit"
     if split and (x.dtype, weight.dtype) == ("float32", "bfloat16"):
         product, kind = "split_a", "split"
-    rows = None if spec.batch_invariant else num_tokens
+    rows = None if spec.batch_invariant else spec.expected_tokens or num_tokens
     tile = router_tile(rows, num_experts, d, kind, target)
     dot = product if is_fp32 else x.dtype
     builder.sums(f"logits: d_model in order, one {dot} dot of {tile.block_k} terms at a time, fp32, then the bias")

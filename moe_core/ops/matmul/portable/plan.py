@@ -100,7 +100,7 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
         return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2)
     if rows <= 10:
         # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
-        tiles = min(problem.groups, problem.rows) * -(-problem.n // 128)
+        tiles = problem.used_groups * -(-problem.n // 128)
         return TileConfig(16, 128, 64, 4, 4) if tiles >= problem.target.num_sms else TileConfig(16, 64, 64, 4, 6)
     if rows <= 24:
         return TileConfig(32, 128, 64, 4, 4)

@@ -25,7 +25,6 @@ from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig, shared_limit
-from moe_core.specs.tuning import MatmulTuning
 
 MATMUL_QUANTIZED_TRANSPOSED = Kernel("matmul.quantized.transposed_kernel:matmul_quantized_transposed")
 
@@ -111,7 +110,7 @@ def choose_transposed_tile(
 
 
 def _choose(problem: MatmulProblem, weights: Format) -> TileChoice | None:
-    tuning, target = problem.spec.tuning or MatmulTuning(), problem.target
+    tuning, target = problem.tuning, problem.target
     if not target.compiled:
         return None
     if tuning.config is not None:
