@@ -1,37 +1,231 @@
-"""Opening and writing safetensors files."""
+"""Files of others, opened with care, and files of ours, written whole.
+
+What a stranger wrote may be a pipe, hold JSON of any depth, or give a header of any length. Whatever it is, reading it
+ends in InvalidInput, soon and in little memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
 
+#: Bytes that a JSON file may have: an index of 200,000 names has 25 MB.
+MOST_JSON_BYTES = 64 * 2**20
+#: Bytes and tensors of a header of a safetensors file: an int4 model of 30 B parameters in one file has 74,000 tensors.
+MOST_HEADER_BYTES, MOST_TENSORS = 16 * 2**20, 80_000
+#: How deep JSON may be nested, and how large its integers may be.
+_MOST_LEVELS, _MOST_INTEGER = 64, 2**63
+#: A safetensors file begins with the length of its JSON header, a little-endian uint64.
+_LENGTH_BYTES = 8
+
 
 @contextlib.contextmanager
-def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped for NumPy; a missing package, file or header is explained."""
+def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[Any]:
+    """A file opened for unbuffered reading. InvalidInput for everything else: pipes and devices, which would wait or
+    never end, directories, and what cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path!s:.400} must be a readable {what}, got: {error!s:.400}; correct the path") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidInput(f"{path} must be a readable {what}, got a directory, pipe or device; download it again")
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        yield file
+
+
+def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The content of a JSON file. InvalidInput names the file where it is too large, is nested too deeply, or holds
+    text that is no Unicode or integers beyond 64 bits."""
+    with open_regular(path, "JSON file") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise InvalidInput(f"{path} must have at most {most_bytes} bytes, got {size}; download it again")
+        data = b"".join(iter(lambda: file.read(2**20), b""))
+    try:
+        content = json.loads(data.decode("utf-8"))
+        _require_plain(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} must be a readable JSON file, got: {error!s:.400}; download it again") from error
+    return content
+
+
+def _require_plain(content: Any) -> None:
+    """Raise ValueError for what nobody writes, and what would be a foreign error later."""
+    level, found = 0, [content]
+    while found:
+        below: list[Any] = []
+        for value in found:
+            if isinstance(value, dict):
+                below += value
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, str):
+                if not value.isascii():
+                    value.encode()
+            elif isinstance(value, int) and abs(value) >= _MOST_INTEGER:
+                raise ValueError("an integer beyond 64 bits")
+        level, found = level + 1, below
+        if level > _MOST_LEVELS:
+            raise ValueError(f"more than {_MOST_LEVELS} levels")
+
+
+class Entry(NamedTuple):
+    """A tensor of a safetensors file. start: of its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """An open safetensors file: its header, and its bytes.
+
+    The header is read anew whenever a file is opened, and each read makes sure that the file is the one it describes:
+    a file that another one took the place of, under any time stamp, is never read with the wrong header.
+    """
+
+    def __init__(self, path: Path, handle: Any, raw: Any, entries: Mapping[str, Entry]) -> None:
+        self.path, self.entries, self._handle, self._raw = path, entries, handle, raw
+        self._state = _state(os.fstat(raw.fileno()))
+
+    def metadata(self) -> Mapping[str, str]:
+        return self._handle.metadata() or {}
+
+    def entry(self, name: str) -> Entry:
+        """InvalidInput if the file does not hold the tensor."""
+        if name not in self.entries:
+            raise InvalidInput(f"{self.path} must hold the tensor {name}, got a file without it; download it again")
+        return self.entries[name]
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """A tensor of a dtype that NumPy has, as safetensors reads it."""
+        dtype = self.entry(name).dtype
+        try:
+            return self._handle.get_tensor(name)
+        except Exception as error:  # safetensors raises AttributeError, TypeError and more for dtypes
+            raise Unsupported(f"{name} in {self.path} has the dtype {dtype}, which cannot be read: {error}") from error
+
+    def read_into(self, start: int, target: np.ndarray) -> None:
+        """Fill a contiguous array of bytes from a place in the file."""
+        left = target
+        # A system call reads less than 2 GiB.
+        while len(left):
+            count = os.preadv(self._raw.fileno(), [left], start)  # pyright: ignore[reportArgumentType]
+            if not count:
+                raise InvalidInput(
+                    f"{self.path} must be complete, got an end {len(left)} bytes early; download it again"
+                )
+            left, start = left[count:], start + count
+        self.require_same()
+
+    def require_same(self) -> None:
+        """Raise InvalidInput if the file was written to since it was opened."""
+        if _state(os.fstat(self._raw.fileno())) != self._state:
+            raise InvalidInput(f"{self.path} must stay as it is while it is read, got a change; read it again")
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[TensorFile]:
+    """A safetensors file; a missing package, file or header is explained."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise _missing("reading .safetensors files") from error
-    try:
-        handle = safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"{path} must be a readable safetensors file, got: {error}; download it again") from error
-    with handle as file:
-        yield file
+    with open_regular(path, "safetensors file") as raw:
+        state = os.fstat(raw.fileno())
+        length = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
+        if length > min(MOST_HEADER_BYTES, state.st_size - _LENGTH_BYTES):
+            raise InvalidInput(
+                f"{path} must be a readable safetensors file, got: a header of {length} bytes in a file of "
+                f"{state.st_size}, where {MOST_HEADER_BYTES} are the most; download it again"
+            )
+        header = raw.read(length)
+        if header.count(b"{") > MOST_TENSORS:
+            raise InvalidInput(f"{path} must have the header of {MOST_TENSORS} tensors at most, got more; split it")
+        with contextlib.ExitStack() as opened:
+            try:
+                handle = opened.enter_context(safe_open(path, framework="np"))
+                entries = _entries(header.decode(), _LENGTH_BYTES + length)
+            except (SafetensorError, OSError, ValueError, RecursionError) as error:
+                raise InvalidInput(
+                    f"{path} must be a readable safetensors file, got: {error!s:.400}; download it again"
+                ) from error
+            file = TensorFile(path, handle, raw, entries)
+            if _state(os.stat(path)) != _state(state):
+                raise InvalidInput(f"{path} must stay as it is while it is opened, got a change; read it again")
+            yield file
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns, found.st_mtime_ns
+
+
+def _entries(header: str, data: int) -> dict[str, Entry]:
+    """The tensors of a header that safetensors has validated. Raises ValueError for a name given twice: which one
+    safetensors took is not known."""
+
+    def pairs(found: list[tuple[str, Any]]) -> Any:
+        fields = dict(found)
+        if len(fields) != len(found):
+            raise ValueError("a name given twice in the header")
+        if fields.keys() >= {"dtype", "shape", "data_offsets"} and isinstance(fields["shape"], list):
+            return Entry(fields["dtype"], tuple(fields["shape"]), data + fields["data_offsets"][0])
+        return fields
+
+    return {
+        name: entry for name, entry in json.loads(header, object_pairs_hook=pairs).items() if name != "__metadata__"
+    }
 
 
 def file_writer(what: str) -> Callable[..., None]:
-    """safetensors' `save_file` for NumPy; a missing package is explained. what: is to be written."""
+    """A function that writes a safetensors file, whole or not at all, as safetensors' `save_file` for NumPy does; a
+    missing package is explained. what: is to be written."""
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError as error:
         raise _missing(f"writing {what}") from error
-    return save_file
+
+    def write(tensors: dict[str, np.ndarray], path: str | os.PathLike[str], metadata: dict[str, str]) -> None:
+        with whole_file(path) as partial:
+            try:
+                save_file(tensors, partial, metadata)
+            except SafetensorError as error:
+                raise OSError(f"{os.fspath(path)} could not be written: {error}") from error
+
+    return write
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A name to write a file under. It gets its own name when all of it is on the disk; where anything goes wrong,
+    nothing is left and an earlier file stays as it was."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(target)
+        descriptor = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _missing(what: str) -> Unsupported:

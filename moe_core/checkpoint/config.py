@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moe_core.base.files import MOST_JSON_BYTES, load_json
+from moe_core.checkpoint.inside import inside
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Settings come from files of others: no list of layers grows beyond this.
-_MOST_LAYERS = 10_000
+#: Settings come from files of others: what is made of them stays this small, and the files have at most so many bytes.
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_CONFIG_BYTES = 10_000, 100_000, 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,16 @@ class ModelConfig:
 
     def num_layers(self, *keys: str) -> int:
         """A number of layers, small enough to be that of a model."""
-        value = self.integer(*(keys or ("num_hidden_layers",)))
-        if value > _MOST_LAYERS:
-            raise _wrong((keys or ("num_hidden_layers",))[0], f"an integer of at most {_MOST_LAYERS}", value)
-        return value
+        return self.integer(*(keys or ("num_hidden_layers",)), most=_MOST_LAYERS)
 
-    def integer(self, *keys: str, least: int = 1, null: int | None = None, default: int | None = None) -> int:
-        """An integer of at least `least`, required unless a default is given.
+    def num_experts(self, *keys: str) -> int:
+        """A number of experts, small enough to be that of a model."""
+        return self.integer(*keys, most=_MOST_EXPERTS)
+
+    def integer(
+        self, *keys: str, least: int = 1, most: int = 2**63, null: int | None = None, default: int | None = None
+    ) -> int:
+        """An integer from `least` to `most`, required unless a default is given.
 
         null: what a JSON null stands for, where null is legal. A list gives one number per layer: all must be alike.
         """
@@ -65,18 +69,20 @@ class ModelConfig:
         if isinstance(value, list) and value:
             if any(item != value[0] for item in value):
                 raise Unsupported(
-                    f"{keys[0]} in config.json must be the same number for every layer, got {value!r}; layers that "
-                    "differ cannot be described by one spec"
+                    f"{keys[0]} in config.json must be the same number for every layer, got {value!r:.200}; layers "
+                    "that differ cannot be described by one spec"
                 )
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise _wrong(keys[0], f"an integer of at least {least}", value)
+        if value > most:
+            raise _wrong(keys[0], f"an integer of at most {most}", value)
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:
         """A finite number, required unless a default is given."""
         value = self._given(keys, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not -math.inf < value < math.inf:
             raise _wrong(keys[0], "a finite number", value)
         return float(value)
 
@@ -93,29 +99,22 @@ class ModelConfig:
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of integers; absent or null is the empty list."""
-        value = self.settings.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or any(not isinstance(item, int) or isinstance(item, bool) for item in value):
-            raise _wrong(key, "a list of integers", value)
-        return tuple(value)
+        return self._listed(key, lambda item: isinstance(item, int) and not isinstance(item, bool), "integers")
 
     def strings(self, key: str) -> tuple[str, ...]:
         """A list of strings; absent or null is the empty list."""
-        value = self.settings.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
-            raise _wrong(key, "a list of strings", value)
-        return tuple(value)
+        return self._listed(key, lambda item: isinstance(item, str), "strings")
 
     def limits(self, key: str) -> tuple[float | None, ...]:
         """A list of numbers of at least 0 and nulls; absent or null is the empty list."""
+        return self._listed(key, _is_limit, "numbers of at least 0")
+
+    def _listed(self, key: str, fits: Callable[[Any], bool], what: str) -> tuple[Any, ...]:
         value = self.settings.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or any(not _is_limit(item) for item in value):
-            raise _wrong(key, "a list of numbers of at least 0", value)
+        if not isinstance(value, list) or len(value) > _MOST_LAYERS or not all(map(fits, value)):
+            raise _wrong(key, f"a list of {what}", value)
         return tuple(value)
 
     def with_part(self, key: str) -> ModelConfig:
@@ -130,8 +129,8 @@ class ModelConfig:
         value = self.settings.get(key)
         if (value is not None or given) and value != supported:
             raise Unsupported(
-                f"{key} in config.json must be {supported!r} for {self.model_type}, got {value!r}; {operation} cannot "
-                "be computed"
+                f"{key} in config.json must be {supported!r} for {self.model_type}, got {value!r:.200}; {operation} "
+                "cannot be computed"
             )
 
 
@@ -147,15 +146,14 @@ def _is_limit(item: Any) -> bool:
 
 
 def _wrong(key: str, expected: str, value: object) -> InvalidInput:
-    return InvalidInput(f"{key} in config.json must be {expected}, got {value!r}; restore the original config.json")
+    return InvalidInput(
+        f"{key} in config.json must be {expected}, got {value!r:.200}; restore the original config.json"
+    )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; InvalidInput names the file otherwise."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InvalidInput(f"{path} must be a readable JSON file, got: {error}; download it again") from error
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """A JSON file that holds an object; InvalidInput names the file otherwise. See `load_json` for its limits."""
+    content = load_json(path, most_bytes)
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} must hold a JSON object, got a {type(content).__name__}; download it again")
     return content
@@ -164,10 +162,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def settings_of(config: Any) -> Mapping[str, Any]:
     """The settings of a dict, a config object with `to_dict`, or a path to config.json or its directory."""
     if isinstance(config, (str, os.PathLike)):
-        path = Path(config, "config.json") if Path(config).is_dir() else Path(config)
-        if not path.is_file():
+        path = inside(Path(config), "config.json") if Path(config).is_dir() else Path(config)
+        if not path.exists():
             raise InvalidInput(f"config must be a config.json or a directory with one, got {path}; correct the path")
-        return read_json(path)
+        return read_json(path, _MOST_CONFIG_BYTES)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):
@@ -182,10 +180,10 @@ def read_config(directory: Path) -> Mapping[str, Any]:
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise InvalidInput(f"path must be a checkpoint directory, got {directory}, which {state}; download it first")
-    path = directory / "config.json"
-    if not path.is_file():
+    path = inside(directory, "config.json")
+    if not path.exists():
         raise InvalidInput(
             f"path must be a checkpoint directory with a config.json, got {directory}, which has none; "
             "pass the directory that holds config.json"
         )
-    return read_json(path)
+    return read_json(path, _MOST_CONFIG_BYTES)

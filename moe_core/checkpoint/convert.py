@@ -12,8 +12,8 @@ names. Of gpt_oss in other formats than mxfp4 there is no published layout: thos
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.checks import require_at_least, require_kind
+from moe_core.base.checks import require_at_least, require_flag, require_kind
 from moe_core.checkpoint.config import read_json
+from moe_core.checkpoint.inside import inside
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
 from moe_core.checkpoint.packing import Packing, packing_for
 from moe_core.checkpoint.quantized import module_of
-from moe_core.checkpoint.storage import FLOATING, lazy_tensor, read_tensor
+from moe_core.checkpoint.storage import FLOATING, RawTensor, read_tensor
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
@@ -58,12 +59,14 @@ class LayerError(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did. bytes_before and bytes_after: of the experts' weights, scales included."""
+    """What a conversion did. bytes_before and bytes_after: of the experts' weights, scales included. not_finite: the
+    tensors that hold NaN or infinities."""
 
     format: Format
     layers: tuple[LayerError, ...]
     bytes_before: int
     bytes_after: int
+    not_finite: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
@@ -71,11 +74,17 @@ class ConversionReport:
         head = f"{self.format.name}: experts {before:.1f} MiB -> {after:.1f} MiB ({smaller:.2f} times smaller)"
         rows = [f"{'layer':>7}{'gate_up':>12}{'down':>12}   relative Frobenius error"]
         rows += [f"{error.layer:>7}{error.gate_up:>12.3e}{error.down:>12.3e}" for error in self.layers]
+        rows += [f"NaN or infinity in {name}" for name in self.not_finite]
         return "\n".join([head, *rows])
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN and no infinity: an error that is one is None."""
+        layers = [
+            {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
+            for error in self.layers
+        ]
         sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
-        return {"format": self.format.name, **sizes, "layers": [error._asdict() for error in self.layers]}
+        return {"format": self.format.name, **sizes, "layers": layers, "not_finite": list(self.not_finite)}
 
 
 def convert_checkpoint(
@@ -83,17 +92,22 @@ def convert_checkpoint(
     destination: str | os.PathLike[str],
     format: Format,
     *,
+    allow_not_finite: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[ConversionProgress], object] | None = None,
 ) -> ConversionReport:
     """Write `source`, a plain checkpoint directory, to `destination` with its experts quantised in `format`.
 
     destination: a new or empty directory. One tensor (of fused storage: one expert's part, and the packed result) is in
-    memory beside the current shard. If anything is wrong, no file is left behind. Raises what `open_checkpoint` raises;
-    InvalidInput for a source that is quantised already, a destination with content, and sizes that the format's
-    padding rule refuses, naming the tensor; Unsupported for formats that no checkpoint stores weights in.
+    memory beside the current shard. If anything is wrong, no file is left behind. Files beside the weights (tokenizers,
+    templates) are copied. allow_not_finite: tensors may hold NaN and infinities, and the report names them; NaN and
+    infinite weights of experts become whatever their format makes of them. Raises what `open_checkpoint` raises;
+    InvalidInput for a source that is quantised already or has links that lead out of it, a destination with content,
+    sizes that the format's padding rule refuses, and NaN or infinity, naming the tensor; Unsupported for formats that
+    no checkpoint stores weights in; OSError where the disk is full.
     """
     require_kind("format", format, Format)
+    require_flag("allow_not_finite", allow_not_finite)
     require_at_least("shard_bytes", shard_bytes, 1)
     checkpoint = open_checkpoint(source)
     if checkpoint.packing is not None:
@@ -102,25 +116,35 @@ def convert_checkpoint(
             "the original"
         )
     packing = packing_for(format, checkpoint.family == "gpt_oss")
-    conversion = _Conversion(checkpoint, packing, progress)
+    conversion = _Conversion(checkpoint, packing, allow_not_finite, progress)
     conversion.require_sizes()
+    side_files = _side_files(checkpoint.path)
     with Shards("destination", destination, shard_bytes) as shards:
         shards.extend(conversion.tensors())
-        shards.finish(conversion.settings())
-        for file in checkpoint.path.iterdir():
-            if file.suffix in _SIDE_FILES and file.name not in _OWN_FILES and file.is_file():
-                shards.files.append(file.name)
-                shutil.copyfile(file, Path(destination) / file.name)
+        shards.finish(conversion.settings(), side_files)
     return conversion.report()
+
+
+def _side_files(directory: Path) -> list[Path]:
+    """The files to copy. A link that leads out of the checkpoint raises InvalidInput: its target would be published."""
+    named = [path for path in directory.iterdir() if path.suffix in _SIDE_FILES and path.name not in _OWN_FILES]
+    return [path for path in named if inside(directory, path.name).is_file()]
 
 
 class _Conversion:
     """The tensors of a converted checkpoint, and what is learnt while they are made."""
 
     def __init__(
-        self, checkpoint: Checkpoint, packing: Packing, progress: Callable[[ConversionProgress], object] | None
+        self,
+        checkpoint: Checkpoint,
+        packing: Packing,
+        allow_not_finite: bool,
+        progress: Callable[[ConversionProgress], object] | None,
     ) -> None:
         self._checkpoint, self._packing, self._progress = checkpoint, packing, progress
+        self._allow_not_finite = allow_not_finite
+        #: Names of tensors with NaN or infinities, in the order they were found.
+        self._not_finite: dict[str, None] = {}
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
         #: (layer, field) of every tensor that holds weights of experts.
         self._weights: dict[str, tuple[int, str]] = {}
@@ -158,42 +182,55 @@ class _Conversion:
         missing = [name for name in self._weights if name not in index.files]
         if missing:
             index.path_of(missing[0])
-        for done, (name, opened, path) in enumerate(index.opened(index.files), start=1):
+        for done, (name, opened) in enumerate(index.opened(index.files), start=1):
             if name in self._weights:
-                yield from self._quantized(name, lazy_tensor(opened, path, name))
+                yield from self._quantized(name, RawTensor(opened, name))
             else:
-                array = read_tensor(opened, path, name)
+                array = read_tensor(opened, name)
+                self._note_finite(name, array)
                 if array.ndim == 2 and name.endswith(".weight"):
                     self._kept.append(name.removesuffix(".weight"))
                 yield name, array
             if self._progress is not None:
                 self._progress(ConversionProgress(name, done, len(index.files)))
 
-    def _quantized(self, name: str, tensor: Any) -> Iterator[tuple[str, np.ndarray]]:
+    def _note_finite(self, name: str, array: np.ndarray) -> None:
+        """Remember a tensor with NaN or infinities; InvalidInput unless they are allowed."""
+        if array.dtype.kind not in "fcV" or bool(np.isfinite(array).all()):
+            return
+        if not self._allow_not_finite:
+            raise InvalidInput(
+                f"{name} must hold finite numbers, got {int((~np.isfinite(array)).sum())} that are NaN or infinite in "
+                f"{list(array.shape)}; repair the checkpoint, or allow them (allow_not_finite, --allow-not-finite)"
+            )
+        self._not_finite[name] = None
+
+    def _quantized(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors that take the place of one that holds weights."""
         if tensor.get_dtype() not in FLOATING:
             raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; cast it first")
         weight, per_expert = self._weights[name], self._checkpoint.architecture.naming.per_expert
         module, fused = module_of(name)
         if len(tensor.get_shape()) == 2:
-            yield from self._packing.tensors(module, self._matrix(weight, tensor[:]), fused=False)
+            yield from self._packing.tensors(module, self._matrix(name, tensor[:]), fused=False)
             return
         matrices = (tensor[expert : expert + 1][0] for expert in range(tensor.get_shape()[0]))
         if per_expert is None:
             turn = name in self._turned
-            quantized = [self._matrix(weight, matrix.T if turn else matrix) for matrix in matrices]
+            quantized = [self._matrix(name, matrix.T if turn else matrix) for matrix in matrices]
             yield from self._packing.tensors(module, _stacked(quantized), fused=fused)
             return
         experts = module.rpartition(".")[0]
         names = per_expert[-1:] if weight[1] == "down" else per_expert[:-1]
         for expert, matrix in enumerate(matrices):
             for part, rows in zip(names, np.split(matrix, len(names)), strict=True):
-                yield from self._packing.tensors(f"{experts}.{expert}.{part}", self._matrix(weight, rows), fused=False)
+                yield from self._packing.tensors(f"{experts}.{expert}.{part}", self._matrix(name, rows), fused=False)
 
-    def _matrix(self, weight: tuple[int, str], matrix: np.ndarray) -> QuantizedTensor:
-        """A matrix `[N, D]` quantised and its error counted."""
+    def _matrix(self, name: str, matrix: np.ndarray) -> QuantizedTensor:
+        """A matrix `[N, D]` of a tensor quantised and its error counted."""
+        self._note_finite(name, matrix)
         quantized = quantize(matrix, self._packing.format)
-        self._errors[weight].add(matrix, dequantize(quantized))
+        self._errors[self._weights[name]].add(matrix, dequantize(quantized))
         self._before += matrix.nbytes
         self._after += quantized.nbytes
         return quantized
@@ -209,7 +246,7 @@ class _Conversion:
             LayerError(layer, *(self._errors[layer, field].relative_frobenius for field in _FIELDS))
             for layer in self._checkpoint.moe_layers
         )
-        return ConversionReport(self._packing.format, layers, self._before, self._after)
+        return ConversionReport(self._packing.format, layers, self._before, self._after, tuple(self._not_finite))
 
 
 def _stacked(tensors: list[QuantizedTensor]) -> QuantizedTensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.files import open_file
+from moe_core.base.files import open_file, open_regular
 from moe_core.checkpoint.storage import Stack, StackReader, TensorIndex
 from moe_core.errors import InvalidInput
 
@@ -41,31 +42,44 @@ def _require_shape(file: Path, shape: tuple[int, ...], d_model: int | None) -> N
 
 
 def _load_npy(file: Path, d_model: int | None) -> np.ndarray:
-    try:
-        array = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise InvalidInput(f"{file} must be a readable .npy file, got: {error}; save it with numpy.save") from error
-    _require_shape(file, array.shape, d_model)
-    if array.dtype.name not in dtypes.MATMUL_DTYPES:
-        # NumPy writes bfloat16 as nameless two-byte records, which could be anything.
-        fix = "save them as .safetensors" if array.dtype.kind == "V" else "cast them to float32"
-        raise InvalidInput(
-            f"hidden states in {file} must be float32, float16 or, in a .safetensors file, bfloat16, got "
-            f"{array.dtype}; {fix}"
-        )
-    return np.ascontiguousarray(array)
+    with open_regular(file, ".npy file") as opened:
+        try:
+            version = np.lib.format.read_magic(opened)
+            named = "read_array_header_1_0" if version[0] == 1 else "read_array_header_2_0"
+            shape, is_turned, dtype = getattr(np.lib.format, named)(opened)
+            if dtype.hasobject:
+                raise ValueError("Python objects")
+        except Exception as error:  # NumPy evaluates the header as Python, which may fail in any way
+            raise InvalidInput(
+                f"{file} must be a readable .npy file, got: {error!s:.400}; save it with numpy.save"
+            ) from error
+        _require_shape(file, shape, d_model)
+        if dtype.name not in dtypes.MATMUL_DTYPES:
+            # NumPy writes bfloat16 as nameless two-byte records, which could be anything.
+            fix = "save them as .safetensors" if dtype.kind == "V" else "cast them to float32"
+            raise InvalidInput(
+                f"hidden states in {file} must be float32, float16 or, in a .safetensors file, bfloat16, got "
+                f"{dtype}; {fix}"
+            )
+        size, left = math.prod(shape) * dtype.itemsize, os.fstat(opened.fileno()).st_size - opened.tell()
+        if min(shape) < 0 or size > left:
+            raise InvalidInput(f"{file} must hold {size} bytes of data, got {left}; save it with numpy.save")
+        array = np.fromfile(opened, dtype, math.prod(shape)).reshape(shape, order="F" if is_turned else "C")
+    return np.ascontiguousarray(array, dtype.newbyteorder("="))
 
 
 def _load_safetensors(file: Path, d_model: int | None) -> np.ndarray:
     with open_file(file) as tensors:
-        names = sorted(tensors.keys())
+        names = sorted(tensors.entries)
         if len(names) != 1:
             raise InvalidInput(
                 f"{file} must hold exactly one tensor, got {len(names)}: {', '.join(names[:8])}; "
                 "save the hidden states alone"
             )
-        shape = tuple(tensors.get_slice(names[0]).get_shape())
+        shape = tensors.entry(names[0]).shape
     _require_shape(file, shape, d_model)
     stacks = {"hidden_states": Stack.whole(names[0], shape)}
+    # The caller names the file: it may be a link to anywhere.
+    file = file.resolve()
     with StackReader(TensorIndex(file.parent, {names[0]: file.name})) as reader:
         return reader.read(stacks, reader.check(stacks))["hidden_states"]

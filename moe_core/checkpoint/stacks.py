@@ -114,7 +114,15 @@ def found_names(
     assert names.fused is not None
     if naming.per_expert is None or holds(names.fused[0]):
         return names
-    first = f"{names.block}experts.0.{naming.per_expert[0]}.weight"
+    first, last = (
+        f"{names.block}experts.{expert}.{naming.per_expert[0]}.weight" for expert in (0, architecture.num_experts - 1)
+    )
+    if holds(first) and architecture.num_experts > len(index.files):
+        # A number in config.json makes no more names than there are tensors.
+        raise InvalidInput(
+            f"{index.directory} must hold {last} for num_experts = {architecture.num_experts}, got {index.summary()} "
+            "without it; download the checkpoint again or correct its config.json"
+        )
     if not holds(first):
         raise InvalidInput(
             f"{index.directory} must hold {names.fused[0]} or {first}, got {index.summary()} without "

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ import ml_dtypes
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.files import open_file
+from moe_core.base.files import TensorFile, open_file
 from moe_core.checkpoint.config import read_json
+from moe_core.checkpoint.inside import inside, require_relative
 from moe_core.errors import InvalidInput, Unsupported
 
 #: dtype names of safetensors headers -> canonical names, of what is read as it is.
@@ -33,58 +33,38 @@ _NUMPY_DTYPES: Mapping[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16,
     "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
 }  # fmt: skip
-#: A file begins with the length of its JSON header, a little-endian uint64.
-_LENGTH_BYTES = 8
 #: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
 _PIECE_BYTES = 16 * 2**20
 #: Arrays that are read start at multiples of so many bytes: what XLA wants of memory that it does not copy.
 _ALIGNMENT = 64
 
 
-@functools.lru_cache(maxsize=8)
-def _header(path: Path, modified: int) -> tuple[int, dict[str, Any]]:
-    """(offset of the data, header) of a file; `modified` keeps a rewritten file from being taken for the old one."""
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        return _LENGTH_BYTES + header_bytes, json.loads(file.read(header_bytes))
-
-
 class RawTensor:
-    """A tensor of a file that safetensors has validated; has the methods of its lazy slices."""
+    """A tensor of an open file, in a dtype that is read as it is; has the methods of safetensors' lazy slices."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        data, header = _header(path, path.stat().st_mtime_ns)
-        entry = header[name]
-        self._path, self._offset = path, data + entry["data_offsets"][0]
-        self._shape, self._dtype = tuple(entry["shape"]), entry["dtype"]
+    def __init__(self, file: TensorFile, name: str) -> None:
+        self._file, self._entry = file, file.entry(name)
 
     def get_shape(self) -> list[int]:
-        return list(self._shape)
+        return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        return self._dtype
+        return self._entry.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         """The rows of a slice of the first axis, read from the file; all of a tensor without axes."""
-        shape = (len(range(*rows.indices(self._shape[0]))), *self._shape[1:]) if self._shape else ()
-        target = np.empty(shape, _NUMPY_DTYPES[self._dtype])
+        own = self._entry.shape
+        shape = (len(range(*rows.indices(own[0]))), *own[1:]) if own else ()
+        target = np.empty(shape, _NUMPY_DTYPES[self._entry.dtype])
         self.read_into(rows, target)
         return target
 
     def read_into(self, rows: slice, target: np.ndarray) -> None:
         """Fill a row-major array of the tensor's dtype with the rows of a slice of the first axis."""
-        first = rows.indices(self._shape[0])[0] if self._shape else 0
-        left, offset = target.reshape(-1).view(np.uint8), first * math.prod(self._shape[1:]) * target.itemsize
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(self._offset + offset)
-            # A system call reads less than 2 GiB.
-            while len(left):
-                count = file.readinto(left)  # pyright: ignore[reportArgumentType]
-                if not count:
-                    raise InvalidInput(
-                        f"{self._path} must be complete, got an end {len(left)} bytes early; download it again"
-                    )
-                left = left[count:]
+        shape = self._entry.shape
+        first = rows.indices(shape[0])[0] if shape else 0
+        offset = first * math.prod(shape[1:]) * target.itemsize
+        self._file.read_into(self._entry.start + offset, target.reshape(-1).view(np.uint8))
 
 
 class ReadProgress(NamedTuple):
@@ -164,17 +144,17 @@ class TensorIndex:
                 f"{self.directory} must hold the tensor {tensor}, got {self.summary()} without it; "
                 "download the checkpoint again or correct its config.json"
             )
-        return self.directory / self.files[tensor]
+        return inside(self.directory, self.files[tensor])
 
-    def opened(self, names: Iterable[str]) -> Iterator[tuple[str, Any, Path]]:
-        """(name, its file opened, the file's path) of tensors, file by file."""
+    def opened(self, names: Iterable[str]) -> Iterator[tuple[str, TensorFile]]:
+        """(name, its file opened) of tensors, file by file."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.files[name], []).append(name)
         for file, held in sorted(by_file.items()):
-            with open_file(self.directory / file) as tensors:
+            with open_file(inside(self.directory, file)) as tensors:
                 for name in held:
-                    yield name, tensors, self.directory / file
+                    yield name, tensors
 
     @functools.cached_property
     def _sorted(self) -> list[str]:
@@ -193,26 +173,19 @@ class TensorIndex:
         return f"{len(names)} file(s) with {len(self.files)} tensors ({listed})"
 
 
-def lazy_tensor(file: Any, path: Path, name: str) -> Any:
-    """A tensor of an open file: `get_shape()`, `get_dtype()` from the header, data when indexed with a slice."""
-    tensor = file.get_slice(name)
-    return RawTensor(path, name) if tensor.get_dtype() in _NUMPY_DTYPES else tensor
-
-
-def read_tensor(file: Any, path: Path, name: str) -> np.ndarray:
+def read_tensor(file: TensorFile, name: str) -> np.ndarray:
     """All of a tensor of an open file; any rank."""
-    tensor = lazy_tensor(file, path, name)
-    return tensor[:] if isinstance(tensor, RawTensor) else file.get_tensor(name)
+    return RawTensor(file, name)[:] if file.entry(name).dtype in _NUMPY_DTYPES else file.get_tensor(name)
 
 
 def find_tensors(directory: Path) -> TensorIndex:
     """Index model.safetensors, or the shards that model.safetensors.index.json lists (opened only when read)."""
-    single = directory / "model.safetensors"
-    if single.is_file():
+    single = inside(directory, "model.safetensors")
+    if single.exists():
         with open_file(single) as file:
-            return TensorIndex(directory, dict.fromkeys(file.keys(), single.name))
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+            return TensorIndex(directory, dict.fromkeys(file.entries, single.name))
+    index = inside(directory, "model.safetensors.index.json")
+    if not index.exists():
         present = sorted(path.name for path in directory.iterdir())
         raise InvalidInput(
             f"{directory} must hold model.safetensors or model.safetensors.index.json, got "
@@ -223,6 +196,8 @@ def find_tensors(directory: Path) -> TensorIndex:
         raise InvalidInput(
             f"weight_map in {index} must map tensor names to file names, got {type(files).__name__}; download it again"
         )
+    for name in set(files.values()):
+        require_relative(name, index)
     return TensorIndex(directory, files)
 
 
@@ -232,18 +207,14 @@ class StackReader(contextlib.ExitStack):
     def __init__(self, index: TensorIndex) -> None:
         super().__init__()
         self._index = index
-        self._files: dict[Path, tuple[Any, frozenset[str]]] = {}
+        self._files: dict[str, TensorFile] = {}
 
-    def _tensor(self, name: str) -> Any:
-        """The lazy slice of a tensor: shape and dtype come from the header, data when indexed."""
-        path = self._index.path_of(name)
-        if path not in self._files:
-            file = self.enter_context(open_file(path))
-            self._files[path] = file, frozenset(file.keys())
-        file, names = self._files[path]
-        if name not in names:
-            raise InvalidInput(f"{path} must hold the tensor {name}, got a file without it; download it again")
-        return lazy_tensor(file, path, name)
+    def _tensor(self, name: str) -> RawTensor:
+        """A tensor: shape and dtype come from the header, data when indexed."""
+        file = self._index.files.get(name, "")
+        if file not in self._files:
+            self._files[file] = self.enter_context(open_file(self._index.path_of(name)))
+        return RawTensor(self._files[file], name)
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from its header."""
@@ -328,10 +299,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _is_as_stored(source: Any, target: np.ndarray) -> bool:
+def _is_as_stored(source: RawTensor, target: np.ndarray) -> bool:
     """Whether the bytes of the file are those of the array."""
-    own = isinstance(source, RawTensor) and _NUMPY_DTYPES[source.get_dtype()] == target.dtype
-    return own and target.flags.c_contiguous and target.ndim > 0
+    return _NUMPY_DTYPES[source.get_dtype()] == target.dtype and target.flags.c_contiguous and target.ndim > 0
 
 
 def _pieces(target: np.ndarray) -> Iterator[slice]:

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.base.checks import require_at_least, require_choice
-from moe_core.base.files import file_writer
+from moe_core.base.files import file_writer, whole_file
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
@@ -75,8 +76,8 @@ def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
     held = {part.tensor for some in parts for part in some}
     blocks = () if checkpoint.packing is None else tuple(map(checkpoint.block, checkpoint.moe_layers))
     names = [name for name in checkpoint.index.files if name not in held and not name.startswith(blocks)]
-    for name, tensors, path in checkpoint.index.opened(names):
-        yield name, read_tensor(tensors, path, name)
+    for name, tensors in checkpoint.index.opened(names):
+        yield name, read_tensor(tensors, name)
 
 
 def save_checkpoint(
@@ -263,7 +264,7 @@ class Shards:
     def _write(self) -> None:
         file = f"model-{len(self.files) + 1:05}.safetensors"
         self.files.append(file)
-        self._save_file(self._pending, self._directory / file, metadata=_METADATA)
+        self._save_file(self._pending, self._directory / file, _METADATA)
         self._weight_map |= dict.fromkeys(self._pending, file)
         self._bytes, self._pending_bytes = self._bytes + self._pending_bytes, 0
         self._pending.clear()
@@ -271,26 +272,34 @@ class Shards:
             written = sum(file != "" for file in self._weight_map.values())
             self._progress(WriteProgress(file, written, self._bytes))
 
-    def finish(self, settings: Mapping[str, Any]) -> None:
-        """Write what is left, give the files their final names, and only then the index and config.json."""
+    def finish(self, settings: Mapping[str, Any], side_files: Iterable[Path] = ()) -> None:
+        """Write what is left, give the files their final names, copy side files, and only then write config.json:
+        a process that is killed leaves no directory that could be taken for a checkpoint."""
         if self._pending:
             self._write()
         count = len(self.files)
         names = {file: f"{Path(file).stem}-of-{count:05}.safetensors" for file in self.files}
         if count == 1:
             names[self.files[0]] = "model.safetensors"
+        self.files += names.values()
         for file, name in names.items():
             (self._directory / file).rename(self._directory / name)
-        self.files = list(names.values())
         if count > 1:
             weight_map = {name: names[file] for name, file in self._weight_map.items()}
             index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
             self._write_json("model.safetensors.index.json", index)
+        for file in side_files:
+            with self._whole(file.name) as partial:
+                shutil.copyfile(file, partial)
         self._write_json("config.json", dict(settings))
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        with self._whole(name) as partial:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def _whole(self, name: str) -> contextlib.AbstractContextManager[Path]:
         self.files.append(name)
-        (self._directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return whole_file(self._directory / name)
 
     def __enter__(self) -> Shards:
         return self

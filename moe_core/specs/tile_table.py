@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from moe_core.base import codec
 from moe_core.base.codec import plan_type
+from moe_core.base.files import load_json, whole_file
 from moe_core.errors import InvalidInput
 from moe_core.specs.tile import TileConfig
 
@@ -177,14 +178,15 @@ def write_measurements(
     lines = ",\n".join(f"    {json.dumps(_record(measurement))}" for measurement in ordered)
     head = json.dumps({"format": FORMAT_VERSION, "provenance": dict(provenance)}, indent=2).removesuffix("\n}")
     body = f"[\n{lines}\n  ]" if lines else "[]"
-    pathlib.Path(path).write_text(f'{head},\n  "entries": {body}\n}}\n')
+    with whole_file(path) as partial:
+        partial.write_text(f'{head},\n  "entries": {body}\n}}\n')
 
 
 def read_measurements(path: str | pathlib.Path) -> tuple[Mapping[str, Any], tuple[Measurement, ...]]:
     """(provenance, measurements) of a table's file. Raises InvalidInput for any other file."""
     try:
-        content = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError) as error:
+        content = load_json(path)
+    except InvalidInput as error:
         raise InvalidInput(
             f"path must be a table that moebius-tune wrote, got {str(path)!r} ({error}); make one with moebius-tune"
         ) from error

@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from moe_core.base.files import whole_file
 from moe_core.checkpoint.convert import ConversionProgress, convert_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import format_named, format_names
@@ -26,7 +26,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("destination", metavar="DESTINATION", help="a new or empty directory")
     parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {', '.join(format_names())}")
     parser.add_argument("--shard-mib", type=int, default=1024, metavar="N", help="size of a file; default %(default)s")
-    parser.add_argument("--json", metavar="PATH", help="also write the report as JSON")
+    parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
+    parser.add_argument(
+        "--allow-not-finite", action="store_true", help="convert weights with NaN or infinities, and name them"
+    )
     return parser
 
 
@@ -34,15 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, convert, print the report; returns the exit status (argparse exits with 2 by itself)."""
     options = _parser().parse_args(arguments)
     try:
-        format, shard_bytes = format_named(options.format), options.shard_mib * 2**20
-        places = (options.source, options.destination)
-        report = convert_checkpoint(*places, format, shard_bytes=shard_bytes, progress=_print_progress)
-        if options.json is not None:
-            Path(options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        report = convert_checkpoint(
+            options.source,
+            options.destination,
+            format_named(options.format),
+            allow_not_finite=options.allow_not_finite,
+            shard_bytes=options.shard_mib * 2**20,
+            progress=_print_progress,
+        )
+        text = json.dumps(report.as_dict(), indent=1, allow_nan=False)
+        if options.json not in (None, "-"):
+            with whole_file(options.json) as partial:
+                partial.write_text(text + "\n", encoding="utf-8")
     except (InvalidInput, Unsupported, OSError) as problem:
         print(f"moebius-convert: could not convert: {problem}", file=sys.stderr)
         return COULD_NOT_CONVERT
-    print(report)
+    print(text if options.json == "-" else report)
     return CONVERTED
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import ml_dtypes
@@ -12,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from moe_core.base.files import whole_file
 from moe_core.checkpoint import ConversionProgress, MoELayer, convert_checkpoint, open_checkpoint, other_tensors
-from moe_core.checkpoint import convert as convert_module
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP, MXFP4, MXFP4_CEIL, MXFP8, format_named, format_names
 from moe_core.formats import int4_grouped as int4
@@ -232,7 +236,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     def fail(*arguments: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(convert_module.shutil, "copyfile", fail)
+    monkeypatch.setattr(shutil, "copyfile", fail)
     with pytest.raises(OSError, match="disk full"):
         convert_checkpoint(path, tmp_path / "small", MXFP8, shard_bytes=50_000)
     assert not list((tmp_path / "small").iterdir())
@@ -257,6 +261,84 @@ def test_formats_that_cannot_be_written(tmp_path, format, error, message):
     with pytest.raises(error, match=message):
         convert_checkpoint(path, tmp_path / "small", format)
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(("bad", "what"), [(np.nan, "nan"), (-np.inf, "inf")])
+@pytest.mark.parametrize("name", ["mlp.experts.3.up_proj.weight", "self_attn.q_proj.weight"])
+def test_weights_that_are_not_finite_are_named(tmp_path, capsys, name, bad, what):
+    path, name = source(tmp_path / "plain", "qwen3_moe", "per_expert"), f"model.layers.1.{name}"
+    file = path / "model-00002-of-00003.safetensors"
+    tensors = load_file(file)
+    tensors[name][1, 2] = bad
+    save_file(tensors, file)
+    with pytest.raises(InvalidInput, match=rf"{name} must hold finite numbers, got 1 that are NaN or infinite in \["):
+        convert_checkpoint(path, tmp_path / "small", MXFP8)
+    assert not list((tmp_path / "small").iterdir())
+    arguments = [str(path), str(tmp_path / "small"), "--format", "int8_channel", "--json", "-"]
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and f"could not convert: {name} must hold finite numbers" in printed.err
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert main([*arguments, "--allow-not-finite"]) == 0
+    document = json.loads(capsys.readouterr().out, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert document["not_finite"] == [name]
+    assert (document["layers"][1]["gate_up"] is None) == ("experts" in name)
+    assert document["layers"][0]["gate_up"] > 0
+
+
+#: Converts where no file may grow beyond so many bytes, as on a full disk.
+CONVERT = """
+import resource, sys
+from moe_core.tools.convert_cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "shard"), [(0, "model-00001"), (200_000, "model-00001"), (1_000_000, "tokenizer.json")]
+)
+def test_a_full_disk(tmp_path, most_bytes, shard):
+    path = source(tmp_path / "plain", "qwen3_moe", "per_expert")
+    (path / "tokenizer.json").write_bytes(bytes(2_000_000))
+    command = [sys.executable, "-c", CONVERT, str(most_bytes), str(path), str(tmp_path / "small"), "--format", "mxfp8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "moebius-convert: could not convert: " in done.stderr and "File too large" in done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+    assert shard in done.stderr
+    assert not list((tmp_path / "small").iterdir())
+
+
+def test_a_file_has_its_name_when_it_is_whole(tmp_path):
+    target = tmp_path / "table.json"
+    target.write_text("old")
+    for error in (OSError("disk full"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), whole_file(target) as partial:
+            partial.write_text("ne")
+            raise error
+        assert [file.name for file in tmp_path.iterdir()] == ["table.json"] and target.read_text() == "old"
+    with whole_file(target) as partial:
+        partial.write_text("new")
+        assert target.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"] and target.read_text() == "new"
+
+
+def test_a_process_that_is_killed_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """Whatever the moment, there is no config.json, so nothing takes the directory for a checkpoint."""
+    seen: list[set[str]] = []
+
+    def look(self: Path, target: Path) -> Path:
+        seen.append({file.name for file in target.parent.iterdir()})
+        return rename(self, target)
+
+    path, rename = source(tmp_path / "plain", "qwen3_moe", "per_expert"), Path.replace
+    monkeypatch.setattr(Path, "replace", look)
+    convert_checkpoint(path, tmp_path / "small", MXFP8, shard_bytes=50_000)
+    before = [names for names in seen if "config.json" not in names]
+    assert len(before) > 5 and "tokenizer.json" in {file.name for file in (tmp_path / "small").iterdir()}
+    assert seen[-1] >= {"tokenizer.json", "model.safetensors.index.json"} and "config.json" not in seen[-1]
 
 
 def test_directories_that_are_refused(tmp_path):
@@ -294,6 +376,8 @@ def test_the_command(tmp_path, capsys):
     for row in document["layers"]:
         assert f"{row['gate_up']:.3e}" in printed.out and f"{row['down']:.3e}" in printed.out
     assert "100%" in printed.err
+    assert main([str(path), str(tmp_path / "again"), "--format", "int4_g32", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
     assert main([str(path), str(tmp_path / "small"), "--format", "int4_g32"]) == 2
     assert "could not convert: destination must be a new or empty directory" in capsys.readouterr().err
     assert main([str(path), str(tmp_path / "other"), "--format", "int5"]) == 2

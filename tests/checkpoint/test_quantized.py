@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.files import open_file
 from moe_core.checkpoint import ReadProgress, open_checkpoint, other_tensors
 from moe_core.checkpoint.storage import RawTensor
 from moe_core.errors import InvalidInput, Unsupported
@@ -253,11 +254,12 @@ def test_raw_tensors(tmp_path):
         "exponents": np.arange(5, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu),
     }
     save_file(arrays, tmp_path / "model.safetensors")
-    for name, array in arrays.items():
-        tensor = RawTensor(tmp_path / "model.safetensors", name)
-        assert (tensor.get_shape(), tensor[:].dtype) == (list(array.shape), array.dtype)
-        assert tensor[:].tobytes() == array.tobytes() and tensor[:].flags.writeable
-    middle = RawTensor(tmp_path / "model.safetensors", "matrix")[1:3]
+    with open_file(tmp_path / "model.safetensors") as file:
+        for name, array in arrays.items():
+            tensor = RawTensor(file, name)
+            assert (tensor.get_shape(), tensor[:].dtype) == (list(array.shape), array.dtype)
+            assert tensor[:].tobytes() == array.tobytes() and tensor[:].flags.writeable
+        middle = RawTensor(file, "matrix")[1:3]
     assert middle.shape == (2, 6) and middle.tobytes() == arrays["matrix"][1:3].tobytes()
 
 

@@ -149,7 +149,7 @@ def _step3p5_layers(config: ModelConfig) -> Layers:
     layers = dense_first(3)(config)
     chosen = config.settings.get("moe_layers_enum")
     if isinstance(chosen, str) and not config.strings("mlp_layer_types"):
-        numbers = {int(number) for number in chosen.split(",") if number.strip().isdecimal()}
+        numbers = {int(number) for number in chosen.split(",") if number.strip().isdecimal() and len(number) < 10}
         moe = tuple(layer for layer in range(layers.count) if layer in numbers)
         return Layers(layers.count, moe, f"moe_layers_enum = {chosen}")
     return layers

@@ -214,7 +214,7 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         config.require(setting, supported, operation, given=setting in family.given)
     activation, router = (family.activation or hidden_activation())(config), family.router(config)
     d_model, d_ff = config.integer(*family.hidden), config.integer(*family.width)
-    num_experts = config.integer(*family.experts)
+    num_experts = config.num_experts(*family.experts)
     correction_bias = family.correction_bias
     if isinstance(correction_bias, str):
         correction_bias = config.boolean(correction_bias, default=True)
@@ -339,7 +339,7 @@ def dense_first(dense: int | None = None, setting: str = "first_k_dense_replace"
 
 def sparse_step(config: ModelConfig) -> Layers:
     """Layer n has experts if (n + 1) is a multiple of decoder_sparse_step and n is not in mlp_only_layers."""
-    count, dense = config.num_layers(), config.integers("mlp_only_layers")
+    count, dense = config.num_layers(), set(config.integers("mlp_only_layers"))
     step = config.integer("decoder_sparse_step", default=1)
     moe = tuple(layer for layer in range(count) if (layer + 1) % step == 0 and layer not in dense)
-    return Layers(count, moe, f"decoder_sparse_step = {step}, mlp_only_layers = {list(dense)}")
+    return Layers(count, moe, f"decoder_sparse_step = {step}, mlp_only_layers = {sorted(dense)}")
