@@ -47,8 +47,8 @@ def _load_npy(file: Path, d_model: int | None) -> np.ndarray:
             version = np.lib.format.read_magic(opened)
             named = "read_array_header_1_0" if version[0] == 1 else "read_array_header_2_0"
             shape, is_turned, dtype = getattr(np.lib.format, named)(opened)
-            if dtype.hasobject:
-                raise ValueError("Python objects")
+            if dtype.hasobject or bool in map(type, shape):
+                raise ValueError("no array of numbers")
         except Exception as error:  # NumPy evaluates the header as Python, which may fail in any way
             raise InvalidInput(
                 f"{file} must be a readable .npy file, got: {error!s:.400}; save it with numpy.save"

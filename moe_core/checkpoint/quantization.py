@@ -71,6 +71,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
     if not found or any(group != found[0] for group in found):
         raise _unsupported(f"{len(found)} groups of different kinds", "every matrix must be quantised alike")
     kind, weights, activations = found[0]
+    # What is no text names no format; a list would not even be a key.
+    kind = str(kind)
     if not isinstance(weights, Mapping):
         raise _unsupported("a group without weights", "the weights must be quantised")
     if weights.get("actorder") in ("group", "dynamic", True):
@@ -130,7 +132,7 @@ def _activations(arguments: Any, weights: Format) -> Format | None:
     if strategy == "group" and arguments.get("group_size") == MXFP4.group_columns:
         format = (MXFP4 if bits == 4 else MXFP8) if kind == "float" and bits in (4, 8) else None
     else:
-        format = _ACTIVATIONS.get((kind, bits, strategy))
+        format = next((own for key, own in _ACTIVATIONS.items() if key == (kind, bits, strategy)), None)
     if format is None or format.group_columns not in (None, weights.group_columns):
         raise _unsupported(
             f"input_activations of {bits} bits {kind}, strategy {strategy!r}, beside weights of {weights.name}",

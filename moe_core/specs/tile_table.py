@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,11 +227,13 @@ def _measurement(record: Any, name: str) -> Measurement:
     if not isinstance(record, dict) or set(record) != set(fields):
         raise InvalidInput(f"{name} must have the fields {', '.join(fields)}, got {record!r:.120}; correct the file")
     numbers = [record[field] for field in ("arch", "microseconds", "heuristic_microseconds")]
-    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
+    if type(numbers[0]) is not int or not all(
+        isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers
+    ):
         raise InvalidInput(f"{name} must have positive numbers for arch and microseconds, got {numbers}; correct it")
     problem = _from_fields(TileKey, record["problem"], f"problem of {name}")
     config = _from_fields(TileConfig, record["config"], f"config of {name}")
-    return Measurement(TileEntry(int(numbers[0]), problem, config), *numbers[1:])
+    return Measurement(TileEntry(numbers[0], problem, config), *numbers[1:])
 
 
 def _from_fields(kind: type[T], fields: Any, name: str) -> T:
@@ -245,5 +248,7 @@ def _from_fields(kind: type[T], fields: Any, name: str) -> T:
         )
     for key, value in fields.items():
         if type(value) is not _SCALARS[str(declared[key].type)]:
-            raise InvalidInput(f"{key} of {name} must be of type {declared[key].type}, got {value!r}; correct the file")
+            raise InvalidInput(
+                f"{key} of {name} must be of type {declared[key].type}, got {value!r:.200}; correct the file"
+            )
     return kind(**fields)
