@@ -18,8 +18,9 @@ import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Bytes that a JSON file may have: an index of 200,000 names has 25 MB.
-MOST_JSON_BYTES = 64 * 2**20
+#: Bytes that a JSON file may have: an index of 200,000 names has 25 MB. Beyond the second number it must be flat, as an
+#: index is, with at most so many objects, lists and commas: 60 MB of `[],` would take 1.8 GB and 8 seconds.
+MOST_JSON_BYTES, _MOST_NESTED_BYTES, _MOST_CONTAINERS, _MOST_COMMAS = 40 * 2**20, 4 * 2**20, 1000, 400_000
 #: Bytes and tensors of a header of a safetensors file: an int4 model of 30 B parameters in one file has 74,000 tensors.
 MOST_HEADER_BYTES, MOST_TENSORS = 16 * 2**20, 80_000
 #: How deep JSON may be nested, and how large its integers may be.
@@ -50,9 +51,18 @@ def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise InvalidInput(f"{path} must have at most {most_bytes} bytes, got {size}; download it again")
-        data = b"".join(iter(lambda: file.read(2**20), b""))
+        data = file.readall()
+    if len(data) > _MOST_NESTED_BYTES:
+        is_flat = data.count(b"[") + data.count(b"{") <= _MOST_CONTAINERS and data.count(b",") <= _MOST_COMMAS
+        if not is_flat or not data.isascii():
+            raise InvalidInput(
+                f"{path} must map ASCII names to names, as an index of {_MOST_COMMAS} tensors at most, to have "
+                f"{len(data)} bytes, got other JSON; download it again"
+            )
     try:
-        content = json.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        del data
+        content = json.loads(text)
         _require_plain(content)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} must be a readable JSON file, got: {error!s:.400}; download it again") from error

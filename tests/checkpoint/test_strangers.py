@@ -65,6 +65,12 @@ def repeated_name(path: Path) -> None:
     (path / SHARD).write_bytes(len(again).to_bytes(8, "little") + again + data[8 + length :])
 
 
+def longest_index() -> str:
+    """Of as many names as an index may have, and nearly as many bytes."""
+    names = (f'"model.layers.9.mlp.experts.{n:034}.weight":"model-{n % 60:05}.safetensors"' for n in range(400_000))
+    return '{"weight_map":{' + ",".join(names) + "}}"
+
+
 def many_tensors(path: Path) -> None:
     """As many tensors as a header may have, of no bytes, under long names."""
     entry = '"model.layers.1.mlp.experts.%0100d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
@@ -81,6 +87,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep settings": (lambda path: (path / "config.json").write_text('{"a":' * 10**5), "readable JSON file, got"),
     "65 levels": (lambda path: (path / "config.json").write_text("[" * 65 + "]" * 65), "more than 64 levels"),
     "large settings": (lambda path: sparse(path / "config.json", 10**12), "at most 4194304 bytes, got 10000000"),
+    "settings of lists": (
+        lambda path: (path / "config.json").write_text("[" + "[]," * (2**22 // 3 - 2) + "1]"),
+        "must hold a JSON object, got a list",
+    ),
     "no Unicode": (lambda path: settings(path, model_type="\ud800"), "surrogates not allowed"),
     "no UTF-8": (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "can't decode byte 0xff"),
     "settings from a pipe": (lambda path: replaced(path, "config.json", os.mkfifo), "a directory, pipe or device"),
@@ -96,7 +106,14 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a long name": (lambda path: in_index(path, "x" * 5000), "must name files in the directory"),
     "a name without Unicode": (lambda path: in_index(path, "\udfff"), "surrogates not allowed"),
     "a deep index": (lambda path: (path / INDEX).write_text("[" * 10**6), "readable JSON file, got"),
-    "a large index": (lambda path: sparse(path / INDEX, MOST_JSON_BYTES + 1), "must have at most 67108864 bytes"),
+    "a large index": (lambda path: sparse(path / INDEX, MOST_JSON_BYTES + 1), "must have at most 41943040 bytes"),
+    "an index of lists": (lambda path: (path / INDEX).write_text("[" + "[]," * 10**7 + "[]]"), "must map ASCII names"),
+    "an index of numbers": (lambda path: (path / INDEX).write_text("[" + "1000," * 8 * 10**6 + "1]"), "must map ASCII"),
+    "a long index of four bytes": (
+        lambda path: (path / INDEX).write_text('{"a": "\U0001f600' + "x" * 41 * 10**6 + '"}'),
+        "must map ASCII names",
+    ),
+    "the longest index": (lambda path: (path / INDEX).write_text(longest_index()), "must hold the router of layer 1"),
     "a shard elsewhere": (
         lambda path: replaced(path, SHARD, lambda file: file.symlink_to("/etc/passwd")),
         "got a link to /etc/passwd",
@@ -186,8 +203,9 @@ def measured(tmp_path_factory):
 def test_attacks_end_soon_and_in_little_memory(measured, name):
     message, seconds, megabytes = measured[name]
     assert ATTACKS[name][1] in message
-    # A header of as many tensors as are read is no attack, but bounds what one with offsets can take.
-    assert seconds < (3 if name == "the most tensors" else 1) and megabytes < 200 and len(message) < 1500
+    # Headers and indices of as many tensors as are read are no attacks, but bound what one with names can take.
+    most = 3 if name in ("the most tensors", "the longest index") else 1
+    assert seconds < most and megabytes < 200 and len(message) < 1500
 
 
 # Links
