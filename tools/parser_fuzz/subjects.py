@@ -37,7 +37,7 @@ SETTINGS = {
     "layers_block_type": ["moe", "moe"], "rms_norm_eps": 1e-6, "num_experts_per_token": K, "moe_topk": K,
     "quantization_config": None, "hidden_activation": "gelu_pytorch_tanh", "top_k_experts": K, "model_type": "",
     "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 1, "moe_layer_interval": 1, "use_expert_bias": True,
-    "moe_layer_start_index": 0, "moe_layer_end_index": -1, "route_scale": 1.0, "expert_selection_fn": "softmax",
+    "moe_layer_start_index": 0, "moe_layer_end_index": -1, "route_scale": 2.5, "expert_selection_fn": "softmax",
     "scoring_func": "sigmoid", "shared_experts_intermediate_size": F, "num_shared_experts": 1,
     "shared_intermediate_size": F, "router_scaling_factor": 1.0, "mlp_gate_softcap": 2.0, "mlp_up_softcap": 2.0,
     "moe_routed_scaling_factor": 1.0, "mlp_hidden_act": "relu2", "moe_router_scaling_factor": 1.0,
@@ -50,7 +50,10 @@ _OWN = {
         family: {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
         for family in ("deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text")
     },
-    "llama4_text": {"num_experts_per_tok": 1},
+    "llama4_text": dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 1),
+    "cohere2_moe": {"shared_expert_combination_strategy": "sum"},
+    "gemma4_text": {"enable_moe_block": True},
+    "longcat_flash": {"zero_expert_num": 0},
 }
 #: Format -> the family that is written in it.
 _QUANTISED = {"mxfp4": "gpt_oss"} | dict.fromkeys(
