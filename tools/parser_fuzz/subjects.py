@@ -50,10 +50,8 @@ _OWN = {
         family: {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
         for family in ("deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text")
     },
+    "axk2": {"n_group": 1, "topk_group": 1},
     "llama4_text": dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 1),
-    "cohere2_moe": {"shared_expert_combination_strategy": "sum"},
-    "gemma4_text": {"enable_moe_block": True},
-    "longcat_flash": {"zero_expert_num": 0},
 }
 #: Format -> the family that is written in it.
 _QUANTISED = {"mxfp4": "gpt_oss"} | dict.fromkeys(
@@ -161,7 +159,8 @@ def subjects(root: Path) -> list[Subject]:
     for family in sorted(FAMILIES):
         directory = root / f"config-{family}"
         directory.mkdir()
-        settings = SETTINGS | {"model_type": family} | _OWN.get(family, {})
+        required = {setting: value for setting, value, _ in FAMILIES[family].requires}
+        settings = SETTINGS | {"model_type": family} | required | _OWN.get(family, {})
         content = json.dumps(settings).encode()
         found.append(Subject(f"config {family}", directory, "config.json", content, changed_document, _read_config))
     for family, fused in (("qwen3_moe", False), ("qwen3_moe", True), ("deepseek_v3", False), ("gpt_oss", True)):
