@@ -75,7 +75,7 @@ class _Chain(NamedTuple):
         return np.concatenate([matmul_ogs(self.x, weight, bias=bias, **options) for weight, bias in sides], axis=1)
 
 
-class _MoEBackward:
+class MoEBackward:
     """The stages of one backward; one method per part. `found` collects what `moe_backward_stages` returns, `by_row`
     what is by slot there and by layout row here."""
 
@@ -256,7 +256,7 @@ def moe_backward_stages(
     Quantised matrices have none; what goes back through them is `input_gradient`'s.
     Raises InvalidInput where ids are given and a gradient of what comes before them is too.
     """
-    backward = _MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)
+    backward = MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)
     found, slots = backward.run(), np.flatnonzero(backward.row_of_slot >= 0)
     for name, rows in backward.by_row.items():
         found[name] = np.zeros((len(backward.row_of_slot), rows.shape[1]), rows.dtype)
@@ -304,7 +304,7 @@ def moe_backward(
     into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
     request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)))
     gradients = _bundle(OutputGradients, "gradients.", arrays)
-    found = _MoEBackward(gradients, request, x, experts, routing, spec, stages, *masks.values(), shared).run()
+    found = MoEBackward(gradients, request, x, experts, routing, spec, stages, *masks.values(), shared).run()
     if one_layer and experts.layer_index is not None:
         rank = len(experts.down.shape)
         ranks = {"d_experts": rank, "d_shared": rank - 1}

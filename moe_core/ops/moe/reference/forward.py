@@ -19,9 +19,10 @@ from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
+from moe_core.specs.tuning import MatmulTuning
 
 
-def _routing_stages(
+def routing_stages(
     x: np.ndarray, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, token_mask: np.ndarray | None
 ) -> dict[str, np.ndarray]:
     """logits (unless ids are given), ids and weights."""
@@ -41,7 +42,7 @@ def _routing_stages(
     return {"logits": logits, "ids": ids, "weights": weights}
 
 
-def _shared_output(
+def shared_output(
     x: np.ndarray, shared: SharedExpert, spec: MoESpec, layer_index: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The shared expert's output fp32 `[T, D]` (never rounded) and its gate logits fp32 `[T, 1]` or None."""
@@ -89,7 +90,7 @@ def moe_stages(
     Raises InvalidInput where apply_router_weight_on_input meets K > 1, where spec.router is missing, or where
     experts.layer_index lies outside the stack.
     """
-    stages = _routing_stages(x, routing, spec, token_mask)
+    stages = routing_stages(x, routing, spec, token_mask)
     num_tokens, top_k = stages["ids"].shape
     weights = stages["weights"].reshape(-1)
     source = x
@@ -104,8 +105,10 @@ def moe_stages(
     layout = LayoutSpec(num_tokens, top_k, num_experts)
     *groups, row_of_slot, invalid = make_layout(stages["ids"], expert_map, token_mask, layout=layout)
 
+    tuning = MatmulTuning(batch_invariant=True) if spec.batch_invariant else None
+
     def by_slot(values: Matrix, weight: Matrix, gather: str, out_dtype: str, **options: np.ndarray | None):
-        matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32)
+        matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32, tuning=tuning)
         options |= {"layer_index": experts.layer_index}
         return matmul_ogs(values, weight, *groups, layout=layout, spec=matmul, **options)
 
@@ -118,7 +121,7 @@ def moe_stages(
     row_weight = None if spec.apply_router_weight_on_input else weights
     rows = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
     slots = by_slot(rows, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
-    extra = (None, None) if shared is None else _shared_output(x, shared, spec, experts.layer_index)
+    extra = (None, None) if shared is None else shared_output(x, shared, spec, experts.layer_index)
     output = reduce(slots, row_of_slot, *extra, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype)
     return stages | {
         "matmul1": round_to(before, slot_dtype),

@@ -1,0 +1,190 @@
+"""The index arithmetic of an exchange, in NumPy: what front-ends compute on their devices, and are compared with.
+
+Letters: W ranks, L places per rank, T tokens of a rank, K top-k; slot s = t * K + k. A *home* has tokens, an *owner*
+has experts. A home sends *groups* of rows: G = W * L of them, one per place, where rows are slots, and G = W, one per
+owner, where rows are tokens. Both are ragged layouts (`moe_core.ops.routing.reference.layout`): of the places as they
+are, or of `first_owners`. So rows go out ordered by (group, slot), and the group sizes are the counts to be told.
+
+Worked example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: the layout over 4 places has
+group_sizes [1, 0, 2, 1] and sends slots 2 | 0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]] has group_sizes [1, 2] and
+sends tokens 1 | 0, 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.base.checks import require_choice
+from moe_core.errors import InvalidInput
+from moe_core.ops.routing.reference import layout as make_layout
+from moe_core.parallel.placement import Placement
+from moe_core.specs.operands import RaggedLayout
+from moe_core.specs.routing import LayoutSpec
+
+#: Orders in which an owner has the rows it receives; see `run_starts`.
+ORDERS = ("expert", "source", "padded")
+
+
+class Places(NamedTuple):
+    """places int32 `[T, K]`: physical ids, -1 = no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+
+    places: np.ndarray
+    invalid_ids: np.ndarray
+
+
+def physical_ids(
+    ids: np.ndarray, placement: Placement, *, first_token: int = 0, token_mask: np.ndarray | None = None
+) -> Places:
+    """The place of every slot, from ids int32 `[T, K]`.
+
+    A slot of an expert with n places goes to that numbered (t + k) mod n, t being the token's number among all ranks'
+    tokens and first_token the number of the first one here: so it does not depend on how tokens are split. token_mask
+    bool `[T]`: slots of tokens that are False have no place. Invalid ids are counted as `make_layout` counts them.
+    """
+    _, places, start = placement.tables
+    known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
+    invalid = (known < -1) | (known >= placement.num_experts)
+    valid = ~invalid & (known >= 0)
+    expert = np.where(valid, known, 0).astype(np.int64)
+    token = np.arange(first_token, first_token + len(ids))[:, None]
+    replica = (token + np.arange(ids.shape[1])) % (start[expert + 1] - start[expert])
+    found = np.where(valid, places[start[expert] + replica], -1).astype(np.int32)
+    return Places(found, np.array([invalid.sum()], np.int32))
+
+
+def owners_of(places: np.ndarray, per_rank: int) -> np.ndarray:
+    """The rank of every place, int32; -1 stays."""
+    return np.where(places < 0, -1, places // per_rank).astype(np.int32)
+
+
+def first_owners(places: np.ndarray, per_rank: int) -> np.ndarray:
+    """int32 `[T, K]`: the rank of every place, -1 where an earlier slot of the token has it too: so a token goes to a
+    rank once."""
+    owners = owners_of(places, per_rank)
+    for k in range(1, owners.shape[1]):
+        again = (owners[:, :k] == owners_of(places[:, k], per_rank)[:, None]).any(axis=1)
+        owners[again, k] = -1
+    return owners
+
+
+def sends(groups: np.ndarray, num_groups: int) -> RaggedLayout:
+    """The layout of what a home sends: rows ordered by (group, slot). groups int32 `[T, K]`: places or first_owners."""
+    tokens, top_k = groups.shape
+    spec = LayoutSpec(tokens, top_k, num_groups)
+    sizes, start, slot_of_row, row_of_slot, invalid = make_layout(groups, layout=spec)
+    return RaggedLayout(spec, sizes, start, slot_of_row, row_of_slot, invalid)
+
+
+def run_starts(counts: np.ndarray, order: str, block: int = 0) -> np.ndarray:
+    """int32 `[W, G]`: where at its owner the run of rows of every (home, group) begins. counts int32 `[W, G]`.
+
+    order: `expert`: by (group, home), the layout that a matmul wants. `source`: by (home, group), as an all-to-all
+    delivers them. `padded`: home h has the `block` rows from h * block on, also by group.
+
+    Example, W = 2, L = 1, counts [[2, 1], [3, 0]]: expert [[0, 0], [2, 1]], source the same; padded, block 4: [[0, 0],
+    [4, 4]].
+    """
+    require_choice("order", order, ORDERS)
+    num_ranks, num_groups = counts.shape
+    each = num_groups // num_ranks
+    by_owner = counts.astype(np.int64).reshape(num_ranks, num_ranks, each)
+    before = np.cumsum(by_owner, axis=2) - by_owner  # of this home, in earlier groups of the owner
+    if order == "padded":
+        start = before + block * np.arange(num_ranks)[:, None, None]
+    elif order == "source":
+        totals = by_owner.sum(axis=2)
+        start = before + (np.cumsum(totals, axis=0) - totals)[:, :, None]
+    else:
+        group = by_owner.sum(axis=0)
+        start = (np.cumsum(group, axis=1) - group)[None] + np.cumsum(by_owner, axis=0) - by_owner
+    return start.reshape(num_ranks, num_groups).astype(np.int32)
+
+
+class Destinations(NamedTuple):
+    """row int32 `[T, K]`: the row at its owner that a slot's row goes to, -1 = none goes. overflow int32 `[1]`: rows
+    that should have gone, and did not fit."""
+
+    row: np.ndarray
+    overflow: np.ndarray
+
+
+def destinations(
+    sent: RaggedLayout, groups: np.ndarray, start: np.ndarray, end: np.ndarray | int | None = None
+) -> Destinations:
+    """Where each row of a home goes. start int32 `[G]`: the home's row of `run_starts`. end: rows of a group from there
+    on do not fit: the bound, or `[G]` the ends of blocks; None = all fit.
+
+    Example above, rank 0, slots, order `source`, nothing else sent: start [0, 1, 0, 2], row [[0, 2], [-1, 1]].
+    """
+    flat = groups.reshape(-1)
+    slots = np.flatnonzero(flat >= 0)
+    group = flat[slots]
+    found = start[group] + sent.row_of_slot[slots] - sent.group_start[group]
+    fits = np.ones(len(slots), bool) if end is None else found < np.broadcast_to(end, start.shape)[group]
+    row = np.full(flat.shape, -1, np.int32)
+    row[slots] = np.where(fits, found, -1)
+    return Destinations(row.reshape(groups.shape), np.array([(~fits).sum()], np.int32))
+
+
+def received_ids(counts: np.ndarray, rank: int, order: str) -> np.ndarray:
+    """int32 `[R]`: the local expert of every slot that a rank receives in the order `expert` or `source`; counts
+    `[W, W * L]`. Nothing needs to be sent for it."""
+    require_choice("order", order, ORDERS[:2])
+    per_rank = counts.shape[1] // len(counts)
+    runs = counts[:, rank * per_rank : (rank + 1) * per_rank]
+    local = np.broadcast_to(np.arange(per_rank, dtype=np.int32), runs.shape)
+    if order == "expert":
+        runs, local = runs.T, local.T
+    return np.repeat(local.reshape(-1), runs.reshape(-1))
+
+
+def token_ids(places: np.ndarray, tokens: np.ndarray, owner: int, per_rank: int) -> np.ndarray:
+    """int32 `[R, K]`: the K local ids that travel beside rows of tokens to one owner; -1 where another rank has it."""
+    local = places[tokens] - owner * per_rank
+    return np.where((local >= 0) & (local < per_rank), local, -1).astype(np.int32)
+
+
+def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block: int | None = None) -> Destinations:
+    """The row at home of what comes back for each row that was sent, int32 `[T, K]`, -1 = nothing. An owner gives back
+    rows in the order in which it got them.
+
+    sent: the layout of groups int32 `[T, K]`: those that went. block: the rows that each owner has room for, and rows
+    beyond do not fit; None: owner after owner, without gaps, which is the layout's own order.
+    """
+    start = sent.group_start[:-1].astype(np.int64)
+    if block is None:
+        return destinations(sent, groups, start)
+    each = len(start) // num_ranks
+    owner = np.arange(len(start)) // each
+    return destinations(sent, groups, start - start[owner * each] + block * owner, block * (owner + 1))
+
+
+def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int32 `[T, W]`: the row at every rank that a token went to, -1 = it did not; of rows of tokens by slot, `[T, K]`,
+    and the owners of all its slots."""
+    found = np.full((len(row), num_ranks), -1, np.int32)
+    token, k = np.nonzero(row >= 0)
+    found[token, owners[token, k]] = row[token, k]
+    return found
+
+
+def slot_rows(table: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """int32 `[T, K]`: for every slot the row that its token has at the slot's rank; table: of `token_rows`."""
+    found = np.take_along_axis(table, np.maximum(owners, 0).astype(np.int64), axis=1)
+    return np.where(owners < 0, -1, found).astype(np.int32)
+
+
+def padded_block(receive: int, num_ranks: int) -> int:
+    """Rows of the block that each source may fill, of those that a rank takes."""
+    return receive // num_ranks
+
+
+def require_equal_tokens(tokens: list[int], mode: str) -> int:
+    """The number of tokens of every rank; raises InvalidInput where they differ."""
+    if len(set(tokens)) != 1:
+        raise InvalidInput(
+            f"tokens must be as many on every rank with mode={mode!r}, got {tokens}; pad them and pass a token_mask"
+        )
+    return tokens[0]

@@ -1,0 +1,168 @@
+"""All ranks of an expert-parallel MoE in one process, in NumPy: the twin that front-ends and plans are compared with.
+
+Every rank computes with the twins of one device (`moe_core.ops.moe.reference`), on the experts that it has and on the
+rows that it received. Receive buffers are filled with NaN before anything arrives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.common.rounding import plain_name, round_to, to_float32, working_dtype
+from moe_core.ops.moe.reference.backward import EVERYTHING, MoEBackward, moe_backward_stages
+from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, shared_output
+from moe_core.ops.reduction.reference import reduce, scale_rows
+from moe_core.parallel.exchange import physical_ids
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.reference_routes import Routes, make_routes
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
+
+
+class Owner(NamedTuple):
+    """What a rank did for others: operands of its own experts on the rows it received, and every stage of it."""
+
+    operands: MoEOperands
+    stages: dict[str, np.ndarray]
+
+
+class GroupForward(NamedTuple):
+    """Of every rank, in order. outputs: of its own tokens; tokens_per_expert int32 `[E]` of them. received_per_expert:
+    int32 `[L]`, rows of its experts. overflow int32 `[1]`: rows of all ranks that did not fit. routes, owners, stages:
+    what `moe_backward` reads."""
+
+    outputs: tuple[MoEOutput, ...]
+    received_per_expert: tuple[np.ndarray, ...]
+    overflow: np.ndarray
+    routes: Routes
+    owners: tuple[Owner, ...]
+    stages: tuple[dict[str, np.ndarray], ...]
+
+
+def moe(
+    ranks: Sequence[MoEOperands], spec: MoESpec, placement: Placement, exchange: ExchangeSpec | None = None
+) -> GroupForward:
+    """One MoE forward of all ranks. ranks: each with x and routing of its own tokens, and its own experts, `[L, ...]`
+    (`moe_core.parallel.shards.shard_experts`); routing is over all E experts, and there is no expert_map.
+
+    The output is bitwise the one of `moe_stages` on all tokens and experts, unless `plan_exchange` says why not. A
+    token with a slot that did not fit is NaN unless exchange.on_overflow is `drop`. Raises InvalidInput, and
+    Unsupported for exchange.format and exchange.chunks.
+    """
+    exchange = ExchangeSpec() if exchange is None else exchange
+    _check(ranks, placement, exchange)
+    stages, places, sources, weights = [], [], [], []
+    first_token = 0
+    for rank in ranks:
+        routing = routing_stages(rank.x, rank.routing, spec, rank.token_mask)
+        found = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
+        first_token += len(rank.x)
+        # A router weight on the input is applied before rows travel; the owner's weight is 1.
+        on_input = spec.apply_router_weight_on_input
+        sources.append(scale_rows(rank.x, routing["weights"]) if on_input else rank.x)
+        weights.append(np.ones_like(routing["weights"]) if on_input else routing["weights"])
+        places.append(found.places)
+        stages.append(routing | {"invalid_ids": found.invalid_ids})
+    routes = make_routes(places, placement, exchange)
+    at_owner = dataclasses.replace(
+        spec, router=None, apply_router_weight_on_input=False, out_dtype=None, shared_activation=None
+    )
+    owners = []
+    for number, rank in enumerate(ranks):
+        routing = TopK(routes.ids[number], routes.push_weights(number, weights))
+        operands = MoEOperands(routes.push(number, sources), rank.experts, routing)
+        owners.append(Owner(operands, moe_stages(operands.x, rank.experts, routing, at_owner)))
+    slots = [owner.stages["output" if exchange.sums == "ranks" else "matmul2"] for owner in owners]
+    outputs = []
+    for number, (rank, own) in enumerate(zip(ranks, stages, strict=True)):
+        layer_index = rank.experts.layer_index
+        shared = (None, None) if rank.shared is None else shared_output(rank.x, rank.shared, spec, layer_index)
+        rows, order = routes.pull(number, slots), routes.homes[number].back
+        dtype = spec.out_dtype or plain_name(rank.x)
+        output = reduce(rows, order, *shared, top_k=order.shape[1], order="row", out_dtype=dtype)
+        if exchange.on_overflow == "error":
+            output[routes.lost[number].any(axis=1)] = np.nan
+        valid = places[number] >= 0
+        counts = np.bincount(own["ids"][valid], minlength=placement.num_experts).astype(np.int32)
+        outputs.append(MoEOutput(output, own["ids"], own["weights"], own.get("logits"), counts, own["invalid_ids"]))
+    received = tuple(owner.stages["tokens_per_expert"] for owner in owners)
+    return GroupForward(tuple(outputs), received, routes.overflow, routes, tuple(owners), tuple(stages))
+
+
+def _check(ranks: Sequence[MoEOperands], placement: Placement, exchange: ExchangeSpec) -> None:
+    if len(ranks) != placement.num_ranks:
+        raise InvalidInput(f"ranks must be the placement's {placement.num_ranks}, got {len(ranks)}; pass one for each")
+    for name, default in (("format", None), ("chunks", 1)):
+        if getattr(exchange, name) != default:
+            raise Unsupported(f"the twin moves rows as they are and at once, got {name}={getattr(exchange, name)}")
+    for number, rank in enumerate(ranks):
+        held = rank.experts.down.shape[0 if rank.experts.layer_index is None else 1]
+        if held != placement.per_rank or rank.expert_map is not None:
+            raise InvalidInput(
+                f"rank {number} must hold its {placement.per_rank} places of experts and no expert_map, got {held} "
+                "experts; use shard_experts"
+            )
+
+
+class _Home(MoEBackward):
+    """The backward of a rank's tokens, whose experts are elsewhere."""
+
+    def __init__(self, number: int, routes: Routes, returned: tuple[list[np.ndarray], list[np.ndarray]], *rest) -> None:
+        self.number, self.routes, self.returned = number, routes, returned
+        super().__init__(*rest)
+
+    def through_experts(self) -> np.ndarray:
+        """d_x from the rows that came back, and the gradient of the weights fp32 `[T, K]`."""
+        d_slots, d_weights = self.returned
+        rows, order = self.routes.pull(self.number, d_slots), self.routes.homes[self.number].back
+        by_slot = self.routes.pull_weights(self.number, d_weights)
+        if not self.spec.apply_router_weight_on_input:
+            self.d_x += reduce(rows, order, top_k=order.shape[1], order="row", out_dtype="float32")
+            return by_slot
+        # K = 1: what was x times the weight gives gradients of both.
+        tokens = np.flatnonzero(order[:, 0] >= 0)
+        d_source, weights = to_float32(rows[order[tokens, 0]]), self.stages["weights"]
+        by_slot = np.zeros(weights.shape, working_dtype(self.x))
+        with np.errstate(all="ignore"):
+            by_slot[tokens, 0] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)
+            self.d_x[tokens] += d_source * weights[tokens]
+        return by_slot
+
+
+def moe_backward(
+    gradients: Sequence[OutputGradients],
+    ranks: Sequence[MoEOperands],
+    spec: MoESpec,
+    forward: GroupForward,
+) -> tuple[dict[str, np.ndarray], ...]:
+    """The gradients of every rank, by the names of `moe_backward_stages`: d_x and `d_routing.*` and `d_shared.*` of its
+    own tokens, `d_experts.*` of its own experts from all tokens.
+
+    d_x, the gradients of given weights, and those of experts that lie once are bitwise those of one device. Gradients
+    of a router's and a shared expert's parameters are this rank's addends. Losses are of a rank's own tokens.
+    """
+    routes, sums = forward.routes, forward.routes.spec.sums
+    at_owner = dataclasses.replace(
+        spec, router=None, apply_router_weight_on_input=False, out_dtype=None, shared_activation=None
+    )
+    d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]
+    found, d_slots, d_weights = [], [], []
+    for number, owner in enumerate(forward.owners):
+        operands = owner.operands
+        flowing = OutputGradients(routes.push(number, d_out))
+        own = moe_backward_stages(flowing, operands.x, operands.experts, operands.routing, at_owner, owner.stages)
+        d_slots.append(own["d_x" if sums == "ranks" else "d_slots"])
+        d_weights.append(own["d_routing.weights"])
+        found.append({name: value for name, value in own.items() if name.startswith("d_experts.")})
+    results = []
+    for number, (given, rank, stages) in enumerate(zip(gradients, ranks, forward.stages, strict=True)):
+        arguments = (given, EVERYTHING, rank.x, rank.experts, rank.routing, spec, stages)
+        home = _Home(number, routes, (d_slots, d_weights), *arguments, rank.token_mask, None, rank.shared)
+        results.append(home.run() | found[number])
+    return tuple(results)

@@ -1,0 +1,249 @@
+"""Which row of which rank becomes which row of which other, in every mode of an exchange; part of the twin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.parallel.exchange import (
+    destinations,
+    first_owners,
+    owners_of,
+    padded_block,
+    received_ids,
+    require_equal_tokens,
+    returned_rows,
+    run_starts,
+    sends,
+    slot_rows,
+    token_ids,
+    token_rows,
+)
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+
+
+class Bounds(NamedTuple):
+    """Rows: of the block from each source, None = no blocks; of the block that comes back; of the receive buffer at
+    most, None = as many as come."""
+
+    block: int | None
+    back: int | None
+    receive: int | None
+
+
+def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> Bounds:
+    """Those of ranks that have `tokens` tokens each. Worst cases are those of distinct ids."""
+    nearest = min(top_k, placement.per_rank)
+    if spec.mode == "all_gather":
+        return Bounds(tokens, tokens * (nearest if spec.sums == "slots" else 1), placement.num_ranks * tokens)
+    if spec.mode != "padded":
+        return Bounds(None, None, spec.receive)
+    worst = tokens * (nearest if spec.rows == "slots" else 1)
+    block = worst if spec.receive is None else padded_block(spec.receive, placement.num_ranks)
+    back = block * nearest if (spec.rows, spec.sums) == ("tokens", "slots") else block
+    return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
+
+
+class Arrivals(NamedTuple):
+    """What a home sends, int32, an entry per row: the owner it goes to, its token, its slot (-1: the whole token), and
+    the row that it becomes."""
+
+    owner: np.ndarray
+    token: np.ndarray
+    slot: np.ndarray
+    row: np.ndarray
+
+    def to(self, owner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """row, token and slot of what goes to an owner."""
+        mine = self.owner == owner
+        return self.row[mine], self.token[mine], self.slot[mine]
+
+
+class Home(NamedTuple):
+    """Where a rank's rows go, and what comes back.
+
+    places `[T, K]`. arrivals: what it sends. back `[T, K]`: the row that a slot's result arrives at, of back_rows; with
+    sums `ranks` `[T, W]`, an owner's result. begins `[W]`: where the rows of each owner begin there. lost bool
+    `[T, K]`: slots that did not fit. overflow: rows that did not.
+    """
+
+    places: np.ndarray
+    arrivals: Arrivals
+    back: np.ndarray
+    back_rows: int
+    begins: np.ndarray
+    lost: np.ndarray
+    overflow: int
+
+
+def make_routes(places: Sequence[np.ndarray], placement: Placement, spec: ExchangeSpec) -> Routes:
+    """The routes of all ranks, from the places of their slots, int32 `[T, K]` each. Raises InvalidInput."""
+    num_ranks, per_rank = placement.num_ranks, placement.per_rank
+    tokens = [len(own) for own in places]
+    static = spec.mode in ("all_gather", "padded")
+    bounds = bounds_of(spec, require_equal_tokens(tokens, spec.mode) if static else 0, places[0].shape[1], placement)
+    by_slot = spec.rows == "slots"
+    groups = [own if by_slot else first_owners(own, per_rank) for own in places]
+    sent = [sends(own, placement.num_places if by_slot else num_ranks) for own in groups]
+    counts = np.stack([layout.group_sizes for layout in sent])
+    order = "padded" if static else "expert" if spec.mode == "peer" else "source"
+    starts = run_starts(counts, order, bounds.block or 0)
+    homes = []
+    for number, own in enumerate(places):
+        owners = owners_of(own, per_rank)
+        end = bounds.receive if bounds.block is None else bounds.block * (number + 1)
+        found = destinations(sent[number], groups[number], starts[number], end)
+        token, k = np.nonzero(found.row >= 0)
+        slot = token * own.shape[1] + k if by_slot else np.full(len(token), -1)
+        arrivals = Arrivals(owners[token, k], token, slot, found.row[token, k])
+        kept = found.row if by_slot else slot_rows(token_rows(found.row, owners, num_ranks), owners)
+        if spec.mode == "all_gather":
+            arrivals = _to_everyone(number, tokens[number], num_ranks)
+            kept = np.where(owners < 0, -1, number * tokens[number] + np.arange(tokens[number])[:, None])
+        homes.append(_coming_back(own, arrivals, kept, int(found.overflow[0]), bounds, spec, placement))
+    sources = tuple(_sources(counts, owner, order, bounds) for owner in range(num_ranks))
+    return Routes(spec, placement, bounds, tuple(homes), counts, sources)
+
+
+def _to_everyone(number: int, tokens: int, num_ranks: int) -> Arrivals:
+    owner, token = np.divmod(np.arange(num_ranks * tokens), max(tokens, 1))
+    return Arrivals(owner, token, np.full(len(owner), -1), number * tokens + token)
+
+
+def _sources(counts: np.ndarray, owner: int, order: str, bounds: Bounds) -> np.ndarray:
+    """The home of every row that an owner receives."""
+    if bounds.block is not None:
+        return np.repeat(np.arange(len(counts)), bounds.block)
+    each = counts.shape[1] // len(counts)
+    runs = counts[:, owner * each : (owner + 1) * each]
+    homes = np.broadcast_to(np.arange(len(counts))[:, None], runs.shape)
+    if order == "expert":
+        runs, homes = runs.T, homes.T
+    return np.repeat(homes.reshape(-1), runs.reshape(-1))[: bounds.receive]
+
+
+def _coming_back(
+    places: np.ndarray,
+    arrivals: Arrivals,
+    kept: np.ndarray,
+    overflow: int,
+    bounds: Bounds,
+    spec: ExchangeSpec,
+    placement: Placement,
+) -> Home:
+    num_ranks, by_slot = placement.num_ranks, spec.rows == "slots"
+    lost = (places >= 0) & (kept < 0)
+    arrived = np.where(kept < 0, -1, places)
+    owners = owners_of(arrived, placement.per_rank)
+    # Slots come back as they went, (place, slot); those of tokens by (owner, slot), and sums by (owner, token).
+    groups = arrived if by_slot else owners
+    if spec.sums == "ranks":
+        groups = first_owners(arrived, placement.per_rank)
+    sent = sends(groups, placement.num_places if by_slot else num_ranks)
+    found = returned_rows(sent, groups, num_ranks, bounds.back)
+    begins, rows, back = sent.group_start[:-1].reshape(num_ranks, -1)[:, 0], int(sent.group_start[-1]), found.row
+    if bounds.back is not None:
+        begins, rows = bounds.back * np.arange(num_ranks), bounds.back * num_ranks
+    if spec.sums == "slots":
+        lost |= (arrived >= 0) & (back < 0)
+        return Home(places, arrivals, back, rows, begins, lost, overflow + int(found.overflow[0]))
+    if spec.mode == "all_gather":
+        # Every owner gives back a row for every token, whether it has a slot of it or not.
+        back = np.where(groups < 0, -1, begins[np.maximum(groups, 0)] + np.arange(len(groups))[:, None])
+    return Home(places, arrivals, token_rows(back, owners, num_ranks), rows, begins, lost, overflow)
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """All ways of all rows. counts int32 `[W, G]`: what homes send. sources: of every owner, the home of each row."""
+
+    spec: ExchangeSpec
+    placement: Placement
+    bounds: Bounds
+    homes: tuple[Home, ...]
+    counts: np.ndarray
+    sources: tuple[np.ndarray, ...]
+
+    @property
+    def lost(self) -> tuple[np.ndarray, ...]:
+        """bool `[T, K]` of every home: slots that did not fit."""
+        return tuple(home.lost for home in self.homes)
+
+    @property
+    def overflow(self) -> np.ndarray:
+        """int32 `[1]`: rows of all homes that did not fit."""
+        return np.array([sum(home.overflow for home in self.homes)], np.int32)
+
+    def push(self, owner: int, values: Sequence[np.ndarray]) -> np.ndarray:
+        """What a rank receives of rows by token, `[T, D]` of every home."""
+        buffer = np.full((len(self.sources[owner]), values[0].shape[1]), np.nan, values[0].dtype)
+        written = np.zeros(len(buffer), bool)
+        for home, own in zip(self.homes, values, strict=True):
+            row, token, _ = home.arrivals.to(owner)
+            assert not written[row].any(), "two rows go to one place"
+            buffer[row], written[row] = own[token], True
+        return buffer
+
+    @functools.cached_property
+    def ids(self) -> tuple[np.ndarray, ...]:
+        """Local ids int32 of the rows that each rank receives: `[R, K]`, of slots `[R, 1]`."""
+        return tuple(self._ids(owner) for owner in range(self.placement.num_ranks))
+
+    def _ids(self, owner: int) -> np.ndarray:
+        per_rank, by_slot = self.placement.per_rank, self.spec.rows == "slots"
+        width = 1 if by_slot else self.homes[0].places.shape[1]
+        ids = np.full((len(self.sources[owner]), width), -1, np.int32)
+        for home in self.homes:
+            row, token, slot = home.arrivals.to(owner)
+            if by_slot:
+                ids[row, 0] = home.places.reshape(-1)[slot] - owner * per_rank
+            else:
+                ids[row] = token_ids(home.places, token, owner, per_rank)
+        if by_slot and self.bounds.block is None:
+            order = "expert" if self.spec.mode == "peer" else "source"
+            assert (ids[:, 0] == received_ids(self.counts, owner, order)[: len(ids)]).all(), "counts tell what comes"
+        return ids
+
+    def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:
+        """Weights fp32 of the rows that a rank receives, of the shape of its ids."""
+        found = np.full(self.ids[owner].shape, np.nan, np.float32)
+        for home, own in zip(self.homes, weights, strict=True):
+            row, token, slot = home.arrivals.to(owner)
+            found[row] = own.reshape(-1, 1)[slot] if self.spec.rows == "slots" else own[token]
+        return found
+
+    def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
+        """What comes back to a rank, `[*, N]`, of every owner's results by slot (sums `ranks`: by row) `[*, N]`."""
+        own = self.homes[home]
+        buffer = np.full((own.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
+        for owner, values in enumerate(results):
+            rows = self._returned(owner, home)
+            buffer[own.begins[owner] : own.begins[owner] + len(rows)] = values[rows]
+        return buffer
+
+    def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
+        """fp32 `[T, K]` at home, of every owner's gradients of weights by its rows' ids; 0 where there is none."""
+        own = self.homes[home]
+        rows = own.back
+        if self.spec.sums == "slots":
+            came = self.pull(home, [values.reshape(-1, 1) for values in results])
+        else:
+            rows = slot_rows(rows, owners_of(np.where(own.lost, -1, own.places), self.placement.per_rank))
+            came = self.pull(home, results)
+        found = np.zeros(rows.shape, came.dtype)
+        token, k = np.nonzero(rows >= 0)
+        found[token, k] = came[rows[token, k], 0 if came.shape[1] == 1 else k]
+        return found
+
+    def _returned(self, owner: int, home: int) -> np.ndarray:
+        """The results that an owner gives back to a home, in order."""
+        mine = self.sources[owner] == home
+        valid = (self.ids[owner] >= 0) & mine[:, None]
+        if self.spec.sums == "slots":
+            return np.flatnonzero(valid.reshape(-1))[: self.bounds.back]
+        return np.flatnonzero(mine if self.spec.mode == "all_gather" else valid.any(axis=1))[: self.bounds.back]

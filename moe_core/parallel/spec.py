@@ -1,0 +1,59 @@
+"""How rows travel between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base.checks import require_choice, require_kind, set_integer
+from moe_core.base.codec import plan_type
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format
+
+MODES = ("all_gather", "all_to_all", "padded", "peer")
+#: Chunks fit into six bits of the header.
+_MOST_CHUNKS = 64
+
+
+@plan_type
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """How rows travel from the ranks that have tokens (homes) to those that have experts (owners), and back.
+
+    mode: `all_gather`: every rank gets all tokens; for few. `all_to_all`: exact counts, which the host reads once.
+    `padded`: blocks of one size between every two ranks, and no host read. `peer`: rows are stored at peers' addresses.
+    rows: what goes to an owner: `tokens`, once however many of their K experts it has, or `slots`, once per expert.
+    sums: `slots`: the results of slots come home, where K rows are added in the order of k, as on one device. `ranks`:
+    an owner adds the slots it has of a token before they travel, which moves fewer rows and gives other bits.
+    receive: rows that a rank takes at most, None = the worst case; `padded` shares them out among sources. Rows beyond
+    are counted. on_overflow: what that means: `error`, or `drop`: they contribute nothing.
+    format: what the rows of tokens are quantised to before they travel, None = they are not. chunks: pieces of the
+    tokens that travel one after another, so that one is computed while the next travels.
+
+    Raises InvalidInput.
+    """
+
+    mode: str = "all_to_all"
+    rows: str = "tokens"
+    sums: str = "slots"
+    receive: int | None = None
+    on_overflow: str = "error"
+    format: Format | None = None
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("mode", self.mode, MODES)
+        require_choice("rows", self.rows, ("tokens", "slots"))
+        require_choice("sums", self.sums, ("slots", "ranks"))
+        require_choice("on_overflow", self.on_overflow, ("error", "drop"))
+        require_kind("format", self.format, Format, optional=True)
+        set_integer(self, "chunks", 1, _MOST_CHUNKS)
+        if self.receive is not None:
+            set_integer(self, "receive", 0, INT32_LIMIT)
+        if self.rows == "slots" and (self.mode == "all_gather" or self.sums == "ranks"):
+            what = "mode='all_gather'" if self.mode == "all_gather" else "sums='ranks'"
+            raise InvalidInput(f"rows must be 'tokens' with {what}, got 'slots'; leave it out")
+        if self.receive is not None and self.mode == "all_gather":
+            raise InvalidInput(
+                f"receive must be None with mode='all_gather', which takes all tokens, got {self.receive}; leave it out"
+            )
