@@ -1,10 +1,11 @@
 # Every target makes the environment it needs (tools/environment.py) and then does its work.
 # PYTHON: the Python to start from. WORKERS: how many tests run at a time. RECORD: where a benchmark's record goes.
-# BENCH: further options of the benchmark. SOAK: of the soak.
+# BENCH: further options of the benchmark. SOAK: of the soak. FUZZ: of the fuzzer.
 PYTHON ?= python3
 WORKERS ?= auto
 BENCH ?=
 SOAK ?=
+FUZZ ?=
 RUN := .venv/bin/python
 
 KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \
@@ -17,7 +18,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py tests/jax/test_training.py
 
 .PHONY: environment parity test gate gate-all lint format bench bench-training memcheck soak upstream \
-	maxtext mutate clean
+	maxtext mutate fuzz clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -83,6 +84,11 @@ upstream: environment
 # MaxText's configs, out of its wheel, on the Flax layers.
 maxtext: environment
 	$(RUN) -m tools.upstream maxtext
+
+# Random cases of every op and layer against an oracle in float64, in both front-ends: CASES of them, or SECONDS long, on
+# each engine of the process, in JOBS processes. A failure prints the line that repeats it; see docs/developer/testing.md.
+fuzz: environment
+	$(RUN) -m tools.fuzz --seed $(SEED) --jobs $(JOBS) $(if $(CASES),--cases $(CASES)) $(if $(SECONDS),--seconds $(SECONDS)) $(FUZZ)
 
 # Changes the sources in COUNT places, one at a time and in copies, and runs the tests that call the changed function.
 # SEED: the draw. PATHS: only files that begin so. JOBS: how many at a time. What survives is printed; see

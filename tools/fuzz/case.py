@@ -1,0 +1,247 @@
+"""One fuzzed case: every choice that makes it, as a line of text that makes it again."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("moe", "layer", "route", "layout", "stages", "norm")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: What x holds; drawn anew for every set of values, as the kinds of logits and ids are.
+X_KINDS = ("normal", "nan", "inf", "zeros", "large", "tiny", "one_hot")
+LOGIT_KINDS = ("normal", "ties", "all_equal", "signed_zeros", "some_nan", "infinite", "spread")
+ID_KINDS = ("distinct", "duplicates", "missing", "invalid", "one_expert", "all_missing", "first_half")
+#: Fields that change values only: cases that agree in all others run the same kernels.
+VALUE_FIELDS = ("seed", "x_kind", "logit_kind", "id_kind")
+#: Formats of activations, by format of weights, where a product quantises both sides.
+ACTIVATION_FORMATS = {
+    "fp8_block": ("fp8_group", "fp8_token"),
+    "fp8_block_pow2": ("fp8_group_pow2",),
+    "fp8_channel": ("fp8_token", "fp8_tensor"),
+    "fp8_channel_pow2": ("fp8_token_pow2",),
+    "fp8_tensor": ("fp8_tensor", "fp8_token"),
+    "fp8_tensor_pow2": ("fp8_tensor_pow2",),
+    "int8_channel": ("int8_token",),
+    "mxfp4": ("mxfp8", "mxfp4"),
+    "mxfp8": ("mxfp8",),
+}
+WEIGHT_FORMATS = (
+    *(f"fp8_{group}{rule}" for group in ("block", "channel", "tensor") for rule in ("", "_pow2")),
+    *(f"int{n}_{group}{zp}" for n in (8, 4) for group in ("g32", "g64", "g128", "row") for zp in ("", "_zp")),
+    *("int8_channel", "mxfp4", "mxfp4_ceil", "mxfp8", "mxfp8_ceil"),
+)
+#: Rules of routing beside top_k and biases.
+ROUTER_FIELDS = (
+    *("scoring", "order", "renormalize", "scale", "num_groups", "topk_group", "slot_order"),
+    *("epsilon", "logit_scale", "softcap", "bias_on", "group_score"),
+)
+ALWAYS_GATED = ("swiglu_oai", "clamped_silu", "softcapped_silu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The defaults are the simplest choices: a failing case is shrunk towards them.
+
+    kind: `moe` (the composed op), `layer` (torch's and Flax's), `route`, `layout` (with the bitmatrix), `stages`
+    (router, matmul_ogs, activation, matmul_ogs, reduce one by one) or `norm`. T K E D F: tokens, choices, local
+    experts, widths. gate_inputs, given_ids: of a layer. row_order: rows, not slots, are what stages reduce.
+    packs: so many independent problems of T tokens and E experts each in one call. source: what routes, `ids`, `logits`
+    or `x`. mapped: number of global experts, 0 = no map. stack: number of stacked layers, 0 = none. shared: width of
+    the shared expert, 0 = none. alpha, limit: 0 = the default. weights, activations: formats, "" = plain. balance, z:
+    factors of the losses in the objective of a layer's gradient. router_norm: the norm's constant factor, 0 = no norm.
+    alignment, max_rows: of a layout.
+    """
+
+    kind: str = "moe"
+    T: int = 1
+    K: int = 1
+    E: int = 1
+    D: int = 1
+    F: int = 1
+    packs: int = 1
+    dtype: str = "float32"
+    out_dtype: str = ""
+    source: str = "ids"
+    scoring: str = "softmax"
+    order: str = ""
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_group: int = 1
+    slot_order: str = "score"
+    epsilon: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    bias_on: str = "scores"
+    group_score: str = ""
+    router_bias: bool = False
+    correction_bias: bool = False
+    router_norm: float = 0.0
+    norm_epsilon: float = 1e-6
+    gate_inputs: bool = False
+    given_ids: bool = False
+    row_order: bool = False
+    expert_scale: bool = False
+    logits_dtype: str = "float32"
+    on_input: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    gate_layout: str = "halves"
+    alpha: float = 0.0
+    limit: float = 0.0
+    weight_layout: str = "in_out"
+    router_layout: str = "in_out"
+    bias: bool = False
+    masked: bool = False
+    mapped: int = 0
+    stack: int = 0
+    shared: int = 0
+    shared_gate: bool = False
+    shared_activation: str = ""
+    capacity: float = 0.0
+    weights: str = ""
+    activations: str = ""
+    gradient: bool = False
+    recompute: bool = False
+    batch_invariant: bool = False
+    balance: float = 0.0
+    z: float = 0.0
+    alignment: int = 1
+    max_rows: int = 0
+    x_kind: str = "normal"
+    logit_kind: str = "normal"
+    id_kind: str = "distinct"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        stated = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return " ".join(f"{name}={value}" for name, value, default in stated if value != default) or "seed=0"
+
+    @property
+    def static(self) -> Case:
+        """The same choices without the values."""
+        plain = {field.name: field.default for field in dataclasses.fields(self) if field.name in VALUE_FIELDS}
+        return dataclasses.replace(self, **plain)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.T * self.packs
+
+    @property
+    def num_ids(self) -> int:
+        """Experts that ids name: the global ones where there is a map."""
+        return self.mapped or self.E * self.packs
+
+    @property
+    def width(self) -> int:
+        """Columns of what product 1 makes, gate and up together."""
+        return 2 * self.F if self.gated else self.F
+
+    @property
+    def is_differentiable(self) -> bool:
+        return not (self.activations or self.row_order or self.kind == "layout") and (
+            self.kind != "stages" or not self.on_input
+        )
+
+
+def parse(text: str) -> Case:
+    """The case that `str` printed. Raises ValueError for a field or value that no case has."""
+    fields = {field.name: field.default for field in dataclasses.fields(Case)}
+    given: dict[str, Any] = {}
+    for pair in text.split():
+        name, _, value = pair.partition("=")
+        if name not in fields:
+            raise ValueError(f"a case has no field {name!r}; it has {', '.join(fields)}")
+        kind = type(fields[name])
+        given[name] = value == "True" if kind is bool else kind(value)
+    case = Case(**given)
+    reason = why_illegal(case)
+    if reason is not None:
+        raise ValueError(f"{case}: {reason}")
+    return case
+
+
+def why_illegal(case: Case) -> str | None:
+    """Why no such case exists, None where it does: what the documents say is refused, or has no meaning here."""
+    experts = case.num_ids if case.kind in ("moe", "layout") and case.source == "ids" and case.packs == 1 else case.E
+    experts = case.mapped or experts
+    routes = case.source != "ids" or case.kind in ("layer", "route")
+    group = experts // max(case.num_groups, 1)
+    checks = {
+        "K must be at most E": experts < case.K,
+        "sizes must be positive": min(case.K, case.E, case.D, case.F, case.packs) < 1 or case.T < 0,
+        "an order is softmax's": bool(case.order) and case.scoring != "softmax",
+        "groups divide E": experts % case.num_groups != 0 or case.topk_group > case.num_groups,
+        "groups leave K experts": case.topk_group * group < case.K,
+        "groups of one have no pairs": case.num_groups > 1 and group == 1 and _pairs(case),
+        "an epsilon is for sums of scores": case.epsilon != 0 and (not case.renormalize or case.scoring == "softmax"),
+        "nothing is added to logits": case.bias_on != "scores" and not case.correction_bias,
+        "on_input needs K = 1": case.on_input and case.K != 1,
+        "a gated activation": case.activation in ALWAYS_GATED and not case.gated,
+        "no gate layout without a gate": not case.gated and case.gate_layout != "halves",
+        "no limit without a gate": not case.gated and case.limit != 0,
+        "no alpha": case.alpha != 0 and case.activation not in ("swiglu_oai", "softcapped_silu"),
+        "a map has room for E": 0 < case.mapped < case.E,
+        "a map is of moe and layout": case.mapped > 0 and case.kind not in ("moe", "layout"),
+        "a layer routes from x": case.kind in ("layer", "stages") and case.source != "x",
+        "a norm routes nothing": case.kind == "norm" and case.source != "ids",
+        "route takes logits or ids": case.kind == "route" and case.source == "x",
+        "only layers have losses": case.kind != "layer" and (case.balance != 0 or case.z != 0 or case.capacity != 0),
+        "packs are of moe with ids or logits": case.packs > 1
+        and (case.kind != "moe" or case.source == "x" or case.mapped > 0 or case.correction_bias or case.stack > 0),
+        "only layers have these": case.kind != "layer" and (case.expert_scale or case.gate_inputs or case.given_ids),
+        "a norm is of layers or alone": case.router_norm != 0 and case.kind not in ("layer", "norm"),
+        "a norm has a factor": case.router_norm == 0 and (case.kind == "norm" or case.norm_epsilon != 1e-6),
+        "the order of rows is that of stages": case.row_order and case.kind != "stages",
+        "no experts in a norm": case.kind == "norm"
+        and (case.F, case.K, case.E, case.bias, case.masked) != (1, 1, 1, False, False),
+        "a stack is of moe": case.stack > 0 and case.kind != "moe",
+        "nothing to gate": case.shared == 0 and (case.shared_gate or bool(case.shared_activation)),
+        "no shared expert here": case.shared > 0 and case.kind not in ("moe", "layer"),
+        "the shared expert is gated alike": case.shared_activation in ALWAYS_GATED and not case.gated,
+        "no such gradient": case.gradient and not case.is_differentiable,
+        "recompute is of training": case.recompute and (not case.gradient or case.kind not in ("moe", "layer")),
+        "batch_invariant and capacity": case.batch_invariant and case.capacity != 0,
+        "one scale for all rows varies with the batch": case.activations.startswith("fp8_tensor")
+        and (case.batch_invariant or case.packs > 1),
+        "batch_invariant is of moe and layer": case.batch_invariant and case.kind not in ("moe", "layer"),
+        "float64 is plain": case.dtype == "float64" and bool(case.weights or case.out_dtype),
+        "float64 logits are float64": case.dtype == "float64" and case.logits_dtype != "float32",
+        "formats are of experts": bool(case.weights) and case.kind not in ("moe", "layer"),
+        "activations go with weights": bool(case.activations)
+        and case.activations not in ACTIVATION_FORMATS.get(case.weights, ()),
+        "a layer's out_dtype is that of x": bool(case.out_dtype) and case.kind != "moe",
+        "rules belong to a router": not routes
+        and any(getattr(case, name) != getattr(Case, name) for name in ROUTER_FIELDS),
+        "biases belong to a router": (case.router_bias and case.source != "x")
+        or (case.correction_bias and case.source == "ids"),
+        "logits are computed from x": case.logits_dtype != "float32" and (case.source != "x" or case.kind == "stages"),
+        "no layout": (case.alignment != 1 or case.max_rows != 0) and case.kind not in ("layout", "stages"),
+        "one form of layout": case.alignment != 1 and case.max_rows != 0,
+        "no experts in these": case.kind in ("route", "layout") and (case.bias or case.D != 1 or case.F != 1),
+        "masked float64": case.kind == "layout" and case.dtype != "float32",
+        "distinct ids for route": case.kind == "route" and case.source == "ids" and case.num_groups > 1,
+    }
+    return next((reason for reason, wrong in checks.items() if wrong), why_no_groups(case))
+
+
+def _pairs(case: Case) -> bool:
+    return case.group_score == "pair" or (case.correction_bias and not case.group_score)
+
+
+def unit_of(format: str) -> int:
+    """What the widths of a format's matrices are multiples of."""
+    if format.startswith("mx"):
+        return 32
+    if "_g" in format and not format.startswith("fp8"):
+        return int(format.split("_g")[1].split("_")[0])
+    return 2 if format.startswith("int4") else 1
+
+
+def why_no_groups(case: Case) -> str | None:
+    """Why a format cannot hold matrices of these widths."""
+    for format in filter(None, (case.weights, case.activations)):
+        if case.D % unit_of(format) or case.F % unit_of(format):
+            return f"{format} needs widths that are multiples of {unit_of(format)}"
+    return None

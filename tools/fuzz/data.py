@@ -1,0 +1,205 @@
+"""The arrays of a case, drawn on the device that its engine runs on, in the storage that the case states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tools.fuzz.case import Case
+from tools.fuzz.oracle.formats import Quantized, quantize
+
+Tensor = torch.Tensor
+TORCH = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+#: Ids that no expert has.
+_INVALID = (-2, 2**31 - 1, -(2**31), 1000)
+
+
+@dataclass
+class Arrays:
+    """By the names of the ops' arguments (`x`, `routing.weight`, `experts.gate_up`, `d_output`, ...).
+
+    plain: what an engine takes. quantized: matrices as their format stores them. meaning: the float64 numbers of these.
+    """
+
+    plain: dict[str, Tensor] = field(default_factory=dict)
+    quantized: dict[str, Quantized] = field(default_factory=dict)
+    meaning: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, name: str) -> Tensor | None:
+        return self.plain.get(name)
+
+    def number(self, name: str) -> Tensor | None:
+        """The float64 numbers of an array, quantised or not."""
+        found = self.meaning.get(name, self.plain.get(name))
+        return None if found is None else found.to(torch.float64)
+
+
+class _Draw:
+    def __init__(self, case: Case, device: str) -> None:
+        self.random = torch.Generator(device).manual_seed(case.seed)
+        self.device, self.case = device, case
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.random, device=self.device)
+
+    def normal(self, *shape: int, rms: float = 1.0, dtype: str | None = None) -> Tensor:
+        dtype = dtype or self.case.dtype
+        wide = torch.float64 if dtype == "float64" else torch.float32
+        numbers = torch.randn(shape, generator=self.random, device=self.device, dtype=wide) * rms
+        return numbers.to(TORCH[dtype])
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, max(high, low + 1), shape, generator=self.random, device=self.device)
+
+    def matrix(self, inside: int, outside: int, *lead: int, layout: str) -> Tensor:
+        shape = (inside, outside) if layout == "in_out" else (outside, inside)
+        return self.normal(*lead, *shape, rms=inside**-0.5)
+
+
+def draw(case: Case, device: str = "cpu") -> Arrays:
+    """Every array of the case, from its seed; the same on every machine with the same kind of device."""
+    draw, arrays = _Draw(case, device), Arrays()
+    plain = arrays.plain
+    T, single = case.num_tokens, "float64" if case.dtype == "float64" else "float32"
+    if case.kind not in ("route", "layout"):
+        plain["x"] = _rows(draw, case)
+    if case.masked:
+        plain["token_mask"] = draw.uniform(T) < 0.7
+    if case.gate_inputs:
+        plain["gate_inputs"] = draw.normal(T, case.D)
+    if case.kind == "norm":
+        plain["weight"] = (draw.normal(case.D, rms=0.3) + 1).to(TORCH[case.dtype])
+    else:
+        _draw_routing(draw, case, plain, single)
+    if case.packs > 1:
+        plain["pack_start"] = _pack_start(case, device)
+    if case.kind in ("moe", "layer", "stages"):
+        _draw_experts(draw, case, arrays)
+    if case.mapped:
+        order = torch.randperm(case.mapped, generator=draw.random, device=device)
+        local = torch.full((case.mapped,), -1, dtype=torch.int32, device=device)
+        local[order[: case.E]] = torch.arange(case.E, dtype=torch.int32, device=device)
+        plain["expert_map"] = local
+    if case.gradient:
+        if case.kind != "route":
+            plain["d_output"] = draw.normal(T, case.D, dtype=case.out_dtype or case.dtype)
+        if case.source != "ids" or case.kind == "route":
+            plain["d_weights"] = draw.normal(T, case.K, dtype=single)
+    return arrays
+
+
+def _rows(draw: _Draw, case: Case) -> Tensor:
+    T, D = case.num_tokens, case.D
+    x, where = draw.normal(T, D), draw.uniform(T, D)
+    if case.x_kind in ("nan", "inf"):
+        rows = draw.uniform(T, 1) < 0.4
+        value = float(case.x_kind)
+        x = torch.where((where < 2.0 / D) & rows, torch.where(where * D > 1, -value, value), x.float()).to(x.dtype)
+    elif case.x_kind == "zeros":
+        x = torch.where(where < 0.5, 0.0, x.float()).to(x.dtype) if case.seed % 2 else torch.zeros_like(x)
+    elif case.x_kind in ("large", "tiny"):
+        x = (x * (64.0 if case.x_kind == "large" else 2.0**-12)).to(x.dtype)
+    elif case.x_kind == "one_hot":
+        x = torch.nn.functional.one_hot(draw.integers(0, D, T), D).to(x.dtype)
+    return x
+
+
+def _draw_routing(draw: _Draw, case: Case, plain: dict[str, Tensor], single: str) -> None:
+    T, K, E = case.num_tokens, case.K, case.num_ids
+    routed = case.E if case.packs > 1 else E
+    if case.source == "x":
+        plain["routing.weight"] = draw.matrix(case.D, E, layout=case.router_layout)
+        if case.router_bias:
+            plain["routing.bias"] = draw.normal(E, rms=0.3)
+        if case.router_norm:
+            plain["routing.norm"] = (draw.normal(case.D, rms=0.3) + 1).to(TORCH[case.dtype])
+        if case.expert_scale:
+            plain["routing.expert_scale"] = (draw.normal(E, rms=0.3) + 1).to(TORCH[case.dtype])
+    if case.source == "logits" or case.kind == "route":
+        plain["logits"] = _logits(draw, case, T, routed, single)
+    if case.correction_bias:
+        plain["correction_bias"] = draw.normal(E, rms=0.2, dtype=single)
+    if case.source == "ids" or case.given_ids:
+        plain["ids"] = _ids(draw, case, T, K, routed)
+        if case.kind == "moe":
+            plain["weights"] = (draw.uniform(T, K).to(TORCH[single]) + 0.05).contiguous()
+    if case.packs > 1 and "ids" in plain:
+        plain["ids"] = offset_ids(plain["ids"], case)
+
+
+def _pack_start(case: Case, device: str) -> Tensor:
+    """The first expert of each token's pack, int32 [packs * T, 1]."""
+    first = torch.arange(case.packs, dtype=torch.int32, device=device) * case.E
+    return first.repeat_interleave(case.T)[:, None].contiguous()
+
+
+def offset_ids(ids: Tensor, case: Case) -> Tensor:
+    """Ids within packs as ids of all packs' experts; what names no expert still names none."""
+    first = _pack_start(case, str(ids.device))
+    moved = torch.where((ids >= 0) & (ids < case.E), ids + first, ids)
+    return torch.where(ids >= case.E, 2**31 - 1, moved).to(torch.int32)
+
+
+def _logits(draw: _Draw, case: Case, T: int, E: int, single: str) -> Tensor:
+    kind, normal = case.logit_kind, draw.normal(T, E, dtype=single)
+    where = draw.uniform(T, E)
+    if kind == "ties":
+        return torch.round(normal)
+    if kind == "all_equal":
+        return torch.full_like(normal, 0.5)
+    if kind == "signed_zeros":
+        return torch.where(where < 0.3, torch.round(normal), torch.where(where < 0.6, 0.0, -0.0)).to(normal.dtype)
+    if kind == "some_nan":
+        return torch.where(where < 0.2, torch.nan, normal)
+    if kind == "infinite":
+        return torch.where(where < 0.1, torch.inf, torch.where(where < 0.3, -torch.inf, normal))
+    return normal * 6 if kind == "spread" else normal
+
+
+def _ids(draw: _Draw, case: Case, T: int, K: int, E: int) -> Tensor:
+    kind, repeats = case.id_kind, case.kind not in ("route", "layer")
+    distinct = torch.argsort(draw.uniform(T, E), 1)[:, :K]
+    where = draw.uniform(T, K)
+    if kind == "one_expert" and repeats:
+        ids = torch.full((T, K), E - 1, device=draw.device)
+    elif kind in ("duplicates", "first_half") and repeats:
+        ids = draw.integers(0, max(1, E // 2) if kind == "first_half" else E, T, K)
+    else:
+        ids = distinct
+    if kind == "missing":
+        ids = torch.where(where < 0.3, -1, ids)
+    elif kind == "all_missing":
+        ids = torch.full_like(ids, -1)
+    elif kind == "invalid":
+        known = torch.tensor((*_INVALID, E, -1), device=draw.device)
+        ids = torch.where(where < 0.3, known[draw.integers(0, len(known), T, K)], ids)
+    return ids.to(torch.int32)
+
+
+def _draw_experts(draw: _Draw, case: Case, arrays: Arrays) -> None:
+    separate = case.gated and case.gate_layout == "separate"
+    width = case.F if separate else case.width
+    lead = ((case.stack,) if case.stack else ()) + (case.E * case.packs,)
+    sizes = {"gate_up": (case.D, width), "down": (case.F, case.D)}
+    if separate:
+        sizes["up"] = (case.D, case.F)
+    for name, (inside, outside) in sizes.items():
+        matrix = draw.matrix(inside, outside, *lead, layout=case.weight_layout)
+        arrays.plain[f"experts.{name}"] = matrix
+        if case.weights:
+            stored, meaning = quantize(matrix.float(), case.weights, case.weight_layout)
+            arrays.quantized[f"experts.{name}"], arrays.meaning[f"experts.{name}"] = stored, meaning
+        if case.bias:
+            arrays.plain[f"experts.{name}_bias"] = draw.normal(*lead, outside, rms=0.3)
+    if case.stack:
+        arrays.plain["experts.layer_index"] = draw.integers(0, case.stack, 1).to(torch.int32)
+    if case.shared:
+        width = case.shared * (1 if separate or not case.gated else 2)
+        shared = {"gate_up": (case.D, width), "down": (case.shared, case.D)}
+        if separate:
+            shared["up"] = (case.D, case.shared)
+        if case.shared_gate:
+            shared["gate"] = (case.D, 1)
+        for name, (inside, outside) in shared.items():
+            arrays.plain[f"shared.{name}"] = draw.matrix(inside, outside, layout=case.weight_layout)

@@ -1,0 +1,179 @@
+"""Runs cases: draws arrays, calls both front-ends on an engine, judges, and shrinks what fails."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import torch
+
+from tools.fuzz import run_jax, run_torch
+from tools.fuzz.case import Case
+from tools.fuzz.data import Arrays, draw
+from tools.fuzz.draw import Drawn
+from tools.fuzz.engines import Results, call_arrays, device_of
+from tools.fuzz.judge import FRAMEWORKS_OWN, Verdict, judge, same_bits
+from tools.fuzz.shrink import shrink
+
+FRONT_ENDS = {"torch": run_torch.run, "jax": run_jax.run}
+#: Failures after which a run ends, and seconds between two lines of progress.
+MOST_FAILURES, PROGRESS = 5, 20.0
+
+
+def examine(case: Case, engine: str) -> Verdict:
+    """What is wrong with one case on one engine. What a call raises is wrong: every case is legal."""
+    arrays = draw(case, device_of(engine))
+    given, verdict = call_arrays(arrays), Verdict()
+    results: dict[str, Results] = {}
+    for name, run in FRONT_ENDS.items():
+        try:
+            results[name] = run(case, given, engine)
+        except Exception as error:
+            verdict.complaints.append(f"{name} raised {type(error).__name__}: {error}"[:600])
+    if len(results) == 2:
+        complaints = _differences(case, arrays, results)
+        verdict.complaints += complaints
+        if not complaints and case.kind != "layer":  # what holds for one holds for the other
+            results.pop("jax")
+    for name, own in results.items():
+        found = judge(case, arrays, own, engine)
+        found.complaints = [f"{name}, {complaint}" for complaint in found.complaints]
+        verdict.add(found)
+    return verdict
+
+
+def _differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> list[str]:
+    """Complaints about bits that both front-ends must share."""
+    first, second = (dict(own) for own in results.values())
+    for own in (first, second):
+        if case.kind != "layer":
+            continue
+        for name in FRAMEWORKS_OWN:
+            own.pop(name, None)
+        for name, part in own.items():  # XLA makes subnormal numbers 0 where a framework adds or scales
+            if part.is_floating_point():
+                own[name] = torch.where(part.abs() < torch.finfo(part.dtype).smallest_normal, 0.0, part)
+        if case.masked:  # the logits of masked tokens are anything
+            own["logits"] = own["logits"][arrays.plain["token_mask"].to(own["logits"].device)]
+        if case.balance or case.z:  # the losses' gradients are each framework's own
+            for name in [name for name in own if name.startswith("d ")]:
+                own.pop(name)
+    return same_bits(first, second, ("torch", "jax"))
+
+
+@dataclass
+class Failure:
+    case: Case
+    engine: str
+    complaints: list[str]
+    smallest: Case
+
+    def __str__(self) -> str:
+        lines = [f"FAILED on {self.engine}:", *(f"  {text}" for text in self.complaints[:4])]
+        lines.append(f"  drawn:    {self.case}")
+        lines.append(f'  minimal:  python -m tools.fuzz --engines {self.engine} --case "{self.smallest}"')
+        return "\n".join(lines)
+
+
+@dataclass
+class Report:
+    """cases: problems without and with gradients, packed ones counted one by one."""
+
+    cases: Counter[str] = field(default_factory=Counter)
+    elements: int = 0
+    undetermined: int = 0
+    tightness: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, other: Verdict | Report) -> None:
+        self.elements += other.elements
+        self.undetermined += other.undetermined
+        self.tightness = max(self.tightness, other.tightness)
+        if isinstance(other, Report):
+            self.cases += other.cases
+            self.failures += other.failures
+
+    def count(self, gradient: bool, packed: bool = False) -> int:
+        """How many cases without or with gradients; packed: of packed ones alone."""
+        chosen = (name for name in self.cases if ("gradient" in name) == gradient and ("packed" in name or not packed))
+        return sum(self.cases[name] for name in chosen)
+
+    @property
+    def counts(self) -> str:
+        return f"{self.count(False)} forward and {self.count(True)} gradient cases, {len(self.failures)} failures"
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.cases.items()))
+        return (
+            f"{self.counts}\n  {kinds}\n  {self.elements} numbers compared, {self.undetermined} of them where anything "
+            f"is right; largest error {self.tightness:.2f} of its bound"
+        )
+
+
+def examine_set(drawn: Drawn, engine: str, deadline: float | None = None, minimise: bool = True) -> Report:
+    """Examine cases of one set until one fails: its others would fail alike."""
+    torch.set_num_threads(1)  # arrays are small: threads cost more than they give
+    report = Report()
+    for case in drawn.cases():
+        verdict = examine(case, engine)
+        report.add(verdict)
+        name = f"{case.kind}{' packed' if case.packs > 1 else ''}{' gradient' if case.gradient else ''}"
+        report.cases[name] += case.packs
+        if verdict.complaints:
+            smallest = shrink(case, lambda one: bool(examine(one, engine).complaints)) if minimise else case
+            report.failures.append(Failure(case, engine, verdict.complaints, smallest))
+            break
+        if deadline is not None and time.monotonic() > deadline:
+            break
+    return report
+
+
+def fuzz(
+    sets: Iterable[Drawn], engine: str, seconds: float | None = None, jobs: int = 1, minimise: bool = True
+) -> Report:
+    """Examine sets until they end, the seconds are over or too many fail; jobs: processes at work."""
+    begin = time.monotonic()
+    deadline = None if seconds is None else begin + seconds
+    report, shown = Report(), begin
+    given = (sets, engine, deadline, minimise)
+    for part in _one_by_one(*given) if jobs == 1 else _side_by_side(*given, jobs):
+        report.add(part)
+        for failure in part.failures:
+            print(failure, flush=True)
+        now = time.monotonic()
+        if now - shown > PROGRESS:
+            shown = now
+            print(f"{engine}, {now - begin:.0f} s: {report.counts}", flush=True)
+        if len(report.failures) >= MOST_FAILURES or (deadline is not None and now > deadline):
+            break
+    print(f"{engine}, {time.monotonic() - begin:.0f} s in all: {report}", flush=True)
+    return report
+
+
+def _one_by_one(sets: Iterable[Drawn], engine: str, deadline: float | None, minimise: bool) -> Iterator[Report]:
+    for drawn in sets:
+        yield examine_set(drawn, engine, deadline, minimise)
+
+
+def _side_by_side(
+    sets: Iterable[Drawn], engine: str, deadline: float | None, minimise: bool, jobs: int
+) -> Iterator[Report]:
+    """Reports as they come, of fresh processes: forked ones cannot use a GPU."""
+    left = iter(sets)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            busy: set[Future[Report]] = set()
+            while True:
+                for drawn in itertools.islice(left, jobs + 1 - len(busy)):
+                    busy.add(pool.submit(examine_set, drawn, engine, deadline, minimise))
+                if not busy:
+                    return
+                done, busy = wait(busy, return_when=FIRST_COMPLETED)
+                yield from (one.result() for one in done)
+        finally:  # whoever reads the reports has enough of them
+            pool.shutdown(wait=True, cancel_futures=True)

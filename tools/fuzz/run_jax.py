@@ -1,0 +1,101 @@
+"""A case on JAX arrays, as one compiled program for each set of shapes and options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import moe_jax
+import moe_torch
+from moe_jax import layers
+from tools.fuzz.case import Case
+from tools.fuzz.engines import (
+    OPS,
+    Results,
+    device_of,
+    is_parameter,
+    layer_name,
+    layer_spec,
+    routed_ids,
+    running_on,
+    trained,
+)
+from tools.fuzz.run_torch import from_numpy, to_numpy
+
+
+def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
+    """The outputs by name, and the gradients as `d name`."""
+    device = jax.devices("cuda" if engine == "cuda" else "cpu")[0]
+    with running_on(engine), jax.enable_x64(case.dtype == "float64"), jax.default_device(device):
+        found = program(case.static, engine)({name: _to_jax(array, engine) for name, array in arrays.items()})
+        return {name: _to_torch(array, engine) for name, array in found.items() if array is not None}
+
+
+def _to_jax(tensor: torch.Tensor, engine: str) -> jax.Array:
+    if engine == "cuda" and tensor.numel():
+        return moe_jax.from_dlpack(tensor.contiguous())
+    return jnp.asarray(to_numpy(tensor))
+
+
+def _to_torch(array: jax.Array, engine: str) -> torch.Tensor:
+    if engine == "cuda" and array.size:
+        return moe_torch.from_dlpack(array)
+    return from_numpy(jax.device_get(array)).to(device_of(engine))
+
+
+@functools.lru_cache(maxsize=64)
+def program(case: Case, engine: str) -> Callable[..., Any]:
+    """The compiled function of a dict of arrays; engine: whose trace it is."""
+    del engine
+    return jax.jit(functools.partial(_outputs_and_gradients, case))
+
+
+def _outputs_and_gradients(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
+    call = functools.partial(_layer if case.kind == "layer" else _op, case)
+    if not case.gradient:
+        return call(arrays)
+    names = trained(case, arrays)
+    if case.kind == "layer":
+        names = [name for name in names if name in ("x", "gate_inputs") or is_parameter(name)]
+
+    def objective(own: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        outputs = call(arrays | own)
+        wanted = [outputs[name] for name in ("output", "weights") if f"d_{name}" in arrays]
+        if case.kind == "layer":
+            wanted += [outputs["load_balance_loss"], outputs["z_loss"]]
+        return wanted, outputs
+
+    outputs, pull, found = jax.vjp(objective, {name: arrays[name] for name in names}, has_aux=True)
+    flowing = [arrays[f"d_{name}"] for name in ("output", "weights") if f"d_{name}" in arrays]
+    if case.kind == "layer":
+        flowing += [
+            jnp.asarray(factor, one.dtype) for factor, one in zip((case.balance, case.z), outputs[-2:], strict=True)
+        ]
+    (gradients,) = pull(flowing)
+    return found | {f"d {name}": gradient for name, gradient in gradients.items()}
+
+
+def _op(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
+    return OPS[case.kind](case, moe_jax.ops, arrays)
+
+
+def _layer(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
+    spec = layer_spec(case)
+    named = {layer_name(name): array for name, array in arrays.items() if is_parameter(name)}
+    if case.router_layout == "out_in":  # Flax stores [D, E]
+        named["router.weight"] = named["router.weight"].T
+    tree = layers.nested((leaf.path, named[leaf.parameter.name]) for leaf in layers.leaves(spec))
+    dtype = jnp.dtype(case.dtype)
+    options: dict[str, Any] = {"token_mask": arrays.get("token_mask")}
+    options["routed_by"] = layers.RoutedBy(arrays.get("gate_inputs"), arrays.get("ids"))
+    y, aux = layers.forward(tree, arrays["x"], spec, dtype=dtype, return_aux=True, **options)
+    found = {"output": y} | aux._asdict()
+    if case.capacity:
+        logits = jax.lax.stop_gradient(aux.logits)
+        found["routed_ids"] = routed_ids(case, moe_jax.ops, arrays, logits)
+    return found

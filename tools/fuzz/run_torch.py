@@ -1,0 +1,107 @@
+"""A case on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import moe_torch
+from tools.fuzz.case import Case
+from tools.fuzz.engines import (
+    OPS,
+    Results,
+    is_parameter,
+    layer_name,
+    layer_spec,
+    layer_weights,
+    routed_ids,
+    running_on,
+    trained,
+)
+
+_VIEWS = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+}
+_UNVIEWS = {"bfloat16": (np.int16, torch.bfloat16), "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn)}
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype in _VIEWS:
+        view, dtype = _VIEWS[tensor.dtype]
+        return tensor.view(view).numpy().view(dtype)
+    return tensor.numpy()
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    array = np.array(array, order="C")
+    if array.dtype.name in _UNVIEWS:
+        view, dtype = _UNVIEWS[array.dtype.name]
+        return torch.from_numpy(array.view(view)).view(dtype)
+    return torch.from_numpy(array)
+
+
+def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
+    """The outputs by name, and the gradients as `d name`."""
+    with running_on(engine):
+        if case.kind == "layer":
+            return _layer(case, arrays)
+        names = trained(case, arrays) if case.gradient else []
+        inputs = dict(arrays) | {name: arrays[name].detach().requires_grad_() for name in names}
+        with torch.set_grad_enabled(case.gradient):
+            outputs = OPS[case.kind](case, moe_torch.ops, inputs)
+        found = _detached(outputs)
+        if case.gradient:
+            pairs = [(outputs[name], arrays[f"d_{name}"]) for name in ("output", "weights") if f"d_{name}" in arrays]
+            found |= _gradients(pairs, {name: inputs[name] for name in names})
+        return found
+
+
+def _detached(outputs: Mapping[str, Any]) -> Results:
+    return {name: array.detach() for name, array in outputs.items() if array is not None}
+
+
+def _gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]], inputs: Mapping[str, torch.Tensor]) -> Results:
+    outputs, flowing = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, tuple(inputs.values()), flowing, allow_unused=True)
+    zeros = (torch.zeros_like(own) if one is None else one for own, one in zip(inputs.values(), found, strict=True))
+    return {f"d {name}": gradient for name, gradient in zip(inputs, zeros, strict=True)}
+
+
+def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
+    layer = moe_torch.MoE.from_spec(layer_spec(case), device=arrays["x"].device, dtype=getattr(torch, case.dtype))
+    own = {name: array for name, array in arrays.items() if is_parameter(name)}
+    if case.dtype == "float64":  # which LayerWeights do not hold
+        for name, tensor in {**dict(layer.named_parameters()), **dict(layer.named_buffers())}.items():
+            given = next(array for field, array in own.items() if layer_name(field) == name)
+            is_turned = name == "router.weight" and case.router_layout == "in_out"
+            tensor.data.copy_(given.T if is_turned else given)
+    else:
+        layer.load_weights(layer_weights(case, {name: to_numpy(array) for name, array in own.items()}))
+    rows = {name: arrays[name].clone() for name in ("x", "gate_inputs") if name in arrays}
+    rows = {name: own.requires_grad_(case.gradient) for name, own in rows.items()}
+    others = {"gate_inputs": rows.get("gate_inputs"), "expert_ids": arrays.get("ids")}
+    layer.requires_grad_(False)
+    names = [name for name in trained(case, arrays) if is_parameter(name)] if case.gradient else []
+    parameters = dict(layer.named_parameters())
+    wanted = {name: parameters[layer_name(name)].requires_grad_() for name in names}
+    with torch.set_grad_enabled(case.gradient):
+        y, aux = layer(rows["x"], arrays.get("token_mask"), **others, return_aux=True)
+        found = _detached({"output": y} | aux._asdict())
+        if case.capacity:
+            found["routed_ids"] = routed_ids(case, moe_torch.ops, arrays, found["logits"])
+        if case.gradient:
+            pairs = [(y, arrays["d_output"]), (aux.weights, arrays["d_weights"])]
+            like = aux.load_balance_loss
+            pairs.append((like, torch.full_like(like, case.balance)))
+            pairs.append((aux.z_loss, torch.full_like(like, case.z)))
+            pairs = [pair for pair in pairs if pair[0].requires_grad]
+            found |= _gradients(pairs, rows | wanted)
+            if case.router_layout == "in_out":  # torch stores [E, D]
+                found["d routing.weight"] = found["d routing.weight"].T.contiguous()
+    return found
