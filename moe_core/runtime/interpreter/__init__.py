@@ -11,19 +11,19 @@ import importlib.util
 import itertools
 import os
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from moe_core.base.recent import process_lock
 from moe_core.errors import Unsupported
 from moe_core.plan.steps import Scalar
 
 #: Triton versions whose interpreter this package knows: at least the first, below the second.
 VERSIONS = ((3, 6), (3, 10))
-_lock = threading.Lock()
+_lock = process_lock()
 _language: Any = None
 
 
@@ -101,12 +101,17 @@ def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]
     x, y, z = (*grid, 1, 1)[:3]
     full = (x, y, z)
     # Overflow, division by zero and NaN are ordinary numbers on a GPU.
-    with _language, np.errstate(all="ignore"):
-        function, set_program = patches.begin(kernel, full)
-        for program in itertools.product(*map(range, full)):
-            set_program(*program)
-            try:
-                function(**values)
-            except Exception as error:
-                error.add_note(f"in program {program} of kernel {kernel.__name__}, grid {full}")
-                raise
+    turn = _language.turn()
+    try:
+        next(turn)
+        with np.errstate(all="ignore"):
+            function, set_program = patches.begin(kernel, full)
+            for program in itertools.product(*map(range, full)):
+                set_program(*program)
+                try:
+                    function(**values)
+                except Exception as error:
+                    error.add_note(f"in program {program} of kernel {kernel.__name__}, grid {full}")
+                    raise
+    finally:
+        turn.close()

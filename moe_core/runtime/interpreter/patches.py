@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ class Semantic(TritonSemantic):
 
 
 class PatchedLanguage:
-    """`with` block in which `triton.language` computes with NumPy; blocks may nest, threads take turns.
+    """`triton.language`, replaced by what computes with NumPy for the time of a turn; turns may nest, threads take them
+    one after the other.
 
     The language and the number of the running program are global to the process. Triton finds what to replace anew for
     every launch and every call of a helper function; here it is found once.
@@ -76,28 +78,50 @@ class PatchedLanguage:
         self._replacements = [(owner, name, _rebind(value, semantic)) for owner, name, value in found]
         self._depth, self._lock = 0, threading.RLock()
         scope.restore()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._start_again)
 
-    def __enter__(self) -> PatchedLanguage:
-        self._lock.acquire()
-        if self._depth == 0:
-            for owner, name, value in self._replacements:
-                setattr(owner, name, value)
-        self._depth += 1
-        return self
+    def turn(self) -> Generator[None]:
+        """A generator that replaces the language when it is started and restores it when it is closed.
 
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for owner, name, value in self._originals:
-                if value is interpreter._MISSING:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, value)
-        self._lock.release()
+        Not a context manager, whose `__enter__` and `__exit__` an interrupt can end half way. Interrupts fall into
+        neither the `with` of a lock nor `close`, and a generator that is dropped closes itself. `_depth` changes where
+        no interrupt can fall between it and the block.
+        """
+        with self._lock:
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    _set(self._replacements)
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    _set(self._originals)
 
-    # What Triton's own launches call to end a scope.
-    def restore(self) -> None:
-        self.__exit__()
+    def scope(self, function: Any) -> Any:
+        """A turn as Triton's own launches take it: `restore` ends it."""
+        turn = self.turn()
+        try:
+            next(turn)
+            return types.SimpleNamespace(restore=turn.close)
+        except BaseException:
+            turn.close()
+            raise
+
+    def _start_again(self) -> None:
+        """A child process has none of its parent's threads: what one of them did inside a turn has not ended there."""
+        self._depth, self._lock = 0, threading.RLock()
+        _set(self._originals)
+
+
+def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
+    """Set (owner, name, value), also where an interrupt kept an earlier call from setting all."""
+    for owner, name, value in attributes:
+        if value is not interpreter._MISSING:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
 
 
 def _rebind(replacement: Any, semantic: TritonSemantic) -> Any:
@@ -125,7 +149,8 @@ def _refuse_libdevice(name: str, function: Any) -> Any:
 
 
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
-_build_block_type = tl.block_type.__init__
+# Taken when this module is imported, so that `install` can run again where it was interrupted.
+_build_block_type, _patch_language = tl.block_type.__init__, interpreter._patch_lang
 _ONE = tl.constexpr(1)
 _NO_AXES = tl.tuple([])
 
@@ -160,10 +185,9 @@ def install() -> PatchedLanguage:
     interpreter._get_np_dtype = numpy_dtype
     interpreter.ReduceOps = Reduction
     interpreter.ScanOps = Scan
-    original = interpreter._patch_lang
 
     def replace(function: Any) -> Any:
-        scope = original(function)
+        scope = _patch_language(function)
         scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
         # The builder's types are the language's own.
         scope.set_attr(tl.core.dtype, "to_ir", lambda self, builder: self)
@@ -172,7 +196,7 @@ def install() -> PatchedLanguage:
         return scope
 
     language = PatchedLanguage(replace, interpreter.interpreter_semantic)
-    interpreter._patch_lang = lambda function: language.__enter__()
+    interpreter._patch_lang = language.scope
     # A kernel calls another `@triton.jit` function: the language is already replaced.
     interpreter.InterpretedFunction.__call__ = lambda self, *given, **keywords: self.rewrite()(*given, **keywords)
     for name, function in inspect.getmembers(libdevice, inspect.isfunction):
