@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
@@ -15,9 +16,6 @@ from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, Ready, call_first, target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators.requests import moe_request, routing_arrays
-
-#: Plans one launcher remembers.
-_READY_LIMIT = 4096
 
 
 def prepare_moe(
@@ -85,7 +83,7 @@ class MoELauncher:
         self._forms = [_form(tensor) for tensor in self._bound]
         given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
-        self._ready: dict[Any, Ready] = {}
+        self._ready: Recent[Ready] = Recent()
 
     def __call__(
         self, x: torch.Tensor, routing: RouterLogits | TopK | None = None, *, token_mask: torch.Tensor | None = None
@@ -142,12 +140,13 @@ class MoELauncher:
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
         """The plan for what a call brings, reading addresses of the bound tensors first, then of those given."""
+        known = self._ready.find(key)
+        if known is not None:
+            return known
         ready = self._operator.ready(self._arguments(self._kept, given), first=True)
         places = [self._operator.names.index(name) for name in self._names] + list(self._given)
         ready = ready._replace(selection=tuple(places.index(place) for place in ready.selection))
-        if len(self._ready) >= _READY_LIMIT:
-            self._ready.clear()
-        self._ready[key] = ready
+        self._ready.put(key, ready)
         return ready
 
 

@@ -24,7 +24,7 @@ from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, role_of
 from moe_core.specs.routing import LayoutSpec
 
 #: CUDA takes grids below these.
-_GRID_LIMITS = (2**31, 2**16, 2**16)
+GRID_LIMITS = (2**31, 2**16, 2**16)
 
 
 class PlanBuilder:
@@ -101,9 +101,9 @@ class PlanBuilder:
         """Add a kernel launch; a grid with a zero is dropped. Raises Unsupported, and what `KernelLaunch` raises."""
         x, y, z = (*grid, 1, 1)[:3]
         step = KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
-        if any(size >= limit for size, limit in zip((x, y, z), _GRID_LIMITS, strict=True)):
+        if any(size >= limit for size, limit in zip((x, y, z), GRID_LIMITS, strict=True)):
             raise Unsupported(
-                f"{kernel.name} would need a grid of {(x, y, z)}, at or beyond {_GRID_LIMITS}; split the arrays"
+                f"{kernel.name} would need a grid of {(x, y, z)}, at or beyond {GRID_LIMITS}; split the arrays"
             )
         for value in arguments.values():
             if isinstance(value, Pointer | TensorMap):

@@ -4,43 +4,68 @@ from __future__ import annotations
 
 import json
 import pathlib
-import threading
+import zlib
 from collections.abc import Iterable
+from typing import Any
 
 from moe_core.base import codec
-from moe_core.errors import InvalidInput
+from moe_core.base.recent import Recent, process_lock
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.check import check_plan
 from moe_core.plan.steps import FORMAT_VERSION, LaunchPlan, sources_version
 
-_registry: dict[str, LaunchPlan] = {}
-_registry_lock = threading.Lock()
+#: Plans of which at least the text is kept, a kilobyte or two each: far more than there is memory for programs.
+TEXTS_KEPT = 32_768
+_plans: Recent[LaunchPlan] = Recent()
+_texts: Recent[bytes] = Recent(TEXTS_KEPT)
+_registry_lock = process_lock()
 
 
 def register(plan: LaunchPlan) -> str:
-    """Make a plan known by its key and return the key. Another plan under the same key raises."""
+    """Make a plan known by its key and return the key. Another plan under the same key raises RuntimeError.
+
+    The last `PLANS_KEPT` plans that were used are kept as they are, of the last `TEXTS_KEPT` the compressed text.
+    """
+    key, text = plan.key, zlib.compress(codec.dumps(plan).encode(), 1)
     with _registry_lock:
-        known = _registry.setdefault(plan.key, plan)
-    if known is not plan and known.canonical != plan.canonical:
-        raise RuntimeError(
-            f"plan key {plan.key} is taken by {known.name!r}; {plan.name!r} cannot be registered under it"
-        )
-    return plan.key
+        known = _texts.find(key)
+        if known is None:
+            _texts.put(key, text)
+        elif known != text:
+            raise RuntimeError(
+                f"plan key {key} is taken by {lookup(key).name!r}; {plan.name!r} cannot be registered under it"
+            )
+        if _plans.find(key) is None:
+            _plans.put(key, plan)
+    return key
 
 
 def lookup(key: str) -> LaunchPlan:
     """The plan registered under `key`; an unknown key raises InvalidInput that names the fix."""
-    plan = _registry.get(key)
+    plan = _plans.get(key) or _plans.find(key)
     if plan is None:
-        raise InvalidInput(
-            f"plan key must be registered in this process, got {key!r}; call "
-            "moe_core.plan.load_plans(path) on a file written by export_plans in the process that made the program"
-        )
+        with _registry_lock:
+            text = _texts.find(key)
+            if text is None:
+                raise InvalidInput(
+                    f"plan key must be registered in this process, got {key!r}; call "
+                    "moe_core.plan.load_plans(path) on a file written by export_plans in the process that made the "
+                    "program"
+                )
+            plan = codec.loads(zlib.decompress(text).decode())
+            _plans.put(key, plan)
     return plan
+
+
+def registered_keys() -> tuple[str, ...]:
+    """The keys of all plans that are known."""
+    return _texts.keys()
 
 
 def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) -> tuple[str, ...]:
     """Write registered plans (all, or those named) to a JSON file for another process; returns their keys."""
-    chosen = tuple(_registry) if keys is None else tuple(keys)
-    text = codec.dumps((FORMAT_VERSION, sources_version(), tuple(lookup(key) for key in chosen)))
+    chosen = registered_keys() if keys is None else tuple(keys)
+    text = codec.dumps((FORMAT_VERSION, sources_version(), tuple((key, lookup(key)) for key in chosen)))
     pathlib.Path(path).write_text(text)
     return chosen
 
@@ -48,19 +73,44 @@ def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) ->
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     """Register the plans of a file written by `export_plans` and return their keys.
 
-    Raises InvalidInput for any other file, and where the file was written by another version of the kernels: its keys
-    would not match.
+    Load only files that you would also run as code: a plan says which kernels run on which memory. Raises InvalidInput
+    for any other file and for one that was changed, and then registers none of its plans. Also where the file was
+    written by another version of the kernels: its keys would not match.
     """
+    content = pathlib.Path(path).read_bytes()
     try:
-        version, sources, plans = json.loads(pathlib.Path(path).read_text())
-    except (ValueError, TypeError) as error:
+        version, sources, plans = json.loads(content)
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidInput(
             f"path must be a file written by export_plans, got {str(path)!r} ({error}); export the plans again"
         ) from error
     # Another version's plans may hold types and fields that are unknown here: nothing of them is decoded before.
     if (version, sources) != (FORMAT_VERSION, sources_version()):
         raise InvalidInput(
-            f"path must hold plans of this version of the kernels ({sources_version()[:12]}), got {str(sources)[:12]}; "
-            "export the program and its plans again"
+            f"path must hold plans of this version of the kernels ({sources_version()[:12]}), got "
+            f"{str(sources)[:12]!r}; export the program and its plans again"
         )
-    return tuple(register(plan) for plan in codec.decode(plans))
+    if not isinstance(plans, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in plans):
+        raise InvalidInput(f"path must hold plans with their keys, got {str(path)!r} without; export the plans again")
+    found = [(key, decode_plan(value)) for key, value in plans]
+    for key, plan in found:
+        if plan.key != key:
+            raise InvalidInput(
+                f"plan {plan.name!r} in {str(path)!r} must have the key {plan.key}, got {key!r}: the file was changed; "
+                "export the plans again"
+            )
+    return tuple(register(plan) for _, plan in found)
+
+
+def decode_plan(value: Any) -> LaunchPlan:
+    """The plan of parsed JSON. Raises InvalidInput, or Unsupported, for anything that `export_plans` does not write."""
+    try:
+        plan = check_plan(codec.decode(value))
+        same = codec.dumps(plan) == json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except (InvalidInput, Unsupported):
+        raise
+    except Exception as error:  # what constructors raise for arguments of other types
+        raise InvalidInput(f"plans must be as export_plans writes them, got {error!r}; export them again") from error
+    if not same:
+        raise InvalidInput(f"plan {plan.name!r} must be as export_plans writes it, got other text; export it again")
+    return plan

@@ -26,7 +26,7 @@ from moe_core.plan.arena import aligned, place_buffers
 
 _INT32_LIMIT = 2**31
 #: Raised when the meaning of plan data changes.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @plan_type
@@ -255,14 +255,14 @@ class LaunchPlan:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    @functools.cached_property
+    @property
     def canonical(self) -> str:
         """The canonical text the key is made from."""
         return codec.dumps((FORMAT_VERSION, sources_version(), self))
 
     @functools.cached_property
     def key(self) -> str:
-        """At most 7 characters; equal plans have equal keys in every process."""
+        """`KEY_LENGTH` characters; equal plans have equal keys in every process."""
         digest = hashlib.sha256(self.canonical.encode()).digest()
         return base64.urlsafe_b64encode(digest).decode()[:KEY_LENGTH]
 
@@ -312,5 +312,5 @@ def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
     return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}
 
 
-#: Key characters. Strings of up to 7 bytes are stored inline by the FFI that carries keys through XLA.
-KEY_LENGTH = 7
+#: Key characters, of 6 bits: too many for two plans to have one key by chance, or by trying.
+KEY_LENGTH = 21

@@ -7,21 +7,19 @@ and one driver call per kernel.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TensorView
+from moe_core.base.recent import Recent, process_lock
 from moe_core.errors import InvalidInput
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import prepared_class
 from moe_core.runtime.prepared import Prepared
 
-#: Prepared plans that `prepare` remembers, oldest forgotten first; callers that hold one keep it.
-_PREPARED_LIMIT = 4096
-
-_prepared: dict[tuple[LaunchPlan, int], Prepared] = {}
-_prepared_lock = threading.RLock()
+#: Prepared plans by plan and device; callers that hold one keep it.
+_prepared: Recent[Prepared] = Recent()
+_prepared_lock = process_lock()
 
 
 def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
@@ -29,11 +27,10 @@ def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
     prepared = _prepared.get((plan, device_index))
     if prepared is None:
         with _prepared_lock:
-            prepared = _prepared.get((plan, device_index))
+            prepared = _prepared.find((plan, device_index))
             if prepared is None:
-                while len(_prepared) >= _PREPARED_LIMIT:
-                    del _prepared[next(iter(_prepared))]
-                prepared = _prepared[(plan, device_index)] = prepared_class(plan.target)(plan, device_index)
+                prepared = prepared_class(plan.target)(plan, device_index)
+                _prepared.put((plan, device_index), prepared)
     return prepared
 
 

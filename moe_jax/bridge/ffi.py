@@ -1,20 +1,20 @@
 """The bridge: one XLA FFI target through which a plan runs on XLA's own buffers. The only user of tvm_ffi, which
 `moe_jax.bridge.tvm` imports.
 
-A compiled program calls the target `moebius` with one attribute, the plan's key. XLA hands over the addresses of the
-operands and results and, on a GPU, its stream; the callback runs the prepared plan on them. It allocates nothing,
+A compiled program calls the target `moebius_plan` with the plan's key. XLA hands over the addresses of the operands and
+results and, on a GPU, its stream; the callback runs the prepared plan on them. It allocates nothing,
 copies nothing, waits for nothing and calls neither JAX nor a compiler, so that XLA may capture its launches into a CUDA
 graph and replay them without Python.
 
 What shapes this file (jax-tvm-ffi 0.1.3): a string attribute longer than 7 bytes is used after it is freed, other kinds
 of attribute leak on every call, a missing attribute crashes, and a process holds at most 1024 targets. Hence one target
-and one short string. The tensors handed in are borrowed: reading their address is all that is done with them.
+and a key in short strings. The tensors handed in are borrowed: reading address and size is all that is done with them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ import numpy as np
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.recent import Recent, process_lock
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan import registry as plans
 from moe_core.plan.steps import KEY_LENGTH, LaunchPlan
@@ -40,11 +42,43 @@ except ModuleNotFoundError as error:
     ) from error
 
 #: The custom call's name in every program, and what `jax.export.DisabledSafetyCheck.custom_call` takes.
-TARGET_NAME = "moebius"
+TARGET_NAME = "moebius_plan"
+#: What programs of earlier versions call, with keys of one attribute.
+_FORMER_TARGET_NAME = "moebius"
+#: Longer string attributes are used after they are freed.
+_ATTRIBUTE_LENGTH = 7
+_ATTRIBUTES = tuple(f"plan_{start}" for start in range(0, KEY_LENGTH, _ATTRIBUTE_LENGTH))
+
+
+@dataclass
+class _Runnable:
+    """A plan that the callback runs, with the elements of its operands and results.
+
+    called: whether the dtypes of a call were compared.
+    """
+
+    prepared: Prepared
+    sizes: list[int]
+    dtypes: list[str]
+    called: bool = False
+
+    def refuse(self, tensors: Sequence[Any]) -> None:
+        """Raise InvalidInput where the arrays of a call are not those that the plan was made for."""
+        got = [f"{tensor.numel()} of {tensor.dtype}" for tensor in tensors]
+        wanted = [f"{size} of {dtype}" for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+        plan = self.prepared.plan
+        if got != wanted:
+            raise InvalidInput(
+                f"arrays of plan {plan.key!r} ({plan.name}) must have the elements {', '.join(wanted)}, got "
+                f"{', '.join(got)}; load the plans that were exported with the program"
+            )
+
 
 # (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing; read by the callback.
-_prepared: dict[tuple[str, str, int], Prepared] = {}
-_count_lock = threading.Lock()
+_runnable: Recent[_Runnable] = Recent()
+# Those of them that were prepared once, so that preparing again compiles nothing.
+_published: Recent[bool] = Recent(plans.TEXTS_KEPT)
+_count_lock = process_lock()
 _count = 0
 
 
@@ -53,13 +87,34 @@ def callback_count() -> int:
     return _count
 
 
+def attributes_of(key: str) -> dict[str, str]:
+    """A key as the attributes of a custom call."""
+    starts = range(0, KEY_LENGTH, _ATTRIBUTE_LENGTH)
+    return {name: key[start : start + _ATTRIBUTE_LENGTH] for name, start in zip(_ATTRIBUTES, starts, strict=True)}
+
+
 def publish(plan: LaunchPlan, platform: str, device_indices: Iterable[int]) -> None:
     """Register a plan and make it ready on devices, so that the callback finds it compiled and loaded."""
     key = plans.register(plan)
-    assert len(key.encode()) <= KEY_LENGTH, "longer string attributes are used after they are freed"
     for index in device_indices:
-        if (key, platform, index) not in _prepared:
-            _prepared[key, platform, index] = prepare(plan, index)
+        if _runnable.find((key, platform, index)) is None:
+            _make_runnable(plan, platform, index)
+
+
+def _make_runnable(plan: LaunchPlan, platform: str, index: int) -> _Runnable:
+    specs = [buffer.spec for buffer in (*plan.inputs, *plan.outputs)]
+    strided = [buffer.name for buffer in plan.inputs if not buffer.spec.is_contiguous]
+    if strided:
+        raise InvalidInput(
+            f"plan {plan.name!r} must read row-major arrays in JAX, got strides of {', '.join(strided)}; make the plan "
+            "with moe_jax"
+        )
+    if plan.scratch_bytes:
+        specs.append(ArraySpec((plan.scratch_bytes,), "uint8"))
+    found = _Runnable(prepare(plan, index), [spec.size for spec in specs], [spec.dtype for spec in specs])
+    _runnable.put((plan.key, platform, index), found)
+    _published.put((plan.key, platform, index), True)
+    return found
 
 
 def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -76,24 +131,30 @@ def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
         options = {"sharding": sharding, "manual_axis_type": ManualAxisType(varying=varying)}
     structs = tuple(jax.ShapeDtypeStruct(shape, dtype, **options) for shape, dtype in results)
-    values = jax.ffi.ffi_call(TARGET_NAME, structs, vmap_method="sequential")(*operands, plan=plan.key)
+    values = jax.ffi.ffi_call(TARGET_NAME, structs, vmap_method="sequential")(*operands, **attributes_of(plan.key))
     return tuple(values[: len(plan.outputs)])
 
 
-def _callback(key: str, stream: int, *tensors: Any) -> None:
+def _callback(first: str, second: str, third: str, stream: int, *tensors: Any) -> None:
     global _count
     with _count_lock:
         _count += 1
-    device = tensors[0].device
-    prepared = _prepared.get((key, device.type, device.index))
-    if prepared is None:
-        prepared = _prepare_late(key, device.type, device.index)
+    device, key = tensors[0].device, first + second + third
+    place = (key, device.type, device.index)
+    runnable = _runnable.get(place) or _runnable.find(place)
+    if runnable is None:
+        runnable = _prepare_late(*place)
+    # A size takes next to nothing to read, a dtype half a microsecond, which counts beside launches on a GPU.
+    is_new = device.type == "cpu" or not runnable.called
+    if is_new or [tensor.numel() for tensor in tensors] != runnable.sizes:
+        runnable.refuse(tensors)
+        runnable.called = True
     pointers = [tensor.data_ptr() for tensor in tensors]
-    prepared(pointers, stream)
+    runnable.prepared(pointers, stream)
 
 
-def _prepare_late(key: str, platform: str, index: int) -> Prepared:
-    """For programs exported elsewhere, whose plans this process did not make itself."""
+def _prepare_late(key: str, platform: str, index: int) -> _Runnable:
+    """For plans that were forgotten since, and programs exported elsewhere, whose plans this process did not make."""
     try:
         plan = plans.lookup(key)
     except InvalidInput as error:
@@ -107,7 +168,7 @@ def _prepare_late(key: str, platform: str, index: int) -> Prepared:
             f"plan {key!r} ({plan.name}) was made for {plan.target}, got arrays on {platform}; "
             "export the program for this platform"
         )
-    if platform == "cuda":
+    if platform == "cuda" and _published.find((key, platform, index)) is None:
         device = target_of(("cuda", index))
         if device.architecture != plan.target.architecture:
             raise InvalidInput(
@@ -119,11 +180,20 @@ def _prepare_late(key: str, platform: str, index: int) -> Prepared:
             f"plan {key!r} ({plan.name}) must be compiled for cuda device {index} before it runs, got a call first; "
             "call moe_jax.load_plans(path), which compiles for every local device"
         )
-    publish(plan, platform, (index,))
-    return _prepared[key, platform, index]
+    return _make_runnable(plan, platform, index)
 
 
-_function = tvm_ffi.convert(_callback)
+def _refuse_former(key: str, *tensors: Any) -> None:
+    raise InvalidInput(
+        f"the program must be exported by this version of moe_jax, got one of an earlier version, with the plan key "
+        f"{key!r}; export the program and its plans again"
+    )
+
+
+_function, _refuse_function = tvm_ffi.convert(_callback), tvm_ffi.convert(_refuse_former)
 for _platform in ("cpu", "gpu"):
     _options = {"platform": _platform, "allow_cuda_graph": _platform == "gpu", "pass_owned_tensor": False}
-    jax_tvm_ffi.register_ffi_target(TARGET_NAME, _function, ["attrs.plan", "ctx.stream", "args", "rets"], **_options)
+    _key = [f"attrs.{name}" for name in _ATTRIBUTES]
+    jax_tvm_ffi.register_ffi_target(TARGET_NAME, _function, [*_key, "ctx.stream", "args", "rets"], **_options)
+    _former = ["attrs.plan", "args", "rets"]
+    jax_tvm_ffi.register_ffi_target(_FORMER_TARGET_NAME, _refuse_function, _former, **_options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from torch.autograd import forward_ad
 
 from moe_core.base import threads
 from moe_core.base.arrays import ALIGNMENT, ArraySpec
+from moe_core.base.recent import Recent
 from moe_core.base.target import Target, cpu_target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
@@ -38,8 +38,6 @@ from moe_torch.bridge.signature import Signature
 #: The namespace of every operator; kept for the life of the process, as its registrations are.
 LIBRARY = torch.library.Library("moebius", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-#: Plans one operator remembers; the oldest is forgotten first.
-_CACHE_LIMIT = 4096
 _MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
 #: Last in the keys of plans whose first output alone is wanted.
 _FIRST = "first"
@@ -168,8 +166,8 @@ class Operator:
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
-        self._cache: dict[Any, Ready] = {}
-        self._lock = threading.Lock()
+        #: Plans by the metadata of tensors.
+        self._cache: Recent[Ready] = Recent()
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, None), "CUDA")
         LIBRARY.impl(self.name, self._run_autograd, "Autograd")
@@ -253,11 +251,10 @@ class Operator:
         return ready.run([copied[index].data_ptr() for index in ready.selection], places)
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
-        ready = self.ready(arguments, first=key[-1] is _FIRST)
-        with self._lock:
-            while len(self._cache) >= _CACHE_LIMIT:
-                del self._cache[next(iter(self._cache))]
-            self._cache[key] = ready
+        ready = self._cache.find(key)
+        if ready is None:
+            ready = self.ready(arguments, first=key[-1] is _FIRST)
+            self._cache.put(key, ready)
         return ready
 
     def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, Ready, call, call_first
 from moe_torch.operators.table import MOE, MOE_QUANTIZED, PACK_BITMATRIX
 
-#: What one store remembers; the oldest is forgotten first.
-_READY_LIMIT = 4096
-_ready: dict[Any, Ready] = {}
+_ready: Recent[Ready] = Recent()
 #: Operators with more than one result.
 _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.values(), *MOE_QUANTIZED.values()))))
 
@@ -50,7 +49,7 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
     if key is None:
         return None
     key = (operator.name, *memory, key)
-    known = _ready.get(key)
+    known = _ready.get(key) or _ready.find(key)
     if known is not None:
         return known
     ready = operator.ready(arguments, tuple(memory))
@@ -60,15 +59,8 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
                 f"the memory of {name} must be {dtype} {list(shape)} on {ready.device} with dense rows, got "
                 f"{place.dtype} {list(place.shape)} with strides {place.stride()} on {place.device}; allocate it so"
             )
-    remember(_ready, key, ready)
+    _ready.put(key, ready)
     return ready
-
-
-def remember(store: dict[Any, Any], key: Any, value: Any) -> None:
-    """Put a value into a store, which forgets the oldest."""
-    while len(store) >= _READY_LIMIT:
-        store.pop(next(iter(store)), None)
-    store[key] = value
 
 
 class KnownRun(NamedTuple):

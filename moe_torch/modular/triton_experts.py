@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_core.base.checks import require_at_least
+from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize
@@ -21,14 +22,14 @@ from moe_torch import ops
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import array_spec, target_of_device
 from moe_torch.modular.experts import WorkspaceShapes
-from moe_torch.modular.into import KnownRun, known_run, remember, write_into
+from moe_torch.modular.into import KnownRun, known_run, write_into
 from moe_torch.modular.stages import Stages, batched_layout
 from moe_torch.modular.standard_experts import ExpertsCall, StandardExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Composed forwards that have run, by what decides about them: see `GroupedExperts.run_composed`.
-_known: dict[Any, KnownRun] = {}
+_known: Recent[KnownRun] = Recent()
 Self = TypeVar("Self", bound="GroupedExperts")
 
 
@@ -106,7 +107,7 @@ class GroupedExperts(StandardExperts):
         own_weights = "weights" in self.__dict__ or type(self).weights is not GroupedExperts.weights
         if not own_weights and not torch.compiler.is_compiling():
             key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))
-        known = None if key is None else _known.get(key)
+        known = None if key is None else (_known.get(key) or _known.find(key))
         if known is not None and known.run(tensors, places):
             return
         self.require_experts(call)
@@ -123,7 +124,7 @@ class GroupedExperts(StandardExperts):
         write_into(operator, memory, *arrays, text)
         found = None if key is None else known_run(operator, memory, (*arrays, text), tensors)
         if found is not None:
-            remember(_known, key, found)
+            _known.put(key, found)
 
     def size_of(self, call: ExpertsCall) -> ProblemSize:
         """`moe_problem_size` of a call."""

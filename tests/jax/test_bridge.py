@@ -14,6 +14,7 @@ import pytest
 
 import moe_jax
 from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.recent import Recent
 from moe_core.runtime import prepare as runtime
 from moe_core.specs.operands import named_arrays
 from moe_jax.bridge import ffi
@@ -41,9 +42,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
             found.append(Call(plan, list(pointers), stream))
             prepared(pointers, stream)
 
+        run.plan = plan
         return run
 
-    monkeypatch.setattr(ffi, "_prepared", {})
+    monkeypatch.setattr(ffi, "_runnable", Recent())
     monkeypatch.setattr(ffi, "prepare", recording)
     jax.clear_caches()
     yield found

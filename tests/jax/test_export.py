@@ -15,8 +15,10 @@ from jax import export
 
 import moe_jax
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.recent import Recent
 from moe_core.ops.reduction.reduce import plan_scale_rows
 from moe_core.plan import registry as plans
+from moe_core.runtime import prepare
 from moe_jax.bridge import ffi
 from tests.support.jax import running_on, small_layer, to_jax
 from tests.support.paths import ROOT
@@ -36,6 +38,11 @@ program = export.deserialize((folder / "program").read_bytes())
 x = np.load(folder / "x.npy")
 np.save(folder / "result.npy", np.asarray(program.call(x)))
 """
+
+
+def names_key(text: str, key: str) -> bool:
+    """Whether a program calls the plan of this key."""
+    return all(f'{name} = "{part}"' in text for name, part in ffi.attributes_of(key).items())
 
 
 def run_exported(folder: pathlib.Path, with_plans: bool) -> subprocess.CompletedProcess[str]:
@@ -61,7 +68,7 @@ def test_a_program_runs_in_another_process(tmp_path: pathlib.Path) -> None:
     (tmp_path / "program").write_bytes(exported.serialize())
     np.save(tmp_path / "x.npy", layer.x)
     keys = moe_jax.export_plans(tmp_path / "plans.json")
-    assert any(key in exported.mlir_module() for key in keys)
+    assert any(names_key(exported.mlir_module(), key) for key in keys)
 
     failed = run_exported(tmp_path, with_plans=False)
     assert failed.returncode != 0
@@ -81,7 +88,7 @@ def test_export_for_a_gpu_without_one(names: list[str]) -> None:
         exported = export.export(forward, platforms=names, disabled_checks=ALLOWED)(x)
     assert exported.platforms == tuple(names)
     text = exported.mlir_module()
-    found = {plan.target.kind for key, plan in plans._registry.items() if f'plan = "{key}"' in text}
+    found = {plans.lookup(key).target.kind for key in plans.registered_keys() if names_key(text, key)}
     assert found == {"cuda", "reference"} if "cpu" in names else found == {"cuda"}
 
 
@@ -151,7 +158,47 @@ def test_a_plan_for_a_gpu_is_refused_on_the_cpu() -> None:
 
 def test_an_unknown_key_names_the_fix() -> None:
     with running_on("reference"), pytest.raises(jax.errors.JaxRuntimeError, match=r"got 'nowhere'.*moe_jax.load_plans"):
-        result = jax.ffi.ffi_call(ffi.TARGET_NAME, (jax.ShapeDtypeStruct((4,), jnp.float32),))(
-            jnp.ones(4), plan="nowhere"
-        )
+        key = ffi.attributes_of("nowhere")
+        result = jax.ffi.ffi_call(ffi.TARGET_NAME, (jax.ShapeDtypeStruct((4,), jnp.float32),))(jnp.ones(4), **key)
         jax.block_until_ready(result)
+
+
+def test_arrays_of_another_size_or_dtype_are_refused() -> None:
+    """A program whose custom call was given the key of another plan."""
+    with running_on("reference"):
+        spec = ArraySpec((4, 4), "float32")
+        plan = plan_scale_rows(spec, ArraySpec((4, 1), "float32"), moe_jax.Target("reference"))
+        plans.register(plan)
+        attributes = ffi.attributes_of(plan.key)
+        for rows, dtype in ((4, jnp.int32), (4, jnp.float32), (3, jnp.float32), (5, jnp.float32), (4, jnp.float32)):
+            result = jax.ShapeDtypeStruct((rows, 4), dtype)
+            call = jax.ffi.ffi_call(ffi.TARGET_NAME, result)
+            arrays = jnp.ones((rows, 4)), jnp.full((rows, 1), 2.0)
+            if (rows, dtype) == (4, jnp.float32):
+                np.testing.assert_array_equal(call(*arrays, **attributes), np.full((4, 4), 2.0))
+                continue
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"must have the elements 16 of float32, .*, got "):
+                jax.block_until_ready(call(*arrays, **attributes))
+
+
+def test_a_plan_of_strided_arrays_is_refused() -> None:
+    x = ArraySpec((4, 4), "float32", (8, 1))
+    plan = plan_scale_rows(x, ArraySpec((4, 1), "float32"), moe_jax.Target("reference"))
+    with pytest.raises(moe_jax.InvalidInput, match=r"must read row-major arrays in JAX, got strides of x; make the"):
+        ffi.publish(plan, "cpu", (0,))
+
+
+def test_a_program_of_an_earlier_version_is_refused() -> None:
+    call = jax.ffi.ffi_call("moebius", jax.ShapeDtypeStruct((4,), jnp.float32))
+    with running_on("reference"), pytest.raises(jax.errors.JaxRuntimeError, match=r"'1234567'; export the program and"):
+        jax.block_until_ready(call(jnp.ones(4), plan="1234567"))
+
+
+def test_a_program_runs_whose_plan_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = jax.jit(moe_jax.scale_rows)
+    x, weights = jnp.ones((6, 4)), jnp.full((6, 1), 2.0)
+    with running_on("reference"):
+        expected = np.asarray(forward(x, weights))
+        for module, name in ((ffi, "_runnable"), (plans, "_plans"), (prepare, "_prepared")):
+            monkeypatch.setattr(module, name, Recent())
+        np.testing.assert_array_equal(forward(x, weights), expected)

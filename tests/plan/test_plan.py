@@ -45,7 +45,7 @@ def test_equal_plans_have_equal_keys_in_every_process() -> None:
         ).stdout
         keys.add(printed.strip())
     assert len(keys) == 1
-    assert len(keys.pop()) <= KEY_LENGTH == 7
+    assert len(keys.pop()) == KEY_LENGTH == 21
 
 
 def test_whatever_changes_a_plan_changes_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,29 @@ import sys
 import pytest
 
 from moe_core.base import codec
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.recent import Recent
+from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
+from moe_core.ops.reduction.reduce import plan_scale_rows
 from moe_core.plan import registry as plan
 from moe_core.plan import steps
+from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import Activation
 from moe_core.specs.routing import LayoutSpec
 from tests.support.paths import ROOT
-from tests.support.plans import small_plan
+from tests.support.plans import CUDA, small_plan
+
+
+def scaling_plan(rows: int = 10, target: Target = CUDA) -> LaunchPlan:
+    return plan_scale_rows(ArraySpec((rows, 8), "float32"), ArraySpec((rows, 1), "float32"), target)
+
+
+@pytest.fixture(autouse=True)
+def _empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of no kernel's stay out of files that other tests write."""
+    monkeypatch.setattr(plan, "_plans", Recent())
+    monkeypatch.setattr(plan, "_texts", Recent())
 
 
 def test_register_and_lookup() -> None:
@@ -47,7 +63,7 @@ def test_a_taken_key_raises() -> None:
 
 
 def test_export_and_load_in_another_process(tmp_path: pathlib.Path) -> None:
-    made = small_plan(tokens=23)
+    made = scaling_plan(23)
     path = tmp_path / "plans.json"
     assert plan.export_plans(path, [plan.register(made)]) == (made.key,)
     script = (
@@ -66,7 +82,7 @@ def test_export_and_load_in_another_process(tmp_path: pathlib.Path) -> None:
 
 
 def test_export_takes_everything_by_default_and_refuses_unknown_keys(tmp_path: pathlib.Path) -> None:
-    made = small_plan(tokens=29)
+    made = scaling_plan(29)
     plan.register(made)
     assert made.key in plan.export_plans(tmp_path / "all.json")
     assert made.key in plan.load_plans(tmp_path / "all.json")
@@ -76,16 +92,17 @@ def test_export_takes_everything_by_default_and_refuses_unknown_keys(tmp_path: p
 
 def test_plans_of_other_kernels_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "plans.json"
-    plan.export_plans(path, [plan.register(small_plan())])
+    plan.export_plans(path, [plan.register(scaling_plan())])
     version, _, plans = json.loads(path.read_text())
     path.write_text(json.dumps([version, "0123456789abcdef", plans]))
-    with pytest.raises(InvalidInput, match=r"path must hold plans of this version .* got 0123456789ab; export the"):
+    with pytest.raises(InvalidInput, match=r"path must hold plans of this version .* got '0123456789ab'; export the"):
         plan.load_plans(path)
     path.write_text(json.dumps([version + 1, steps.sources_version(), plans]))
     with pytest.raises(InvalidInput, match="path must hold plans of this version"):
         plan.load_plans(path)
     # What another version wrote need not be known here, neither its types nor their fields.
-    for others in ([{"type": "Unheard"}], [plans[0] | {"unheard": 1}], [{**plans[0], "target": {"kind": "cuda"}}]):
+    (_, written), *_ = plans
+    for others in ([{"type": "Unheard"}], [written | {"unheard": 1}], [{**written, "target": {"kind": "cuda"}}]):
         path.write_text(json.dumps([version, "0123456789abcdef", others]))
         with pytest.raises(InvalidInput, match="path must hold plans of this version"):
             plan.load_plans(path)
@@ -94,11 +111,11 @@ def test_plans_of_other_kernels_are_refused(tmp_path: pathlib.Path) -> None:
 def test_plans_with_other_fields_are_refused(tmp_path: pathlib.Path) -> None:
     """Same kernels, but the classes that carry the plan have changed: no field is dropped and none gets a default."""
     path = tmp_path / "plans.json"
-    plan.export_plans(path, [plan.register(small_plan())])
-    version, sources, (made,) = json.loads(path.read_text())
+    plan.export_plans(path, [plan.register(scaling_plan())])
+    version, sources, ((key, made),) = json.loads(path.read_text())
     more, fewer = made | {"unheard": 1}, {name: value for name, value in made.items() if name != "notes"}
     for changed, got in ((more, "target, unheard"), (fewer, "inputs, name, outputs")):
-        path.write_text(json.dumps([version, sources, [changed]]))
+        path.write_text(json.dumps([version, sources, [[key, changed]]]))
         with pytest.raises(InvalidInput, match=rf"must give LaunchPlan the fields inputs, .*, got .*{got}.*; load it"):
             plan.load_plans(path)
 

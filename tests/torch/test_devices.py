@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
+from moe_core.base.recent import Recent
 from moe_torch.operators import table as operators
 from tests.support.torch import NUM_EXPERTS, full_layer, on_engines, require_equal, running_on, to_torch, torch_layer
 
@@ -54,14 +55,13 @@ def test_threads_get_their_own_results(engine: str) -> None:
 
 
 def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_torch.bridge.operator._CACHE_LIMIT", 3)
     operator = operators.SCALE_ROWS
-    operator._cache.clear()
+    monkeypatch.setattr(operator, "_cache", Recent(3))
     with running_on("reference"):
-        for rows in (1, 2, 3, 4, 5, 1):
+        for rows in (1, 2, 3, 4, 5, 1, 6, 7, 8, 9):
             x = torch.ones(rows, 8)
             require_equal(moe_torch.scale_rows(x, torch.full((rows, 1), 2.0)), x * 2, f"{rows} rows")
-            assert len(operator._cache) <= 3
+            assert len(operator._cache) <= 6
 
 
 @pytest.fixture

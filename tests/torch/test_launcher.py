@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 import moe_torch
+from moe_core.base.recent import Recent
 from moe_torch import RouterLogits, RouterSpec, TopK, prepare_moe
 from moe_torch.bridge import eager
 from moe_torch.operators import table as operators
@@ -313,12 +314,12 @@ def test_tensors_that_cannot_be_bound() -> None:
 
 
 def test_plans_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_torch.launcher._READY_LIMIT", 3)
     launcher = prepare_moe(EXPERTS, ROUTING, SPEC)
-    for tokens in (1, 2, 3, 4, 5, 1):
+    monkeypatch.setattr(launcher, "_ready", Recent(3))
+    for tokens in (1, 2, 3, 4, 5, 1, 6, 7, 8, 9):
         x = torch_layer(num_tokens=tokens).x
         require_equal(launcher(x), moe_torch.moe(x, EXPERTS, ROUTING, SPEC).output, f"{tokens} tokens")
-        assert len(launcher._ready) <= 3
+        assert len(launcher._ready) <= 6
 
 
 @pytest.mark.gpu

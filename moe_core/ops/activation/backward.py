@@ -8,6 +8,7 @@ import functools
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
 from moe_core.base.checks import require_choice
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
@@ -29,7 +30,7 @@ _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
 _COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_activation_backward(
     d_y: ArraySpec, x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None
 ) -> LaunchPlan:
@@ -92,7 +93,7 @@ def _validate(operands: ExpertActivationOperands, activation: Activation, order:
     return width, slots
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_expert_activation_backward(
     operands: ExpertActivationOperands,
     activation: Activation,

@@ -7,6 +7,7 @@ import functools
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
 from moe_core.base.checks import require_choice
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
@@ -44,7 +45,7 @@ def function_constants(activation: Activation) -> dict[str, Argument]:
     return passed(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_activation(
     x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None, out_dtype: str | None = None
 ) -> LaunchPlan:

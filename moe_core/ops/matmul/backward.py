@@ -10,6 +10,7 @@ from typing import NamedTuple
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec
 from moe_core.base.checks import require_wanted
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.matmul.arguments import zero_counters
@@ -73,7 +74,7 @@ def _validate(
     require_spec("d_y", d_y, (rows, n), dtypes.MATMUL_DTYPES)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_matmul_ogs_backward(
     d_y: ArraySpec,
     operands: MatmulOperands,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_specs
@@ -20,7 +21,7 @@ from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_matmul_ogs(
     operands: MatmulOperands,
     layout: LayoutSpec | None,

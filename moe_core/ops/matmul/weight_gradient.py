@@ -8,6 +8,7 @@ import math
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -112,7 +113,7 @@ def _validate(
     return left, right
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_weight_gradient(
     operands: WeightGradientOperands,
     layout: LayoutSpec | None,

@@ -7,6 +7,7 @@ import functools
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_wanted
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
@@ -105,7 +106,7 @@ def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan
     return plan_moe(operands.x, operands.experts, operands.routing, spec, target, **options, save=True)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_moe_backward(
     gradients: OutputGradients,
     operands: MoEOperands,

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
@@ -42,7 +43,7 @@ Routing = RouterWeights | bundles.RouterLogits | TopK
 SAVED = "saved."
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_moe(
     x: ArraySpec,
     experts: bundles.ExpertWeights,

@@ -7,6 +7,7 @@ import functools
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
 from moe_core.base.checks import require_kind
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -34,7 +35,7 @@ _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
 _WIDEST_GROUP = 16384
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_quantize_rows(
     x: ArraySpec, format: Format, target: Target, *, scales: ArraySpec | None = None, used_by: ArraySpec | None = None
 ) -> LaunchPlan:

@@ -7,6 +7,7 @@ import functools
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
 from moe_core.base.checks import require_choice
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
@@ -41,7 +42,7 @@ def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, 
     return 1, columns, max(1, columns // _COLUMNS_PER_WARP)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_reduce(
     y: ArraySpec,
     row_of_slot: ArraySpec,
@@ -91,7 +92,7 @@ def plan_reduce(
     return builder.build()
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
     """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]`, in fp32, cast to the dtype of x. Inputs: x, weights."""
     row_stride("x", require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.plan.builder import PlanBuilder
@@ -31,7 +32,7 @@ def _row_tile(width: int, target: Target) -> tuple[int, int]:
     return rows, min(columns, padded(width))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_bias_product(
     d_y: ArraySpec, bias: ArraySpec, layout: LayoutSpec, target: Target, *, layer_index: ArraySpec | None = None
 ) -> LaunchPlan:
@@ -57,7 +58,7 @@ def plan_bias_product(
     return builder.build()
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shape: tuple[int, ...], target: Target):
     """output fp32 = a kernel of fp32 arrays of one size."""
     builder = PlanBuilder(kernel.function, target)
@@ -84,7 +85,7 @@ def plan_add(array: ArraySpec, target: Target) -> LaunchPlan:
     return _plan_elementwise(ADD, ("first", "second"), "total", array.shape, target)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
     """y `[R, D]` = x `[R, D]` in another dtype, one cast. Input: x; output: y."""
     rows, width = x.shape
@@ -105,7 +106,7 @@ def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> st
     return builder.call(plan, label, {"x": rows}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_weighted_input(
     d_rows: ArraySpec, x: ArraySpec, target: Target, *, outputs: tuple[str, ...], with_extra: bool = False
 ) -> LaunchPlan:

@@ -6,6 +6,7 @@ import functools
 
 from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec
 from moe_core.base.checks import require_wanted
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.reduction.rowwise import plan_cast_rows
@@ -20,7 +21,7 @@ from moe_core.specs.routing import LogitsSpec
 ROUTER_GRADIENTS = ("d_x", "d_weight", "d_bias")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_router_backward(
     d_logits: ArraySpec,
     x: ArraySpec,

@@ -6,6 +6,7 @@ import functools
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -50,7 +51,7 @@ def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, tar
     return tiles[-1]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_router(
     x: ArraySpec, weight: ArraySpec, bias: ArraySpec | None, spec: LogitsSpec, target: Target, *, split: bool = False
 ) -> LaunchPlan:

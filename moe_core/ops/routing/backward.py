@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
@@ -64,7 +65,7 @@ def _validate(
         require_spec("token_mask", mask, (num_tokens,), "bool")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_routing_backward(
     gradients: RoutingGradients,
     logits: ArraySpec,

@@ -6,6 +6,7 @@ import functools
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import as_integer
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
@@ -26,7 +27,7 @@ def _block_tokens(num_tokens: int, width: int, target: Target) -> int:
     return min(_MOST_TOKENS, padded(num_tokens, 1), max(1, _ELEMENTS[target.engine] // width))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> LaunchPlan:
     """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
 
@@ -63,7 +64,7 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     return builder.build()
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, target: Target) -> LaunchPlan:
     """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: ascending, -1 behind the last.
 

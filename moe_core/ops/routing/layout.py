@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_at_least
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -75,7 +76,7 @@ def _schedule_spec(layout: LayoutSpec, block_m: int) -> ArraySpec:
     return ArraySpec((blocks, 2), "int32")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_layout(
     ids: ArraySpec,
     layout: LayoutSpec,
@@ -254,7 +255,7 @@ def add_schedule(
         builder.call(plan_schedule(layout, block_m, builder.target), name, {"schedule": name})
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPlan:
     """schedule int32 `[max_blocks, 2]` of group_sizes int32 `[E]`: (row block within the expert, expert), experts and
     their blocks ascending, idle rows (-1, -1) behind them all: kernels stop at the first.

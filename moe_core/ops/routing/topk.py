@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
@@ -116,7 +117,7 @@ def _require_routing(
         require_spec("token_mask", token_mask, (num_tokens,), "bool")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_routing(
     logits: ArraySpec,
     spec: RouterSpec,
@@ -184,7 +185,7 @@ def _launch_route(
     builder.launch(ROUTE, (programs,), builder.pointers(*names) | counts | constants | passed(PDL=None), num_warps)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_route_and_layout(
     logits: ArraySpec,
     spec: RouterSpec,

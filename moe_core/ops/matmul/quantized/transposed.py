@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec, row_stride
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -29,7 +30,7 @@ from moe_core.specs.tile import TileConfig, shared_limit
 MATMUL_QUANTIZED_TRANSPOSED = Kernel("matmul.quantized.transposed_kernel:matmul_quantized_transposed")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_matmul_quantized_transposed(
     operands: MatmulOperands,
     layout: LayoutSpec | None,

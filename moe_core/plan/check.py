@@ -1,0 +1,153 @@
+"""Whether a plan that was read from a file can be run: its types, its buffers, and the functions that it names.
+
+Nothing here makes a plan trustworthy: what a kernel does with its numbers is not known here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import pathlib
+import re
+import types
+import typing
+from collections.abc import Collection
+from typing import Any
+
+from moe_core.errors import InvalidInput
+from moe_core.plan.builder import GRID_LIMITS
+from moe_core.plan.steps import KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap
+
+#: Bytes of a buffer, more than any machine has: sums of so many stay far below 64 bits.
+_MOST_BYTES = 2**48
+_OPS = pathlib.Path(__file__).parent.parent / "ops"
+_REPAIR = "export the plan again"
+
+
+def check_plan(plan: Any) -> LaunchPlan:
+    """The plan. Raises InvalidInput where it is none, or one that no planner makes."""
+    _require_type("plan", plan, LaunchPlan)
+    buffers = (*plan.inputs, *plan.outputs, *plan.scratch)
+    names = {buffer.name for buffer in buffers}
+    if len(names) != len(buffers):
+        raise _wrong("buffers", "names of their own", [buffer.name for buffer in buffers])
+    for buffer in buffers:
+        if buffer.spec.nbytes >= _MOST_BYTES:
+            raise _wrong(f"buffer {buffer.name}", f"fewer than {_MOST_BYTES} bytes", buffer.spec)
+        if any(step < 0 for step in buffer.spec.stride):
+            raise _wrong(f"buffer {buffer.name}", "no negative strides", buffer.spec)
+        if buffer not in plan.inputs and not buffer.spec.is_contiguous:
+            raise _wrong(f"buffer {buffer.name}, which is written to,", "row-major strides", buffer.spec)
+    for step in plan.steps:
+        used = _check_launch(step, plan) if isinstance(step, KernelLaunch) else _check_reference(step, plan)
+        if not used <= names:
+            raise _wrong(f"step {_name(step)}", "buffers of the plan", sorted(used - names))
+    return plan
+
+
+def _wrong(what: str, expected: str, got: object) -> InvalidInput:
+    return InvalidInput(f"{what} of a plan must have {expected}, got {str(got)[:200]}; {_REPAIR}")
+
+
+def _name(step: KernelLaunch | ReferenceCall) -> str:
+    return step.kernel.name if isinstance(step, KernelLaunch) else step.function
+
+
+def _require_names(
+    step: KernelLaunch | ReferenceCall, given: list[str], known: Collection[str], needed: Collection[str]
+) -> None:
+    if len(set(given)) != len(given) or not set(needed) <= set(given) <= set(known):
+        raise _wrong(f"step {_name(step)}", f"the arguments {', '.join(known)}", ", ".join(given))
+
+
+def _check_launch(step: KernelLaunch, plan: LaunchPlan) -> set[str]:
+    """The buffers of a launch."""
+    if not plan.target.compiled:
+        raise _wrong(f"step {step.kernel.name}", "a NumPy twin, as its target is the reference", "a kernel")
+    parameters = _parameters(step.kernel.name)
+    _require_names(step, [name for name, _ in step.arguments], parameters, parameters)
+    if not all(0 < size < limit for size, limit in zip(step.grid, GRID_LIMITS, strict=True)):
+        raise _wrong(f"step {step.kernel.name}", f"a grid from 1 to below {GRID_LIMITS}", step.grid)
+    if step.num_warps not in (1, 2, 4, 8, 16, 32) or not 0 < step.num_stages < 100:
+        raise _wrong(f"step {step.kernel.name}", "1 to 32 warps, a power of two, and stages", step.tile)
+    used: set[str] = set()
+    for _, value in step.arguments:
+        if isinstance(value, TensorMap):
+            _check_map(step, value, plan)
+        if isinstance(value, Pointer | TensorMap):
+            used.add(value.buffer)
+    return used
+
+
+def _check_map(step: KernelLaunch, value: TensorMap, plan: LaunchPlan) -> None:
+    buffers = (*plan.inputs, *plan.outputs, *plan.scratch)
+    size = {buffer.name: buffer.spec.size for buffer in buffers}.get(value.buffer, 0)
+    (rows, columns), pitch = value.shape, value.pitch
+    if min(rows, columns, pitch, *value.box) < 1 or (rows - 1) * pitch + columns > size:
+        raise _wrong(f"step {step.kernel.name}", f"a matrix within the {size} elements of {value.buffer}", value)
+
+
+@functools.cache
+def _parameters(name: str) -> tuple[str, ...]:
+    """The parameters of a kernel that exists. Its source is read, because importing it would need Triton."""
+    module, _, function = name.partition(":")
+    text = _OPS.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return tuple(argument.arg for node in found for argument in node.args.args)
+
+
+def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
+    """The buffers of a call of a NumPy twin."""
+    if plan.target.compiled:
+        raise _wrong(f"step {step.function}", f"a kernel, as its target is {plan.target}", "a NumPy twin")
+    parameters = inspect.signature(_reference(step.function)).parameters
+    given = [name for name, _ in (*step.inputs, *step.constants)]
+    empty = inspect.Parameter.empty
+    needed = [name for name, one in parameters.items() if one.default is empty and name != "places"]
+    _require_names(step, given, [name for name in parameters if name != "places"], needed)
+    return {*(buffer for _, buffer in step.inputs), *step.outputs}
+
+
+def _reference(name: str) -> types.FunctionType:
+    """A NumPy twin. Raises InvalidInput for anything else that could be imported."""
+    module, _, function = name.partition(":")
+    if re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)*", module) and "reference" in module and not function.startswith("_"):
+        path = _OPS.joinpath(*module.split("."))
+        if path.with_suffix(".py").is_file() or path.joinpath("__init__.py").is_file():
+            found = getattr(importlib.import_module(f"moe_core.ops.{module}"), function, None)
+            if isinstance(found, types.FunctionType) and found.__module__.startswith("moe_core.ops."):
+                return found
+    raise InvalidInput(f"function of a step must be a NumPy twin below moe_core.ops, got {name!r}; {_REPAIR}")
+
+
+def _require_type(what: str, value: Any, hint: Any) -> None:
+    """Raise InvalidInput unless a value, and every field of it, has the type that its class states."""
+    if not _matches(value, hint):
+        raise _wrong(what, f"the type {hint}", repr(value))
+    if dataclasses.is_dataclass(value):
+        hints = typing.get_type_hints(type(value))
+        for field in dataclasses.fields(value):
+            _require_type(f"{type(value).__name__}.{field.name}", getattr(value, field.name), hints[field.name])
+    elif isinstance(value, tuple):
+        for item in value:
+            _require_type(what, item, Any)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, one) for one in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin is tuple:
+        if arguments[-1] is not Ellipsis:
+            pairs = zip(value, arguments, strict=False) if isinstance(value, tuple) else ()
+            return isinstance(value, tuple) and len(value) == len(arguments) and all(_matches(*pair) for pair in pairs)
+        return isinstance(value, tuple) and all(_matches(item, arguments[0]) for item in value)
+    # True is an int to Python, and no size.
+    return type(value) is hint or (hint is float and type(value) is int)
