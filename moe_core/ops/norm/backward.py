@@ -7,6 +7,7 @@ import functools
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_wanted
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.norm.forward import check_norm, norm_launch, order_of_sums
@@ -20,7 +21,7 @@ RMS_NORM_BACKWARD = Kernel("norm.kernels.norm:rms_norm_backward")
 NORM_GRADIENTS = ("d_x", "d_weight")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_rms_norm_backward(
     d_y: ArraySpec, x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target, *, wanted: tuple[str, ...]
 ) -> LaunchPlan:

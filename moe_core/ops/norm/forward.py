@@ -6,6 +6,7 @@ import functools
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.plan.builder import PlanBuilder
@@ -40,7 +41,7 @@ def order_of_sums(x: ArraySpec, target: Target) -> str:
     return f"means over d_model: {columns} partial sums in order, then a tree over them, fp32"
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target) -> LaunchPlan:
     """y `[R, D]`, in the dtype of x, of x `[R, D]` and weight `[D]`; formula: `NormSpec`.
 
