@@ -47,7 +47,7 @@ TARGET_NAME = "moebius_plan"
 _FORMER_TARGET_NAME = "moebius"
 #: Longer string attributes are used after they are freed.
 _ATTRIBUTE_LENGTH = 7
-_ATTRIBUTES = tuple(f"plan_{start}" for start in range(0, KEY_LENGTH, _ATTRIBUTE_LENGTH))
+_ATTRIBUTES = tuple(f"plan_{part}" for part in range(KEY_LENGTH // _ATTRIBUTE_LENGTH))
 
 
 @dataclass

@@ -215,7 +215,8 @@ def split(problem: Problem) -> tuple[dict[str, Any], Any]:
 
 def plans_in(lowered: Any) -> list[LaunchPlan]:
     """The plans of the custom calls of a lowered program, in order."""
-    return [lookup(key) for key in re.findall(r'backend_config = \{plan = "([^"]+)"\}', lowered.as_text())]
+    keys = re.findall(r'backend_config = \{plan_0 = "(.+?)", plan_1 = "(.+?)", plan_2 = "(.+?)"\}', lowered.as_text())
+    return [lookup("".join(parts)) for parts in keys]
 
 
 def gradients_in(plan: LaunchPlan) -> tuple[str, ...]:
