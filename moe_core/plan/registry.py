@@ -26,7 +26,10 @@ def register(plan: LaunchPlan) -> str:
 
     The last `PLANS_KEPT` plans that were used are kept as they are, of the last `TEXTS_KEPT` the compressed text.
     """
-    key, text = plan.key, zlib.compress(codec.dumps(plan).encode(), 1)
+    key = plan.key
+    if _plans.get(key) is plan:
+        return key
+    text = zlib.compress(codec.dumps(plan).encode(), 1)
     with _registry_lock:
         known = _texts.find(key)
         if known is None:

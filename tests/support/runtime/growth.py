@@ -1,9 +1,10 @@
 """Memory of a process that calls a layer with one number of tokens after the other.
 
-    python -m tests.support.runtime.growth MODE CALLS
+    python -m tests.support.runtime.growth CALLS MODE [MODE ...]
 
 prints, as JSON, by how many MB the process grew from the first hundredth of the calls to the last one. A short run
-starts at a quarter, fills smaller caches, and prints how many bytes our own Python code holds by then for each call.
+starts at a quarter, fills smaller caches, leaves XLA's compiler out, and prints how many bytes our own Python code
+holds at its end for each call.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def torch_call(mode: str) -> Callable[[int], object]:
     return call
 
 
-def jax_call() -> Callable[[int], object]:
+def jax_call(lower_only: bool) -> Callable[[int], object]:
     import jax
     import jax.numpy as jnp
 
@@ -72,19 +73,18 @@ def jax_call() -> Callable[[int], object]:
         if tokens not in seen and len(seen) % _PROGRAMS == 0:
             jax.clear_caches()
         seen.add(tokens)
-        run(np.ones((tokens, D), np.float32)).block_until_ready()
+        x = np.ones((tokens, D), np.float32)
+        if lower_only:
+            run.lower(x)
+        else:
+            run(x).block_until_ready()
 
     return call
 
 
-def main(mode: str, calls: int) -> None:
-    sizes = min(_SIZES, calls)
-    if calls < 20 * recent.PLANS_KEPT:
-        # A short run must fill the caches too.
-        recent.PLANS_KEPT = calls // 20
-        recent.Recent.__init__.__defaults__ = (recent.PLANS_KEPT,)
-    call = jax_call() if mode == "jax" else torch_call(mode)
-    short = calls < _SIZES
+def grow(mode: str, calls: int) -> dict[str, float]:
+    call = jax_call(lower_only=calls < _SIZES) if mode == "jax" else torch_call(mode)
+    sizes, short = min(_SIZES, calls), calls < _SIZES
     begin = calls // 4 if short else calls // 100
     for number in range(calls):
         if number == begin:
@@ -94,15 +94,25 @@ def main(mode: str, calls: int) -> None:
             before = resident_mb()
         call(1 + number * sizes // calls if mode == "jax" else 1 + number % sizes)
     gc.collect()
-    held = 0
+    found = {"grown_mb": resident_mb() - before}
     if short:
         ours = [
             tracemalloc.Filter(True, str(Path(__file__).parents[3] / f"moe_{name}/*"))
             for name in ("core", "torch", "jax")
         ]
         held = sum(one.size for one in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
-    print(json.dumps({"mode": mode, "calls": calls, "grown_mb": resident_mb() - before, "held": held / calls}))
+        found["held_per_call"] = held / (calls - begin)
+        tracemalloc.stop()
+    return found
+
+
+def main(calls: int, *modes: str) -> dict[str, dict[str, float]]:
+    if calls < 20 * recent.PLANS_KEPT:
+        # A short run must fill the caches too.
+        recent.PLANS_KEPT = calls // 20
+        recent.Recent.__init__.__defaults__ = (recent.PLANS_KEPT,)
+    return {mode: grow(mode, calls) for mode in modes}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps(main(int(sys.argv[1]), *sys.argv[2:])))
