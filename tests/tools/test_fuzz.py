@@ -293,11 +293,10 @@ def test_planted_faults_are_found_and_made_small(
     plant, among, kept = FAULTS[name]
     # torch alone: programs of JAX take longer to compile than all the rest.
     monkeypatch.setattr(run, "FRONT_ENDS", {"torch": run_torch.run})
-    monkeypatch.setattr(run, "MOST_FAILURES", 1)
     sets = (drawn for drawn in sets_of(1, "reference") if among(drawn.static))
     with monkeypatch.context() as patch:
         plant(patch)
-        report = run.fuzz(itertools.islice(sets, 40), "reference")
+        report = run.fuzz(itertools.islice(sets, 40), "reference", most_failures=1)
         assert report.failures, "not found"
         smallest = report.failures[0].smallest
         line = str(report.failures[0]).splitlines()[-1]

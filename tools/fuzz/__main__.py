@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--case", help="run this one case, as a failure prints it")
     parser.add_argument("--jobs", type=int, default=1, help="processes that work side by side")
+    parser.add_argument("--failures", type=int, default=5, help="stop after so many on each engine")
     parser.add_argument("--keep", action="store_true", help="do not make failing cases smaller")
     options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes and torch share a GPU
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         if packed:  # then others, for as long as there is time
             sets = itertools.chain(packed_sets(options.seed, engine, *packed), sets if options.seconds else ())
         print(f"{engine}, seed {options.seed}", flush=True)
-        report = fuzz(sets, engine, options.seconds, options.jobs, minimise=not options.keep)
+        report = fuzz(sets, engine, options.seconds, options.jobs, not options.keep, options.failures)
         fine = fine and not report.failures
         for wanted, gradient in zip(packed, (False, True), strict=False):
             if report.count(gradient, packed=True) < wanted:

@@ -21,8 +21,8 @@ from tools.fuzz.judge import FRAMEWORKS_OWN, Verdict, judge, same_bits
 from tools.fuzz.shrink import shrink
 
 FRONT_ENDS = {"torch": run_torch.run, "jax": run_jax.run}
-#: Failures after which a run ends, and seconds between two lines of progress.
-MOST_FAILURES, PROGRESS = 5, 20.0
+#: Seconds between two lines of progress.
+PROGRESS = 20.0
 
 
 def examine(case: Case, engine: str) -> Verdict:
@@ -134,7 +134,12 @@ def examine_set(drawn: Drawn, engine: str, deadline: float | None = None, minimi
 
 
 def fuzz(
-    sets: Iterable[Drawn], engine: str, seconds: float | None = None, jobs: int = 1, minimise: bool = True
+    sets: Iterable[Drawn],
+    engine: str,
+    seconds: float | None = None,
+    jobs: int = 1,
+    minimise: bool = True,
+    most_failures: int = 5,
 ) -> Report:
     """Examine sets until they end, the seconds are over or too many fail; jobs: processes at work."""
     begin = time.monotonic()
@@ -149,7 +154,7 @@ def fuzz(
         if now - shown > PROGRESS:
             shown = now
             print(f"{engine}, {now - begin:.0f} s: {report.counts}", flush=True)
-        if len(report.failures) >= MOST_FAILURES or (deadline is not None and now > deadline):
+        if len(report.failures) >= most_failures or (deadline is not None and now > deadline):
             break
     print(f"{engine}, {time.monotonic() - begin:.0f} s in all: {report}", flush=True)
     return report
@@ -167,13 +172,18 @@ def _side_by_side(
     left = iter(sets)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
-            busy: set[Future[Report]] = set()
+            busy: dict[Future[Report], Drawn] = {}
             while True:
                 for drawn in itertools.islice(left, jobs + 1 - len(busy)):
-                    busy.add(pool.submit(examine_set, drawn, engine, deadline, minimise))
+                    busy[pool.submit(examine_set, drawn, engine, deadline, minimise)] = drawn
                 if not busy:
                     return
-                done, busy = wait(busy, return_when=FIRST_COMPLETED)
-                yield from (one.result() for one in done)
+                for one in wait(busy, return_when=FIRST_COMPLETED).done:
+                    case = busy.pop(one).static
+                    error = one.exception()
+                    died = [f"a process ended in this or another set: {error!r}"]
+                    yield one.result() if error is None else Report(failures=[Failure(case, engine, died, case)])
+                    if error is not None:
+                        left = iter(())  # of a pool that lost a process
         finally:  # whoever reads the reports has enough of them
             pool.shutdown(wait=True, cancel_futures=True)
