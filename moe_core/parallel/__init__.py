@@ -3,7 +3,14 @@
 Nothing here imports a framework or needs a device.
 """
 
+from moe_core.parallel.header import PeerFailed as PeerFailed
+from moe_core.parallel.header import compare_headers as compare_headers
+from moe_core.parallel.machine import Link as Link
+from moe_core.parallel.machine import Machine as Machine
+from moe_core.parallel.machine import choose_mode as choose_mode
 from moe_core.parallel.placement import Move as Move
 from moe_core.parallel.placement import Placement as Placement
 from moe_core.parallel.placement import PlacementTables as PlacementTables
+from moe_core.parallel.plan import ExchangePlan as ExchangePlan
+from moe_core.parallel.plan import plan_exchange as plan_exchange
 from moe_core.parallel.spec import ExchangeSpec as ExchangeSpec

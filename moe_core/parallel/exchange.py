@@ -176,11 +176,6 @@ def slot_rows(table: np.ndarray, owners: np.ndarray) -> np.ndarray:
     return np.where(owners < 0, -1, found).astype(np.int32)
 
 
-def padded_block(receive: int, num_ranks: int) -> int:
-    """Rows of the block that each source may fill, of those that a rank takes."""
-    return receive // num_ranks
-
-
 def require_equal_tokens(tokens: list[int], mode: str) -> int:
     """The number of tokens of every rank; raises InvalidInput where they differ."""
     if len(set(tokens)) != 1:

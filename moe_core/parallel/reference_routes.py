@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_core.parallel.bounds import Bounds, bounds_of
 from moe_core.parallel.exchange import (
     destinations,
     first_owners,
     owners_of,
-    padded_block,
     received_ids,
     require_equal_tokens,
     returned_rows,
@@ -25,28 +25,6 @@ from moe_core.parallel.exchange import (
 )
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
-
-
-class Bounds(NamedTuple):
-    """Rows: of the block from each source, None = no blocks; of the block that comes back; of the receive buffer at
-    most, None = as many as come."""
-
-    block: int | None
-    back: int | None
-    receive: int | None
-
-
-def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> Bounds:
-    """Those of ranks that have `tokens` tokens each. Worst cases are those of distinct ids."""
-    nearest = min(top_k, placement.per_rank)
-    if spec.mode == "all_gather":
-        return Bounds(tokens, tokens * (nearest if spec.sums == "slots" else 1), placement.num_ranks * tokens)
-    if spec.mode != "padded":
-        return Bounds(None, None, spec.receive)
-    worst = tokens * (nearest if spec.rows == "slots" else 1)
-    block = worst if spec.receive is None else padded_block(spec.receive, placement.num_ranks)
-    back = block * nearest if (spec.rows, spec.sums) == ("tokens", "slots") else block
-    return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
 
 
 class Arrivals(NamedTuple):

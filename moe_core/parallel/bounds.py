@@ -1,0 +1,44 @@
+"""How many rows there can be, whatever the routing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+
+
+class Bounds(NamedTuple):
+    """Rows: of the block from each source, None = no blocks; of the block that comes back; of the receive buffer at
+    most, None = as many as come."""
+
+    block: int | None
+    back: int | None
+    receive: int | None
+
+
+def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> Bounds:
+    """Those of ranks that have `tokens` tokens each. Blocks are as large as distinct ids of a token need."""
+    nearest = min(top_k, placement.per_rank)
+    if spec.mode == "all_gather":
+        return Bounds(tokens, tokens * (nearest if spec.sums == "slots" else 1), placement.num_ranks * tokens)
+    if spec.mode != "padded":
+        return Bounds(None, None, spec.receive)
+    block = tokens * (nearest if spec.rows == "slots" else 1)
+    if spec.receive is not None:
+        block = min(block, spec.receive // placement.num_ranks)
+    back = block * nearest if (spec.rows, spec.sums) == ("tokens", "slots") else block
+    return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
+
+
+def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> int:
+    """Rows that an owner receives at most; of ranks that have `tokens` tokens each."""
+    bounds = bounds_of(spec, tokens, top_k, placement)
+    nearest = min(top_k, placement.per_rank) if spec.rows == "slots" else 1
+    worst = placement.num_ranks * tokens * nearest
+    return worst if bounds.receive is None else min(worst, bounds.receive)
+
+
+def slots_received(spec: ExchangeSpec, received: int, top_k: int, placement: Placement) -> int:
+    """Results by slot that an owner has of so many received rows at most."""
+    return received * (min(top_k, placement.per_rank) if spec.rows == "tokens" else 1)

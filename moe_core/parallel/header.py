@@ -1,0 +1,103 @@
+"""What the ranks of an exchange must agree on: eight numbers that travel beside the counts, and their comparison."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.base import codec
+from moe_core.base.dtypes import MATMUL_DTYPES
+from moe_core.errors import InvalidInput
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import MODES, ExchangeSpec
+
+#: Changes when the meaning of a header does. Never 0, which is the header of a rank that failed.
+_MAGIC = 0x4D6F4501
+#: Modes whose messages have one size on all ranks, which follows from the number of tokens.
+STATIC_MODES = ("all_gather", "padded", "peer")
+
+
+class Header(NamedTuple):
+    """int32 `[8]` as names. options: mode, dtype and all else of the spec; placement: a digest of the owners."""
+
+    magic: int
+    options: int
+    receive: int
+    tokens: int
+    top_k: int
+    d_model: int
+    version: int
+    placement: int
+
+    @property
+    def mode(self) -> str:
+        return MODES[self.options & 3]
+
+    def describe(self) -> str:
+        """The numbers as errors show them."""
+        bits = self.options >> 2
+        dtype = MATMUL_DTYPES[bits & 3]
+        rows, sums = ("slots" if bits & 4 else "tokens"), ("ranks" if bits & 8 else "slots")
+        overflow, pass_ = ("drop" if bits & 16 else "error"), ("training" if bits & 32 else "inference")
+        receive = "the worst case" if self.receive < 0 else self.receive
+        return (
+            f"mode {self.mode}, {dtype}, rows {rows}, sums {sums}, on_overflow {overflow}, {pass_}, chunks "
+            f"{bits >> 6 & 63}, format {bits >> 12:#x}, receive {receive}, {self.tokens} tokens, top_k {self.top_k}, "
+            f"d_model {self.d_model}, placement {self.placement:#x} version {self.version}"
+        )
+
+
+#: Of a rank that raised before the exchange: it takes part with this, and its peers know at once.
+FAILED = (0,) * len(Header._fields)
+
+
+class PeerFailed(RuntimeError):
+    """Other ranks of a collective failed, and said so. ranks: their numbers in the group."""
+
+    def __init__(self, ranks: tuple[int, ...], where: str) -> None:
+        names = ", ".join(map(str, ranks))
+        super().__init__(f"rank {names} failed before {where}; its own error says why")
+        self.ranks = ranks
+
+
+def header_of(
+    tokens: int, top_k: int, d_model: int, dtype: str, placement: Placement, spec: ExchangeSpec, training: bool
+) -> Header:
+    """The header of a call; arguments as in `plan_exchange`."""
+    format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & 0x1FFFF
+    flags = spec.rows == "slots", spec.sums == "ranks", spec.on_overflow == "drop", training
+    options = MODES.index(spec.mode) | MATMUL_DTYPES.index(dtype) << 2
+    options |= sum(flag << 4 + place for place, flag in enumerate(flags))
+    options |= spec.chunks << 8 | format_digest << 14
+    receive = -1 if spec.receive is None else spec.receive
+    digest = zlib.crc32(np.array(placement.owners, np.int32).tobytes()) & 0x7FFFFFFF
+    return Header(_MAGIC, options, receive, tokens, top_k, d_model, placement.version, digest)
+
+
+def compare_headers(headers: np.ndarray, where: str = "the exchange") -> int:
+    """The tokens of all ranks together, from the headers int32 `[W, 8]` of all ranks.
+
+    where: what the ranks were about to do, for messages: mode, layer and collective. Raises PeerFailed where a rank
+    failed, and InvalidInput where ranks disagree, with both headers. Ranks agree with most of them, or with rank 0.
+    """
+    found = [Header(*row) for row in np.asarray(headers).tolist()]
+    failed = tuple(rank for rank, header in enumerate(found) if header == FAILED)
+    if failed:
+        raise PeerFailed(failed, where)
+    # The number of tokens may differ where counts are exact.
+    known = [header if header.mode in STATIC_MODES else header._replace(tokens=0) for header in found]
+    votes = Counter(known)
+    most = max(votes, key=lambda header: (votes[header], -known.index(header)))
+    other = [rank for rank, header in enumerate(known) if header != most]
+    if other:
+        rank, usual = other[0], known.index(most)
+        names = [name for name in Header._fields if getattr(known[rank], name) != getattr(most, name)]
+        ranks = ", ".join(map(str, other))
+        raise InvalidInput(
+            f"all ranks must agree before {where}, got another {' and '.join(names)} on rank {ranks}: rank {rank} has "
+            f"{found[rank].describe()}; rank {usual} has {found[usual].describe()}; call with the same on all"
+        )
+    return sum(header.tokens for header in found)

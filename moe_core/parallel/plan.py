@@ -1,0 +1,312 @@
+"""What one exchange sends, in order, and what it needs: decided from shapes, without a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from moe_core.base import dtypes
+from moe_core.base.checks import require_choice, require_flag, require_kind, set_integer
+from moe_core.base.codec import plan_type
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedSpec, quantized_shapes
+from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received
+from moe_core.parallel.header import Header, header_of
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+
+
+@plan_type
+@dataclass(frozen=True)
+class Collective:
+    """One message of a rank. kind: `all_gather`, `all_to_all`, `reduce_scatter`, `all_reduce`, `barrier`, or `push`:
+    stores to peers. what: the array. rows, bytes: of what the rank hands in, at most, its own part included."""
+
+    kind: str
+    what: str
+    dtype: str
+    rows: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.what}: {self.rows} rows, {self.bytes} bytes of {self.dtype}"
+
+
+@plan_type
+@dataclass(frozen=True)
+class ExchangeBuffer:
+    """Memory of a rank. symmetric: at an address that its peers know."""
+
+    name: str
+    bytes: int
+    symmetric: bool
+
+
+@plan_type
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One exchange; made by `plan_exchange`.
+
+    forward, backward: the collectives in order; backward is empty without training. buffers: of the worst case, see
+    `buffers_of`. bounds: rows of blocks. host_reads: 0 or 1. why_not_exact: why the bits are not those of one device;
+    empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products add up as on
+    one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare.
+    """
+
+    tokens: int
+    top_k: int
+    d_model: int
+    dtype: str
+    placement: Placement
+    spec: ExchangeSpec
+    training: bool
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    buffers: tuple[ExchangeBuffer, ...]
+    host_reads: int
+    why_not_exact: tuple[str, ...]
+    expected_tokens: int
+    expected_experts: int
+    expected_rows: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bits are those of one device."""
+        return not self.why_not_exact
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """Rows of blocks and of the receive buffer."""
+        return bounds_of(self.spec, self.tokens, self.top_k, self.placement)
+
+    @functools.cached_property
+    def header(self) -> Header:
+        """int32 `[8]`: what ranks compare with `compare_headers`."""
+        sizes = self.tokens, self.top_k, self.d_model, self.dtype
+        return header_of(*sizes, self.placement, self.spec, self.training)
+
+    def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
+        """The buffers where counts are known: of rows received as an owner, and of results given back."""
+        return _Planner(self).buffers(received, returned)
+
+    def explain(self) -> str:
+        """Everything as text."""
+        spec, rows = self.spec, "rows of tokens" if self.spec.rows == "tokens" else "rows of slots"
+        lines = [
+            f"exchange {spec.mode}: {self.tokens} tokens, top {self.top_k}, {self.dtype} [{self.d_model}], {rows}",
+            f"  placement  {self.placement}",
+        ]
+        for name, messages in (("forward", self.forward), ("backward", self.backward)):
+            lines += [f"  {name:9}  {number}  {message}" for number, message in enumerate(messages)]
+        for buffer in self.buffers:
+            lines.append(f"  buffer     {buffer.name}: {buffer.bytes} bytes{', symmetric' if buffer.symmetric else ''}")
+        bounds = self.bounds
+        if bounds.block is not None:
+            lines.append(f"  bound      {bounds.block} rows from each rank, {bounds.back} back; more are counted")
+        elif bounds.receive is not None:
+            lines.append(f"  bound      {bounds.receive} rows received; more are counted")
+        lines.append(f"  host       {('reads nothing', 'reads the counts once')[self.host_reads]}")
+        lines.append(f"  tiles      as for {self.expected_tokens} tokens and {self.expected_experts} experts")
+        lines += [f"  bits       not one device's: {reason}" for reason in self.why_not_exact]
+        if self.exact:
+            lines.append("  bits       one device's: slots come home and are added in order, k = 0..K-1, in fp32")
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_exchange(
+    tokens: int,
+    top_k: int,
+    d_model: int,
+    dtype: str,
+    placement: Placement,
+    spec: ExchangeSpec,
+    *,
+    training: bool = False,
+    group_tokens: int | None = None,
+) -> ExchangePlan:
+    """The exchange of a rank that has x `[tokens, d_model]` of dtype, and top_k experts for each token.
+
+    training: a backward follows. group_tokens: of all ranks together, None = as many on every rank. Raises
+    InvalidInput, and Unsupported for training with replicas: their gradients would be parts of one.
+    """
+    draft = ExchangePlan(tokens, top_k, d_model, dtype, placement, spec, training, (), (), (), 0, (), 0, 0, 0)
+    for name, least in (("tokens", 0), ("top_k", 1), ("d_model", 1)):
+        set_integer(draft, name, least, INT32_LIMIT)
+    object.__setattr__(draft, "dtype", dtypes.canonical(dtype))
+    require_choice("dtype", draft.dtype, dtypes.MATMUL_DTYPES)
+    require_kind("placement", placement, Placement)
+    require_kind("spec", spec, ExchangeSpec)
+    require_flag("training", training)
+    if training and placement.has_replicas:
+        raise Unsupported(
+            f"training needs every expert at one place, got {placement}: gradients of replicas are not added; use "
+            "Placement.balanced(..., max_replicas=1)"
+        )
+    if training and spec.format is not None:
+        raise Unsupported(f"training moves rows as they are, got format={spec.format}: rounding has no gradient")
+    group = placement.num_ranks * draft.tokens if group_tokens is None else group_tokens
+    if group < draft.tokens:
+        raise InvalidInput(f"group_tokens must be at least tokens = {tokens}, got {group_tokens}; add up all ranks'")
+    if max(group, placement.num_ranks * draft.tokens) * draft.top_k >= INT32_LIMIT:
+        raise Unsupported(f"rows of all ranks must stay below 2**31, got {group} tokens of {top_k}; split the batch")
+    planner = _Planner(draft)
+    return dataclasses.replace(
+        draft,
+        forward=planner.forward(),
+        backward=planner.backward() if training else (),
+        buffers=planner.worst_buffers(),
+        host_reads=int(spec.mode == "all_to_all"),
+        why_not_exact=_why_not_exact(spec, training),
+        # At an owner a row of a slot is a token with one expert.
+        expected_tokens=max(1, group * (draft.top_k if spec.rows == "slots" else 1)),
+        expected_experts=placement.num_experts,
+        expected_rows=group * draft.top_k,
+    )
+
+
+def _why_not_exact(spec: ExchangeSpec, training: bool) -> tuple[str, ...]:
+    reasons = []
+    if spec.sums == "ranks":
+        reasons.append("sums='ranks': an owner adds the slots it has of a token, and rounds, before they travel")
+    if spec.format is not None:
+        reasons.append(f"format={spec.format}: rows are rounded before they travel")
+    if spec.chunks > 1 and training:
+        reasons.append(f"chunks={spec.chunks}: gradients of the experts' matrices are added chunk by chunk")
+    if spec.receive is not None and spec.on_overflow == "drop":
+        reasons.append(f"receive={spec.receive}: rows beyond it are dropped")
+    return tuple(reasons)
+
+
+class _Planner:
+    """Sizes of one exchange."""
+
+    def __init__(self, plan: ExchangePlan) -> None:
+        self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
+        self.ranks, self.top_k = plan.placement.num_ranks, plan.top_k
+        self.width = plan.top_k if plan.spec.rows == "tokens" else 1
+        self.row_bytes = plan.d_model * dtypes.itemsize(plan.dtype)
+
+    @property
+    def sent(self) -> int:
+        """Rows of x that a rank hands in at most."""
+        if self.spec.mode == "all_gather":
+            return self.plan.tokens
+        if self.bounds.block is not None:
+            return self.ranks * self.bounds.block
+        return self.plan.tokens * (self.top_k if self.spec.rows == "slots" else min(self.top_k, self.ranks))
+
+    @property
+    def returned(self) -> int:
+        """Rows of results that come home at most."""
+        if self.bounds.back is not None:
+            return self.ranks * self.bounds.back
+        return self.plan.tokens * (self.top_k if self.spec.sums == "slots" else min(self.top_k, self.ranks))
+
+    def _rows(self, kind: str) -> list[Collective]:
+        """The rows of x, as they are or quantised."""
+        if self.spec.format is None:
+            return [Collective(kind, "rows", self.plan.dtype, self.sent, self.sent * self.row_bytes)]
+        found = []
+        for what, dtype, size in _quantized_bytes(self.spec, self.plan.d_model):
+            found.append(Collective(kind, what, dtype, self.sent, self.sent * size))
+        return found
+
+    def _table(self, kind: str, what: str, dtype: str, rows: int, width: int) -> Collective:
+        return Collective(kind, what, dtype, rows, rows * width * 4)
+
+    def _results(self, what: str) -> Collective:
+        """The results, home."""
+        if self.spec.mode == "all_gather" and self.spec.sums == "ranks":
+            rows = self.ranks * self.plan.tokens
+            return Collective("reduce_scatter", what, self.plan.dtype, rows, rows * self.row_bytes)
+        kind, rows = "push" if self.spec.mode == "peer" else "all_to_all", self.given
+        return Collective(kind, what, self.plan.dtype, rows, rows * self.row_bytes)
+
+    @property
+    def given(self) -> int:
+        """Rows of results that an owner hands in at most."""
+        if self.bounds.back is not None:
+            return self.ranks * self.bounds.back
+        received = rows_received(self.spec, self.plan.tokens, self.top_k, self.plan.placement)
+        return (
+            received
+            if self.spec.sums == "ranks"
+            else slots_received(self.spec, received, self.top_k, self.plan.placement)
+        )
+
+    def forward(self) -> tuple[Collective, ...]:
+        """All messages of a forward, in order."""
+        mode, header = self.spec.mode, len(Header._fields)
+        barrier = [Collective("barrier", "arrival", "int32", 0, 0)] * (mode == "peer")
+        # Ids, and weights as their bits, travel together; of slots whose rows are counted, weights alone.
+        width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
+        routing = self._table(self._rows_kind, what, "int32", self.sent, width)
+        if mode in ("all_to_all", "peer"):
+            # Of slots the rows of every place; of tokens their number, and that of their slots.
+            by_slot = self.spec.rows == "slots"
+            if mode == "peer":  # who stores has to know what others do
+                groups = self.plan.placement.num_places if by_slot else self.ranks
+                first = [self._table("all_gather", "header and counts", "int32", 1, header + groups)]
+            else:
+                counts = self.plan.placement.per_rank if by_slot else 2
+                first = [self._table("all_to_all", "header and counts", "int32", self.ranks, header + counts)]
+        else:
+            copies = 1 if mode == "all_gather" else self.ranks
+            size = routing.bytes + copies * header * 4
+            first, routing = [dataclasses.replace(routing, what=f"header, {what}", bytes=size)], None
+        messages = [*first, *barrier, *self._rows(self._rows_kind), *([routing] if routing else []), *barrier]
+        messages += [self._results("results"), *barrier]
+        if self.bounds.block is not None or self.bounds.receive is not None:
+            messages.append(self._table("all_reduce", "overflow", "int32", 1, 1))
+        return tuple(messages)
+
+    @property
+    def width_of_ids(self) -> int:
+        """Local ids beside a row; 0 where the counts say them."""
+        return 0 if self.spec.rows == "slots" and self.spec.mode != "padded" else self.width
+
+    def backward(self) -> tuple[Collective, ...]:
+        """All messages of a backward, in order; counts are known."""
+        barrier = [Collective("barrier", "arrival", "int32", 0, 0)] * (self.spec.mode == "peer")
+        rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
+        results = self._results("d_x")
+        per_row = 1 if self.spec.sums == "slots" else self.top_k
+        kind = "push" if self.spec.mode == "peer" else "all_to_all"
+        weights = self._table(kind, "d_weights", "float32", self.given, per_row)
+        return (*barrier, *rows, *barrier, results, weights, *barrier)
+
+    @property
+    def _rows_kind(self) -> str:
+        return {"peer": "push", "all_gather": "all_gather"}.get(self.spec.mode, "all_to_all")
+
+    def worst_buffers(self) -> tuple[ExchangeBuffer, ...]:
+        """Of the most rows that there can be."""
+        return self.buffers(rows_received(self.spec, self.plan.tokens, self.top_k, self.plan.placement), self.given)
+
+    def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
+        """Memory of the exchange, beside x and the output."""
+        symmetric = self.spec.mode == "peer"
+        incoming = self.row_bytes
+        if self.spec.format is not None:
+            incoming = sum(size for *_, size in _quantized_bytes(self.spec, self.plan.d_model))
+        found = [ExchangeBuffer("received rows", received * incoming, symmetric)]
+        found.append(ExchangeBuffer("received ids", received * self.width_of_ids * 4, symmetric))
+        found.append(ExchangeBuffer("received weights", received * self.width * 4, symmetric))
+        if self.spec.mode not in ("all_gather", "peer"):
+            found.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
+        if not symmetric:
+            found.append(ExchangeBuffer("results", given * self.row_bytes, False))
+        found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
+        return tuple(found)
+
+
+def _quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, int]]:
+    """(array, dtype, bytes of a row) of quantised rows."""
+    format = spec.format
+    assert format is not None
+    shapes = quantized_shapes(QuantizedSpec(format), (1, d_model))
+    dtypes_of = {"values": format.own_element.dtype, "scales": format.scale_dtypes[0]}
+    return [(what, dtype, getattr(shapes, what)[-1] * dtypes.itemsize(dtype)) for what, dtype in dtypes_of.items()]

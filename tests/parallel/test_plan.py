@@ -1,0 +1,266 @@
+"""Exchange plans: what they list, against the twin; headers; the choice of a mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core.base import codec
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import format_named
+from moe_core.parallel import (
+    ExchangePlan,
+    ExchangeSpec,
+    Link,
+    Machine,
+    PeerFailed,
+    Placement,
+    choose_mode,
+    compare_headers,
+    plan_exchange,
+)
+from moe_core.parallel.exchange import physical_ids
+from moe_core.parallel.header import FAILED, Header
+from moe_core.parallel.machine import H200
+from moe_core.parallel.reference_routes import make_routes
+from tests.support.parallel.placements import placements
+from tests.support.parallel.twins import draw_ids_of
+from tests.support.strategies import seeds
+
+LINEAR = Placement.linear(8, 4)
+
+
+def plan_of(spec: ExchangeSpec, placement: Placement = LINEAR, **options: Any) -> ExchangePlan:
+    return plan_exchange(16, 4, 64, "bfloat16", placement, spec, **options)
+
+
+def kinds(plan: ExchangePlan) -> list[str]:
+    return [f"{message.kind} {message.what}" for message in (*plan.forward, *plan.backward)]
+
+
+def test_messages_of_each_mode_in_order() -> None:
+    assert kinds(plan_of(ExchangeSpec(), training=True)) == [
+        *("all_to_all header and counts", "all_to_all rows", "all_to_all ids and weights", "all_to_all results"),
+        *("all_to_all d_output", "all_to_all d_x", "all_to_all d_weights"),
+    ]
+    assert kinds(plan_of(ExchangeSpec(rows="slots"))) == [
+        *("all_to_all header and counts", "all_to_all rows", "all_to_all weights", "all_to_all results")
+    ]
+    assert kinds(plan_of(ExchangeSpec("padded"))) == [
+        *("all_to_all header, ids and weights", "all_to_all rows", "all_to_all results", "all_reduce overflow")
+    ]
+    assert kinds(plan_of(ExchangeSpec("all_gather", sums="ranks"))) == [
+        *("all_gather header, ids and weights", "all_gather rows", "reduce_scatter results", "all_reduce overflow")
+    ]
+    assert kinds(plan_of(ExchangeSpec("peer"))) == [
+        *("all_gather header and counts", "barrier arrival", "push rows", "push ids and weights", "barrier arrival"),
+        *("push results", "barrier arrival"),
+    ]
+    quantized = plan_of(ExchangeSpec(format=format_named("fp8_group")))
+    assert [(message.what, message.dtype, message.bytes) for message in quantized.forward[1:3]] == [
+        ("values", "float8_e4m3fn", 64 * 64),
+        ("scales", "float32", 64 * 4),
+    ]
+    assert plan_of(ExchangeSpec()).host_reads == 1
+    assert all(plan_of(ExchangeSpec(mode)).host_reads == 0 for mode in ("all_gather", "padded", "peer"))
+
+
+def test_a_plan_is_frozen_cached_written_and_explained() -> None:
+    plan = plan_of(ExchangeSpec("padded", "slots", receive=64), training=True)
+    assert plan is plan_of(ExchangeSpec("padded", "slots", receive=64), training=True)
+    assert codec.loads(codec.dumps(plan)) == plan and hash(plan) == hash(codec.loads(codec.dumps(plan)))
+    text = plan.explain()
+    for line in (
+        "exchange padded: 16 tokens, top 4, bfloat16 [64], rows of slots",
+        "8 experts on 4 ranks of 2, version 0",
+        "1  all_to_all of rows: 64 rows, 8192 bytes of bfloat16",
+        "bound      16 rows from each rank, 16 back; more are counted",
+        "host       reads nothing",
+        "tiles      as for 256 tokens and 8 experts",
+        "bits       one device's",
+    ):
+        assert line in text, text
+    assert "reads the counts once" in plan_of(ExchangeSpec()).explain()
+
+
+@pytest.mark.parametrize(
+    ("spec", "training", "reason"),
+    [
+        (ExchangeSpec(), True, None),
+        (ExchangeSpec("padded", receive=8), True, None),
+        (ExchangeSpec(chunks=2), False, None),
+        (ExchangeSpec(chunks=2), True, "chunks=2: gradients of the experts' matrices are added chunk by chunk"),
+        (ExchangeSpec(sums="ranks"), False, "sums='ranks': an owner adds the slots it has of a token"),
+        (ExchangeSpec(format=format_named("fp8_group")), False, "format=fp8_group: rows are rounded"),
+        (ExchangeSpec(receive=8, on_overflow="drop"), False, "receive=8: rows beyond it are dropped"),
+    ],
+)
+def test_plans_say_whether_the_bits_are_one_devices(spec: ExchangeSpec, training: bool, reason: str | None) -> None:
+    plan = plan_of(spec, training=training)
+    assert plan.exact == (reason is None)
+    if reason is not None:
+        assert plan.why_not_exact[0].startswith(reason) and reason in plan.explain()
+
+
+def test_tiles_are_chosen_for_the_whole_batch() -> None:
+    tokens, slots = plan_of(ExchangeSpec()), plan_of(ExchangeSpec(rows="slots"))
+    assert (tokens.expected_tokens, slots.expected_tokens) == (64, 256)
+    assert tokens.expected_experts == slots.expected_experts == 8 and tokens.expected_rows == slots.expected_rows == 256
+    assert plan_of(ExchangeSpec(), group_tokens=20).expected_tokens == 20
+    assert plan_exchange(0, 4, 64, "bfloat16", LINEAR, ExchangeSpec()).expected_tokens == 1
+
+
+@given(
+    placement=placements(),
+    seed=seeds(),
+    tokens=st.integers(0, 7),
+    mode=st.sampled_from(("all_gather", "all_to_all", "padded", "peer")),
+    by_slot=st.booleans(),
+    at_ranks=st.booleans(),
+    receive=st.sampled_from((None, 0, 1, 9, 100)),
+)
+def test_rows_of_a_plan_are_those_of_the_twin(
+    placement: Placement, seed: int, tokens: int, mode: str, by_slot: bool, at_ranks: bool, receive: int | None
+) -> None:
+    random = np.random.default_rng(seed)
+    top_k = min(3, placement.num_experts)
+    rows = "slots" if by_slot and mode != "all_gather" and not at_ranks else "tokens"
+    bound = None if mode == "all_gather" else receive
+    spec = ExchangeSpec(mode, rows, "ranks" if at_ranks else "slots", bound)
+    plan = plan_exchange(tokens, top_k, 8, "float32", placement, spec)
+    ids = [draw_ids_of("hot_rank", random, tokens, top_k, placement) for _ in range(placement.num_ranks)]
+    places = [physical_ids(own, placement, first_token=rank * tokens).places for rank, own in enumerate(ids)]
+    routes = make_routes(places, placement, spec)
+    received = {buffer.name: buffer.bytes // 32 for buffer in plan.buffers}
+    if mode != "peer":
+        given = next(message for message in plan.forward if message.what == "results").rows
+        assert received["results"] == given
+    for rank, source in enumerate(routes.sources):
+        most = received["received rows"]
+        assert len(source) == most if plan.bounds.block is not None else len(source) <= most
+        assert routes.homes[rank].back_rows <= received["returned results"]
+        back = int((routes.ids[rank] >= 0).sum()) if not at_ranks else len(source)
+        exact = {buffer.name: buffer.bytes // 32 for buffer in plan.buffers_of(len(source), back)}
+        assert exact["received rows"] == len(source) and exact.get("results", back) == back
+        assert mode == "peer" or back <= received["results"]
+    if mode == "padded" and bound is None:
+        assert routes.overflow.tolist() == [0]
+
+
+def headers(*changes: dict[str, Any]) -> np.ndarray:
+    """The headers of ranks that call with these changes."""
+    plain = dict(tokens=5, top_k=2, d_model=16, dtype="float32", placement=LINEAR, spec=ExchangeSpec("padded"))
+    plans = [plan_exchange(**{**plain, **change}) for change in changes]
+    found = np.array([plan.header for plan in plans], np.int32)
+    assert found.shape == (len(changes), 8)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 6}, "got another tokens on rank 2: rank 2 has .* 6 tokens, .*; rank 0 has .* 5 tokens, "),
+        ({"top_k": 1}, "got another top_k on rank 2: .* top_k 1, .* top_k 2, "),
+        ({"d_model": 32}, "got another d_model on rank 2"),
+        ({"dtype": "bfloat16"}, "got another options on rank 2: rank 2 has mode padded, bfloat16, .* float32, "),
+        ({"training": True}, "got another options on rank 2: .* training, .* inference"),
+        ({"spec": ExchangeSpec("padded", "slots")}, "another options on rank 2: .* rows slots, .* rows tokens"),
+        ({"spec": ExchangeSpec("padded", sums="ranks")}, "another options on rank 2: .* sums ranks, .* sums slots"),
+        ({"spec": ExchangeSpec("padded", on_overflow="drop")}, "on rank 2: .* on_overflow drop, .* on_overflow error"),
+        ({"spec": ExchangeSpec("padded", chunks=63)}, "another options on rank 2: .* chunks 63, .* chunks 1"),
+        ({"spec": ExchangeSpec("padded", format=format_named("fp8_group"))}, "another options on rank 2: .* format 0x"),
+        ({"spec": ExchangeSpec("padded", receive=9)}, "another receive on rank 2: .* receive 9, .* receive the worst"),
+        ({"spec": ExchangeSpec()}, "another options and tokens on rank 2: rank 2 has mode all_to_all"),
+        (
+            {"placement": dataclasses.replace(LINEAR, version=3)},
+            "another version on rank 2: .* version 3; .* version 0",
+        ),
+        ({"placement": Placement.round_robin(8, 4)}, "another placement on rank 2"),
+    ],
+)
+def test_ranks_that_disagree_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        compare_headers(headers({}, {}, change, {}))
+    with pytest.raises(InvalidInput, match=r"another .* on rank 1: "):
+        compare_headers(headers({}, change))
+
+
+def test_headers_that_agree_count_the_tokens() -> None:
+    assert compare_headers(headers({}, {}, {})) == 15
+    exact = {"spec": ExchangeSpec()}
+    assert compare_headers(headers(exact, {**exact, "tokens": 0}, {**exact, "tokens": 9})) == 14
+
+
+def test_a_rank_that_failed_is_named_at_once() -> None:
+    found = headers({}, {}, {"top_k": 1})
+    found[1] = FAILED
+    with pytest.raises(
+        PeerFailed, match=r"rank 1 failed before layer 3, all_to_all of counts; its own error says why"
+    ) as error:
+        compare_headers(found, "layer 3, all_to_all of counts")
+    assert error.value.ranks == (1,) and isinstance(error.value, RuntimeError)
+    assert len(FAILED) == len(Header._fields) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"tokens": -1}, InvalidInput, "tokens must be an integer of at least 0, got -1"),
+        ({"top_k": 0}, InvalidInput, "top_k must be an integer of at least 1, got 0"),
+        ({"dtype": "int8"}, InvalidInput, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"placement": 4}, InvalidInput, "placement must be a Placement, got int"),
+        ({"spec": "padded"}, InvalidInput, "spec must be an ExchangeSpec, got str"),
+        ({"training": 1}, InvalidInput, "training must be True or False, got 1"),
+        ({"group_tokens": 3}, InvalidInput, "group_tokens must be at least tokens = 5, got 3"),
+        ({"tokens": 2**29}, Unsupported, r"rows of all ranks must stay below 2\*\*31"),
+        (
+            {"placement": Placement.balanced([1] * 8, 4, 3), "training": True},
+            Unsupported,
+            "training needs every expert at one place, got 8 experts on 4 ranks of 3, 4 replicas",
+        ),
+        (
+            {"spec": ExchangeSpec(format=format_named("fp8_group")), "training": True},
+            Unsupported,
+            "training moves rows as they are, got format=fp8_group",
+        ),
+    ],
+)
+def test_wrong_exchanges_are_refused(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    plain = dict(tokens=5, top_k=2, d_model=16, dtype="float32", placement=LINEAR, spec=ExchangeSpec())
+    with pytest.raises(kind, match=message):
+        plan_exchange(**{**plain, **change})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "options", "mode", "reason"),
+    [
+        (10**6, 1, {}, "all_gather", "one rank has all experts"),
+        (64, 4, {}, "all_gather", "256 tokens of all ranks are at most 256"),
+        (65, 4, {}, "all_to_all", "exact counts"),
+        (65, 4, {"capturable": True}, "padded", "the host may read nothing"),
+        (65, 4, {"capturable": True, "symmetric": True}, "peer", "4 ranks of one domain of 8"),
+        (65, 16, {"symmetric": True}, "all_to_all", "exact counts"),
+    ],
+)
+def test_modes_are_chosen_with_a_reason(
+    tokens: int, ranks: int, options: dict[str, bool], mode: str, reason: str
+) -> None:
+    found, why = choose_mode(tokens, Placement.linear(32, ranks), H200, **options)
+    assert found == mode and why.startswith(reason)
+
+
+def test_wrong_machines_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"bandwidth must be above 0, got 0\.0"):
+        Link(1.0, 0)
+    with pytest.raises(InvalidInput, match=r"latency_us must be at least 0, got -1\.0"):
+        Link(-1, 5)
+    with pytest.raises(InvalidInput, match=r"tflops must be above 0, got -5\.0"):
+        Machine(Link(1, 1), None, 8, -5, 1)
+    with pytest.raises(InvalidInput, match=re.escape("nvlink must be a Link, got float")):
+        Machine(1.0, None, 8, 5, 1)  # type: ignore[arg-type]
