@@ -144,6 +144,7 @@ def make_layout(
     token_mask: Array | None = None,
     alignment: int = 1,
     max_rows: int | None = None,
+    rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
     """Group the slots of ids by expert. An expert's rows are in slot order.
@@ -155,20 +156,19 @@ def make_layout(
         token_mask: bool `[T]`. Tokens that are False have no rows.
         alignment: each expert's rows start at a multiple of it.
         max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
+        rows: the most rows of all experts together. `overflow` int32 `[1]` counts the slots behind, which have none.
         checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the result, so it works eagerly only.
 
     Returns:
-        the layout. An id outside [-1, E), or [-1, E_global) with an expert_map, acts as -1 and counts in
-        `invalid_ids`.
+        the layout. An id outside [-1, E), with expert_map [-1, E_global), acts as -1 and counts in `invalid_ids`.
 
     Raises:
         Unsupported: `checked` in a traced or captured program.
     """
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
-    num_tokens, top_k = shape.shape
     require_flag("checked", checked)
-    layout = LayoutSpec(num_tokens, top_k, num_experts, alignment, max_rows)
+    layout = LayoutSpec(*shape.shape, num_experts, alignment, max_rows, rows)
     own, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
     result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=own, token_mask=mask))
     if checked:

@@ -131,6 +131,7 @@ def make_layout(
     token_mask: torch.Tensor | None = None,
     alignment: int = 1,
     max_rows: int | None = None,
+    rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
     """Group the slots of ids by expert. An expert's rows are in slot order.
@@ -142,6 +143,7 @@ def make_layout(
         token_mask: bool `[T]`. Tokens that are False have no rows.
         alignment: each expert's rows start at a multiple of it.
         max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
+        rows: the most rows of all experts together. `overflow` int32 `[1]` counts the slots behind, which have none.
         checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the device.
 
     Returns:
@@ -154,11 +156,15 @@ def make_layout(
     _require_checkable(checked)
     num_experts, alignment = as_integer("num_experts", num_experts, 1), as_integer("alignment", alignment, 1)
     max_rows = None if max_rows is None else as_integer("max_rows", max_rows, 1)
-    text = encode(num_experts, alignment, max_rows)
-    arrays = call(operators.MAKE_LAYOUT, ids, expert_map, token_mask, text)
-    layout = layout_spec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows)
+    if rows is None:
+        arrays = call(operators.MAKE_LAYOUT, ids, expert_map, token_mask, encode(num_experts, alignment, max_rows))
+    else:
+        rows = as_integer("rows", rows, 0)
+        text = encode(num_experts, alignment, max_rows, rows)
+        arrays = call(operators.MAKE_BOUNDED_LAYOUT, ids, expert_map, token_mask, text)
+    layout = layout_spec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, rows)
     if checked:
-        require_known_ids(int(arrays[-1]), num_experts if expert_map is None else expert_map.shape[0])
+        require_known_ids(int(arrays[4]), num_experts if expert_map is None else expert_map.shape[0])
     return RaggedLayout(layout, *arrays)
 
 

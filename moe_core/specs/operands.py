@@ -38,6 +38,7 @@ class Role(enum.Enum):
     SLOT_OF_ROW = "slot_of_row"
     ROW_OF_SLOT = "row_of_slot"
     INVALID_IDS = "invalid_ids"
+    OVERFLOW = "overflow"
     SCHEDULE = "schedule"
     TILE_COUNTERS = "tile_counters"
     #: Rows by token that a sum takes in beside others.
@@ -285,7 +286,8 @@ class RaggedLayout:
     """Rows grouped by expert, on the device, int32.
 
     group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]` (-1 = padding), row_of_slot `[T * K]` (-1 =
-    dropped or not local), invalid_ids `[1]` (ids outside [-1, E)). Worked example, T = 2, K = 2, E = 3, ids [[2, 0],
+    dropped or not local), invalid_ids `[1]` (ids outside [-1, E)), overflow `[1]` with spec.rows: slots that have no
+    row because there are too few. Worked example, T = 2, K = 2, E = 3, ids [[2, 0],
     [0, -1]]: group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1], row_of_slot [2, 0, 1, -1].
     """
 
@@ -295,6 +297,7 @@ class RaggedLayout:
     slot_of_row: Any
     row_of_slot: Any
     invalid_ids: Any
+    overflow: Any = None
 
 
 @dataclass(frozen=True)

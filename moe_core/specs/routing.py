@@ -156,6 +156,8 @@ class LayoutSpec:
 
     num_experts: local groups. alignment: every expert's rows start at a multiple of it (1 = contiguous).
     max_rows: None, or the rows every expert owns (`[E, max_rows, D]`, the batched form); rows past it are dropped.
+    rows: None, or the most rows that all experts have together, for ids of which many are -1; scratch memory follows
+    it. Slots past it, counted in the order of rows, have none; the layout's `overflow` says how many they are.
     """
 
     num_tokens: int
@@ -163,6 +165,7 @@ class LayoutSpec:
     num_experts: int
     alignment: int = 1
     max_rows: int | None = None
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_tokens", 0), ("top_k", 1), ("num_experts", 1), ("alignment", 1)):
@@ -172,6 +175,13 @@ class LayoutSpec:
             if self.alignment != 1:
                 raise InvalidInput(
                     f"alignment must be 1 when max_rows is given, got {self.alignment}; round max_rows up instead"
+                )
+        if self.rows is not None:
+            set_integer(self, "rows", 0, INT32_LIMIT)
+            if self.alignment != 1 or self.max_rows is not None:
+                raise InvalidInput(
+                    f"rows must be None unless alignment is 1 and max_rows None, got {self.rows}, {self.alignment} and "
+                    f"{self.max_rows}; leave it out"
                 )
         if self.num_slots >= INT32_LIMIT:
             raise InvalidInput(
@@ -189,10 +199,17 @@ class LayoutSpec:
         return self.num_tokens * self.top_k
 
     @property
+    def placed_slots(self) -> int:
+        """The most slots that have a row."""
+        return self.num_slots if self.rows is None else min(self.num_slots, self.rows)
+
+    @property
     def capacity(self) -> int:
         """Rows of the layout: an upper bound for every routing."""
         if self.max_rows is not None:
             return self.num_experts * self.max_rows
+        if self.rows is not None:
+            return self.placed_slots
         return self.num_slots + (self.num_experts * (self.alignment - 1) if self.num_slots else 0)
 
     def max_blocks(self, block_m: int) -> int:
@@ -203,5 +220,5 @@ class LayoutSpec:
         """
         if self.max_rows is not None:
             return self.num_experts * -(-self.max_rows // block_m)
-        nonempty = min(self.num_experts, self.num_slots)
-        return nonempty + (self.num_slots - nonempty) // block_m
+        nonempty = min(self.num_experts, self.placed_slots)
+        return nonempty + (self.placed_slots - nonempty) // block_m

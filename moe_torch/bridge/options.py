@@ -124,17 +124,23 @@ def _checked_layout(*sizes: Any) -> specs.LayoutSpec:
 
 
 def layout_spec(
-    num_tokens: int | torch.SymInt, top_k: int, num_experts: int, alignment: int, max_rows: int | None
+    num_tokens: int | torch.SymInt,
+    top_k: int,
+    num_experts: int,
+    alignment: int,
+    max_rows: int | None,
+    rows: int | None = None,
 ) -> specs.LayoutSpec:
     """A LayoutSpec whose num_tokens may be symbolic.
 
     LayoutSpec checks its sizes, which would put guards on a symbolic number of tokens. While tracing it is therefore
     made field by field; the operator checks the same sizes when it runs.
     """
-    sizes = (num_tokens, top_k, num_experts, alignment, max_rows)
+    sizes = (num_tokens, top_k, num_experts, alignment, max_rows, rows)
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):
         return _checked_layout(*sizes)
     layout = object.__new__(specs.LayoutSpec)
-    for name, size in zip(("num_tokens", "top_k", "num_experts", "alignment", "max_rows"), sizes, strict=True):
+    names = ("num_tokens", "top_k", "num_experts", "alignment", "max_rows", "rows")
+    for name, size in zip(names, sizes, strict=True):
         object.__setattr__(layout, name, size)
     return layout

@@ -79,7 +79,7 @@ def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
     require_instance("layout.spec", layout.spec, LayoutSpec)
     spec, tokens = layout.spec, layout.spec.num_tokens
     tokens = None if torch.compiler.is_compiling() or isinstance(tokens, torch.SymInt) else tokens
-    return tokens, spec.top_k, spec.num_experts, spec.alignment, spec.max_rows
+    return tokens, spec.top_k, spec.num_experts, spec.alignment, spec.max_rows, spec.rows
 
 
 def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:

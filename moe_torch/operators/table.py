@@ -118,7 +118,7 @@ def _plan_make_layout(
     ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
 ) -> LaunchPlan:
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
-    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows)
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, optional.pop("rows", None))
     return plan_layout(ids, layout, target, **optional)
 
 
@@ -132,12 +132,20 @@ def _layout_shapes(given: Any) -> Outputs:
     return [((size,), torch.int32) for size in (num_experts, num_experts + 1, capacity, slots, 1)]
 
 
-MAKE_LAYOUT = Operator(
-    "make_layout",
-    Signature(("ids", "expert_map?", "token_mask?"), ("num_experts", "alignment", "max_rows")),
+def _bounded_layout_shapes(given: Any) -> Outputs:
+    sizes, groups, _, slots, one = _layout_shapes(given)
+    return [sizes, groups, ((torch.sym_min(slots[0][0], given.rows),), torch.int32), slots, one, one]
+
+
+_LAYOUT_TENSORS, _LAYOUT_OPTIONS = ("ids", "expert_map?", "token_mask?"), ("num_experts", "alignment", "max_rows")
+MAKE_LAYOUT = Operator("make_layout", Signature(_LAYOUT_TENSORS, _LAYOUT_OPTIONS), _plan_make_layout, _layout_shapes, 5)
+#: Of `LayoutSpec.rows`; has one more result, the overflow.
+MAKE_BOUNDED_LAYOUT = Operator(
+    "make_bounded_layout",
+    Signature(_LAYOUT_TENSORS, (*_LAYOUT_OPTIONS, "rows")),
     _plan_make_layout,
-    _layout_shapes,
-    5,
+    _bounded_layout_shapes,
+    6,
 )
 #: Returns bitmatrix, duplicates, invalid_ids.
 PACK_BITMATRIX = Operator(

@@ -189,6 +189,22 @@ def test_layout_with_map_mask_and_limit(engine: str) -> None:
 
 
 @on_engines
+def test_layout_with_fewer_rows_than_slots(engine: str) -> None:
+    ids = np.array([[3, 0], [1, -1], [0, 2], [-1, 0]], np.int32)
+    with running_on(engine):
+        layout = moe_jax.make_layout(jnp.asarray(ids), 4, rows=4)
+        expected = routing_reference.layout(ids, layout=layout.spec)
+        names = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids", "overflow")
+        for field, want in zip(names, expected, strict=True):
+            assert_close(np.asarray(getattr(layout, field)), want, EXACT, field)
+        assert layout.overflow.tolist() == [2] and layout.slot_of_row.shape == (4,)
+        y = draw(np.random.default_rng(0), 4, 8)
+        out = moe_jax.reduce(jnp.asarray(y), layout, order="row")
+        want = reduction_reference.reduce(y, expected[3], top_k=2, order="row")
+        assert_close(np.asarray(out), want, EXACT, "reduce")
+
+
+@on_engines
 def test_stages_one_by_one(engine: str) -> None:
     """matmul (gather, bias, fused activation), activation, matmul (scatter, row weight), reduce, scale_rows."""
     layer = small_layer("bfloat16")

@@ -49,6 +49,10 @@ def _calls(module: Any, make: Callable[[ArraySpec], Any]) -> dict[str, tuple[Cal
         "num_experts": (lambda value: module.make_layout(make(ids()), value), numbers),
         "alignment": (lambda value: module.make_layout(make(ids()), E, alignment=value), numbers),
         "max_rows": (lambda value: module.make_layout(make(ids()), E, max_rows=value), numbers[:4] + numbers[5:]),
+        "rows": (
+            lambda value: module.make_layout(make(ids()), E, rows=value),
+            [one for one in numbers[:4] + numbers[5:] if not isinstance(one, int) or one],
+        ),
         "num_experts of a bitmatrix": (lambda value: module.pack_bitmatrix(make(ids()), value), numbers),
         "top_k of a bitmatrix": (
             lambda value: module.unpack_bitmatrix(make(array(T, 1, dtype="uint32")), E, value),
@@ -70,8 +74,8 @@ def _calls(module: Any, make: Callable[[ArraySpec], Any]) -> dict[str, tuple[Cal
 
 @both
 @pytest.mark.parametrize("option", [
-    "num_experts", "alignment", "max_rows", "num_experts of a bitmatrix", "top_k of a bitmatrix", "top_k", "num_groups",
-    "scale", "limit", "alpha", "order", "out_dtype", "checked",
+    "num_experts", "alignment", "max_rows", "rows", "num_experts of a bitmatrix", "top_k of a bitmatrix", "top_k",
+    "num_groups", "scale", "limit", "alpha", "order", "out_dtype", "checked",
 ])  # fmt: skip
 def test_wrong_values(package: str, option: str) -> None:
     module, make = front_end(package)

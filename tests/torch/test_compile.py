@@ -248,6 +248,7 @@ def operator_samples(device: Any) -> dict[str, tuple[Operator, tuple[Any, ...]]]
         layout = moe_torch.make_layout(
             chosen.ids, 3, expert_map=options["expert_map"], token_mask=options["token_mask"], max_rows=4
         )
+        moe_torch.make_layout(chosen.ids, 4, rows=5)
         separate = moe_torch.MatmulOperands(
             full_tensors[0],
             torch.stack([experts.gate_up, experts.gate_up]),

@@ -121,7 +121,7 @@ class MatmulProblem:
             return self.expected_rows
         if (tokens := self.tuning.expected_tokens) is not None:
             return tokens if self.layout is None else tokens * self.layout.top_k
-        return self.operands.x.shape[0] if self.layout is None else self.layout.num_slots
+        return self.operands.x.shape[0] if self.layout is None else self.layout.placed_slots
 
     @property
     def groups(self) -> int:

@@ -94,7 +94,8 @@ def plan_layout(
     block_ms: heights of the schedules to make. tile_counters: how many counters of products to clear, a power of two.
 
     Inputs: ids, [expert_map], [token_mask]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row
-    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, then `schedule_{block_m}` `[max_blocks, 2]` per block_m,
+    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, with layout.rows overflow `[1]` (slots without a row because
+    of it), then `schedule_{block_m}` `[max_blocks, 2]` per block_m,
     [tile_counters, zeros]. Raises InvalidInput, Unsupported.
     """
     require_spec("ids", ids, (layout.num_tokens, layout.top_k), "int32")
@@ -113,7 +114,8 @@ def plan_layout(
     arrays = {"ids": ids, "expert_map": expert_map, "token_mask": token_mask}
     present = builder.inputs(arrays)
     outputs = [builder.output(name, array) for name, array in named_arrays(LayoutArrays.specs(layout))]
-    outputs.append(builder.output("invalid_ids", ArraySpec((1,), "int32")))
+    counters = ("invalid_ids", *(() if layout.rows is None else ("overflow",)))
+    outputs += [builder.output(name, ArraySpec((1,), "int32")) for name in counters]
     outputs += [builder.output(f"schedule_{block_m}", _schedule_spec(layout, block_m)) for block_m in block_ms]
     assert target.compiled or not tile_counters, "only kernels count tiles"
     if tile_counters:
@@ -173,22 +175,24 @@ class LayoutLauncher:
             return 1
         return max(1, min(-(-self.layout.capacity // BLOCK_ELEMENTS["gpu"]), self.target.num_sms))
 
-    def outputs(self, **counts: int) -> dict[str, Argument]:
-        """What kernels that call `write_groups` write, and their counts: those given, then the schedules' lengths."""
+    def outputs(self, *more: str, **counts: int) -> dict[str, Argument]:
+        """What kernels that call `write_groups` write, and more, and their counts: those given, then the schedules'
+        lengths and max_rows."""
         names = [f"schedule_{block_m}" for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         lengths = [self.layout.max_blocks(block_m) for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         absent = _FUSED_SCHEDULES - len(names)
         found = self.builder.pointers(*_OUTPUTS)
         found |= passed(**{f"schedule_{n}": name for n, name in enumerate(names + [None] * absent)})
-        found |= self.builder.pointers("tile_counters") | passed(**counts)
-        return found | passed(**{f"max_blocks_{n}": length for n, length in enumerate(lengths + [0] * absent)})
+        found |= self.builder.pointers("tile_counters", *more) | passed(**counts)
+        found |= passed(**{f"max_blocks_{n}": length for n, length in enumerate(lengths + [0] * absent)})
+        return found | passed(max_rows=self.layout.max_rows)
 
     def tail(self, num_warps: int, **block_sizes: int) -> dict[str, Argument]:
         """The constants that end the arguments of every kernel that calls `write_groups`, in a kernel of some warps."""
         layout, heights = self.layout, [*self.block_ms, *[1] * _FUSED_SCHEDULES][:_FUSED_SCHEDULES]
         pad = max(1, min(BLOCK_ELEMENTS[self.target.engine], 512 * num_warps) // self.experts)
         return {
-            **passed(ALIGNMENT=layout.alignment, MAX_ROWS=layout.max_rows, COUNTERS=self.tile_counters),
+            **passed(ALIGNMENT=layout.alignment, COUNTERS=self.tile_counters),
             **passed(**{f"BLOCK_M_{number}": height for number, height in enumerate(heights)}, **block_sizes),
             **passed(EXPERTS=self.experts, BLOCK_PAD=pad, BLOCK_FILL=128 * num_warps, PDL=None),
         }
@@ -197,7 +201,8 @@ class LayoutLauncher:
         layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
         chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
         num_warps = _expert_warps(self.experts, 4)
-        arguments = self.read | self.outputs(num_slots=layout.num_slots, capacity=layout.capacity) | self.sizes
+        arguments = self.read | self.outputs("overflow", num_slots=layout.num_slots, capacity=layout.capacity)
+        arguments |= self.sizes
         arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
         programs = max(-(-layout.num_slots // block_slots), self._sharing())
         self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
@@ -230,7 +235,8 @@ class LayoutLauncher:
         blocks = -(-slots // block_slots)
         num_warps, placed, summed = self._placing_sizes(blocks, block_slots)
         arguments = self.read | passed(block_counts="block_counts", block_invalid=block_invalid)
-        arguments |= self.outputs(num_slots=slots, block_slots=block_slots, num_blocks=blocks, capacity=capacity)
+        counts = {"num_slots": slots, "block_slots": block_slots, "num_blocks": blocks, "capacity": capacity}
+        arguments |= self.outputs("overflow", **counts)
         arguments |= self.sizes | self.tail(num_warps, BLOCK_S=placed, BLOCK_B=summed)
         programs = blocks + max(_LEAST_SHARING, self._sharing())
         self.builder.launch(PLACE_BLOCKS, (programs,), arguments, num_warps)

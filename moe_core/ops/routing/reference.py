@@ -165,8 +165,8 @@ def layout(
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
     """The results of `moe_core.ops.routing.layout.plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, then a schedule per block_ms. Every start is a multiple of layout.alignment, and group_start[E] the end
-    of the last group with its padding.
+    invalid_ids, with layout.rows overflow, then a schedule per block_ms. Every start is a multiple of layout.alignment,
+    and group_start[E] the end of the last group with its padding.
     """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     found = np.bincount(local[local >= 0], minlength=layout.num_experts)
@@ -176,6 +176,8 @@ def layout(
     else:
         sizes = np.minimum(found, layout.max_rows)
         owned = np.full_like(found, layout.max_rows)
+    if layout.rows is not None:
+        sizes = owned = np.minimum(found, np.maximum(layout.capacity - (np.cumsum(found) - found), 0))
     start = np.concatenate([[0], np.cumsum(owned)])
     slots = np.argsort(np.where(local < 0, layout.num_experts, local), kind="stable")[: found.sum()]
     experts = local[slots]
@@ -186,8 +188,9 @@ def layout(
     row_of_slot = np.full(layout.num_slots, -1, np.int32)
     slot_of_row[rows], row_of_slot[slots] = slots, rows
     schedules = (schedule(sizes, layout=layout, block_m=block_m) for block_m in block_ms)
-    counts = np.array([invalid], np.int32)
-    return sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, counts, *schedules
+    counts = (invalid,) if layout.rows is None else (invalid, int((found - sizes).sum()))
+    counters = (np.array([count], np.int32) for count in counts)
+    return sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, *counters, *schedules
 
 
 def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:

@@ -250,6 +250,8 @@ def plan_route_and_layout(
 def _few_tokens(selection: _Selection, launcher: LayoutLauncher) -> int | str:
     """The tokens that a kernel for few takes, or why there is none."""
     engine, num_tokens = launcher.target.engine, launcher.layout.num_tokens
+    if launcher.layout.rows is not None:
+        return "rows are bounded"
     if num_tokens > FEW_TOKENS[engine]:
         return f"{num_tokens} tokens, one launch takes {FEW_TOKENS[engine]}"
     tokens = first_holding((*_FEW_SIZES[engine], FEW_TOKENS[engine]), num_tokens)

@@ -45,6 +45,7 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         expert_map = ArraySpec((256,), "int32")
         yield plan_layout(ids, aligned, target, expert_map=expert_map, token_mask=ArraySpec((tokens,), "bool"))
         yield plan_layout(ids, dataclasses.replace(layout, max_rows=512), target)
+        yield plan_layout(ids, dataclasses.replace(layout, rows=2 * tokens), target, block_ms=(64,))
         yield plan_schedule(layout, 64, target)
         yield plan_pack_bitmatrix(ids, 130, target)
         yield plan_unpack_bitmatrix(ArraySpec((tokens, 5), "uint32"), 130, 8, target)

@@ -52,10 +52,10 @@ def route_and_multiply(
     if tl.program_id(0) == 0:
         route_tokens(
             logits, correction_bias, token_mask, None, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
-            invalid_ids, schedule_0, schedule_1, tile_counters, 1, capacity, max_blocks_0, max_blocks_1,
+            invalid_ids, schedule_0, schedule_1, tile_counters, 1, capacity, max_blocks_0, max_blocks_1, None,
             tl.program_id(0), tl.full((), 1, tl.int32), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
             NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
-            SLOTS, SPAN, 1, 1, NUM_EXPERTS, 1, None, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
+            SLOTS, SPAN, 1, 1, NUM_EXPERTS, 1, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
         )  # fmt: skip
     else:
         TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

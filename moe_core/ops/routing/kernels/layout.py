@@ -76,30 +76,40 @@ def rank_slots(local, before):
 
 
 @triton.jit
-def group_rows(sizes, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr):
+def group_rows(sizes, max_rows, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Rows that each group owns, padding included, `[EXPERTS]`, 0 for padding experts.
 
-    Example, sizes [3, 0, 2]: themselves; ALIGNMENT 4: [4, 0, 4]; MAX_ROWS 3: [3, 3, 3].
+    Example, sizes [3, 0, 2]: themselves; ALIGNMENT 4: [4, 0, 4]; max_rows 3: [3, 3, 3].
     """
-    if MAX_ROWS is not None:
+    if max_rows is not None:
         experts = tl.arange(0, sizes.shape[0])
-        return tl.where(experts < NUM_EXPERTS, MAX_ROWS, 0)
+        return tl.where(experts < NUM_EXPERTS, max_rows, 0)
     else:
         return (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
 @triton.jit
-def first_rows(sizes, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr):
+def first_rows(sizes, max_rows, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr):
     """The row that each group starts at, `[EXPERTS]`: rows that those ahead of it own."""
-    owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+    owned = group_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
     return tl.cumsum(owned, axis=0) - owned
+
+
+@triton.jit
+def within(found, capacity):
+    """Sizes `[EXPERTS]` of groups of which the first `capacity` rows are kept.
+
+    Example, found [3, 4, 2], capacity 5: [3, 2, 0].
+    """
+    starts = tl.cumsum(found, axis=0) - found
+    return tl.minimum(found, tl.maximum(capacity - starts, 0))
 
 
 @triton.jit
 def write_groups(
     sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-    program, num_programs,
-    NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr,
+    max_rows, program, num_programs,
+    NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, COUNTERS: tl.constexpr,
     BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
     """Everything that follows from the group sizes `[EXPERTS]`, shared out over num_programs; returns the starts.
@@ -108,8 +118,8 @@ def write_groups(
     slot_of_row; schedules as in `write_schedule`; the tile counters, COUNTERS of them, start at 0.
     """
     experts = tl.arange(0, sizes.shape[0])
-    owned = group_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
-    starts = first_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+    owned = group_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
+    starts = first_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
     total = tl.sum(owned, axis=0)
     if program == 0:
         tl.store(group_start + experts, starts, mask=experts < NUM_EXPERTS)
@@ -119,7 +129,7 @@ def write_groups(
     # In int64: the first row of a program past the end may not fit into int32.
     step = num_programs.to(tl.int64) * BLOCK_FILL
     fill(slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, capacity, step, BLOCK_FILL)
-    if ALIGNMENT > 1 or MAX_ROWS is not None:
+    if ALIGNMENT > 1 or max_rows is not None:
         # The next BLOCK_PAD rows of every group at a time, as far as the longest padding reaches.
         padding = owned - sizes
         step = num_programs.to(tl.int64) * BLOCK_PAD
@@ -135,15 +145,18 @@ def write_groups(
 
 
 @triton.jit
-def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS: tl.constexpr):
-    """Write both directions of slot <-> row = start of the expert + rank; a rank past MAX_ROWS is dropped (row -1).
+def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity):
+    """Write both directions of slot <-> row = start of the expert + rank; a rank past max_rows is dropped (row -1), and
+    where there is an overflow a row past capacity.
 
     Slots that are not inside have no local expert.
     """
     placed = local >= 0
     row = tl.gather(starts, tl.where(placed, local, 0), 0) + rank
-    if MAX_ROWS is not None:
-        placed = placed & (rank < MAX_ROWS)
+    if max_rows is not None:
+        placed = placed & (rank < max_rows)
+    if overflow is not None:
+        placed = placed & (row < capacity)
     tl.store(row_of_slot + slots, tl.where(placed, row, -1), mask=inside)
     tl.store(slot_of_row + row, slots.to(tl.int32), mask=placed)
 
@@ -151,10 +164,10 @@ def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, MA
 @triton.jit
 def layout_at_once(
     ids, expert_map, token_mask, group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0,
-    schedule_1, tile_counters, num_slots, capacity, max_blocks_0, max_blocks_1,
+    schedule_1, tile_counters, overflow, num_slots, capacity, max_blocks_0, max_blocks_1, max_rows,
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGNMENT: tl.constexpr,
-    MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
-    BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_S: tl.constexpr,
+    CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The whole layout in one launch; each program counts all slots and places a block of BLOCK_S of them.
@@ -164,6 +177,7 @@ def layout_at_once(
 
     Example, local experts [2, 0, 0, -1], BLOCK_S 2: found [2, 0, 1]; second block: before [1, 0, 1], so slot 2 (e = 0,
     rank 0) goes to row 0 + 1 + 0 = 1; row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
+    overflow: how many slots have no row because there are `capacity` alone, None = there are enough.
     PDL: see `kernels.pdl`.
     """
     if PDL is not None:
@@ -180,21 +194,26 @@ def layout_at_once(
         if chunk < block:
             before += tl.histogram(local, EXPERTS, mask=(local >= 0) & (slots < block))
     sizes = found
-    if MAX_ROWS is not None:
-        sizes = tl.minimum(found, MAX_ROWS)
+    if max_rows is not None:
+        sizes = tl.minimum(found, max_rows)
+    if overflow is not None:
+        sizes = within(found, capacity)
     if tl.program_id(0) == 0:
         experts = tl.arange(0, EXPERTS)
         tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
+        if overflow is not None:
+            tl.store(overflow, tl.sum(found - sizes, axis=0))
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1,
+        max_rows, tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, COUNTERS, BLOCK_M_0, BLOCK_M_1,
         BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     slots = block + tl.arange(0, BLOCK_S)
     local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
     rank, _ = rank_slots(local, before)
-    place_slots(slots, slots < num_slots, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
+    inside = slots < num_slots
+    place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity)
 
 
 @triton.jit
@@ -241,11 +260,11 @@ def sum_blocks(
 @triton.jit
 def place_blocks(
     ids, expert_map, token_mask, block_counts, block_invalid, group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, schedule_0, schedule_1, tile_counters, num_slots, block_slots, num_blocks, capacity, max_blocks_0,
-    max_blocks_1,
+    invalid_ids, schedule_0, schedule_1, tile_counters, overflow, num_slots, block_slots, num_blocks, capacity,
+    max_blocks_0, max_blocks_1, max_rows,
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGNMENT: tl.constexpr,
-    MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
@@ -263,8 +282,10 @@ def place_blocks(
     local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
     found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     sizes = found
-    if MAX_ROWS is not None:
-        sizes = tl.minimum(found, MAX_ROWS)
+    if max_rows is not None:
+        sizes = tl.minimum(found, max_rows)
+    if overflow is not None:
+        sizes = within(found, capacity)
     if block >= num_blocks:
         if block == num_blocks:
             experts = tl.arange(0, EXPERTS)
@@ -275,17 +296,20 @@ def place_blocks(
                     blocks = first + tl.arange(0, BLOCK_FILL)
                     wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
             tl.store(invalid_ids, tl.sum(wrong, axis=0))
+            if overflow is not None:
+                tl.store(overflow, tl.sum(found - sizes, axis=0))
         write_groups(
             sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0,
-            max_blocks_1, block - num_blocks, tl.num_programs(0) - num_blocks, NUM_EXPERTS, ALIGNMENT, MAX_ROWS,
+            max_blocks_1, max_rows, block - num_blocks, tl.num_programs(0) - num_blocks, NUM_EXPERTS, ALIGNMENT,
             COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
         )  # fmt: skip
     else:
-        starts = first_rows(sizes, NUM_EXPERTS, ALIGNMENT, MAX_ROWS)
+        starts = first_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
         for first in range(start, last, BLOCK_S):
             slots = first + tl.arange(0, BLOCK_S)
             # The next ids are on their way while these are ranked.
             ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
             rank, before = rank_slots(local, before)
-            place_slots(slots, slots < last, local, rank, starts, slot_of_row, row_of_slot, MAX_ROWS)
+            inside = slots < last
+            place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity)
             local = ahead

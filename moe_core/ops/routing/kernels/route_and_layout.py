@@ -11,14 +11,14 @@ from moe_core.ops.routing.kernels.topk import choose_experts
 @triton.jit
 def route_tokens(
     logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1, program,
-    num_programs,
+    invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1, max_rows,
+    program, num_programs,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
-    MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
+    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
     """ids and weights as `topk.route` makes them and everything `layout.layout_at_once` makes of them, of at most
@@ -53,32 +53,34 @@ def route_tokens(
         all_ranks = tl.where(here, rank[None, :], all_ranks)
 
     sizes = before
-    if MAX_ROWS is not None:
-        sizes = tl.minimum(before, MAX_ROWS)
+    if max_rows is not None:
+        sizes = tl.minimum(before, max_rows)
     experts = tl.arange(0, EXPERTS)
     tl.store(group_sizes + experts, sizes, mask=experts < NUM_LOCAL)
     # Every chosen id is a valid one.
     tl.store(invalid_ids, 0)
     starts = write_groups(
         sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        program, num_programs, NUM_LOCAL, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
+        max_rows, program, num_programs, NUM_LOCAL, ALIGNMENT, COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
     flat_slots = tl.reshape(all_slots, (STEPS * BLOCK_T * SLOTS,))
     flat_local = tl.reshape(all_local, (STEPS * BLOCK_T * SLOTS,))
     flat_ranks = tl.reshape(all_ranks, (STEPS * BLOCK_T * SLOTS,))
-    place_slots(flat_slots, flat_slots >= 0, flat_local, flat_ranks, starts, slot_of_row, row_of_slot, MAX_ROWS)
+    place_slots(
+        flat_slots, flat_slots >= 0, flat_local, flat_ranks, starts, slot_of_row, row_of_slot, max_rows, None, capacity
+    )
 
 
 @triton.jit
 def route_and_layout(
     logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1,
+    invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1, max_rows,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
-    MAX_ROWS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
+    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`route_tokens` by one program. PDL: see `kernels.pdl`."""
@@ -87,8 +89,8 @@ def route_and_layout(
     route_tokens(
         logits, correction_bias, token_mask, expert_map, ids, weights, group_sizes, group_start, slot_of_row,
         row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0,
-        max_blocks_1, tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE,
-        SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS,
-        MEMBERS, SLOTS, SPAN, BLOCK_T, STEPS, NUM_LOCAL, ALIGNMENT, MAX_ROWS, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS,
+        max_blocks_1, max_rows, tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
+        RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP,
+        GROUPS, MEMBERS, SLOTS, SPAN, BLOCK_T, STEPS, NUM_LOCAL, ALIGNMENT, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS,
         BLOCK_PAD, BLOCK_FILL,
     )  # fmt: skip
