@@ -3,6 +3,10 @@
 Nothing here imports a framework or needs a device.
 """
 
+from moe_core.parallel.cost import Prediction as Prediction
+from moe_core.parallel.cost import Zipf as Zipf
+from moe_core.parallel.cost import predict as predict
+from moe_core.parallel.cost import simulate as simulate
 from moe_core.parallel.header import PeerFailed as PeerFailed
 from moe_core.parallel.header import compare_headers as compare_headers
 from moe_core.parallel.machine import Link as Link

@@ -1,0 +1,313 @@
+"""How long an expert-parallel layer may take: a model of links and products. Everything it gives is predicted.
+
+The model. A rank sends and receives rows over NVLink within its domain and over the network to others, both at once,
+and the busiest rank decides. Ids and weights are left out, and counts but for one latency where the host reads them:
+they are below 2 % of the rows of real models. Products take the longer of two times: their operations at
+`Machine.tflops`, and the weights that a rank has at `Machine.memory`; unless measured times are given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.base import dtypes
+from moe_core.base.checks import as_integer, finite_float, require_flag, require_kind
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedSpec, quantized_shapes
+from moe_core.layers.spec import HUGGING_FACE, MoELayerSpec
+from moe_core.parallel.bounds import bounds_of
+from moe_core.parallel.exchange import owners_of, physical_ids
+from moe_core.parallel.machine import Machine
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.trace import RoutingTrace
+
+#: Of x and of weights that are not quantised.
+_DTYPE = "bfloat16"
+#: Tokens that are drawn from a law.
+_DRAWN = 8192
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """A law of routing: the expert of rank r is drawn with probability proportional to r^-exponent; a token's experts
+    are distinct. Which expert has which rank is drawn with the seed."""
+
+    exponent: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exponent", finite_float("exponent", self.exponent))
+        object.__setattr__(self, "seed", as_integer("seed", self.seed, 0))
+        if self.exponent < 0:
+            raise InvalidInput(f"exponent must be at least 0, got {self.exponent}; 0 is uniform")
+
+    def ids(self, tokens: int, top_k: int, num_experts: int) -> np.ndarray:
+        """Drawn ids int32 `[T, K]`; the same for equal arguments."""
+        random = np.random.default_rng(self.seed)
+        share = random.permutation(np.arange(1, num_experts + 1) ** -self.exponent)
+        # Gumbel's trick: the largest of noisy logarithms are drawn without replacement.
+        scores = np.log(share) + random.gumbel(size=(tokens, num_experts))
+        return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+    def load(self, top_k: int, num_experts: int) -> np.ndarray:
+        """Counts int64 `[E]` of the experts in the ids that `simulate` draws; what `Placement.balanced` takes."""
+        return np.bincount(self.ids(_DRAWN, top_k, num_experts).reshape(-1), minlength=num_experts)
+
+
+class Traffic(NamedTuple):
+    """Of every rank, fp64 `[W]`. tokens: the share of all tokens that visit it. slots: the share of all slots that it
+    computes; these add up to 1."""
+
+    tokens: np.ndarray
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted microseconds of one layer on W ranks with `tokens` tokens each.
+
+    stages: (name, us) of the busiest rank, in order. us: all of it, after what chunks hide. alone_us: one device that
+    has all experts, with `tokens` tokens. imbalance: rows of the busiest rank over the mean. bound: what takes most.
+    """
+
+    ranks: int
+    tokens: int
+    stages: tuple[tuple[str, float], ...]
+    us: float
+    alone_us: float
+    imbalance: float
+    bound: str
+
+    @property
+    def efficiency(self) -> float:
+        """Throughput of a rank over that of one device alone."""
+        return self.alone_us / self.us if self.us else 1.0
+
+    @property
+    def exchange_us(self) -> float:
+        """All stages but compute."""
+        return sum(us for name, us in self.stages if name != "compute")
+
+    def hidden_for(self, efficiency: float) -> float:
+        """The share of the exchange that has to be hidden for this efficiency; above 1: it cannot be reached."""
+        compute = dict(self.stages)["compute"]
+        exposed = self.alone_us / efficiency - compute
+        return max(0.0, 1 - exposed / self.exchange_us) if self.exchange_us else 0.0
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {us:.0f}" for name, us in self.stages)
+        return (
+            f"predicted, not measured: {self.us:.0f} us on {self.ranks} ranks of {self.tokens} tokens ({stages}), "
+            f"{100 * self.efficiency:.0f} % of {self.ranks} single devices, imbalance {self.imbalance:.2f}, bound by "
+            f"{self.bound}"
+        )
+
+
+def predict(
+    layer: MoELayerSpec,
+    tokens: int,
+    ranks: int,
+    machine: Machine,
+    spec: ExchangeSpec,
+    *,
+    imbalance: float = 1.0,
+    measured: tuple[float, float] | None = None,
+    training: bool = False,
+) -> Prediction:
+    """A forward (training: and its backward) of `tokens` tokens on each rank, routed uniformly.
+
+    imbalance: rows of the busiest rank over the mean; the others share the rest. measured: microseconds of a forward on
+    one device: of `tokens` tokens with all experts, and of a rank's part of all ranks' tokens with its own experts;
+    None = by the model. Raises InvalidInput.
+    """
+    ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
+    share = finite_float("imbalance", imbalance)
+    if not 1 <= share <= ranks:
+        raise InvalidInput(f"imbalance must be in [1, {ranks}], the number of ranks, got {imbalance}; 1 = none")
+    require_kind("layer", layer, MoELayerSpec)
+    E, K = layer.num_experts, layer.top_k
+    slots = np.full(ranks, (1 - share / ranks) / max(ranks - 1, 1))
+    slots[0] = share / ranks
+    # None of K distinct experts is among the E / W of a rank.
+    nothing = math.prod(max(0.0, E - E / ranks - i) / (E - i) for i in range(K))
+    visits = np.minimum(1.0, slots * ranks * (1 - nothing))
+    return _price(layer, tokens, machine, spec, Traffic(visits, slots), -(-E // ranks), measured, training)
+
+
+def simulate(
+    layer: MoELayerSpec,
+    routing: RoutingTrace | Zipf,
+    tokens: int,
+    placement: Placement,
+    machine: Machine,
+    spec: ExchangeSpec,
+    *,
+    measured: tuple[float, float] | None = None,
+    training: bool = False,
+) -> Prediction:
+    """`predict` with counts from a routing trace, whose layers are averaged, or from a law, on a placement.
+
+    Every rank's tokens are routed as those of the trace are. Raises InvalidInput.
+    """
+    require_kind("layer", layer, MoELayerSpec)
+    require_kind("placement", placement, Placement)
+    if isinstance(routing, Zipf):
+        samples = [routing.ids(_DRAWN, layer.top_k, layer.num_experts)]
+    else:
+        require_kind("routing", routing, RoutingTrace)
+        samples = []
+        for number, own in enumerate(routing):
+            own.require_fits(number, len(own.ids), layer.top_k, layer.num_experts)
+            samples.append(np.asarray(own.ids))
+    if placement.num_experts != layer.num_experts:
+        raise InvalidInput(
+            f"placement must be of the layer's {layer.num_experts} experts, got {placement}; make one for them"
+        )
+    found = []
+    for ids in samples:
+        traffic = traffic_of(ids, placement)
+        found.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, measured, training))
+    names = [name for name, _ in found[0].stages]
+    stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in found]))) for name in names)
+    us, alone, uneven = (
+        float(np.mean([getattr(one, name) for one in found])) for name in ("us", "alone_us", "imbalance")
+    )
+    worst = max(found, key=lambda one: one.us)
+    return Prediction(placement.num_ranks, tokens, stages, us, alone, uneven, worst.bound)
+
+
+def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
+    """The shares of ranks in a routing of ids int32 `[T, K]`; replicas take equal parts of their expert."""
+    ranks, (held, _, start) = placement.num_ranks, placement.tables
+    load = np.bincount(ids[ids >= 0], minlength=placement.num_experts) / max(int((ids >= 0).sum()), 1)
+    part = np.where(held < 0, 0.0, (load / np.diff(start))[np.maximum(held, 0)])
+    slots = part.reshape(ranks, -1).sum(axis=1)
+    # A token visits a rank once, however many of its slots go there.
+    owners = owners_of(physical_ids(ids, placement).places, placement.per_rank)
+    tokens, k = np.nonzero(owners >= 0)
+    visited = np.unique(tokens.astype(np.int64) * ranks + owners[tokens, k]) % ranks
+    visits, sent = (np.bincount(own, minlength=ranks) for own in (visited, owners[tokens, k]))
+    once = np.where(sent > 0, visits / np.maximum(sent, 1), 1.0)
+    return Traffic(slots * len(tokens) / max(len(ids), 1) * once, slots)
+
+
+def _price(
+    layer: MoELayerSpec,
+    tokens: int,
+    machine: Machine,
+    spec: ExchangeSpec,
+    traffic: Traffic,
+    per_rank: int,
+    measured: tuple[float, float] | None,
+    training: bool,
+) -> Prediction:
+    tokens = as_integer("tokens", tokens, 0, INT32_LIMIT)
+    require_kind("machine", machine, Machine)
+    require_kind("spec", spec, ExchangeSpec)
+    require_flag("training", training)
+    ranks = len(traffic.slots)
+    if machine.network is None and ranks > machine.domain:
+        raise InvalidInput(
+            f"machine must have a network for {ranks} ranks in domains of {machine.domain}, got None; pass a Link"
+        )
+    uneven = float(traffic.slots.max() * ranks)
+    if measured is None:
+        alone, share = _alone_us(layer, tokens, machine), _share_us(layer, tokens, machine, traffic, per_rank)
+    else:
+        alone, share = measured[0], measured[1] * uneven
+    plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
+    out, back = _rows(layer, tokens, spec, traffic, per_rank)
+    stages = [("dispatch", _push_us(out, sent, machine)), ("combine", _push_us(back, plain, machine))]
+    if training:
+        # Gradients of the output go as tokens do, those of x come as results do.
+        stages = [
+            (name, us + _push_us(rows, plain, machine)) for (name, us), rows in zip(stages, (out, back), strict=True)
+        ]
+        alone, share = 3 * alone, 3 * share
+    if spec.mode == "all_to_all" and ranks > 1:
+        far = machine.network if machine.network is not None and ranks > machine.domain else machine.nvlink
+        stages.insert(0, ("counts", far.latency_us))
+    exchange = sum(us for _, us in stages)
+    # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
+    waits = exchange / spec.chunks
+    exposed = waits + max(0.0, (exchange - share) * (1 - 1 / spec.chunks))
+    lost = share - share / uneven if uneven else 0.0
+    parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
+    stages.insert(len(stages) - 1, ("compute", share))
+    bound = max(parts, key=lambda name: parts[name])
+    return Prediction(ranks, tokens, tuple(stages), share + exposed, alone, uneven, bound)
+
+
+def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
+    """Bytes of a row of x as it travels."""
+    if spec.format is None:
+        return layer.d_model * dtypes.itemsize(_DTYPE)
+    shapes = quantized_shapes(QuantizedSpec(spec.format), (1, layer.d_model))
+    values = shapes.values[-1] * dtypes.itemsize(spec.format.own_element.dtype)
+    return values + shapes.scales[-1] * dtypes.itemsize(spec.format.scale_dtypes[0])
+
+
+def _rows(
+    layer: MoELayerSpec, tokens: int, spec: ExchangeSpec, traffic: Traffic, per_rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that each home sends to every rank, and that come back from it, `[W]`."""
+    ranks = len(traffic.slots)
+    visits, slots = tokens * traffic.tokens, tokens * layer.top_k * traffic.slots
+    if spec.mode in ("all_gather", "padded"):
+        # Only the numbers of ranks and places of the placement count.
+        places = Placement(1, ((0, *[-1] * (per_rank - 1)), *[(-1,) * per_rank] * (ranks - 1)))
+        bounds = bounds_of(spec, tokens, layer.top_k, places)
+        assert bounds.block is not None and bounds.back is not None
+        return np.full(ranks, float(bounds.block)), np.full(ranks, float(bounds.back))
+    return (slots if spec.rows == "slots" else visits), (visits if spec.sums == "ranks" else slots)
+
+
+def _push_us(rows: np.ndarray, size: int, machine: Machine) -> float:
+    """Microseconds in which every home sends rows `[W]`, of so many bytes, to every rank: of the busiest rank."""
+    ranks, domain = len(rows), min(machine.domain, len(rows))
+    if ranks == 1:
+        return 0.0
+    group = np.arange(ranks) // domain
+    members = np.bincount(group)
+    within = np.bincount(group, rows)
+    near_sent, near_received = within[group] - rows, rows * (members[group] - 1)
+    far_sent, far_received = rows.sum() - within[group], rows * (ranks - members[group])
+    near = machine.nvlink.us(float(np.maximum(near_sent, near_received).max()) * size)
+    if machine.network is None:
+        return near
+    return max(near, machine.network.us(float(np.maximum(far_sent, far_received).max()) * size))
+
+
+def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:
+    """Operations of a slot and, beside its slots, of a token; bytes of an expert, and of all other parameters."""
+    D, gates = layer.d_model, 3 if layer.gated else 2
+    shared = layer.shared_experts
+    dense = 2 * D * layer.num_experts + (0 if shared is None else 2 * D * (shared.d_ff * gates + shared.gate))
+    sizes = {True: 0, False: 0}
+    for parameter in layer.parameters(HUGGING_FACE):
+        size = math.prod(parameter.shape) * dtypes.itemsize(parameter.dtype or _DTYPE)
+        sizes[parameter.name.startswith("experts.")] += size
+    return 2.0 * D * layer.d_ff * gates, float(dense), sizes[True] / layer.num_experts, float(sizes[False])
+
+
+def _roofline_us(machine: Machine, operations: float, size: float) -> float:
+    return max(operations / machine.tflops / 1e6, size / machine.memory / 1e3)
+
+
+def _alone_us(layer: MoELayerSpec, tokens: int, machine: Machine) -> float:
+    slot, token, expert, others = _work(layer)
+    touched = min(layer.num_experts, tokens * layer.top_k)
+    return _roofline_us(machine, tokens * (layer.top_k * slot + token), touched * expert + others)
+
+
+def _share_us(layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int) -> float:
+    """The rank that has most slots."""
+    slot, token, expert, others = _work(layer)
+    slots = float(traffic.slots.max()) * len(traffic.slots) * tokens * layer.top_k
+    return _roofline_us(machine, slots * slot + tokens * token, min(per_rank, slots) * expert + others)

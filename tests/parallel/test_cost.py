@@ -1,0 +1,164 @@
+"""The cost model: hand-made numbers, the bounds of an exchange between four H200, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_core.errors import InvalidInput
+from moe_core.formats import format_named
+from moe_core.layers.spec import MoELayerSpec
+from moe_core.parallel import ExchangeSpec, Link, Machine, Placement, Zipf, predict, simulate
+from moe_core.parallel.cost import traffic_of
+from moe_core.parallel.machine import H200
+from moe_core.trace import LayerRouting, RoutingTrace
+
+LAYERS = {
+    "gptoss120b": MoELayerSpec(2880, 2880, 128, 4),
+    "qwen3": MoELayerSpec(2048, 768, 128, 8),
+    "mixtral": MoELayerSpec(4096, 14336, 8, 2),
+    "dsv3": MoELayerSpec(7168, 2048, 256, 8),
+}
+#: (model, T): measured us of T tokens on one H200 (benchmarks/results/forward-many-h200.json, docs/user/performance.md)
+#: and of a quarter of what 4 T tokens take; then as docs/developer/parallel.md has them: us of the exact exchange, and
+#: percent: efficiency exact, with sums at ranks, and with fp8 rows; to hide for 85 %, exact and at ranks; and the
+#: efficiency of plain all-to-all of slots by NCCL.
+TABLE: dict[tuple[str, int], tuple[tuple[float, float], tuple[float, ...]]] = {
+    ("gptoss120b", 4096): ((1829, 1444), (372, 101, 104, 109, 0, 0, 86)),
+    ("gptoss120b", 16384): ((5774, 5774), (1426, 80, 83, 87, 29, 13, 70)),
+    ("qwen3", 4096): ((619, 502), (450, 65, 78, 85, 50, 22, 43)),
+    ("qwen3", 16384): ((2010, 2010), (1741, 54, 65, 71, 80, 68, 37)),
+    ("mixtral", 4096): ((4382, 4311), (305, 95, 95, 97, 0, 0, 91)),
+    ("mixtral", 16384): ((17244, 17244), (1162, 94, 94, 95, 0, 0, 91)),
+    ("dsv3", 4096): ((6516, 5029), (1524, 99, 109, 113, 0, 0, 81)),
+    ("dsv3", 16384): ((20116, 20116), (6038, 77, 84, 88, 41, 6, 63)),
+}
+#: NCCL's all-to-all, of which there are three: 85 us and 240 GB/s fit the column.
+NCCL = Machine(Link(85 / 3, 240.0), None, 8, H200.tflops, H200.memory)
+FP8 = format_named("fp8_group")
+
+
+@pytest.mark.parametrize("key", TABLE, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_bounds_of_four_h200(key: tuple[str, int]) -> None:
+    (model, tokens), (measured, stated) = key, TABLE[key]
+
+    def of(machine: Machine = H200, mode: str = "peer", **options: Any) -> Any:
+        return predict(LAYERS[model], tokens, 4, machine, ExchangeSpec(mode, **options), measured=measured)
+
+    exact, ranks, fp8 = of(), of(sums="ranks"), of(sums="ranks", format=FP8)
+    plain = of(NCCL, "all_to_all", rows="slots")
+    shares = [one.efficiency for one in (exact, ranks, fp8)]
+    shares += [exact.hidden_for(0.85), ranks.hidden_for(0.85), plain.efficiency]
+    found = [exact.exchange_us, *(100 * share for share in shares)]
+    assert all(abs(one - other) <= 0.51 for one, other in zip(found, stated, strict=True)), (found, stated)
+
+
+def test_a_prediction_by_hand() -> None:
+    """Two ranks of one expert each; every token wants both: a row goes out, a row comes back, for each token."""
+    layer, machine = MoELayerSpec(1000, 500, 2, 2), Machine(Link(3.0, 100.0), None, 2, 1.0, 1000.0)
+    found = predict(layer, 50, 2, machine, ExchangeSpec("peer"))
+    push = 3 + 50 * 2000 / 100e3
+    # A slot of each of the 100 tokens, and the router for 50 of them: as much as 50 tokens with both experts.
+    operations = 100 * 2 * 3 * 1000 * 500 + 50 * 2 * 1000 * 2
+    assert dict(found.stages) == pytest.approx({"dispatch": push, "compute": operations / 1e6, "combine": push})
+    assert found.us == pytest.approx(operations / 1e6 + 2 * push) and found.exchange_us == pytest.approx(2 * push)
+    assert found.alone_us == pytest.approx(operations / 1e6)
+    assert found.efficiency == pytest.approx(operations / 1e6 / found.us) and found.bound == "compute"
+    assert str(found).startswith("predicted, not measured: 308 us on 2 ranks of 50 tokens (dispatch 4, compute 300, ")
+    trained = predict(layer, 50, 2, machine, ExchangeSpec("peer"), training=True)
+    assert trained.us == pytest.approx(3 * operations / 1e6 + 4 * push)
+    halves = predict(layer, 50, 2, machine, ExchangeSpec("peer", chunks=2))
+    assert halves.us == pytest.approx(operations / 1e6 + push)
+    counted = predict(layer, 50, 2, machine, ExchangeSpec())
+    assert dict(counted.stages)["counts"] == 3 and counted.us == pytest.approx(found.us + 3)
+    uneven = predict(layer, 50, 2, machine, ExchangeSpec("peer"), imbalance=1.5)
+    assert uneven.imbalance == 1.5 and dict(uneven.stages)["compute"] == pytest.approx(450.2)
+    few = predict(layer, 0, 2, machine, ExchangeSpec("peer"))
+    assert few.us == pytest.approx(1000 * 2 * 2 / 1e6) and few.efficiency == 1.0
+
+
+def test_static_blocks_send_as_much_for_any_routing() -> None:
+    layer, machine = MoELayerSpec(1000, 500, 8, 2), Machine(Link(0.0, 100.0), None, 4, 1.0, 1000.0)
+    per_row = 2000 / 100e3
+    for spec, out, back in (
+        (ExchangeSpec("padded"), 50, 50 * 2),
+        (ExchangeSpec("padded", "slots"), 50 * 2, 50 * 2),
+        (ExchangeSpec("padded", receive=80), 20, 20 * 2),
+        (ExchangeSpec("all_gather"), 50, 50 * 2),
+        (ExchangeSpec("all_gather", sums="ranks"), 50, 50),
+    ):
+        stages = dict(predict(layer, 50, 4, machine, spec).stages)
+        assert (stages["dispatch"], stages["combine"]) == pytest.approx((3 * out * per_row, 3 * back * per_row)), spec
+
+
+def test_plain_all_to_all_between_hosts() -> None:
+    """dsv3, 4096 tokens, 64 ranks: 18 ms, around 4.8 ms of experts, over 45 GB/s a GPU."""
+    found = predict(LAYERS["dsv3"], 4096, 64, H200, ExchangeSpec())
+    assert round(found.exchange_us / 1e3) == 18 and 4500 < dict(found.stages)["compute"] < 5000
+    assert found.bound == "exchange" and dict(found.stages)["counts"] == 20
+
+
+def test_shares_of_ranks_in_a_routing() -> None:
+    placement = Placement(3, ((0, 1), (2, 0)))
+    ids = np.array([[0, 1], [1, 2], [-1, 2], [1, 0]], np.int32)
+    found = traffic_of(ids, placement)
+    np.testing.assert_allclose(found.slots, [(1 + 3) / 7, (1 + 2) / 7])
+    # Slots of tokens 0 to 3 go to ranks (0, 0), (0, 1), (-, 1), (0, 0): three tokens visit rank 0, two visit rank 1.
+    np.testing.assert_allclose(found.tokens, [4 / 7 * 7 / 4 * 3 / 5, 3 / 7 * 7 / 4 * 2 / 2])
+
+
+def test_simulated_loads() -> None:
+    layer, spec, law = LAYERS["dsv3"], ExchangeSpec(), Zipf(0.6)
+    linear = simulate(layer, law, 4096, Placement.linear(256, 64), H200, spec)
+    spare = Placement.balanced(law.load(8, 256), 64, 5)
+    balanced = simulate(layer, law, 4096, spare, H200, spec)
+    assert linear.imbalance > 3 and balanced.imbalance < 1.02 and balanced.us < linear.us / 2
+    assert linear.bound in ("exchange", "imbalance")
+    many = simulate(layer, law, 4096, Placement.balanced(law.load(8, 256), 2048, 1), H200, spec)
+    assert many.ranks == 2048 and many.imbalance < 1.3
+    even = simulate(layer, Zipf(0.0), 4096, Placement.linear(256, 4), H200, spec)
+    np.testing.assert_allclose(even.us, predict(layer, 4096, 4, H200, spec).us, rtol=0.05)
+    assert even == simulate(layer, Zipf(0.0), 4096, Placement.linear(256, 4), H200, spec), "the same draws"
+
+
+def test_traces_are_averaged_over_layers() -> None:
+    layer, spec, placement = MoELayerSpec(64, 32, 8, 2), ExchangeSpec(), Placement.linear(8, 4)
+    weights = np.ones((16, 2), np.float32)
+    layers = [LayerRouting(Zipf(power).ids(16, 2, 8), weights, 8) for power in (0.0, 3.0)]
+    alone = [simulate(layer, RoutingTrace((one,)), 512, placement, H200, spec) for one in layers]
+    both = simulate(layer, RoutingTrace(tuple(layers)), 512, placement, H200, spec)
+    assert both.us == pytest.approx(np.mean([one.us for one in alone]))
+    assert both.imbalance == pytest.approx(np.mean([one.imbalance for one in alone]))
+    with pytest.raises(InvalidInput, match="layer 0 of the trace must choose among 16 experts, got 8"):
+        simulate(MoELayerSpec(64, 32, 16, 2), RoutingTrace(tuple(layers)), 9, Placement.linear(16, 4), H200, spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"imbalance": 0.5}, r"imbalance must be in \[1, 16\], the number of ranks, got 0\.5"),
+        ({"imbalance": 17}, r"imbalance must be in \[1, 16\]"),
+        ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
+        ({"tokens": -1}, "tokens must be an integer of at least 0, got -1"),
+        ({"layer": 3}, "layer must be a MoELayerSpec, got int"),
+        ({"machine": NCCL}, "machine must have a network for 16 ranks in domains of 8, got None; pass a Link"),
+    ],
+)
+def test_wrong_predictions_are_refused(change: dict[str, Any], message: str) -> None:
+    plain = {"layer": LAYERS["qwen3"], "tokens": 64, "ranks": 16, "machine": H200, "spec": ExchangeSpec()}
+    with pytest.raises(InvalidInput, match=message):
+        predict(**{**plain, **change})
+
+
+def test_wrong_simulations_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="exponent must be at least 0, got -1"):
+        Zipf(-1)
+    with pytest.raises(InvalidInput, match="exponent must be finite, got inf"):
+        Zipf(math.inf)
+    with pytest.raises(InvalidInput, match="placement must be of the layer's 128 experts, got 64 experts on 2 ranks"):
+        simulate(LAYERS["qwen3"], Zipf(1), 9, Placement.linear(64, 2), H200, ExchangeSpec())
+    with pytest.raises(InvalidInput, match="routing must be a RoutingTrace, got str"):
+        simulate(LAYERS["qwen3"], "zipf", 9, Placement.linear(128, 2), H200, ExchangeSpec())  # type: ignore[arg-type]
