@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base.checks import finite_float
+from moe_core.base.checks import finite_float, require_flags
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 
@@ -12,16 +12,20 @@ from moe_core.errors import InvalidInput
 @plan_type
 @dataclass(frozen=True)
 class NormSpec:
-    """RMS normalisation: y = x * (mean(x ** 2) + epsilon) ** -0.5 * weight * scale, in fp32, one cast.
+    """RMS normalisation: y = x * (mean(x ** 2) + epsilon) ** -0.5 * factor * scale, in fp32, one cast.
 
-    The mean is over the columns of a row; nothing is subtracted. weight: of each column, a parameter.
+    The mean is over the columns of a row; nothing is subtracted. factor: weight, a parameter of each column, or
+    1 + weight where centred. weight_first: x is multiplied by factor before it is normalised, and y is not.
     """
 
     epsilon: float = 1e-6
     scale: float = 1.0
+    centred: bool = False
+    weight_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "scale"):
             object.__setattr__(self, name, finite_float(name, getattr(self, name)))
+        require_flags(self, "centred", "weight_first")
         if self.epsilon <= 0:
             raise InvalidInput(f"epsilon must be above 0, got {self.epsilon}; rows of zeros would be divided by 0")

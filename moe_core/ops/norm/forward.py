@@ -31,7 +31,8 @@ def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int
     block_m, columns = _TILE[target.engine]
     block_n = min(columns, padded(width))
     arguments = passed(num_rows=rows, WIDTH=width, X_STRIDE=row_stride("x", x))
-    arguments |= passed(EPSILON=spec.epsilon, SCALE=spec.scale, BLOCK_M=block_m, BLOCK_N=block_n)
+    arguments |= passed(EPSILON=spec.epsilon, SCALE=spec.scale, CENTRED=spec.centred, WEIGHT_FIRST=spec.weight_first)
+    arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n)
     return (-(-rows // block_m),), arguments, max(1, min(8, block_n // 256))
 
 

@@ -14,11 +14,20 @@ def _factors(x: np.ndarray, spec: NormSpec) -> np.ndarray:
     return kind(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + kind(spec.epsilon))
 
 
+def _weights(weight: np.ndarray, spec: NormSpec) -> np.ndarray:
+    """The factors of the columns."""
+    factors = to_float32(weight)
+    return factors.dtype.type(1) + factors if spec.centred else factors
+
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, *, spec: NormSpec) -> np.ndarray:
     """y `[R, D]` of x `[R, D]` and weight `[D]` by the formula of `NormSpec`, in fp32, one cast to the dtype of x."""
-    rows = to_float32(x)
+    rows, factors = to_float32(x), _weights(weight, spec)
     with np.errstate(all="ignore"):
-        y = rows * _factors(rows, spec) * to_float32(weight) * rows.dtype.type(spec.scale)
+        if spec.weight_first:
+            rows = rows * factors
+        y = rows * _factors(rows, spec)
+        y = (y if spec.weight_first else y * factors) * rows.dtype.type(spec.scale)
     return round_to(y, x.dtype)
 
 
@@ -27,16 +36,22 @@ def rms_norm_backward(
 ) -> tuple[np.ndarray, ...]:
     """d_x `[R, D]` and d_weight `[D]`, those wanted, each in the dtype of what it is the gradient of.
 
-    f = (mean(x ** 2) + epsilon) ** -0.5, g = d_y * weight * scale, sums in fp32:
+    f = (mean(x ** 2) + epsilon) ** -0.5, g = d_y * factor * scale, sums in fp32:
     d_x = f * (g - x * f ** 2 * mean(g * x)); d_weight = sum over rows of d_y * x * f * scale.
+    With weight_first, of z = x * factor: g = d_y * scale, d_z = f * (g - z * f ** 2 * mean(g * z)), d_x = d_z * factor,
+    d_weight = sum over rows of d_z * x.
     """
-    rows, upstream, factors = to_float32(x), to_float32(d_y), to_float32(weight)
+    rows, upstream, factors = to_float32(x), to_float32(d_y), _weights(weight, spec)
     scale = rows.dtype.type(spec.scale)
     with np.errstate(all="ignore"):
-        factor, gradient = _factors(rows, spec), upstream * factors * scale
-        mean = (gradient * rows).mean(axis=-1, keepdims=True)
+        normed = rows * factors if spec.weight_first else rows
+        factor = _factors(normed, spec)
+        gradient = upstream * scale if spec.weight_first else upstream * factors * scale
+        mean = (gradient * normed).mean(axis=-1, keepdims=True)
+        d_x = factor * (gradient - normed * (np.square(factor) * mean))
+        products = d_x * rows if spec.weight_first else upstream * (rows * factor) * scale
         made = {
-            "d_x": round_to(factor * (gradient - rows * (np.square(factor) * mean)), x.dtype),
-            "d_weight": round_to((upstream * (rows * factor) * scale).sum(axis=0), weight.dtype),
+            "d_x": round_to(d_x * factors if spec.weight_first else d_x, x.dtype),
+            "d_weight": round_to(products.sum(axis=0), weight.dtype),
         }
     return tuple(made[name] for name in wanted)

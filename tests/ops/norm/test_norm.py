@@ -17,7 +17,7 @@ from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.specs import NormSpec
 from tests.support.harness import engine_target, run_plan
 
-SPEC = NormSpec(1e-5, 0.3)
+SPEC, FIRST = NormSpec(1e-5, 0.3), NormSpec(1e-5, 0.3, centred=True, weight_first=True)
 
 
 def drawn(rows: int, width: int, dtype: str, weight_dtype: str) -> dict[str, np.ndarray]:
@@ -27,38 +27,55 @@ def drawn(rows: int, width: int, dtype: str, weight_dtype: str) -> dict[str, np.
 
 
 @pytest.mark.parametrize("dtype", MATMUL_DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(0, 16), (1, 3), (37, 40), (18, 600)])
-def test_kernels_match_the_twins(rows: int, width: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "width", "spec"),
+    [(0, 16, SPEC), (1, 3, SPEC), (37, 40, SPEC), (18, 600, SPEC), (1, 3, FIRST), (18, 600, FIRST)],
+)
+def test_kernels_match_the_twins(rows: int, width: int, spec: NormSpec, dtype: str) -> None:
     """Rows and columns past a block, and widths of several blocks; not of one column, whose gradient cancels."""
     arrays = drawn(rows, width, dtype, "float32")
     specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()}
     given = {name: arrays[name] for name in ("x", "weight")}
-    plan = plan_rms_norm(specs["x"], specs["weight"], SPEC, engine_target())
+    plan = plan_rms_norm(specs["x"], specs["weight"], spec, engine_target())
     tolerance = matmul_tolerance("float32", dtype, width)
-    assert_close(run_plan(plan, given)["y"], reference.rms_norm(**given, spec=SPEC), tolerance, label="y")
+    assert_close(run_plan(plan, given)["y"], reference.rms_norm(**given, spec=spec), tolerance, label="y")
     for wanted in (NORM_GRADIENTS, ("d_x",), ("d_weight",)):
-        plan = plan_rms_norm_backward(*specs.values(), SPEC, engine_target(), wanted=wanted)
+        plan = plan_rms_norm_backward(*specs.values(), spec, engine_target(), wanted=wanted)
         found = run_plan(plan, arrays)
-        expected = reference.rms_norm_backward(**arrays, spec=SPEC, wanted=wanted)
+        expected = reference.rms_norm_backward(**arrays, spec=spec, wanted=wanted)
         allowed = {"d_x": tolerance, "d_weight": matmul_tolerance("float32", "float32", max(rows, width))}
         for name, array in zip(wanted, expected, strict=True):
             assert_close(found[name], array, allowed[name], label=name)
 
 
-def test_the_backward_is_the_derivative() -> None:
+@pytest.mark.parametrize("spec", [SPEC, FIRST, NormSpec(centred=True)])
+def test_the_backward_is_the_derivative(spec: NormSpec) -> None:
     arrays = {name: array.astype(np.float64) for name, array in drawn(5, 7, "float32", "float32").items()}
     d_y = arrays.pop("d_y")
 
     def loss(**given: Any) -> float:
-        return float((reference.rms_norm(**given, spec=SPEC) * d_y).sum())
+        return float((reference.rms_norm(**given, spec=spec) * d_y).sum())
 
-    found = reference.rms_norm_backward(d_y, **arrays, spec=SPEC, wanted=NORM_GRADIENTS)
+    found = reference.rms_norm_backward(d_y, **arrays, spec=spec, wanted=NORM_GRADIENTS)
     for (name, array), gradient in zip(arrays.items(), found, strict=True):
         for place in np.ndindex(array.shape):
             step = np.zeros_like(array)
             step[place] = 1e-6
             slope = (loss(**arrays | {name: array + step}) - loss(**arrays | {name: array - step})) / 2e-6
             assert abs(slope - gradient[place]) < 1e-7, (name, place)
+
+
+def test_formulas() -> None:
+    """Of centred weights and of weights that multiply before the norm, written out."""
+    arrays = {name: array.astype(np.float64) for name, array in drawn(5, 7, "float32", "float32").items()}
+    x, weight = arrays["x"], arrays["weight"]
+    plain, first = x, x * (1 + weight)
+    normed = [rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) for rows in (plain, first)]
+    for spec, wanted in (
+        (NormSpec(centred=True), normed[0] * (1 + weight)),
+        (NormSpec(centred=True, weight_first=True), normed[1]),
+    ):
+        np.testing.assert_allclose(reference.rms_norm(x, weight, spec=spec), wanted, rtol=1e-12)
 
 
 def test_rows_may_lie_apart() -> None:

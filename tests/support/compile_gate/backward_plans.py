@@ -89,7 +89,8 @@ def norm_plans(target: Target) -> Iterator[LaunchPlan]:
     for dtype, width in (("bfloat16", 2816), ("float32", 512)):
         x, weight = ArraySpec((TOKENS, width), dtype), ArraySpec((width,), "float32")
         yield plan_rms_norm(x, weight, NormSpec(1e-6, width**-0.5), target)
-        yield plan_rms_norm_backward(x, x, weight, NormSpec(), target, wanted=NORM_GRADIENTS)
+        for spec in (NormSpec(), NormSpec(centred=True, weight_first=True)):
+            yield plan_rms_norm_backward(x, x, weight, spec, target, wanted=NORM_GRADIENTS)
 
 
 def product_plans(target: Target) -> Iterator[LaunchPlan]:

@@ -106,6 +106,9 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("value * (factor * factor * mean)", "value * (factor * mean)"),
         OpFault("along += gradient * factors * SCALE * value", "along += gradient * SCALE * value"),
         OpFault("gradient * (value * factor) * SCALE, mask", "gradient * value * SCALE, mask"),
+        OpFault("factors += 1.0", "factors += 0.0"),
+        OpFault("result = value * factors * factor * SCALE", "result = value * factor * SCALE"),
+        OpFault("tl.store(products + here, d_z * value", "tl.store(products + here, gradient * value"),
     ),
 }
 #: By kernel file: the tests of which one must fail.

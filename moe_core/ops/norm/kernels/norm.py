@@ -5,12 +5,24 @@ import triton.language as tl
 
 
 @triton.jit
+def _factors(weight, columns, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
+    """The fp32 factors of columns, 1 + weight where CENTRED."""
+    factors = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if CENTRED:
+        factors += 1.0
+    return factors
+
+
+@triton.jit
 def rms_norm(
     x, weight, y, num_rows,
-    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] * (mean(x[r] ** 2) + EPSILON) ** -0.5 * weight * SCALE, of BLOCK_M rows; fp32, one cast."""
+    """y[r] = x[r] * (mean(x[r] ** 2) + EPSILON) ** -0.5 * factors * SCALE, of BLOCK_M rows; fp32, one cast.
+
+    WEIGHT_FIRST: of x * factors in the place of x, and without the factors behind.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]
     partial = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -18,27 +30,33 @@ def rms_norm(
         columns = first + tl.arange(0, BLOCK_N)[None, :]
         mask = inside & (columns < WIDTH)
         value = tl.load(x + rows[:, None] * X_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHT_FIRST:
+            value *= _factors(weight, columns, WIDTH, CENTRED)
         partial += value * value
     factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(partial, axis=1), WIDTH * 1.0) + EPSILON))[:, None]
     for first in range(0, WIDTH, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)[None, :]
         mask = inside & (columns < WIDTH)
         value = tl.load(x + rows[:, None] * X_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
-        factors = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-        result = value * factor * factors * SCALE
+        factors = _factors(weight, columns, WIDTH, CENTRED)
+        if WEIGHT_FIRST:
+            result = value * factors * factor * SCALE
+        else:
+            result = value * factor * factors * SCALE
         tl.store(y + rows[:, None] * WIDTH + columns, result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def rms_norm_backward(
     d_y, x, weight, d_x, products, num_rows,
-    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """d_x, cast once, and products fp32, whose column sums are d_weight; None = not wanted. Of BLOCK_M rows.
 
-    f = (mean(x ** 2) + EPSILON) ** -0.5, g = d_y * weight * SCALE:
+    f = (mean(x ** 2) + EPSILON) ** -0.5, g = d_y * factors * SCALE:
     d_x = f * (g - x * f ** 2 * mean(g * x)), products = d_y * x * f * SCALE
+    WEIGHT_FIRST, of z = x * factors and g = d_y * SCALE: d_z likewise, d_x = d_z * factors, products = d_z * x
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]
@@ -48,10 +66,14 @@ def rms_norm_backward(
         columns = first + tl.arange(0, BLOCK_N)[None, :]
         mask = inside & (columns < WIDTH)
         value = tl.load(x + rows[:, None] * X_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
-        factors = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        factors = _factors(weight, columns, WIDTH, CENTRED)
         gradient = tl.load(d_y + rows[:, None] * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHT_FIRST:
+            value *= factors
+            along += gradient * SCALE * value
+        else:
+            along += gradient * factors * SCALE * value
         squares += value * value
-        along += gradient * factors * SCALE * value
     factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, axis=1), WIDTH * 1.0) + EPSILON))[:, None]
     mean = tl.div_rn(tl.sum(along, axis=1), WIDTH * 1.0)[:, None]
     for first in range(0, WIDTH, BLOCK_N):
@@ -60,9 +82,17 @@ def rms_norm_backward(
         here = rows[:, None] * WIDTH + columns
         value = tl.load(x + rows[:, None] * X_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(d_y + here, mask=mask, other=0.0).to(tl.float32)
-        if d_x is not None:
-            factors = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-            result = factor * (gradient * factors * SCALE - value * (factor * factor * mean))
-            tl.store(d_x + here, result.to(d_x.dtype.element_ty), mask=mask)
-        if products is not None:
-            tl.store(products + here, gradient * (value * factor) * SCALE, mask=mask)
+        if WEIGHT_FIRST:
+            factors = _factors(weight, columns, WIDTH, CENTRED)
+            d_z = factor * (gradient * SCALE - value * factors * (factor * factor * mean))
+            if d_x is not None:
+                tl.store(d_x + here, (d_z * factors).to(d_x.dtype.element_ty), mask=mask)
+            if products is not None:
+                tl.store(products + here, d_z * value, mask=mask)
+        else:
+            if d_x is not None:
+                factors = _factors(weight, columns, WIDTH, CENTRED)
+                result = factor * (gradient * factors * SCALE - value * (factor * factor * mean))
+                tl.store(d_x + here, result.to(d_x.dtype.element_ty), mask=mask)
+            if products is not None:
+                tl.store(products + here, gradient * (value * factor) * SCALE, mask=mask)
