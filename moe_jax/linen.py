@@ -103,6 +103,8 @@ class MoE(nn.Module):
     fast_accumulate: bool = False
     router_norm: layers.NormSpec | None = None
     expert_scale: bool = False
+    output: layers.OutputSpec | None = None
+    latent: layers.LatentSpec | None = None
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.

@@ -123,6 +123,9 @@ class MoE(nnx.Module):
     wi_1_bias: nnx.Param
     wo_bias: nnx.Param
     shared_experts: ParameterGroup
+    before: ParameterGroup
+    after: ParameterGroup
+    output: ParameterGroup
 
     def __init__(
         self,

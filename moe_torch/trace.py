@@ -11,7 +11,7 @@ Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the expe
 surrounding block runs in its thread, in order, compiled models included. They work below `torch.compile`, as a torch
 dispatch mode: no layer knows of them, and layers cost nothing extra outside. What a CUDA graph replays does not pass
 the dispatcher and so is not seen; capturing one, or exporting a program, inside them raises Unsupported. Experts that
-run stage by stage, as those of transformers with a norm behind each expert do, are not seen either.
+run stage by stage, as those with a norm of each expert's result do, are not seen either.
 
 A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
 trace's, and its token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. Where a call

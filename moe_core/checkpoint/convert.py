@@ -169,7 +169,7 @@ class _Conversion:
     def require_sizes(self) -> None:
         """Raise InvalidInput, naming the tensor, where the format's padding rule refuses its sizes."""
         sizes = self._checkpoint.architecture
-        shapes = {"gate_up": (sizes.d_ff, sizes.d_model), "down": (sizes.d_model, sizes.d_ff)}
+        shapes = {"gate_up": (sizes.d_ff, sizes.expert_width), "down": (sizes.expert_width, sizes.d_ff)}
         for name, (_, field) in self._weights.items():
             try:
                 quantized_shapes(QuantizedSpec(self._packing.format), shapes[field])

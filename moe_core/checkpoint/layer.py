@@ -19,7 +19,8 @@ from moe_core.checkpoint.stacks import LayerNames, found_names, layer_stacks
 from moe_core.checkpoint.storage import ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
-from moe_core.layers.weights import layer_router
+from moe_core.layers.around import LayerPart
+from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
 
@@ -38,7 +39,8 @@ class MoELayer:
 
     Of a quantised checkpoint weights are `QuantizedTensor`s, bit by bit as stored, and all `out_in` (gpt_oss too, still
     interleaved); gate and up are apart (`separate`) where one group of the format would hold rows of both. scheme: the
-    formats config.json names, None for a plain layer. `dequantized` makes a plain one.
+    formats config.json names, None for a plain layer. `dequantized` makes a plain one. before, after, output: as in
+    `LayerWeights`; experts are wider or narrower than d_model between before and after.
     """
 
     layer: int
@@ -51,6 +53,9 @@ class MoELayer:
     d_ff: int
     num_experts: int
     scheme: Scheme | None = None
+    before: LayerPart | None = None
+    after: LayerPart | None = None
+    output: LayerPart | None = None
 
     @property
     def dtype(self) -> str:
@@ -72,8 +77,9 @@ class MoELayer:
             }
             return dataclasses.replace(weights, **plain)
 
-        shared = None if self.shared is None else bundle(self.shared)
-        return dataclasses.replace(self, experts=bundle(self.experts), shared=shared, scheme=None)
+        parts = {name: getattr(self, name) for name in ("shared", "before", "after", "output")}
+        plain = {name: bundle(part) for name, part in parts.items() if part is not None}
+        return dataclasses.replace(self, experts=bundle(self.experts), scheme=None, **plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +141,8 @@ class Checkpoint:
         shared = bundle(SharedExpert, "shared.") if architecture.shared_d_ff else None
         sizes = (architecture.d_model, architecture.d_ff, architecture.num_experts)
         scheme = self.scheme if is_packed else None
-        return MoELayer(layer, self.family, architecture.spec_of(layer), experts, router, shared, *sizes, scheme)
+        spec, around = architecture.spec_of(layer), layer_parts(arrays, architecture)
+        return MoELayer(layer, self.family, spec, experts, router, shared, *sizes, scheme, **around)
 
     def stacks(self, layer: int) -> dict[str, Stack]:
         """The arrays of a layer by field name, and the tensors of the files each is put together from."""
@@ -230,7 +237,8 @@ def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, S
 
 def _require_one_dtype(stored: Mapping[str, str]) -> None:
     """Experts and shared experts multiply one x, so their weights have one dtype; biases may be fp32."""
-    plain = [name for name in stored if not name.startswith("router.") and not name.endswith(quantized.ARRAYS)]
+    free = ("router.", "output.", "before.norm")
+    plain = [name for name in stored if not name.startswith(free) and not name.endswith(quantized.ARRAYS)]
     weights = {name: stored[name] for name in plain}
     wanted = weights.get("experts.gate_up", stored["router.weight"])
     for name, dtype in weights.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class LayerNames:
     interleaved: bool = False
     norm: str = ""
     expert_scale: str = ""
+    around: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def router_bias(self) -> str:
@@ -68,6 +69,7 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) 
         interleaved=naming.interleaved and chosen == tuple(map(full, naming.fused[-1])),
         norm=full(naming.norm),
         expert_scale=full(naming.expert_scale),
+        around={name: one(alternatives) for name, alternatives in naming.around.items()},
     )
 
 
@@ -150,35 +152,41 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
     if architecture.shared_d_ff:
         # Shared experts are plain modules: `out_in`, whatever the layout of the fused experts.
         turned = architecture.spec.weight_layout == "in_out"
-        stacks |= _mlp_stacks("shared.", names.shared, architecture, architecture.shared_d_ff, turned=turned)
+        sizes = (architecture.shared_d_ff, d_model)
+        stacks |= _mlp_stacks("shared.", names.shared, architecture, *sizes, turned=turned)
         if family.shared is not None and family.shared.gate:
             shape = (d_model, 1) if turned else (1, d_model)
             stacks["shared.gate"] = Stack(shape, (_part(names.shared_gate, shape, turned=turned),))
+    for one in architecture.around():
+        # Projections are plain modules too.
+        turned = one.role == "weight" and architecture.spec.weight_layout == "in_out"
+        stacks[one.name] = Stack(one.shape, (_part(names.around[one.name], one.shape, turned=turned),))
     return stacks
 
 
 def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
     """gate_up, down and biases of the experts."""
-    num_experts, d_ff = architecture.num_experts, architecture.d_ff
+    num_experts, d_ff, width = architecture.num_experts, architecture.d_ff, architecture.expert_width
     if names.fused is None:
         modules = architecture.naming.per_expert
         assert modules is not None
         per_expert = []
         for expert in range(num_experts):
             tensors = tuple(f"{names.block}experts.{expert}.{module}.weight" for module in modules)
-            per_expert.append(_mlp_stacks("experts.", tensors, architecture, d_ff, place=(expert,)))
+            per_expert.append(_mlp_stacks("experts.", tensors, architecture, d_ff, width, place=(expert,)))
         return {
             name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
             for name, stack in per_expert[0].items()
         }
-    stacks = _mlp_stacks("experts.", names.fused, architecture, d_ff, lead=(num_experts,), turned=names.turned)
+    lead, turned = (num_experts,), names.turned
+    stacks = _mlp_stacks("experts.", names.fused, architecture, d_ff, width, lead=lead, turned=turned)
     if architecture.naming.flat:
         stacks = {name: _flat(stack, num_experts, d_ff, name.endswith("down")) for name, stack in stacks.items()}
     if names.interleaved:
         gate_up = stacks["experts.gate_up"]
         apart = dataclasses.replace(gate_up.parts[0], decode=rows_apart, encode=rows_in_turn)
         stacks["experts.gate_up"] = dataclasses.replace(gate_up, parts=(apart,))
-    widths = {"gate_up": architecture.spec.activation.input_width(d_ff), "down": architecture.d_model}
+    widths = {"gate_up": architecture.spec.activation.input_width(d_ff), "down": width}
     for name, tensor in zip(widths, names.fused, strict=True) if architecture.family.expert_bias else ():
         stacks[f"experts.{name}_bias"] = Stack.whole(f"{tensor}_bias", (num_experts, widths[name]))
     return stacks
@@ -189,12 +197,14 @@ def _mlp_stacks(
     names: tuple[str, ...],
     architecture: Architecture,
     d_ff: int,
+    d_model: int,
     *,
     lead: tuple[int, ...] = (),
     turned: bool = False,
     place: tuple[int, ...] = (),
 ) -> dict[str, Stack]:
-    """One MLP of width d_ff, or a stack of `lead`: gate_up (gate first) from one tensor or two, and down.
+    """One MLP of width d_ff on rows of width d_model, or a stack of `lead`: gate_up (gate first) from one tensor or
+    two, and down.
 
     names: see `Naming.shared`. turned: files hold the transposes of the arrays. place: where the MLP sits in the stack
     of experts.
@@ -202,9 +212,9 @@ def _mlp_stacks(
     step = -1 if architecture.spec.weight_layout == "in_out" else 1
     *halves, down = names
     rows = architecture.spec.activation.input_width(d_ff)
-    gate_up = (*lead, *(rows, architecture.d_model)[::step])
+    gate_up = (*lead, *(rows, d_model)[::step])
     half_rows = rows // len(halves)
-    half_shape = (*lead, *(half_rows, architecture.d_model)[::step])
+    half_shape = (*lead, *(half_rows, d_model)[::step])
     parts = []
     for half, name in enumerate(halves):
         columns = slice(half * half_rows, (half + 1) * half_rows)
@@ -212,7 +222,7 @@ def _mlp_stacks(
         before = len(lead) + (step == -1)
         inside = (*(slice(None),) * before, columns) if len(halves) > 1 else ()
         parts.append(_part(name, half_shape, (*place, *inside), turned=turned))
-    down_shape = (*lead, *(architecture.d_model, d_ff)[::step])
+    down_shape = (*lead, *(d_model, d_ff)[::step])
     return {
         f"{prefix}gate_up": Stack(gate_up, tuple(parts)),
         f"{prefix}down": Stack(down_shape, (_part(down, down_shape, place, turned=turned),)),

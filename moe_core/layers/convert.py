@@ -58,7 +58,7 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
         if prefix == "router":
             flip = array.ndim == 2 and source.router_weight_layout != storage.router_weight_layout
         else:
-            flip = transpose and not is_bias
+            flip = transpose and not is_bias and array.ndim > 1
         # After the flip a weight's output axis is last for in_out; a bias has only that axis.
         axis = -1 if is_bias or storage.weight_layout == "in_out" else -2
         view = array.swapaxes(-1, -2) if flip else array

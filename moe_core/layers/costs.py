@@ -36,13 +36,14 @@ def layer_cost(
     param_dtype: of x, y and every parameter without a dtype of its own. Raises InvalidInput.
     """
     T, (D, F, E) = count_tokens(tokens, spec.d_model), (spec.d_model, spec.d_ff, spec.num_experts)
-    slots = min(T * spec.top_k, E * spec.capacity(T))
-    first = 2 * slots * D * F * (2 if spec.gated else 1)
-    routed, dense = first + 2 * slots * F * D, 2 * T * D * E
+    slots, width = min(T * spec.top_k, E * spec.capacity(T)), spec.expert_width
+    first = 2 * slots * width * F * (2 if spec.gated else 1)
+    routed, dense = first + 2 * slots * F * width, 2 * T * D * E
     if spec.shared_experts is not None:
         dense += 2 * T * D * (spec.shared_experts.d_ff * (3 if spec.gated else 2) + spec.shared_experts.gate)
-    if spec.router_norm is not None:
-        dense += 4 * T * D
+    if spec.latent is not None:
+        dense += 4 * T * D * width
+    dense += 4 * sum(rows * columns for rows, columns in _normalised(spec, T, slots))
     experts = others = 0
     for parameter in spec.parameters(default):
         size = math.prod(parameter.shape) * dtypes.itemsize(parameter.dtype or param_dtype)
@@ -59,6 +60,18 @@ def layer_cost(
     again = first if spec.recompute else 0
     written = weights if is_trained else others
     return LayerCost((3 if is_trained else 2) * routed + 3 * dense + again, 2 * weights + written + 5 * hidden)
+
+
+def _normalised(spec: MoELayerSpec, tokens: int, slots: int) -> list[tuple[int, int]]:
+    """The sizes of what is normalised."""
+    found = [(tokens, spec.d_model)] if spec.router_norm is not None else []
+    if spec.latent is not None and spec.latent.norm is not None:
+        found.append((tokens, spec.expert_width))
+    if spec.norm_of_experts is not None:
+        found.append((slots, spec.expert_width))
+    elif spec.output is not None and spec.output.norm is not None:
+        found.append((tokens, spec.d_model))
+    return found
 
 
 def count_tokens(tokens: int | Sequence[int], d_model: int) -> int:

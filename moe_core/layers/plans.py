@@ -1,4 +1,4 @@
-"""What a layer would run, planned and explained; with a capacity limit, stage by stage."""
+"""What a layer would run, planned and explained: the composed op, or stages one by one, and what is around them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import dataclasses
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.layers.spec import MoELayerSpec, Storage
+from moe_core.layers.stage_plans import StagePlans
 from moe_core.ops.moe.backward import explain_training, plan_training
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.norm.backward import NORM_GRADIENTS, plan_rms_norm_backward
-from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
@@ -20,7 +19,7 @@ from moe_core.plan.float64 import any_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import MoEOperands, RouterWeights, RoutingGradients, TopK
-from moe_core.specs.routing import LayoutSpec, LogitsSpec
+from moe_core.specs.routing import LayoutSpec
 
 Plans = tuple[LaunchPlan, ...]
 
@@ -29,65 +28,87 @@ Plans = tuple[LaunchPlan, ...]
 def layer_plans(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> tuple[Plans, Plans]:
-    """The plans of a forward, in order, and, with training, what a training step runs in place of the last one.
+    """The plans of a forward, in order, and, with training, those of a training step.
 
     operands: of specs, with RouterWeights. default: as in `MoELayerSpec.moe_spec`.
     """
     moe_spec, x, router = spec.moe_spec(default), operands.x, operands.routing
-    routing: Plans = ()
-    backward: Plans = ()
+    first, last = StagePlans(target), StagePlans(target)
     if spec.in_stages:
-        routing, backward = _routing_plans(x, router, spec, moe_spec, target)
+        _routing_plans(first, x, router, spec, moe_spec)
         ids, weights = (ArraySpec((x.shape[0], spec.top_k), dtype) for dtype in ("int32", "float32"))
         operands = dataclasses.replace(operands, routing=TopK(ids, weights), token_mask=None)
         moe_spec = dataclasses.replace(moe_spec, router=None)
-    given = {"token_mask": operands.token_mask, "shared": operands.shared}
-    whole = plan_moe(x, operands.experts, operands.routing, moe_spec, target, **given)
-    steps = plan_training(operands, moe_spec, target, one_layer=True) if training else ()
-    return (*routing, whole), (*steps, *backward) if training else ()
+    rows = x
+    if spec.latent is not None:
+        rows = first.projection(x, spec.latent.width, moe_spec)
+        rows = rows if spec.latent.norm is None else first.norm(rows, spec.latent.norm)
+    whole, steps, shared = (), (), operands.shared
+    if spec.norm_of_experts is not None:
+        operands = dataclasses.replace(operands, shared=None)
+        last.normalised_experts(rows, operands.experts, moe_spec, spec)
+    else:
+        if spec.latent is not None:
+            operands = dataclasses.replace(operands, x=rows, shared=None)
+        given = {"token_mask": operands.token_mask, "shared": operands.shared}
+        plain = dataclasses.replace(moe_spec, shared_activation=operands.shared and moe_spec.shared_activation)
+        whole = (plan_moe(operands.x, operands.experts, operands.routing, plain, target, **given),)
+        steps = plan_training(operands, plain, target, one_layer=True) if training else ()
+    if spec.latent is not None:
+        last.projection(rows, spec.d_model, moe_spec)
+    if shared is not None and operands.shared is None:
+        last.shared(x, shared, moe_spec)
+    _output_plans(last, x, spec)
+    forward = (*first.forward, *whole, *last.forward)
+    if not training:
+        return forward, ()
+    backward = (*reversed(last.backward), *steps[1:], *reversed(first.backward))
+    return forward, (*first.forward, *steps[:1], *last.forward, *backward)
+
+
+def _output_plans(plans: StagePlans, x: ArraySpec, spec: MoELayerSpec) -> None:
+    """What is done to the sum of the experts."""
+    output = spec.output
+    if output is not None and output.norm is not None and not output.of_experts:
+        plans.norm(x, output.norm)
+    if output is not None and output.bias:
+        plans.rows_of_bias(*x.shape)
 
 
 def _routing_plans(
-    x: ArraySpec, router: RouterWeights, spec: MoELayerSpec, moe_spec: MoESpec, target: Target
-) -> tuple[Plans, Plans]:
-    """What a layer in stages runs before its experts, and the backwards of that, in order.
+    plans: StagePlans, x: ArraySpec, router: RouterWeights, spec: MoELayerSpec, moe_spec: MoESpec
+) -> None:
+    """What a layer in stages runs before its experts.
 
     Norm and expert scales are taken to have the dtype of the router's weight, which is theirs unless weights of another
     were loaded.
     """
-    tokens, logits_spec = x.shape[0], moe_spec.logits_spec()
+    tokens, logits_spec, target = x.shape[0], moe_spec.logits_spec(), plans.target
     logits = ArraySpec((tokens, spec.num_experts), "float32")
     ids, weights = (ArraySpec((tokens, spec.top_k), dtype) for dtype in ("int32", "float32"))
     wanted = ROUTER_GRADIENTS if router.bias is not None else ROUTER_GRADIENTS[:2]
-    forward: list[LaunchPlan] = []
-    backward: list[LaunchPlan] = []
     if spec.router_norm is not None:
-        norm = (x, ArraySpec((spec.d_model,), router.weight.dtype), spec.router_norm, target)
-        forward.append(plan_rms_norm(*norm))
-        backward.append(plan_rms_norm_backward(x, *norm, wanted=NORM_GRADIENTS))
-    forward.append(plan_router(x, router.weight, router.bias, logits_spec, target))
-    backward.append(plan_router_backward(logits, x, router.weight, router.bias, logits_spec, target, wanted=wanted))
-    forward.append(plan_routing(logits, spec.router, target, correction_bias=router.correction_bias))
-    backward.append(plan_routing_backward(RoutingGradients(weights), logits, ids, spec.router, target))
+        plans.norm(x, spec.router_norm, router.weight.dtype)
+    arguments = (x, router.weight, router.bias, logits_spec, target)
+    plans.forward.append(plan_router(*arguments))
+    plans.backward.append(plan_router_backward(logits, *arguments, wanted=wanted))
+    plans.forward.append(plan_routing(logits, spec.router, target, correction_bias=router.correction_bias))
+    plans.backward.append(plan_routing_backward(RoutingGradients(weights), logits, ids, spec.router, target))
     if spec.expert_scale:
-        shapes = (tokens, 1), (1, spec.num_experts), (spec.num_experts,)
-        rows = (*(ArraySpec(shape, "float32") for shape in shapes), LogitsSpec(), target)
-        forward.append(plan_router(*rows))
-        backward.append(plan_router_backward(logits, *rows, wanted=("d_bias",)))
-    forward.append(plan_layout(ids, LayoutSpec(tokens, spec.top_k, spec.num_experts), target))
-    return tuple(forward), tuple(reversed(backward))
+        plans.rows_of_bias(tokens, spec.num_experts)
+    plans.forward.append(plan_layout(ids, LayoutSpec(tokens, spec.top_k, spec.num_experts), target))
 
 
 def explain_layer(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> str:
     """The plans of a forward, or of a training step, as text, in order; arguments as in `layer_plans`."""
-    (*routing, whole), steps = layer_plans(operands, spec, default, target, training)
-    if not spec.in_stages:
-        return explain_training(steps) if training else whole.explain()
+    forward, steps = layer_plans(operands, spec, default, target, training)
+    plans = steps if training else forward
+    if not spec.in_stages and spec.output is None:
+        return explain_training(plans) if training else plans[0].explain()
     lines = []
     if spec.capacity_factor is not None:
         capacity = spec.capacity(operands.x.shape[0])
         lines.append(f"capacity limit: slots behind the first {capacity} of an expert get id -1")
-    plans = steps if training else (whole,)
-    return "\n\n".join([*(plan.explain() for plan in routing), *lines, *(plan.explain() for plan in plans)])
+    return "\n\n".join([*lines, *(plan.explain() for plan in plans)])

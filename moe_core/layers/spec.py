@@ -16,15 +16,15 @@ from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_at_least, require_choice, require_flag, require_flags, require_kind
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
-from moe_core.formats import QuantizedSpec, Scheme, quantized_shapes
+from moe_core.formats import QuantizedSpec, Scheme
+from moe_core.layers.around import LatentSpec, OutputSpec
+from moe_core.layers.parameter import Parameter, matrix, quantized_parts
 from moe_core.specs import MoESpec, NormSpec, RouterSpec, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 #: An activation has this layout where nobody stated one.
 _UNSTATED_GATE_LAYOUT = "halves"
-#: The e8m0 byte of 1.
-_E8M0_ONE = 127
 #: Capacity factors are fractions with denominators up to this.
 _FACTOR_DENOMINATOR = 1000
 
@@ -130,26 +130,6 @@ class SharedExpertsSpec:
             )
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One array of a layer.
-
-    name: dotted (`experts.gate_up`; of a quantised matrix `experts.gate_up.values`, `.scales`, `.zero_points`). role:
-    `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `factor` (starts at one), `buffer`
-    (fp32, starts at zero, never trained by gradients) or `quantized` (starts at fill, never trained or cast). fan_in:
-    terms of the sum a weight takes part in, 0 for others. axes: what each axis is, or is in groups of, `experts`,
-    `d_model`, `d_ff` or None (size 1). dtype: the one it must have, None = that of the layer.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    role: str
-    fan_in: int
-    axes: tuple[str | None, ...]
-    dtype: str | None = None
-    fill: int = 0
-
-
 #: Fields of MoELayerSpec that say how a layer computes, and nothing about its weights.
 FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
 #: Fields that MoELayerSpec and MoESpec have in common, by the same names.
@@ -167,7 +147,8 @@ class MoELayerSpec:
     fast_accumulate: see MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots
     routed to it, in slot order; later ones contribute nothing. router_norm: the router scores rows normalised so, with
     a factor for each column. expert_scale: an expert's weights are multiplied by a parameter of it, behind everything
-    else. A layer with one of these three runs its stages one by one.
+    else. output: what is done to the experts' results. latent: the routed experts work in another width. A layer with
+    one of these runs its stages one by one, but for an output norm, scale or bias of the sum.
     """
 
     d_model: int
@@ -189,6 +170,8 @@ class MoELayerSpec:
     fast_accumulate: bool = False
     router_norm: NormSpec | None = None
     expert_scale: bool = False
+    output: OutputSpec | None = None
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -198,6 +181,8 @@ class MoELayerSpec:
         require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
         require_kind("tuning", self.tuning, Tuning, optional=True)
         require_kind("router_norm", self.router_norm, NormSpec, optional=True)
+        require_kind("output", self.output, OutputSpec, optional=True)
+        require_kind("latent", self.latent, LatentSpec, optional=True)
         flags = ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32", "expert_scale")
         require_flags(self, *flags)
         if self.router.top_k not in (None, self.top_k):
@@ -225,6 +210,7 @@ class MoELayerSpec:
         if self.shared_experts is not None and spec.shared_activation is None:
             # One spelling of each choice, so that equal choices are equal specs.
             object.__setattr__(self, "shared_experts", dataclasses.replace(self.shared_experts, activation=None))
+        self._check_around()
         if self.experts.scheme is not None:
             self._check_training(self.experts.scheme)
             # Refuses sizes that the format does not take.
@@ -243,6 +229,29 @@ class MoELayerSpec:
                     f"{name} must be False with the scheme {scheme}, got True: {reason}; leave one of the two out"
                 )
 
+    def _check_around(self) -> None:
+        """Refuse what cannot be had beside a latent width or a norm of each expert's result."""
+        scheme = self.experts.scheme
+        given = {"main_grad": self.main_grad, "apply_router_weight_on_input": self.apply_router_weight_on_input}
+        if self.norm_of_experts is not None:
+            given |= {"recompute": self.recompute, "fast_accumulate": self.fast_accumulate}
+            given["a scheme that quantises activations"] = scheme is not None and scheme.activations is not None
+        elif self.latent is None:
+            return
+        for name in [name for name, value in given.items() if value]:
+            kind = "a latent width" if self.norm_of_experts is None else "a norm of each expert's result"
+            raise InvalidInput(f"{name} must be left out beside {kind}, got True; leave one of the two out")
+
+    @property
+    def norm_of_experts(self) -> NormSpec | None:
+        """The norm of each expert's result, None where there is none."""
+        return self.output.norm if self.output is not None and self.output.of_experts else None
+
+    @property
+    def expert_width(self) -> int:
+        """The columns of rows that experts take and give: d_model, or the latent width."""
+        return self.d_model if self.latent is None else self.latent.width
+
     @property
     def gated(self) -> bool:
         return self.experts.activation.gated
@@ -250,7 +259,8 @@ class MoELayerSpec:
     @property
     def in_stages(self) -> bool:
         """Whether the stages run one by one: something lies between them."""
-        return self.capacity_factor is not None or self.router_norm is not None or self.expert_scale
+        between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts
+        return self.expert_scale or any(one is not None for one in between)
 
     def storage(self, default: Storage) -> Storage:
         """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
@@ -304,10 +314,11 @@ class MoELayerSpec:
         Names: `router.weight`, `router.bias`, `router.correction_bias`, `router.norm`, `router.expert_scale`;
         `experts.gate_up`, `experts.up` (gate_layout `separate`), `experts.down`, `experts.gate_up_bias`,
         `experts.up_bias`, `experts.down_bias`; `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is
-        two or three arrays: see `Parameter`.
+        two or three arrays: see `Parameter`. Around the experts: `before.weight`, `before.norm`, `after.weight`;
+        `output.norm`, `output.bias`.
         """
         storage, (D, E) = self.storage(default), (self.d_model, self.num_experts)
-        router = [_matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]
+        router = [matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]
         if self.router_bias:
             router.append(Parameter("router.bias", (E,), "bias", 0, ("experts",)))
         if self.correction_bias:
@@ -319,18 +330,39 @@ class MoELayerSpec:
         experts = self._mlp("experts", storage, self.d_ff, (E,))
         if self.experts.scheme is not None:
             quantized = QuantizedSpec(self.experts.scheme.weights, storage.weight_layout)
-            experts = [part for matrix in experts for part in _quantized(matrix, quantized)]
+            experts = [part for one in experts for part in quantized_parts(one, quantized)]
         if self.experts.bias:
             up = [("up_bias", "d_ff", self.d_ff)] if self._separate(storage) else []
             gate_up = ("gate_up_bias", "d_ff", self._gate_up_width(storage, self.d_ff))
-            for name, axis, size in (gate_up, *up, ("down_bias", "d_model", D)):
+            for name, axis, size in (gate_up, *up, ("down_bias", *self._expert_columns)):
                 experts.append(Parameter(f"experts.{name}", (E, size), "bias", 0, ("experts", axis)))
         shared = []
         if self.shared_experts is not None:
             shared = self._mlp("shared_experts", storage, self.shared_experts.d_ff, ())
             if self.shared_experts.gate:
-                shared.append(_matrix("shared_experts.gate", storage.weight_layout, ("d_model", D), (None, 1)))
-        return (*router, *experts, *shared)
+                shared.append(matrix("shared_experts.gate", storage.weight_layout, ("d_model", D), (None, 1)))
+        return (*router, *experts, *shared, *self._around(storage))
+
+    @property
+    def _expert_columns(self) -> tuple[str | None, int]:
+        """(axis, size) of what experts take and give."""
+        return ("d_model" if self.latent is None else None, self.expert_width)
+
+    def _around(self, storage: Storage) -> list[Parameter]:
+        """The arrays before and after the experts, and of the output."""
+        found, model, latent, output = [], ("d_model", self.d_model), self._expert_columns, self.output
+        norms = {"before.norm": None if self.latent is None else (self.latent.norm, latent)}
+        if self.latent is not None:
+            found.append(matrix("before.weight", storage.weight_layout, model, latent))
+            found.append(matrix("after.weight", storage.weight_layout, latent, model))
+        if output is not None:
+            norms["output.norm"] = (output.norm, latent if output.of_experts else model)
+        for name, (norm, (axis, size)) in [(name, norm) for name, norm in norms.items() if norm is not None]:
+            if norm is not None:
+                found.append(Parameter(name, (size,), "factor", 0, (axis,), fill=0 if norm.centred else 1))
+        if output is not None and output.bias:
+            found.append(Parameter("output.bias", (self.d_model,), "bias", 0, ("d_model",)))
+        return found
 
     def _separate(self, storage: Storage) -> bool:
         return self.gated and storage.gate_layout == "separate"
@@ -340,35 +372,12 @@ class MoELayerSpec:
 
     def _mlp(self, prefix: str, storage: Storage, d_ff: int, lead: tuple[int, ...]) -> list[Parameter]:
         """gate_up, up and down of experts of width d_ff; lead: (E,) or ()."""
-        model, layout = ("d_model", self.d_model), storage.weight_layout
+        layout = storage.weight_layout
+        model = self._expert_columns if lead else ("d_model", self.d_model)
         names = ("gate_up", "up") if self._separate(storage) else ("gate_up",)
         width = self._gate_up_width(storage, d_ff)
-        found = [_matrix(f"{prefix}.{name}", layout, model, ("d_ff", width), lead) for name in names]
-        return [*found, _matrix(f"{prefix}.down", layout, ("d_ff", d_ff), model, lead)]
-
-
-def _matrix(
-    name: str, layout: str, inside: tuple[str, int], outside: tuple[str | None, int], lead: tuple[int, ...] = ()
-) -> Parameter:
-    """A weight from `inside` to `outside` features, (axis, size) each."""
-    first, second = (inside, outside) if layout == "in_out" else (outside, inside)
-    axes = (*("experts" for _ in lead), first[0], second[0])
-    return Parameter(name, (*lead, first[1], second[1]), "weight", inside[1], axes)
-
-
-def _quantized(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
-    """The arrays of a quantised matrix, which starts at exact zeros: their scales are 1."""
-    shapes, element = quantized_shapes(spec, matrix.shape), spec.format.own_element
-    # Of two codes in a byte either is the zero.
-    zero = (element.zero_point or 0) * (17 if element.per_byte == 2 else 1)
-    one = _E8M0_ONE if spec.format.has_e8m0_scales else 1
-    found = []
-    for name, shape in shapes._asdict().items():
-        if shape is not None:
-            dtype, fill = (spec.format.scale_dtypes[0], one) if name == "scales" else (element.dtype, zero)
-            axes = tuple(None if size == 1 else axis for size, axis in zip(shape, matrix.axes, strict=True))
-            found.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
-    return found
+        found = [matrix(f"{prefix}.{name}", layout, model, ("d_ff", width), lead) for name in names]
+        return [*found, matrix(f"{prefix}.down", layout, ("d_ff", d_ff), model, lead)]
 
 
 class MoEAux(NamedTuple):

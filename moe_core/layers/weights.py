@@ -16,6 +16,7 @@ from moe_core.base import dtypes
 from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, known_scheme
+from moe_core.layers.around import LatentSpec, LayerPart, OutputSpec
 from moe_core.layers.spec import (
     MAXTEXT,
     MOE_SPEC_FIELDS,
@@ -39,13 +40,17 @@ class LayerWeights:
     float32. experts.layer_index is None: one layer, not a stack. Raises InvalidInput.
 
     The experts' matrices may be `QuantizedTensor`s, all in one format; those of shared are plain. Static input scales
-    have no place in a layer.
+    have no place in a layer. before, after: the projections of a layer with a latent width. output: what is done to the
+    experts' results. Their matrices have the experts' dtype, norms and biases any.
     """
 
     spec: MoESpec
     experts: ExpertWeights
     router: RouterWeights
     shared: SharedExpert | None = None
+    before: LayerPart | None = None
+    after: LayerPart | None = None
+    output: LayerPart | None = None
 
     def __post_init__(self) -> None:
         require_kind("spec", self.spec, MoESpec)
@@ -57,6 +62,11 @@ class LayerWeights:
                 f"router.spec must be a NormSpec where router.norm is given and only then, got {self.router.spec}; "
                 "pass both or neither"
             )
+        for name, kind in (("before", LatentSpec), ("after", type(None)), ("output", OutputSpec)):
+            part = getattr(self, name)
+            require_kind(name, part, LayerPart, optional=True)
+            if part is not None:
+                require_kind(f"{name}.spec", part.spec, kind)
         if self.spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec, got None; a layer routes by itself")
         if self.experts.layer_index is not None:
@@ -77,6 +87,7 @@ class LayerWeights:
     def named(self) -> dict[str, Any]:
         """name -> array, by the names of `MoELayerSpec.parameters`, in its order; those of a quantised matrix too."""
         bundles = {"router.": self.router, "experts.": self.experts, "shared_experts.": self.shared}
+        bundles |= {f"{name}.": getattr(self, name) for name in _AROUND}
         given = [(prefix, bundle) for prefix, bundle in bundles.items() if bundle is not None]
         arrays = {name: array for prefix, bundle in given for name, array in named_arrays(bundle, prefix)}
         # Arrays of one matrix stay in their order.
@@ -129,6 +140,8 @@ class LayerWeights:
             correction_bias=self.router.correction_bias is not None,
             router_norm=getattr(self.router, "spec", None),
             expert_scale=getattr(self.router, "expert_scale", None) is not None,
+            output=self.output and self.output.spec,
+            latent=self.before and self.before.spec,
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
         )
 
@@ -146,7 +159,7 @@ class LayerWeights:
             packed = {name: array for name, array in named_fields(shared) if isinstance(array, QuantizedTensor)}
             plain = {name: dequantize(array, layer.dtype) for name, array in packed.items()}
             shared = dataclasses.replace(shared, **plain)
-        return cls(spec, layer.experts, layer.router, shared)
+        return cls(spec, layer.experts, layer.router, shared, **{name: getattr(layer, name) for name in _AROUND})
 
     @classmethod
     def from_named(cls, arrays: Mapping[str, Any], spec: MoELayerSpec, default: Storage) -> LayerWeights:
@@ -171,7 +184,7 @@ class LayerWeights:
 
         shared = None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts.")
         experts, router = bundle(ExpertWeights, "experts."), layer_router(bundle(dict, "router."), spec.router_norm)
-        return cls(spec.moe_spec(default), experts, router, shared)
+        return cls(spec.moe_spec(default), experts, router, shared, **layer_parts(arrays, spec))
 
     def _check_formats(self) -> None:
         """Check that all of the experts' matrices are quantised alike, or none, and nothing else is."""
@@ -230,7 +243,7 @@ class LayerWeights:
                 continue  # Arrays of a quantised matrix have what its format says.
             if name == "router.correction_bias":
                 allowed = ("float32",)
-            elif name.startswith("router.") or name == "shared_experts.gate":
+            elif name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm"):
                 allowed = dtypes.MATMUL_DTYPES
             elif name.endswith("_bias"):
                 allowed = (own, "float32")
@@ -246,14 +259,27 @@ def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None) -> RouterWeig
     return LayerRouter(**arrays, spec=norm) if more else RouterWeights(**arrays)
 
 
+def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
+    """The bundles of what a layer has around its experts, of its arrays by name. spec: has its output and latent."""
+    specs = {"before": spec.latent, "after": None, "output": spec.output}
+    found = {}
+    for part, means in specs.items():
+        own = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{part}.")}
+        if own or means is not None:
+            found[part] = LayerPart(**own, spec=means)
+    return found
+
+
 def _every_name() -> tuple[str, ...]:
     """All names a layer can have, in the order of `MoELayerSpec.parameters`."""
     experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
     options = dict.fromkeys(("router_bias", "correction_bias", "expert_scale"), True)
-    spec = MoELayerSpec(1, 1, 1, 1, RouterSpec(), experts, shared, router_norm=NormSpec(), **options)
+    around = {"output": OutputSpec(NormSpec(), bias=True), "latent": LatentSpec(1, NormSpec())}
+    spec = MoELayerSpec(1, 1, 1, 1, RouterSpec(), experts, shared, router_norm=NormSpec(), **around, **options)
     return tuple(parameter.name for parameter in spec.parameters(MAXTEXT))
 
 
+_AROUND = ("before", "after", "output")
 _NAMES = _every_name()
 #: The arrays that may be quantised.
 _MATRICES = ("experts.gate_up", "experts.up", "experts.down")

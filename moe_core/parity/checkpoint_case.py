@@ -14,7 +14,7 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.checkpoint import MoELayer, ReadProgress, load_hidden_states, open_checkpoint
 from moe_core.checkpoint.quantized import plain_array
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.parity.case import Case, token_count
 from moe_core.specs.operands import named_fields
@@ -54,6 +54,12 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
             raise InvalidInput(f"{source.directory} must have layers with experts, got none; choose another checkpoint")
         number = checkpoint.moe_layers[0]
     layer = checkpoint.layer(number, progress)
+    if layer.before is not None or layer.output is not None:
+        kind = "a latent width" if layer.before is not None else "a norm, scale or bias of its output"
+        raise Unsupported(
+            f"layer {number} of {source.directory} has {kind}, which no engine compares; compare the layer with the "
+            "model's own block instead, as MoE.from_block makes it"
+        )
     storage, dtype = "", source.dtype or layer.dtype
     if layer.scheme is not None:
         storage, dtype = f"; weights stored in {layer.scheme.weights.name}", source.dtype or QUANTIZED_DTYPE

@@ -25,7 +25,7 @@ Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T
 from moe_jax.layers import description
 from moe_jax.layers.axes import require_rules
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
-from moe_jax.layers.functional import CHECKPOINT_NAMES, RoutedBy, explain, forward, warmup
+from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, warmup
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
@@ -39,6 +39,7 @@ from moe_jax.layers.parameters import (
     nested,
 )
 from moe_jax.layers.qwix import current_rule, scheme_of_rule
+from moe_jax.layers.stages import RoutedBy
 from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, quantize_experts, restore_weights
 
 __all__ = [

@@ -1,14 +1,22 @@
 """What a layer is described with: the names that `moe_jax.layers` and both Flax layers export."""
 
 from moe_core.checkpoint.presets import layer_spec_from_config
-from moe_core.layers import ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec
+from moe_core.layers import (
+    ExpertsSpec,
+    LatentSpec,
+    LayerWeights,
+    MoEAux,
+    MoELayerSpec,
+    OutputSpec,
+    SharedExpertsSpec,
+)
 from moe_core.specs import Activation, NormSpec, RouterSpec, Tuning
 from moe_jax.layers.axes import LogicalAxes
 from moe_jax.layers.functional import update_correction_bias
 from moe_jax.layers.losses import load_balance_loss
 
 __all__ = [
-    "Activation", "ExpertsSpec", "LayerWeights", "LogicalAxes", "MoEAux", "MoELayerSpec", "NormSpec",
-    "RouterSpec", "SharedExpertsSpec", "Tuning", "layer_spec_from_config", "load_balance_loss",
+    "Activation", "ExpertsSpec", "LatentSpec", "LayerWeights", "LogicalAxes", "MoEAux", "MoELayerSpec", "NormSpec",
+    "OutputSpec", "RouterSpec", "SharedExpertsSpec", "Tuning", "layer_spec_from_config", "load_balance_loss",
     "update_correction_bias",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,36 +16,23 @@ from moe_core.base import dtypes
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
+from moe_core.layers import MAXTEXT, LayerPart, MoEAux, MoELayerSpec
 from moe_core.layers.plans import explain_layer, layer_plans
-from moe_core.layers.weights import layer_router
+from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
-from moe_jax import ops
 from moe_jax.bridge.calls import moe_request
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
+from moe_jax.layers.stages import RoutedBy, of_rows, run_layer
 from moe_jax.layers.weights import matrix_specs
-from moe_jax.ops import Array, ExpertWeights, MoEOutput, RouterWeights, Routing, SharedExpert, TopK
+from moe_jax.ops import Array, ExpertWeights, RouterWeights, SharedExpert
 from moe_jax.warmup import make_ready
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
 #: K; `moe_jax.autodiff.moe` names the products `mlpwi_0` and `mlpwi_1`.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
-
-
-@dataclasses.dataclass(frozen=True)
-class RoutedBy:
-    """What a router goes by instead of x and its own choice.
-
-    gate_inputs: of the shape of x, which the router scores instead of x. expert_ids int32 `[..., K]`: the experts of
-    each token, distinct, instead of the router's choice, whose weights they still get (a token with an id outside
-    [0, E) is as one that is masked; a correction bias has no part in it).
-    """
-
-    gate_inputs: Any = None
-    expert_ids: Any = None
 
 
 _BY_X = RoutedBy()
@@ -75,8 +61,8 @@ def forward(
     for a router with a norm or expert scales, and where routed_by says what the router goes by. Raises InvalidInput,
     Unsupported.
     """
-    operands, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
-    result, tokens_per_expert = _run(operands, spec, _of_rows(routed_by, x, operands, spec))
+    operands, around, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
+    result, tokens_per_expert = run_layer(operands, around, spec, of_rows(routed_by, x, operands, spec))
     y = result.output.reshape(x.shape)
     if layer_exists is not None:
         y = jnp.where(layer_exists, y, jnp.nan)
@@ -155,7 +141,7 @@ def _planned_for(
     found: list[tuple[MoEOperands, Target]] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
-        given, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
+        given, _, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
         moe_spec = spec.moe_spec(MAXTEXT)
         router = given.routing
         plain = RouterWeights(router.weight, router.bias, router.correction_bias)
@@ -193,9 +179,9 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
 
 def _prepare(
     parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
-) -> tuple[MoEOperands, jax.Array | None]:
-    """The arguments of the composed op, checked, flattened and cast, and whether the layer exists where only the device
-    knows."""
+) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
+    """The arguments of the composed op, checked, flattened and cast, what the layer has around it, and whether the
+    layer exists where only the device knows."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:
@@ -231,7 +217,7 @@ def _prepare(
         token_mask,
         shared=None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
     )
-    return operands, layer_exists
+    return operands, layer_parts(arrays, spec), layer_exists
 
 
 def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
@@ -295,73 +281,11 @@ def _one_layer(
     cut = {
         name: jax.lax.dynamic_index_in_dim(array, index[0], keepdims=False)
         for name, array in arrays.items()
-        if is_gate(name) or not (shared_in_place if name.startswith("shared_experts.") else in_place)
+        if is_gate(name)
+        or name.startswith(("before.", "after."))
+        or not (shared_in_place if name.startswith("shared_experts.") else in_place)
     }
     if in_place:
         return arrays | cut, index, None
     # Cutting clamps the index: without this another layer would answer.
     return arrays | cut, None, (given >= 0) & (given < num_layers) if is_traced else None
-
-
-def _of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
-    """Checked, and flattened as x is; gate_inputs in the dtype of x."""
-    rows, ids = by.gate_inputs, by.expert_ids
-    if rows is not None:
-        rows = jnp.asarray(rows)
-        if rows.shape != x.shape or not jnp.issubdtype(rows.dtype, jnp.floating):
-            raise InvalidInput(
-                f"gate_inputs must be floating {x.shape} like x, got {rows.dtype} {rows.shape}; pass one row for each "
-                "of x"
-            )
-        rows = rows.reshape(given.x.shape).astype(given.x.dtype)
-    if ids is not None:
-        ids, shape = jnp.asarray(ids), (*x.shape[:-1], spec.top_k)
-        if ids.shape != shape or ids.dtype != jnp.int32:
-            raise InvalidInput(
-                f"expert_ids must be int32 {shape}, top_k for each token of x, got {ids.dtype} {ids.shape}; convert "
-                "them with .astype(jnp.int32) and give them that shape"
-            )
-        ids = ids.reshape(-1, spec.top_k)
-    return RoutedBy(rows, ids)
-
-
-def _run(given: MoEOperands, spec: MoELayerSpec, by: RoutedBy) -> tuple[MoEOutput, jax.Array]:
-    """The composed op's result and the slots routed to each expert, `[E]`, before any capacity limit."""
-    moe_spec, x, router, mask = spec.moe_spec(MAXTEXT), given.x, given.routing, given.token_mask
-    if not spec.in_stages and by.gate_inputs is None and by.expert_ids is None:
-        result = ops.moe(x, given.experts, router, moe_spec, token_mask=mask, shared=given.shared)
-        return result, result.tokens_per_expert
-    scored = x if by.gate_inputs is None else by.gate_inputs
-    # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
-    rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
-    if spec.router_norm is not None:
-        rows = ops.rms_norm(rows, router.norm, spec.router_norm)
-    logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
-    bias = router.correction_bias if by.expert_ids is None else None
-    routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
-    if spec.expert_scale:
-        routing = routing._replace(weights=_scaled(routing, router.expert_scale))
-    layout = ops.make_layout(routing.ids, spec.num_experts)
-    ids, invalid_ids = routing.ids, layout.invalid_ids
-    if spec.capacity_factor is not None:
-        # A slot's place among its expert's; slots without a row have the id -1 and stay so.
-        rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
-        ids = jnp.where(rank < spec.capacity(x.shape[0]), ids, -1)
-    if by.expert_ids is not None:
-        outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
-        invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
-    moe_spec = dataclasses.replace(moe_spec, router=None)
-    result = ops.moe(x, given.experts, TopK(ids, routing.weights), moe_spec, shared=given.shared)
-    return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
-
-
-def _scaled(routing: Routing, scale: Any) -> jax.Array:
-    """The weights `[T, K]` times the scales `[E]` of their experts; masked ones stay 0.
-
-    The scales become rows `[T, E]` as the bias of a product with zeros: their gradient then is the sum over tokens of
-    that bias, in the order that the router's backward names.
-    """
-    scale = scale if scale.dtype == jnp.float64 else scale.astype(jnp.float32)
-    zeros = jnp.zeros((len(routing.ids), 1), scale.dtype), jnp.zeros((1, len(scale)), scale.dtype)
-    rows = ops.router(*zeros, bias=scale)
-    return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

@@ -37,6 +37,11 @@ _FIXED_PATHS: dict[str, Path] = {
     "shared_experts.up": ("shared_experts", "wi_1", "kernel"),
     "shared_experts.down": ("shared_experts", "wo", "kernel"),
     "shared_experts.gate": ("shared_experts", "gate", "kernel"),
+    "before.weight": ("before", "kernel"),
+    "before.norm": ("before", "norm"),
+    "after.weight": ("after", "kernel"),
+    "output.norm": ("output", "norm"),
+    "output.bias": ("output", "bias"),
 }
 #: Before the names of the arrays of tiled matrices: `wo/tiled_values`.
 TILED = "tiled_"
@@ -158,8 +163,8 @@ def initialize(
 
 
 def is_gate(name: str) -> bool:
-    """Whether a parameter scores tokens: used and stored without rounding."""
-    return name.startswith("router.") or name == "shared_experts.gate"
+    """Whether a parameter scores tokens, or is a norm or bias of rows: used and stored without rounding."""
+    return name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm")
 
 
 def is_quantized(name: str) -> bool:

@@ -5,9 +5,11 @@ from moe_core.layers import (
     HUGGING_FACE,
     MAXTEXT,
     ExpertsSpec,
+    LatentSpec,
     LayerWeights,
     MoEAux,
     MoELayerSpec,
+    OutputSpec,
     SharedExpertsSpec,
     Storage,
 )
@@ -15,6 +17,6 @@ from moe_torch.layers.losses import load_balance_loss
 from moe_torch.layers.moe import MoE
 
 __all__ = [
-    "HUGGING_FACE", "MAXTEXT", "ExpertsSpec", "LayerWeights", "MoE", "MoEAux", "MoELayerSpec", "SharedExpertsSpec",
-    "Storage", "layer_spec_from_config", "load_balance_loss",
+    "HUGGING_FACE", "MAXTEXT", "ExpertsSpec", "LatentSpec", "LayerWeights", "MoE", "MoEAux", "MoELayerSpec",
+    "OutputSpec", "SharedExpertsSpec", "Storage", "layer_spec_from_config", "load_balance_loss",
 ]  # fmt: skip

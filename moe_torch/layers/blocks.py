@@ -29,7 +29,8 @@ class BlockWeights(NamedTuple):
 def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     """What a layer that takes the place of `block` is, and its parameters; see `MoE.from_block`."""
     require_instance("block", block, torch.nn.Module)
-    experts, kind = getattr(block, "experts", None), type(block).__name__
+    # JetMoE's blocks have the experts' matrices as children.
+    experts, kind = getattr(block, "experts", getattr(block, "input_linear", None)), type(block).__name__
     if experts is None:
         children = ", ".join(name for name, _ in block.named_children()) or "no submodule"
         raise InvalidInput(
@@ -126,6 +127,7 @@ def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     names |= {"experts.gate_up": tuple(gate_up), "experts.down": (down,)}
     if family.expert_bias:
         names |= {"experts.gate_up_bias": (f"{gate_up[0]}_bias",), "experts.down_bias": (f"{down}_bias",)}
+    names |= {one.name: naming.around[one.name][:1] for one in architecture.around()}
     *first, last = naming.shared[0]
     if architecture.shared_d_ff and not last.startswith("/"):
         names |= {"shared_experts.gate_up": tuple(first), "shared_experts.down": (last,)}
@@ -150,7 +152,8 @@ def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[t
     if len(tensors) > 1:
         parts = [tensor.detach() for tensor in tensors]
         whole = torch.stack(parts, 1).flatten(0, 1) if storage.gate_layout == "interleaved" else torch.cat(parts, -2)
-    turned = name.startswith("shared_experts.") and storage.weight_layout == "in_out"
+    plain = ("shared_experts.", "before.weight", "after.weight")
+    turned = name.startswith(plain) and storage.weight_layout == "in_out"
     if turned:
         whole = whole.detach().t().contiguous()
     if whole is tensors[0]:

@@ -25,6 +25,7 @@ from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
+from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
@@ -45,6 +46,7 @@ from moe_torch.operators.table import MOE_QUANTIZED
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
+_PARTS |= {"before": ProjectionParameters, "after": ProjectionParameters, "output": OutputParameters}
 #: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
 _DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"))
@@ -97,6 +99,9 @@ class MoE(PrepackedExperts, PlannedLayer):
     router: RouterParameters
     experts: ExpertParameters
     shared_experts: SharedParameters | None
+    before: ProjectionParameters | None
+    after: ProjectionParameters | None
+    output: OutputParameters | None
     #: The parameters that `from_block` had to copy; the others are the block's own.
     copied: tuple[str, ...] = ()
 
@@ -169,12 +174,14 @@ class MoE(PrepackedExperts, PlannedLayer):
         trained = scheme is None or scheme.activations is None
         for part, group in _PARTS.items():
             own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
-            setattr(self, part, group(own, device, dtype, quantized, trained=trained) if own else None)
+            # An output with nothing but a scale has no arrays.
+            present = own or getattr(spec, part, None) is not None
+            setattr(self, part, group(own, device, dtype, quantized, trained=trained) if present else None)
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
-        # Factors are applied between the stages.
-        names = [parameter.name for parameter in parameters if parameter.role != "factor"]
-        places = [_place(self._operator, *name.split(".")) for name in names]
+        # Factors are applied between the stages, and other parts around the operator.
+        names = [parameter.name.split(".") for parameter in parameters if parameter.role != "factor"]
+        places = [_place(self._operator, *name) for name in names if name[0] in _PREFIXES]
         self._places = tuple(place for place in places if len(place) == 3)
         # Those of quantised matrices lie a module deeper.
         self._deep_places = tuple(place for place in places if len(place) == 4)
@@ -193,13 +200,12 @@ class MoE(PrepackedExperts, PlannedLayer):
         self.moe_spec, formats = self.spec.moe_spec(HUGGING_FACE), ()
         parts = self._parts()
         for part in parts.values():
-            part.spec = self.moe_spec
+            part.spec, part.layer_spec = self.moe_spec, self.spec
         if self._is_quantized:
             experts = parts["experts"]
             matrices = experts.gate_up, experts.down, experts.up
             formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
         self._options = encode(self.moe_spec, *formats)
-        parts["router"].norm_spec = self.spec.router_norm
         self._in_stages = self.spec.in_stages
 
     @property
@@ -248,8 +254,10 @@ class MoE(PrepackedExperts, PlannedLayer):
         arrays[0] = self._rows(x, arrays[self._like_place])
         if token_mask is not None:
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
+        finish = self.output
         if not staged and not return_aux:
             output = call_first(operator, *arrays, self._options)
+            output = output if finish is None else finish(output)
             return output if x.dim() == 2 else output.view_as(x)
         if staged:
             like, mask = arrays[self._like_place], arrays[self._mask_place]
@@ -258,6 +266,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             output, ids, chosen, logits, counts, invalid = run_stages(self, arrays[0], mask, scored, given)
         else:
             output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
+        output = output if finish is None else finish(output)
         y = output if x.dim() == 2 else output.view_as(x)
         if not return_aux:
             return y

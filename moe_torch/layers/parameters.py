@@ -12,7 +12,7 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
-from moe_core.specs import MoESpec, NormSpec
+from moe_core.specs import MoESpec
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
 from moe_torch import ops
@@ -122,8 +122,9 @@ class ParameterGroup(torch.nn.Module):
     """
 
     NAMES: ClassVar[tuple[str, ...]]
-    #: The options of the layer's operator, which the layer sets.
+    #: The options of the layer's operator, and the layer, which the layer sets.
     spec: MoESpec
+    layer_spec: MoELayerSpec
 
     def __init__(
         self,
@@ -171,8 +172,6 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
     correction_bias: torch.Tensor | None
     norm: torch.Tensor | None
     expert_scale: torch.Tensor | None
-    #: The layer's `router_norm`, which the layer sets.
-    norm_spec: NormSpec | None = None
 
     @property
     def in_features(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -191,8 +190,8 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.norm is not None:
-            assert self.norm_spec is not None
-            input = ops.rms_norm(input, self.norm, self.norm_spec)
+            assert self.layer_spec.router_norm is not None
+            input = ops.rms_norm(input, self.norm, self.layer_spec.router_norm)
         return ops.router(input, self.weight, bias=self.bias, spec=self.spec.logits_spec())
 
     def scaled(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -210,7 +209,8 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
 
 class ExpertParameters(ParameterGroup):
-    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids int32 `[T, K]` and weights `[T, K]`.
+    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids int32 `[T, K]` and weights `[T, K]`; with
+    `norm` `[D]` as a fourth argument, the factors of a norm of each expert's result.
 
     The fields of `moe_core.specs.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`.
     """
@@ -239,10 +239,31 @@ class ExpertParameters(ParameterGroup):
             }
         )
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         # What calls modules in a dtype of its own, such as fully_shard, casts the weights too.
-        return ops.moe(autocast(x), self.operands(), TopK(ids, at_least_float32(weights)), spec).output
+        weights = at_least_float32(weights)
+        if norm is not None:
+            return self._normalised(autocast(x), ids, weights, norm)
+        return ops.moe(autocast(x), self.operands(), TopK(ids, weights), spec).output
+
+    def _normalised(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Stage by stage, with the norm between the second product and the router's weights."""
+        spec, own, norm_spec = self.spec, self.operands(), self.layer_spec.norm_of_experts
+        assert norm_spec is not None
+        layout = ops.make_layout(ids, own.down.shape[0])
+        into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
+        pre = ops.matmul_ogs(MatmulOperands(x, own.gate_up, bias=own.gate_up_bias), layout, into)
+        up = None if own.up is None else ops.matmul_ogs(MatmulOperands(x, own.up, bias=own.up_bias), layout, into)
+        hidden = ops.activation(pre, spec.activation, up=up)
+        out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
+        slots = ops.matmul_ogs(MatmulOperands(hidden, own.down, bias=own.down_bias), layout, out)
+        weighted = at_least_float32(ops.rms_norm(slots, norm, norm_spec)) * weights.reshape(-1, 1)
+        return ops.reduce(weighted, layout, out_dtype=x.dtype)
 
 
 class SharedParameters(ParameterGroup):

@@ -38,9 +38,11 @@ def run_stages(
     weights = router.scaled(weights, ids)
     layout = ops.make_layout(ids, spec.num_experts)
     kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, spec)
-    experts, shared = layer.experts, layer.shared_experts
-    if has_own_call(experts) or (shared is not None and has_own_call(shared)):
-        output = experts(x, kept, weights)
+    experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
+    if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
+        norm = (own_part(layer.output, "output").norm,) if normed else ()
+        output = experts(x if spec.latent is None else layer.before(x), kept, weights, *norm)
+        output = output if spec.latent is None else layer.after(output)
         if shared is not None:
             output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)
     else:

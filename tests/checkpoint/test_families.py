@@ -11,13 +11,12 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moe_core.checkpoint import (
-    Checkpoint,
     MoELayer,
     convert_checkpoint,
     open_checkpoint,
@@ -27,9 +26,9 @@ from moe_core.checkpoint import (
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import format_named
-from moe_core.layers import HUGGING_FACE, LayerWeights, convert_weights
-from moe_core.ops.moe.reference.forward import moe_stages
+from moe_core.layers import HUGGING_FACE, LayerWeights, OutputSpec, convert_weights
 from moe_core.parity.tolerance import assert_close
+from moe_core.specs import NormSpec
 from tests.support.layers import tolerances
 
 torch = pytest.importorskip("torch", reason="the judge needs torch")
@@ -38,9 +37,18 @@ transformers = pytest.importorskip("transformers", reason="the judge needs trans
 from safetensors.numpy import load_file
 
 from tests.support.families import ROWS, VARIANTS, row_named, tiny
+from tests.support.families.judge import (
+    assert_same_layer,
+    assert_same_state,
+    block_of,
+    hidden_states,
+    judge,
+    saved,
+    tensors_of,
+    weights_of,
+)
 from tests.support.torch import running_on, to_numpy
 from tools.sweep import models
-from tools.sweep.measure import block_run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,68 +61,6 @@ def _quiet() -> Iterator[None]:
     yield
     log.set_verbosity(verbosity)
     log.enable_progress_bar()
-
-
-class Verdict(NamedTuple):
-    """What transformers' block gives: ids, sorted by token (None where its experts are told none), and the output."""
-
-    ids: np.ndarray | None
-    output: np.ndarray
-
-
-def block_of(model: Any, layer: int) -> tuple[Any, Any]:
-    """(transformers' MoE block of a layer, the decoder layer around it)."""
-    for path, block in models.moe_blocks(model).items():
-        if f"layers.{layer}." in f"{path}." or f"blocks.{layer}." in f"{path}.":
-            return block, model.get_submodule(path.rpartition(".")[0])
-    raise AssertionError(f"layer {layer} has no block, only {list(models.moe_blocks(model))}")
-
-
-def judge(model: Any, layer: int, x: Any) -> Verdict:
-    block, around = block_of(model, layer)
-    with torch.no_grad():
-        output, ids = block_run(block, x[None])
-        # Granite's shared experts stand beside the block.
-        output = output + (around.shared_mlp(x[None]) if getattr(around, "shared_mlp", None) is not None else 0)
-    return Verdict(None if ids is None else np.sort(to_numpy(ids), axis=1), to_numpy(output).reshape(x.shape))
-
-
-def hidden_states(tokens: int = 24) -> Any:
-    return torch.randn((tokens, models.D), generator=torch.Generator().manual_seed(2))
-
-
-def saved(model: Any, path: Path, *, published: bool = True) -> Checkpoint:
-    model.save_pretrained(path, save_original_format=published)
-    return open_checkpoint(path)
-
-
-def weights_of(checkpoint: Checkpoint) -> list[tuple[int, LayerWeights]]:
-    return [(number, LayerWeights.from_checkpoint(checkpoint.layer(number))) for number in checkpoint.moe_layers]
-
-
-def tensors_of(path: Path) -> dict[str, bytes]:
-    """Names without the `model.` that a model without a head leaves out, and bits."""
-    tensors = [item for file in path.glob("*.safetensors") for item in load_file(file).items()]
-    return {name.removeprefix("model."): array.tobytes() for name, array in tensors}
-
-
-def assert_same_layer(layer: MoELayer, verdict: Verdict, label: str) -> None:
-    x = to_numpy(hidden_states())
-    stages = moe_stages(x, layer.experts, layer.router, layer.spec, shared=layer.shared)
-    if verdict.ids is not None:
-        np.testing.assert_array_equal(np.sort(stages["ids"], axis=1), verdict.ids, err_msg=label)
-    allowed = tolerances(LayerWeights.from_checkpoint(layer).layer_spec(), "float32")["output"]
-    assert_close(stages["output"], verdict.output, allowed, f"{label} output")
-
-
-def assert_same_state(model: Any, path: Path) -> None:
-    """transformers reads the files at `path` as the bits of `model`, and misses nothing."""
-    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype="float32")
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
-    state, found = model.state_dict(), back.state_dict()
-    assert state.keys() == found.keys()
-    different = [name for name, tensor in state.items() if not torch.equal(tensor, found[name])]
-    assert not different, different
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -166,14 +112,28 @@ def test_torch_layer_agrees(tmp_path: Path, row: str) -> None:
     assert_close(output, judge(model, number, hidden_states()).output, allowed, f"{row} output")
 
 
-@pytest.mark.parametrize("row", ["aria", "ernie4_5_moe", "hy_v4", "minimax_m3_vl", "nemotron_h"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "aria",
+        "axk1",
+        "cohere2_moe",
+        "ernie4_5_moe",
+        "hy_v4",
+        "jetmoe",
+        "minimax_m3_vl",
+        "muse_spark",
+        "nemotron_h_latent",
+    ],
+)
 def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
     """One family for each part that the others lack: transposed shared experts, softmax with a correction bias, halves
-    of swiglu_oai, ungated experts, shared experts with an activation of their own."""
+    of swiglu_oai, ungated experts, shared experts with an activation of their own, and what is around experts."""
     nnx = pytest.importorskip("moe_jax.nnx", reason="the JAX front-end needs jax and flax")
     from tests.support import jax as jax_support
 
-    model = tiny(row)
+    family, changes = row_named(row)
+    model = tiny(family, **changes)
     checkpoint = saved(model, tmp_path)
     number = checkpoint.moe_layers[-1]
     with jax_support.running_on("reference"):
@@ -356,7 +316,20 @@ def _shared_as_experts(layer: MoELayer) -> MoELayer:
     return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, shared_activation=None))
 
 
+def _output(**changes: Any) -> Any:
+    def change(layer: MoELayer) -> MoELayer:
+        assert layer.output is not None and isinstance(layer.output.spec, OutputSpec)
+        spec = dataclasses.replace(layer.output.spec, **changes)
+        return dataclasses.replace(layer, output=dataclasses.replace(layer.output, spec=spec))
+
+    return change
+
+
 FAULTS = {
+    "axk1": ("norm with another epsilon", _output(norm=NormSpec(1.0))),
+    "cohere2_moe": ("the sum", lambda layer: dataclasses.replace(layer, output=None)),
+    "jetmoe": ("bias lost", lambda layer: dataclasses.replace(layer, output=None)),
+    "muse_spark": ("weight behind the norm", _output(norm=NormSpec(1e-8, centred=True))),
     "aria": ("softmax over all", _router(order="softmax_then_topk")),
     "beam": ("scale lost", _router(scale=1.0)),
     "cohere2_moe_sigmoid": ("not renormalised", _router(renormalize=False)),

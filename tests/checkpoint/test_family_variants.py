@@ -136,7 +136,7 @@ def test_experts_and_shared_experts_have_their_own_activations(family: str, chan
         *((family, {"mlp_bias": True}, "mlp_bias .* a bias of the shared experts") for family in
           ("aria", "deepseek_v2", "deepseek_ocr2", "hy_v3", "nemotron_h", "unlimited_ocr")),
         ("axk2", {"n_group": 4, "topk_group": 2}, "n_group in config.json must be 1 for axk2, got 4; groups in which"),
-        ("cohere2_moe", {"shared_expert_combination_strategy": None}, "must be 'sum' .* got None; the average"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "must be 'sum' .* got 'max'; another comb"),
         ("ernie4_5_moe", {"moe_norm_min": 0.3}, "moe_norm_min in config.json must be at most"),
         ("gemma4", {"enable_moe_block": None}, "enable_moe_block in config.json must be True"),
         ("longcat_flash", {"zero_expert_num": None}, "zero_expert_num in config.json must be 0"),

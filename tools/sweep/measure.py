@@ -104,6 +104,8 @@ def block_run(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
         _, weights, ids = block.router(rows)
         return block.experts(rows, ids, weights).view_as(x), ids
     given: list[Any] = []
+    if not hasattr(block, "experts"):
+        return block(x), None
     hook = block.experts.register_forward_pre_hook(
         lambda module, positional, named: given.extend((*positional, *named.values())), with_kwargs=True
     )

@@ -104,6 +104,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "axk1": {"head_dim": 8},
     "axk2": {"n_group": None, "topk_group": None},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "cohere2_moe": {"num_shared_experts": 1},
     "dbrx": {
         "d_model": D,
         "n_heads": 2,
@@ -225,8 +226,16 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def moe_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that route tokens to a child `experts`, by their paths; decoder layers that do so too."""
-    return {path: module for path, module in model.named_modules() if "experts" in dict(module.named_children())}
+    """The modules that route tokens to a child `experts`, by their paths; decoder layers that do so too.
+
+    JetMoE's have the experts' matrices as children; its attention has experts as well, which are none.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        children = {name for name, _ in module.named_children()}
+        if ("experts" in children or {"input_linear", "router"} <= children) and "self_attention" not in path:
+            found[path] = module
+    return found
 
 
 def is_decoder(block: torch.nn.Module) -> bool:

@@ -20,12 +20,9 @@ from moe_core.errors import Unsupported
 FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK, **GEMMA}
 #: model_type -> the one operation of its block that a layer cannot compute.
 REFUSED: Mapping[str, str] = {
-    "axk1": "an RMSNorm of the sum of routed and shared experts (post_mlp_layernorm)",
     "doge": "experts of one row each, found by a product of keys",
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
     "inkling_text": "a softmax over the chosen and the shared experts together",
-    "jetmoe": "a bias added to the sum of the experts",
-    "muse_spark_text": "a projection before the experts and one behind them, with an RMSNorm of each expert's output",
     "nllb-moe": "a second expert chosen at random, with a capacity that depends on the batch",
     "phimoe": "sparsemixer routing",
     "switch_transformers": "relu experts with dropout, and tokens dropped by a fixed capacity",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.around import latent_size, muse_around, muse_router, normalised_sum
 from moe_core.checkpoint.families.record import (
     NO_BIAS,
     Activations,
@@ -187,6 +188,31 @@ DEEPSEEK = {
         _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
     ),
     "axk2": replace(_V3, router=_axk2_router, layers=dense_first(1)),
+    # The sum of routed and shared experts is normalised; files have that norm beside the block.
+    "axk1": replace(
+        _V3,
+        layers=dense_first(1),
+        around=normalised_sum,
+        naming=Naming(around={"output.norm": ("post_mlp_layernorm.weight", "/post_mlp_layernorm.weight")}),
+    ),
+    # Experts of another width between projections, with a norm of what they take and of what each gives.
+    "muse_spark_text": replace(
+        _V3,
+        router=muse_router,
+        layers=dense_first(0),
+        experts=("num_local_experts", "num_experts"),
+        shared=None,
+        around=muse_around,
+        naming=Naming(
+            per_expert=None,
+            around={
+                "before.weight": ("pre_expert_proj.weight",),
+                "before.norm": ("pre_expert_norm.weight",),
+                "after.weight": ("post_expert_proj.weight",),
+                "output.norm": ("experts.post_expert_norm.weight",),
+            },
+        ),
+    ),
     "solar_open": replace(_V3, layers=every_layer),
     "mimo_v2_flash": replace(_V3, layers=dense_first(1), shared=None),
     "beam": replace(_V3, layers=dense_first(3), shared=None),
@@ -264,8 +290,10 @@ DEEPSEEK = {
             per_expert=("up_proj", "down_proj"),
             shared=(mlp_names("shared_experts")[1:],),
             prefixes=("model.", "backbone."),
+            around={"before.weight": ("fc1_latent_proj.weight",), "after.weight": ("fc2_latent_proj.weight",)},
         ),
-        requires=(("moe_latent_size", None, "a projection before the experts and one behind them"), NO_BIAS),
+        around=latent_size,
+        requires=(NO_BIAS,),
     ),
     "mistral4": replace(
         _V3,

@@ -20,6 +20,7 @@ from moe_core.checkpoint.families.record import (
     swiglu_oai,
 )
 from moe_core.errors import InvalidInput
+from moe_core.layers.around import OutputSpec
 from moe_core.specs import Activation, RouterSpec
 
 _EXPERTS, _FUSED = ("num_local_experts", "num_experts"), ("experts.gate_up_proj", "experts.down_proj")
@@ -129,6 +130,19 @@ MIXTRAL = {
     "granitemoe_swa": replace(
         _GRANITE,
         naming=replace(_GRANITE_NAMES, router=("router.weight",), fused=(_FUSED,)),
+    ),
+    # Its experts are modules that hold one tensor each, and a bias is added to their sum.
+    "jetmoe": replace(
+        _MIXTRAL,
+        router=_TOPK_FIRST,
+        activation=hidden_activation("activation_function"),
+        around=lambda config: {"output": OutputSpec(bias=True)},
+        naming=Naming(
+            router=("router.layer.weight",),
+            fused=(("input_linear.weight", "output_linear.weight"),),
+            per_expert=None,
+            around={"output.bias": ("bias",)},
+        ),
     ),
     "gpt_oss": _GPT_OSS,
     "dbrx": Family(

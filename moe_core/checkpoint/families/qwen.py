@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.around import cohere2_around
 from moe_core.checkpoint.families.record import (
     Family,
     Layers,
@@ -106,8 +107,7 @@ QWEN = {
         router=_cohere2_router,
         layers=dense_first(0),
         shared=Shared(("num_shared_experts",)),
-        requires=(("shared_expert_combination_strategy", "sum", "the average of routed and shared experts"),),
-        given=("shared_expert_combination_strategy",),
+        around=cohere2_around,
     ),
     # Weights are softmax scores; the correction bias changes only which experts are chosen.
     "ernie4_5_moe": Family(

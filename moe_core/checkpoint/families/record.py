@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
+from moe_core.layers.around import LatentSpec, OutputSpec
+from moe_core.layers.parameter import Parameter
+from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, storage_of
 from moe_core.specs import Activation, MoESpec, NormSpec, RouterSpec
 
 #: hidden_act of a config.json -> name of the activation.
@@ -45,8 +47,9 @@ class Naming:
     model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
     interleaved: the published `fused` holds rows of gate and up in turn. bias_row: files hold the correction bias as
     `[1, E]`. flat: `fused` holds the experts' F rows below each other, `[E * F, D]`, down too. layers: what the names
-    call the list of layers. norm, expert_scale: of the router. A first block without a name: router and experts are
-    children of the decoder layer, beside its attention.
+    call the list of layers. norm, expert_scale: of the router. around: the arrays that a layer has around its experts,
+    by the layer's names. A first block without a name: router and experts are children of the decoder layer, beside its
+    attention.
     """
 
     blocks: Names = ("mlp",)
@@ -65,6 +68,7 @@ class Naming:
     layers: str = "layers"
     norm: str = "router.scale"
     expert_scale: str = "router.per_expert_scale"
+    around: Mapping[str, Names] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ class Family:
     hidden, width, experts: settings that give d_model, d_ff and E. shared: None = no shared experts. correction_bias:
     whether there is one, or the setting that says so. shared_activation: None = that of the experts. layer_activations:
     those of layers that differ from the others. router_norm: of the rows that the router scores. expert_scale: the
-    router's weights are multiplied by a parameter of each expert. weight_layout: of fused storage in files. requires:
+    router's weights are multiplied by a parameter of each expert. around: what a layer has around its experts, fields
+    of MoELayerSpec. weight_layout: of fused storage in files. requires:
     (setting, the value that can be computed, what another one asks for); absent and null settings are fine, but for
     those of `given`, for which transformers takes a value that cannot be computed. part: the setting that holds those
     of the experts.
@@ -125,6 +130,7 @@ class Family:
     router_bias: bool = False
     router_norm: Callable[[ModelConfig], NormSpec] | None = None
     expert_scale: bool = False
+    around: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     expert_bias: bool = False
     weight_layout: str = "out_in"
     router_weight_on_input: bool = False
@@ -140,7 +146,7 @@ class Architecture:
     moe_layers: the layers that have one, ascending; moe_layers_rule: the settings that decided it. d_ff: width of one
     expert after gating; shared_d_ff: of the shared experts together, 0 = none. spec: weights as the family's fused
     storage lays them out, which per-expert storage is stacked into. layer_activations: layer -> its own, where they are
-    not those of `spec`; `spec_of` puts them in.
+    not those of `spec`; `spec_of` puts them in. output, latent: those of the layers.
     """
 
     num_layers: int
@@ -156,6 +162,18 @@ class Architecture:
     naming: Naming
     layer_activations: Mapping[int, Activations] = field(default_factory=dict)
     router_norm: NormSpec | None = None
+    output: OutputSpec | None = None
+    latent: LatentSpec | None = None
+
+    @property
+    def expert_width(self) -> int:
+        """The columns of rows that experts take and give."""
+        return self.d_model if self.latent is None else self.latent.width
+
+    def around(self) -> tuple[Parameter, ...]:
+        """The arrays around the experts, stored as `spec` says."""
+        parameters = self.layer_spec(next(iter(self.moe_layers), 0)).parameters(storage_of(self.spec))
+        return tuple(one for one in parameters if one.name.startswith(("before.", "after.", "output.")))
 
     def spec_of(self, layer: int) -> MoESpec:
         """`spec` with the activations of one layer."""
@@ -199,6 +217,8 @@ class Architecture:
             family.router_weight_on_input,
             router_norm=self.router_norm,
             expert_scale=family.expert_scale,
+            output=self.output,
+            latent=self.latent,
         )
 
 
@@ -231,9 +251,9 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     )
     own = {} if family.layer_activations is None else family.layer_activations(config)
     norm = None if family.router_norm is None else family.router_norm(config)
-    return Architecture(
-        *layers, d_model, d_ff, num_experts, shared_d_ff, spec, family, correction_bias, naming, own, norm
-    )
+    around = {} if family.around is None else family.around(config)
+    sizes = (d_model, d_ff, num_experts, shared_d_ff)
+    return Architecture(*layers, *sizes, spec, family, correction_bias, naming, own, norm, **around)
 
 
 def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:

@@ -15,10 +15,11 @@ from tools.sweep import models
 
 #: Rows of the table -> (family, settings beside those of the sweep). Every other family is a row by its own name.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere2_moe": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    "cohere2_moe_sum": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    "cohere2_moe_none": ("cohere2_moe", {"num_shared_experts": 0}),
     "cohere2_moe_sigmoid": (
         "cohere2_moe",
-        {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1},
+        {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1},
     ),
     "deepseek_v4": ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 0.5}),
     "glm5_next": ("glm5_next", {"swiglu_limit": 0.5}),
@@ -31,6 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4", {"num_experts_per_tok": 1}),
     "mistral4_groups": ("mistral4", {"n_group": 4, "topk_group": 2}),
     "mistral_large4_groups": ("mistral_large4", {"n_group": 4, "topk_group": 2}),
+    "nemotron_h_latent": ("nemotron_h", {"moe_latent_size": 12}),
     "olmoe_renormalised": ("olmoe", {"norm_topk_prob": True}),
     "step3p7_limits": ("step3p7", {"swiglu_limits": [0, 0.3], "swiglu_limits_shared": [0, 0.6]}),
     "step3p7_shared_limit": ("step3p7", {"swiglu_limits": [0, None], "swiglu_limits_shared": [0, 0.4]}),

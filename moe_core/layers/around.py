@@ -1,0 +1,72 @@
+"""What a layer has around its experts: a latent width in which they work, and what is done to their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.base.checks import finite_float, require_at_least, require_choice, require_flag, require_kind
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput
+from moe_core.specs import NormSpec
+
+#: What an output norm may be of.
+NORM_OF = ("sum", "experts")
+
+
+@plan_type
+@dataclass(frozen=True)
+class OutputSpec:
+    """What is done to the experts' results.
+
+    norm: RMS normalisation with a factor for each column, a parameter. of: `sum`, the rows of y, routed and shared
+    experts together; `experts`, what each expert gives, before the router's weight. scale: a constant that multiplies
+    the rows of y, after the norm. bias: a parameter `[D]` is added at the end.
+    """
+
+    norm: NormSpec | None = None
+    of: str = "sum"
+    scale: float = 1.0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_kind("output.norm", self.norm, NormSpec, optional=True)
+        require_choice("output.of", self.of, NORM_OF)
+        object.__setattr__(self, "scale", finite_float("output.scale", self.scale))
+        require_flag("output.bias", self.bias)
+        if self.norm is None and self.of != "sum":
+            raise InvalidInput(f"output.of must be 'sum' without a norm, got {self.of!r}; leave it out")
+        if self.norm is None and self.scale == 1 and not self.bias:
+            raise InvalidInput(f"output must have a norm, a scale or a bias, got {self}; leave it out")
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert's result is normalised."""
+        return self.of == "experts"
+
+
+@plan_type
+@dataclass(frozen=True)
+class LatentSpec:
+    """Routed experts take and give rows of another width than x: projections stand before and after them.
+
+    width: of these rows. norm: RMS normalisation of the rows that the experts take. Router and shared experts take x.
+    """
+
+    width: int
+    norm: NormSpec | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least("latent.width", self.width, 1)
+        require_kind("latent.norm", self.norm, NormSpec, optional=True)
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """Arrays of a part around the experts. weight: a projection; norm and bias: of its columns. spec: the OutputSpec or
+    LatentSpec that says what they mean, None of the projection behind."""
+
+    weight: Any = None
+    norm: Any = None
+    bias: Any = None
+    spec: Any = None

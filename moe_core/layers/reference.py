@@ -1,0 +1,65 @@
+"""The forward of a layer in NumPy: the stages of the op, and what the layer has around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from moe_core.layers.weights import LayerWeights
+from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.common.rounding import plain_name, round_to, to_float32
+from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, shared_output
+from moe_core.ops.norm.reference import rms_norm
+from moe_core.specs import MatmulSpec
+from moe_core.specs.operands import TopK
+
+
+def layer_stages(weights: LayerWeights, x: np.ndarray, token_mask: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """`moe_stages` of a layer on x `[T, D]`, with the output of the whole layer.
+
+    Where each expert's result is normalised, matmul2 has no router weight. Raises what `moe_stages` raises.
+    """
+    layer, spec = weights.layer_spec(), weights.spec
+    if layer.latent is None and layer.norm_of_experts is None:
+        stages = moe_stages(x, weights.experts, weights.router, spec, token_mask=token_mask, shared=weights.shared)
+        return stages | {"output": _finished(stages["output"], weights)}
+    stages = routing_stages(x, weights.router, spec, token_mask)
+    given = TopK(stages["ids"], stages["weights"])
+    product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
+    rows, plain = x, dataclasses.replace(spec, router=None, shared_activation=None)
+    if layer.latent is not None and weights.before is not None:
+        rows = matmul_ogs(rows, weights.before.weight, layout=None, spec=product)
+        rows = rows if layer.latent.norm is None else rms_norm(rows, weights.before.norm, spec=layer.latent.norm)
+    if layer.norm_of_experts is None or weights.output is None:
+        stages |= moe_stages(rows, weights.experts, given, plain)
+        routed = stages["output"]
+    else:
+        stages |= moe_stages(rows, weights.experts, TopK(given.ids, np.ones_like(given.weights)), plain)
+        normed = rms_norm(stages["matmul2"], weights.output.norm, spec=layer.norm_of_experts)
+        slots = to_float32(normed).reshape(*given.ids.shape, -1) * given.weights[..., None]
+        routed = round_to(functools.reduce(np.add, slots.swapaxes(0, 1)), plain_name(x))
+    if weights.after is not None:
+        routed = matmul_ogs(routed, weights.after.weight, layout=None, spec=product)
+    if weights.shared is not None:
+        visited, gate = shared_output(x, weights.shared, spec, None)
+        visited = to_float32(round_to(visited if gate is None else visited * sigmoid(gate), plain_name(x)))
+        routed = round_to(to_float32(routed) + visited, plain_name(x))
+    return stages | {"weights": given.weights, "output": _finished(routed, weights)}
+
+
+def _finished(rows: np.ndarray, weights: LayerWeights) -> np.ndarray:
+    """What the layer does to the sum of its experts."""
+    layer, part = weights.layer_spec(), weights.output
+    spec = layer.output
+    if part is None or spec is None:
+        return rows
+    if spec.norm is not None and not spec.of_experts:
+        rows = rms_norm(rows, part.norm, spec=spec.norm)
+    total = to_float32(rows)
+    total = total * total.dtype.type(spec.scale)
+    if part.bias is not None:
+        total = total + to_float32(part.bias)
+    return round_to(total, plain_name(rows))

@@ -1,0 +1,199 @@
+"""One call of a layer: the composed op, or its stages one by one, and what the layer has around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput
+from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
+from moe_core.specs import MatmulSpec, MoESpec, NormSpec
+from moe_core.specs.operands import MatmulOperands, MoEOperands
+from moe_core.specs.routing import LogitsSpec
+from moe_jax import ops
+from moe_jax.ops import MoEOutput, Routing, TopK
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedBy:
+    """What a router goes by instead of x and its own choice.
+
+    gate_inputs: of the shape of x, which the router scores instead of x. expert_ids int32 `[..., K]`: the experts of
+    each token, distinct, instead of the router's choice, whose weights they still get (a token with an id outside
+    [0, E) is as one that is masked; a correction bias has no part in it).
+    """
+
+    gate_inputs: Any = None
+    expert_ids: Any = None
+
+
+def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
+    """Checked, and flattened as x is; gate_inputs in the dtype of x."""
+    rows, ids = by.gate_inputs, by.expert_ids
+    if rows is not None:
+        rows = jnp.asarray(rows)
+        if rows.shape != x.shape or not jnp.issubdtype(rows.dtype, jnp.floating):
+            raise InvalidInput(
+                f"gate_inputs must be floating {x.shape} like x, got {rows.dtype} {rows.shape}; pass one row for each "
+                "of x"
+            )
+        rows = rows.reshape(given.x.shape).astype(given.x.dtype)
+    if ids is not None:
+        ids, shape = jnp.asarray(ids), (*x.shape[:-1], spec.top_k)
+        if ids.shape != shape or ids.dtype != jnp.int32:
+            raise InvalidInput(
+                f"expert_ids must be int32 {shape}, top_k for each token of x, got {ids.dtype} {ids.shape}; convert "
+                "them with .astype(jnp.int32) and give them that shape"
+            )
+        ids = ids.reshape(-1, spec.top_k)
+    return RoutedBy(rows, ids)
+
+
+def run_layer(
+    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy
+) -> tuple[MoEOutput, jax.Array]:
+    """The result of a layer and the slots routed to each expert, `[E]`, before any capacity limit."""
+    moe_spec, x, mask = spec.moe_spec(MAXTEXT), given.x, given.token_mask
+    if not spec.in_stages and by.gate_inputs is None and by.expert_ids is None:
+        result = ops.moe(x, given.experts, given.routing, moe_spec, token_mask=mask, shared=given.shared)
+        return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
+    result, counts = _run_stages(given, around, spec, by)
+    return result._replace(output=_finished(result.output, around, spec)), counts
+
+
+def _run_stages(
+    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy
+) -> tuple[MoEOutput, jax.Array]:
+    """As `run_layer`, up to the sum of the experts."""
+    moe_spec, x, router, mask = spec.moe_spec(MAXTEXT), given.x, given.routing, given.token_mask
+    scored = x if by.gate_inputs is None else by.gate_inputs
+    # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+    rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
+    if spec.router_norm is not None:
+        rows = ops.rms_norm(rows, router.norm, spec.router_norm)
+    logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
+    bias = router.correction_bias if by.expert_ids is None else None
+    routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
+    if spec.expert_scale:
+        routing = routing._replace(weights=_scaled(routing, router.expert_scale))
+    layout = ops.make_layout(routing.ids, spec.num_experts)
+    ids, invalid_ids = routing.ids, layout.invalid_ids
+    if spec.capacity_factor is not None:
+        # A slot's place among its expert's; slots without a row have the id -1 and stay so.
+        rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
+        ids = jnp.where(rank < spec.capacity(x.shape[0]), ids, -1)
+    if by.expert_ids is not None:
+        outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
+        invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
+    given_ids = TopK(ids, routing.weights)
+    if spec.latent is None and spec.norm_of_experts is None:
+        moe_spec = dataclasses.replace(moe_spec, router=None)
+        result = ops.moe(x, given.experts, given_ids, moe_spec, shared=given.shared)
+        return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
+    output = _around_experts(given, around, spec, given_ids)
+    return MoEOutput(output, ids, routing.weights, logits, layout.group_sizes, invalid_ids), layout.group_sizes
+
+
+def _around_experts(
+    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK
+) -> jax.Array:
+    """The sum of experts with a latent width, or with a norm of each one's result, and of shared experts."""
+    moe_spec, x, experts = spec.moe_spec(MAXTEXT), given.x, given.experts
+    product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
+    rows = x
+    if spec.latent is not None:
+        rows = ops.matmul_ogs(MatmulOperands(x, around["before"].weight), None, product)
+        if spec.latent.norm is not None:
+            rows = ops.rms_norm(rows, around["before"].norm, spec.latent.norm)
+    if spec.norm_of_experts is None:
+        plain = dataclasses.replace(moe_spec, router=None, shared_activation=None)
+        output = ops.moe(rows, experts, routing, plain).output
+    else:
+        output = _normalised(rows, experts, routing, moe_spec, (around["output"].norm, spec.norm_of_experts))
+    if spec.latent is not None:
+        output = ops.matmul_ogs(MatmulOperands(output, around["after"].weight), None, product)
+    if given.shared is None:
+        return output
+    visited = _shared(x, given.shared, moe_spec, product, experts.layer_index)
+    total = at_least_float32(output) + at_least_float32(visited)
+    return total.astype(output.dtype)
+
+
+def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[Any, NormSpec]) -> jax.Array:
+    """Experts stage by stage, with a norm between the second product and the router's weights."""
+    index = experts.layer_index
+    layout = ops.make_layout(routing.ids, experts.down.shape[0 if index is None else 1])
+
+    def multiply(rows: Any, matrix: str, product: MatmulSpec) -> jax.Array:
+        weight, bias = getattr(experts, matrix), getattr(experts, f"{matrix}_bias")
+        return ops.matmul_ogs(MatmulOperands(rows, weight, bias=bias, layer_index=index), layout, product)
+
+    into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
+    up = None if experts.up is None else multiply(x, "up", into)
+    hidden = ops.activation(multiply(x, "gate_up", into), spec.activation, up=up)
+    out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
+    slots = at_least_float32(ops.rms_norm(multiply(hidden, "down", out), *norm))
+    return ops.reduce(slots * routing.weights.reshape(-1, 1), layout, out_dtype=x.dtype)
+
+
+def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index: Any) -> jax.Array:
+    """The rows of the shared experts, whose matrices may be cut out of a stack already."""
+    index = layer_index if shared.down.ndim == 3 else None
+
+    def multiply(rows: Any, weight: Any) -> jax.Array:
+        return ops.matmul_ogs(MatmulOperands(rows, weight, layer_index=index), None, product)
+
+    up = None if shared.up is None else multiply(x, shared.up)
+    hidden = ops.activation(multiply(x, shared.gate_up), spec.shared_activation or spec.activation, up=up)
+    y = multiply(hidden, shared.down)
+    if shared.gate is None:
+        return y
+    logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
+    return (y * jax.nn.sigmoid(ops.router(x, shared.gate, spec=logits))).astype(y.dtype)
+
+
+def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSpec) -> jax.Array:
+    """What the layer does to the sum of its experts."""
+    output = spec.output
+    if output is None:
+        return rows
+    part = around["output"]
+    if output.norm is not None and not output.of_experts:
+        rows = ops.rms_norm(rows, part.norm, output.norm)
+    if output.scale != 1:
+        rows = (rows * output.scale).astype(rows.dtype)
+    return rows if part.bias is None else _added(rows, part.bias)
+
+
+def _added(rows: jax.Array, bias: Any) -> jax.Array:
+    """rows `[T, D]` plus bias `[D]`, in fp32, with one cast.
+
+    The bias becomes rows as that of a product with zeros: its gradient then is the sum over tokens in the order that
+    the router's backward names.
+    """
+    return (at_least_float32(rows) + _rows_of(bias, len(rows))).astype(rows.dtype)
+
+
+def at_least_float32(array: Any) -> jax.Array:
+    return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
+
+
+def _rows_of(values: Any, count: int) -> jax.Array:
+    """The values `[N]` as `count` rows, as the bias of a product with zeros."""
+    values = at_least_float32(values)
+    zeros = jnp.zeros((count, 1), values.dtype), jnp.zeros((1, len(values)), values.dtype)
+    return ops.router(*zeros, bias=values)
+
+
+def _scaled(routing: Routing, scale: Any) -> jax.Array:
+    """The weights `[T, K]` times the scales `[E]` of their experts; masked ones stay 0.
+
+    The scales become rows `[T, E]` as the bias of a product with zeros: their gradient then is the sum over tokens of
+    that bias, in the order that the router's backward names.
+    """
+    rows = _rows_of(scale, len(routing.ids))
+    return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

@@ -1,0 +1,194 @@
+"""What layers have around their experts: torch and JAX, bit for bit, against the reference and float64 derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import scheme_named
+from moe_core.layers import HUGGING_FACE, MAXTEXT, ExpertsSpec, LayerWeights, convert_weights
+from moe_core.layers.reference import layer_stages
+from moe_core.parity.tolerance import assert_close
+from moe_core.specs import NormSpec, RouterSpec
+from moe_torch import LatentSpec, MoE, MoELayerSpec, OutputSpec, SharedExpertsSpec
+from tests.support.jax import running_on as jax_running_on
+from tests.support.layers import draw_weights, tolerances
+from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
+
+D, E, K, L = 24, 6, 3, 16
+#: A gate of shared experts beside stages rounds as the framework's sigmoid does, so there is none.
+PLAIN = MoELayerSpec(D, 16, E, K, RouterSpec(renormalize=True), shared_experts=SharedExpertsSpec(8))
+FIRST = NormSpec(1e-5, centred=True, weight_first=True)
+LATENT = LatentSpec(L, NormSpec(1e-5, centred=True))
+SPECS = {
+    "sum": {"output": OutputSpec(NormSpec(1e-5), scale=0.5, bias=True)},
+    "scale": {"output": OutputSpec(scale=0.5)},
+    "experts": {"output": OutputSpec(NormSpec(1e-5), "experts", bias=True), "experts": ExpertsSpec(bias=True)},
+    "latent": {"latent": LatentSpec(L), "capacity_factor": 1.0},
+    "both": {"output": OutputSpec(FIRST, "experts"), "latent": LATENT},
+}
+SPECS = {name: dataclasses.replace(PLAIN, **fields) for name, fields in SPECS.items()}
+rows_of = pytest.mark.parametrize("name", SPECS)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def inputs() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(2).standard_normal((2, 7, D)).astype(np.float32)
+    mask = np.ones((2, 7), bool)
+    mask[1, 3] = False
+    return x, mask
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "reference") for name in SPECS), ("sum", REAL_KERNELS), ("both", REAL_KERNELS)]
+)
+def test_both_frameworks_agree_with_the_reference(engine: str, name: str) -> None:
+    """Outputs are the same bits in both, and so are gradients, but for those of the router where each expert's result
+    is normalised: there the framework sums over columns."""
+    nnx = pytest.importorskip("moe_jax.nnx")
+    spec, (x, mask) = SPECS[name], inputs()
+    weights = draw_weights(spec, 3)
+    d_y = np.random.default_rng(4).standard_normal(x.shape).astype(np.float32)
+    with running_on(engine) as device:
+        layer = MoE.from_spec(spec, device=device, dtype=torch.float32)
+        layer.load_weights(weights)
+        leaf = to_torch(x, device).requires_grad_()
+        y = layer(leaf, to_torch(mask, device))
+        y.backward(to_torch(d_y, device))
+        found = {name: to_numpy(one.grad) for name, one in layer.named_parameters()}  # type: ignore[arg-type]
+    assert all(gradient.any() for gradient in found.values())
+    if spec.capacity_factor is None:
+        expected = layer_stages(weights, x.reshape(-1, D), mask.reshape(-1))["output"]
+        assert_close(to_numpy(y).reshape(-1, D), expected, tolerances(spec, "float32")["output"], label="output")
+    with jax_running_on(engine):
+        other = nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))
+        other.load_weights(weights)
+        graph, state = nnx.nnx.split(other)
+
+        def loss(state: Any, x: Any) -> tuple[Any, Any]:
+            y = nnx.nnx.merge(graph, state)(x, token_mask=mask)
+            return (y * d_y).sum(), y
+
+        gradients, by_jax = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+        found_by_jax = nnx.nnx.merge(graph, gradients[0])
+        rest = convert_weights(found_by_jax.export_weights(), HUGGING_FACE).named()
+    np.testing.assert_array_equal(by_jax, to_numpy(y))
+    for parameter, gradient in found.items():
+        if parameter.startswith("router.") and spec.norm_of_experts is not None:
+            np.testing.assert_allclose(rest[parameter], gradient, rtol=1e-4, atol=1e-5, err_msg=parameter)
+        else:
+            np.testing.assert_array_equal(rest[parameter], gradient, err_msg=parameter)
+    np.testing.assert_allclose(gradients[1], to_numpy(leaf.grad), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sum", "both"])
+def test_gradients_are_derivatives(name: str) -> None:
+    """In float64, by torch's own check."""
+    layer = MoE.from_spec(SPECS[name], dtype=torch.float64)
+    with torch.no_grad():
+        for one in layer.parameters():
+            if one.dim() == 1:
+                one.normal_()
+    x = torch.randn(3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    held = {key: one for key, one in layer.named_parameters() if key.split(".")[0] in ("before", "after", "output")}
+    held["experts.down"] = layer.experts.down
+
+    def run(x: Any, *values: Any) -> Any:
+        return torch.func.functional_call(layer, dict(zip(held, values, strict=True)), (x,))
+
+    with running_on("reference"):
+        assert torch.autograd.gradcheck(run, (x, *held.values()), eps=1e-6, atol=1e-6, fast_mode=True)
+
+
+@rows_of
+def test_what_layers_do_with_them(name: str) -> None:
+    spec, (x, _) = SPECS[name], inputs()
+    layer = MoE.from_spec(spec, dtype=torch.float32)
+    norms = {"before.norm": spec.latent and spec.latent.norm, "output.norm": spec.output and spec.output.norm}
+    for key, norm in norms.items():
+        assert norm is None or layer.get_parameter(key).eq(0.0 if norm.centred else 1.0).all(), key
+    again = LayerWeights.from_named(layer.export_weights().named(), spec, HUGGING_FACE)
+    assert again.layer_spec() == dataclasses.replace(spec, capacity_factor=None).stored_as(HUGGING_FACE)
+    back = convert_weights(convert_weights(again, MAXTEXT), HUGGING_FACE).named()
+    for key, array in again.named().items():
+        np.testing.assert_array_equal(back[key], array)
+    if name == "both":
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(torch.from_numpy(x)), layer(torch.from_numpy(x)), rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.from_numpy(x)).dtype == torch.bfloat16
+    assert layer.to(torch.bfloat16)(torch.from_numpy(x).bfloat16()).dtype == torch.bfloat16
+    text = layer.explain(5, training=True)
+    wanted = {"sum": "rms_norm_backward", "scale": "moe_backward", "experts": "reduce", "latent": "matmul_ogs_backward"}
+    assert f"{wanted.get(name, 'rms_norm')} on " in text
+    calls = []
+    if spec.output is not None:
+        layer.output.register_forward_hook(lambda *call: calls.append(call))  # pyright: ignore
+        layer(torch.from_numpy(x).bfloat16())
+        assert len(calls) == 1
+
+
+def test_a_stack_in_linen() -> None:
+    linen = pytest.importorskip("moe_jax.linen")
+    (x, mask), spec = inputs(), SPECS["both"]
+    weights = [draw_weights(spec, seed) for seed in (3, 4)]
+    layer, one = linen.MoE.from_spec(spec, num_layers=2), linen.MoE.from_spec(spec)
+    y = layer.apply(layer.load_weights(weights), x, token_mask=mask, layer_index=1)
+    np.testing.assert_array_equal(y, one.apply(one.load_weights(weights[1]), x, token_mask=mask))
+    made = layer.init(jax.random.key(0), x, layer_index=0)
+    assert jax.tree.structure(linen.nn.meta.unbox(made)) == jax.tree.structure(layer.load_weights(weights))
+
+
+def test_quantised_experts_between_projections() -> None:
+    experts = ExpertsSpec(scheme=scheme_named("mxfp4_w4a16"))
+    spec = dataclasses.replace(PLAIN, d_ff=32, latent=LatentSpec(32), experts=experts)
+    layer = MoE.from_spec(spec)
+    x = torch.randn(3, D).requires_grad_()
+    layer(x).sum().backward()
+    assert layer.before is not None and layer.before.weight.grad is not None and x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output": NormSpec()}, "output must be an OutputSpec or None"),
+        ({"latent": 16}, "latent must be a LatentSpec or None"),
+        ({"latent": LATENT, "main_grad": True}, "main_grad must be left out beside a latent width"),
+        ({"output": SPECS["both"].output, "recompute": True}, "recompute must be left out beside a norm of each"),
+        (
+            {"output": SPECS["both"].output, "experts": ExpertsSpec(scheme=scheme_named("mxfp8")), "d_model": 32},
+            "a scheme that quantises activations must be left out beside a norm",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        dataclasses.replace(PLAIN, **fields)
+
+
+def test_wrong_specs() -> None:
+    with pytest.raises(InvalidInput, match=r"output must have a norm, a scale or a bias"):
+        OutputSpec()
+    with pytest.raises(InvalidInput, match=r"output\.of must be 'sum' without a norm, got 'experts'"):
+        OutputSpec(of="experts", bias=True)
+    with pytest.raises(InvalidInput, match=r"latent\.width must be"):
+        LatentSpec(0)
+    with pytest.raises(InvalidInput, match=r"centred must be"):
+        NormSpec(centred=1)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match=r"MaxText has no name for before\.weight"):
+        from moe_core.checkpoint import to_maxtext
+
+        to_maxtext(draw_weights(SPECS["latent"]))
