@@ -128,6 +128,30 @@ def destinations(
     return Destinations(row.reshape(groups.shape), np.array([(~fits).sum()], np.int32))
 
 
+class Splits(NamedTuple):
+    """What an all-to-all of a rank needs, int32 `[W]` each, by peer. sent, received: rows. sent_start: of its rows, the
+    first that goes there. peer_start: the row there at which they begin, in the order `source`."""
+
+    sent: np.ndarray
+    received: np.ndarray
+    sent_start: np.ndarray
+    peer_start: np.ndarray
+
+
+def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
+    """Of a rank, from counts int32 `[W, G]`. receive: rows that each owner takes at most; the last ones do not go.
+
+    Example, counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start
+    [2, 1].
+    """
+    num_ranks = len(counts)
+    pairs = counts.astype(np.int64).reshape(num_ranks, num_ranks, -1).sum(axis=2)
+    start = np.cumsum(pairs, axis=0) - pairs
+    kept = pairs if receive is None else np.clip(receive - start, 0, pairs)
+    first = np.cumsum(pairs[rank]) - pairs[rank]
+    return Splits(*(array.astype(np.int32) for array in (kept[rank], kept[:, rank], first, start[rank])))
+
+
 def received_ids(counts: np.ndarray, rank: int, order: str) -> np.ndarray:
     """int32 `[R]`: the local expert of every slot that a rank receives in the order `expert` or `source`; counts
     `[W, W * L]`. Nothing needs to be sent for it."""

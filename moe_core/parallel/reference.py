@@ -7,7 +7,7 @@ rows that it received. Receive buffers are filled with NaN before anything arriv
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,23 @@ from moe_core.parallel.reference_routes import Routes, make_routes
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
+
+#: What an owner runs: a forward's stages, of which output, matmul2 and tokens_per_expert are read; and a backward's
+#: d_x, d_slots, `d_routing.weights` and `d_experts.*`, from the forward's stages.
+Forward = Callable[[MoEOperands, MoESpec], dict[str, np.ndarray]]
+Backward = Callable[[OutputGradients, MoEOperands, MoESpec, dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+def numpy_forward(operands: MoEOperands, spec: MoESpec) -> dict[str, np.ndarray]:
+    """`moe_stages` of an owner."""
+    return moe_stages(operands.x, operands.experts, operands.routing, spec)
+
+
+def numpy_backward(
+    gradients: OutputGradients, operands: MoEOperands, spec: MoESpec, stages: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """`moe_backward_stages` of an owner."""
+    return moe_backward_stages(gradients, operands.x, operands.experts, operands.routing, spec, stages)
 
 
 class Owner(NamedTuple):
@@ -46,10 +63,16 @@ class GroupForward(NamedTuple):
 
 
 def moe(
-    ranks: Sequence[MoEOperands], spec: MoESpec, placement: Placement, exchange: ExchangeSpec | None = None
+    ranks: Sequence[MoEOperands],
+    spec: MoESpec,
+    placement: Placement,
+    exchange: ExchangeSpec | None = None,
+    *,
+    run: Forward = numpy_forward,
 ) -> GroupForward:
     """One MoE forward of all ranks. ranks: each with x and routing of its own tokens, and its own experts, `[L, ...]`
-    (`moe_core.parallel.shards.shard_experts`); routing is over all E experts, and there is no expert_map.
+    (`moe_core.parallel.shards.shard_experts`); routing is over all E experts, and there is no expert_map. run: what
+    owners compute with, by default NumPy.
 
     The output is bitwise the one of `moe_stages` on all tokens and experts, unless `plan_exchange` says why not. A
     token with a slot that did not fit is NaN unless exchange.on_overflow is `drop`. Raises InvalidInput, and
@@ -70,14 +93,11 @@ def moe(
         places.append(found.places)
         stages.append(routing | {"invalid_ids": found.invalid_ids})
     routes = make_routes(places, placement, exchange)
-    at_owner = dataclasses.replace(
-        spec, router=None, apply_router_weight_on_input=False, out_dtype=None, shared_activation=None
-    )
     owners = []
     for number, rank in enumerate(ranks):
         routing = TopK(routes.ids[number], routes.push_weights(number, weights))
         operands = MoEOperands(routes.push(number, sources), rank.experts, routing)
-        owners.append(Owner(operands, moe_stages(operands.x, rank.experts, routing, at_owner)))
+        owners.append(Owner(operands, run(operands, _at_owner(spec))))
     slots = [owner.stages["output" if exchange.sums == "ranks" else "matmul2"] for owner in owners]
     outputs = []
     for number, (rank, own) in enumerate(zip(ranks, stages, strict=True)):
@@ -93,6 +113,12 @@ def moe(
         outputs.append(MoEOutput(output, own["ids"], own["weights"], own.get("logits"), counts, own["invalid_ids"]))
     received = tuple(owner.stages["tokens_per_expert"] for owner in owners)
     return GroupForward(tuple(outputs), received, routes.overflow, routes, tuple(owners), tuple(stages))
+
+
+def _at_owner(spec: MoESpec) -> MoESpec:
+    """The options of experts whose rows come with ids and weights."""
+    plain = {"router": None, "apply_router_weight_on_input": False, "out_dtype": None, "shared_activation": None}
+    return dataclasses.replace(spec, **plain)
 
 
 def _check(ranks: Sequence[MoEOperands], placement: Placement, exchange: ExchangeSpec) -> None:
@@ -140,6 +166,8 @@ def moe_backward(
     ranks: Sequence[MoEOperands],
     spec: MoESpec,
     forward: GroupForward,
+    *,
+    run: Backward = numpy_backward,
 ) -> tuple[dict[str, np.ndarray], ...]:
     """The gradients of every rank, by the names of `moe_backward_stages`: d_x and `d_routing.*` and `d_shared.*` of its
     own tokens, `d_experts.*` of its own experts from all tokens.
@@ -148,15 +176,12 @@ def moe_backward(
     of a router's and a shared expert's parameters are this rank's addends. Losses are of a rank's own tokens.
     """
     routes, sums = forward.routes, forward.routes.spec.sums
-    at_owner = dataclasses.replace(
-        spec, router=None, apply_router_weight_on_input=False, out_dtype=None, shared_activation=None
-    )
     d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]
     found, d_slots, d_weights = [], [], []
     for number, owner in enumerate(forward.owners):
         operands = owner.operands
         flowing = OutputGradients(routes.push(number, d_out))
-        own = moe_backward_stages(flowing, operands.x, operands.experts, operands.routing, at_owner, owner.stages)
+        own = run(flowing, operands, _at_owner(spec), owner.stages)
         d_slots.append(own["d_x" if sums == "ranks" else "d_slots"])
         d_weights.append(own["d_routing.weights"])
         found.append({name: value for name, value in own.items() if name.startswith("d_experts.")})

@@ -32,6 +32,8 @@ def test_worked_examples() -> None:
     small = np.array([[2, 1], [3, 0]], np.int32)
     assert arithmetic.run_starts(small, "expert").tolist() == [[0, 0], [2, 1]]
     assert arithmetic.run_starts(small, "padded", 4).tolist() == [[0, 0], [4, 4]]
+    found = arithmetic.splits(small, 1, 4)
+    assert [part.tolist() for part in found] == [[2, 0], [1, 0], [0, 3], [2, 1]]
 
 
 @given(placement=placements(), seed=seeds(), tokens=st.integers(0, 7), top_k=st.integers(1, 4), first=st.integers(0, 9))
@@ -117,6 +119,26 @@ def test_rows_come_back_in_the_order_in_which_they_went(seed: int, ranks: int, e
         assert rows == [*range(owner * block, owner * block + fit), *[-1] * (len(slots) - fit)]
         lost += len(slots) - fit
     assert found.overflow.tolist() == [lost]
+
+
+@given(seed=seeds(), ranks=st.integers(1, 4), each=st.integers(1, 3), receive=st.sampled_from((None, 0, 1, 4, 9)))
+def test_splits_say_what_destinations_say(seed: int, ranks: int, each: int, receive: int | None) -> None:
+    groups = np.random.default_rng(seed).integers(-1, ranks * each, (ranks, 5, 2)).astype(np.int32)
+    sent = [arithmetic.sends(own, ranks * each) for own in groups]
+    counts = np.stack([layout.group_sizes for layout in sent])
+    start = arithmetic.run_starts(counts, "source")
+    came = np.zeros((ranks, ranks), int)
+    for home in range(ranks):
+        own = arithmetic.splits(counts, home, receive)
+        row = arithmetic.destinations(sent[home], groups[home], start[home], receive).row.reshape(-1)
+        for owner in range(ranks):
+            first, size = int(own.sent_start[owner]), int(own.sent[owner])
+            slots = sent[home].slot_of_row[first : first + size]
+            assert row[slots].tolist() == list(range(own.peer_start[owner], own.peer_start[owner] + size))
+            came[home, owner] = size
+        assert own.sent.sum() == (row >= 0).sum()
+    for owner in range(ranks):
+        assert arithmetic.splits(counts, owner, receive).received.tolist() == came[:, owner].tolist()
 
 
 @pytest.mark.parametrize(
