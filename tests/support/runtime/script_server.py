@@ -8,6 +8,7 @@ holds its status.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -98,6 +99,9 @@ if __name__ == "__main__":
     sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
     for name in json.loads(sys.argv[2]):
         importlib.import_module(name)
+    # A fork that ends would otherwise look through all that was imported, for longer than most scripts run.
+    gc.collect()
+    gc.freeze()
     if (chosen := _next_script()) is None:
         # Nothing of this process is left to end in order.
         os._exit(0)
