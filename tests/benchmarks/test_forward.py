@@ -40,8 +40,13 @@ EXTERNAL = ("triton_kernels", "tokamax")
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny shapes; JAX arrays by copy, since it refuses a CPU address that is not aligned to 64 bytes; no compiler."""
+    """Tiny shapes; JAX arrays by copy, since it refuses a CPU address that is not aligned to 64 bytes; no compiler.
+
+    Memory is not given back, nor are JAX's programs, which are compiled once for all tests.
+    """
     monkeypatch.setattr(options, "SHAPES", TINY)
+    monkeypatch.setattr(forward, "free_memory", lambda: None)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     monkeypatch.setattr(moe_jax, "from_dlpack", lambda array: jax.dlpack.from_dlpack(array, copy=True))
     traced = functools.cache(lambda: torch.compile(plain.torch_forward, fullgraph=True, backend="eager"))
     monkeypatch.setattr(plain, "compiled", traced)
