@@ -31,6 +31,11 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
     return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
 
 
+def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:
+    """Tokens of a rank that travel in one chunk; the last one may have fewer."""
+    return -(-tokens // spec.chunks)
+
+
 def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> int:
     """Rows that an owner receives at most; of ranks that have `tokens` tokens each."""
     bounds = bounds_of(spec, tokens, top_k, placement)

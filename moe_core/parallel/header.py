@@ -17,7 +17,7 @@ from moe_core.parallel.spec import MODES, ExchangeSpec
 #: Changes when the meaning of a header does. Never 0, which is the header of a rank that failed.
 _MAGIC = 0x4D6F4501
 #: Modes whose messages have one size on all ranks, which follows from the number of tokens.
-STATIC_MODES = ("all_gather", "padded", "peer")
+STATIC_MODES = ("all_gather", "padded")
 
 
 class Header(NamedTuple):

@@ -12,7 +12,7 @@ from moe_core.base.codec import plan_type
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_shapes
-from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received
+from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received, tokens_at_once
 from moe_core.parallel.header import Header, header_of
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
@@ -50,9 +50,9 @@ class ExchangePlan:
     """One exchange; made by `plan_exchange`.
 
     forward, backward: the collectives in order; backward is empty without training. buffers: of the worst case, see
-    `buffers_of`. bounds: rows of blocks. host_reads: 0 or 1. why_not_exact: why the bits are not those of one device;
-    empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products add up as on
-    one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare.
+    `buffers_of`; two of each where there are chunks. host_reads: 0 or 1. why_not_exact: why the bits are not those of
+    one device; empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products
+    add up as on one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare.
     """
 
     tokens: int
@@ -78,8 +78,8 @@ class ExchangePlan:
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """Rows of blocks and of the receive buffer."""
-        return bounds_of(self.spec, self.tokens, self.top_k, self.placement)
+        """Rows of blocks and of the receive buffer, of one chunk."""
+        return bounds_of(self.spec, tokens_at_once(self.tokens, self.spec), self.top_k, self.placement)
 
     @functools.cached_property
     def header(self) -> Header:
@@ -88,7 +88,7 @@ class ExchangePlan:
         return header_of(*sizes, self.placement, self.spec, self.training)
 
     def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
-        """The buffers where counts are known: of rows received as an owner, and of results given back."""
+        """The buffers where counts are known: of rows received as an owner, and of results given back, in a chunk."""
         return _Planner(self).buffers(received, returned)
 
     def explain(self) -> str:
@@ -181,10 +181,11 @@ def _why_not_exact(spec: ExchangeSpec, training: bool) -> tuple[str, ...]:
 
 
 class _Planner:
-    """Sizes of one exchange."""
+    """Sizes of one exchange, or of one chunk of it."""
 
     def __init__(self, plan: ExchangePlan) -> None:
         self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
+        self.tokens = tokens_at_once(plan.tokens, plan.spec)
         self.ranks, self.top_k = plan.placement.num_ranks, plan.top_k
         self.width = plan.top_k if plan.spec.rows == "tokens" else 1
         self.row_bytes = plan.d_model * dtypes.itemsize(plan.dtype)
@@ -193,17 +194,17 @@ class _Planner:
     def sent(self) -> int:
         """Rows of x that a rank hands in at most."""
         if self.spec.mode == "all_gather":
-            return self.plan.tokens
+            return self.tokens
         if self.bounds.block is not None:
             return self.ranks * self.bounds.block
-        return self.plan.tokens * (self.top_k if self.spec.rows == "slots" else min(self.top_k, self.ranks))
+        return self.tokens * (self.top_k if self.spec.rows == "slots" else min(self.top_k, self.ranks))
 
     @property
     def returned(self) -> int:
         """Rows of results that come home at most."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
-        return self.plan.tokens * (self.top_k if self.spec.sums == "slots" else min(self.top_k, self.ranks))
+        return self.tokens * (self.top_k if self.spec.sums == "slots" else min(self.top_k, self.ranks))
 
     def _rows(self, kind: str) -> list[Collective]:
         """The rows of x, as they are or quantised."""
@@ -220,7 +221,7 @@ class _Planner:
     def _results(self, what: str) -> Collective:
         """The results, home."""
         if self.spec.mode == "all_gather" and self.spec.sums == "ranks":
-            rows = self.ranks * self.plan.tokens
+            rows = self.ranks * self.tokens
             return Collective("reduce_scatter", what, self.plan.dtype, rows, rows * self.row_bytes)
         kind, rows = "push" if self.spec.mode == "peer" else "all_to_all", self.given
         return Collective(kind, what, self.plan.dtype, rows, rows * self.row_bytes)
@@ -230,7 +231,7 @@ class _Planner:
         """Rows of results that an owner hands in at most."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
-        received = rows_received(self.spec, self.plan.tokens, self.top_k, self.plan.placement)
+        received = rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
         return (
             received
             if self.spec.sums == "ranks"
@@ -249,16 +250,22 @@ class _Planner:
             by_slot = self.spec.rows == "slots"
             if mode == "peer":  # who stores has to know what others do
                 groups = self.plan.placement.num_places if by_slot else self.ranks
-                first = [self._table("all_gather", "header and counts", "int32", 1, header + groups)]
+                first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
             else:
                 counts = self.plan.placement.per_rank if by_slot else 2
-                first = [self._table("all_to_all", "header and counts", "int32", self.ranks, header + counts)]
+                first = [
+                    self._table(
+                        "all_to_all", "header and counts", "int32", self.ranks, header + counts * self.spec.chunks
+                    )
+                ]
         else:
             copies = 1 if mode == "all_gather" else self.ranks
             size = routing.bytes + copies * header * 4
             first, routing = [dataclasses.replace(routing, what=f"header, {what}", bytes=size)], None
-        messages = [*first, *barrier, *self._rows(self._rows_kind), *([routing] if routing else []), *barrier]
-        messages += [self._results("results"), *barrier]
+        chunk = [*barrier, *self._rows(self._rows_kind), *([routing] if routing else []), *barrier]
+        chunk += [self._results("results"), *barrier]
+        # Counts of all chunks travel at once, so that the host reads once; a header in each message of routing.
+        messages = [*first, *chunk * self.spec.chunks] if routing else [*first, *chunk] * self.spec.chunks
         if self.bounds.block is not None or self.bounds.receive is not None:
             messages.append(self._table("all_reduce", "overflow", "int32", 1, 1))
         return tuple(messages)
@@ -276,7 +283,7 @@ class _Planner:
         per_row = 1 if self.spec.sums == "slots" else self.top_k
         kind = "push" if self.spec.mode == "peer" else "all_to_all"
         weights = self._table(kind, "d_weights", "float32", self.given, per_row)
-        return (*barrier, *rows, *barrier, results, weights, *barrier)
+        return (*barrier, *rows, *barrier, results, weights, *barrier) * self.spec.chunks
 
     @property
     def _rows_kind(self) -> str:
@@ -284,7 +291,7 @@ class _Planner:
 
     def worst_buffers(self) -> tuple[ExchangeBuffer, ...]:
         """Of the most rows that there can be."""
-        return self.buffers(rows_received(self.spec, self.plan.tokens, self.top_k, self.plan.placement), self.given)
+        return self.buffers(rows_received(self.spec, self.tokens, self.top_k, self.plan.placement), self.given)
 
     def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
         """Memory of the exchange, beside x and the output."""
@@ -300,7 +307,8 @@ class _Planner:
         if not symmetric:
             found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
-        return tuple(found)
+        sets = min(self.spec.chunks, 2)
+        return tuple(dataclasses.replace(buffer, bytes=sets * buffer.bytes) for buffer in found)
 
 
 def _quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, int]]:

@@ -71,6 +71,19 @@ def test_messages_of_each_mode_in_order() -> None:
     assert all(plan_of(ExchangeSpec(mode)).host_reads == 0 for mode in ("all_gather", "padded", "peer"))
 
 
+def test_chunks_travel_one_after_another() -> None:
+    for mode in ("all_gather", "all_to_all", "padded", "peer"):
+        once, thrice = (plan_of(ExchangeSpec(mode, chunks=chunks), training=True) for chunks in (1, 3))
+        sixth = plan_exchange(6, 4, 64, "bfloat16", LINEAR, ExchangeSpec(mode), training=True)
+        assert thrice.host_reads == once.host_reads and thrice.backward == 3 * sixth.backward
+        assert [2 * buffer.bytes for buffer in sixth.buffers] == [buffer.bytes for buffer in thrice.buffers]
+        assert thrice.bounds == sixth.bounds and thrice.expected_tokens == once.expected_tokens
+        if mode in ("all_gather", "padded"):
+            assert thrice.forward == 3 * sixth.forward[:-1] + sixth.forward[-1:]
+        else:
+            assert thrice.forward[1:] == 3 * sixth.forward[1:] and thrice.forward[0].bytes > sixth.forward[0].bytes
+
+
 def test_a_plan_is_frozen_cached_written_and_explained() -> None:
     plan = plan_of(ExchangeSpec("padded", "slots", receive=64), training=True)
     assert plan is plan_of(ExchangeSpec("padded", "slots", receive=64), training=True)
