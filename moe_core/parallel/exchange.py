@@ -152,13 +152,11 @@ def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
     return Splits(*(array.astype(np.int32) for array in (kept[rank], kept[:, rank], first, start[rank])))
 
 
-def received_ids(counts: np.ndarray, rank: int, order: str) -> np.ndarray:
-    """int32 `[R]`: the local expert of every slot that a rank receives in the order `expert` or `source`; counts
-    `[W, W * L]`. Nothing needs to be sent for it."""
+def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
+    """int32 `[R]`: the local expert of every slot that a rank receives, in the order `expert` or `source`. runs int32
+    `[W, L]`: the rows that come from every home for every place here. So ids need not be sent."""
     require_choice("order", order, ORDERS[:2])
-    per_rank = counts.shape[1] // len(counts)
-    runs = counts[:, rank * per_rank : (rank + 1) * per_rank]
-    local = np.broadcast_to(np.arange(per_rank, dtype=np.int32), runs.shape)
+    local = np.broadcast_to(np.arange(runs.shape[1], dtype=np.int32), runs.shape)
     if order == "expert":
         runs, local = runs.T, local.T
     return np.repeat(local.reshape(-1), runs.reshape(-1))

@@ -82,7 +82,7 @@ def make_routes(places: Sequence[np.ndarray], placement: Placement, spec: Exchan
         kept = found.row if by_slot else slot_rows(token_rows(found.row, owners, num_ranks), owners)
         if spec.mode == "all_gather":
             arrivals = _to_everyone(number, tokens[number], num_ranks)
-            kept = np.where(owners < 0, -1, number * tokens[number] + np.arange(tokens[number])[:, None])
+            kept = owners
         homes.append(_coming_back(own, arrivals, kept, int(found.overflow[0]), bounds, spec, placement))
     sources = tuple(_sources(counts, owner, order, bounds) for owner in range(num_ranks))
     return Routes(spec, placement, bounds, tuple(homes), counts, sources)
@@ -184,7 +184,8 @@ class Routes:
                 ids[row] = token_ids(home.places, token, owner, per_rank)
         if by_slot and self.bounds.block is None:
             order = "expert" if self.spec.mode == "peer" else "source"
-            assert (ids[:, 0] == received_ids(self.counts, owner, order)[: len(ids)]).all(), "counts tell what comes"
+            runs = self.counts[:, owner * per_rank : (owner + 1) * per_rank]
+            assert (ids[:, 0] == received_ids(runs, order)[: len(ids)]).all(), "counts tell what comes"
         return ids
 
     def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:

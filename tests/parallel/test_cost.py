@@ -70,12 +70,16 @@ def test_a_prediction_by_hand() -> None:
     assert str(found).startswith("predicted, not measured: 308 us on 2 ranks of 50 tokens (dispatch 4, compute 300, ")
     trained = predict(layer, 50, 2, machine, ExchangeSpec("peer"), training=True)
     assert trained.us == pytest.approx(3 * operations / 1e6 + 4 * push)
+    assert trained.alone_us == pytest.approx(3 * operations / 1e6)
     halves = predict(layer, 50, 2, machine, ExchangeSpec("peer", chunks=2))
     assert halves.us == pytest.approx(operations / 1e6 + push)
     counted = predict(layer, 50, 2, machine, ExchangeSpec())
     assert dict(counted.stages)["counts"] == 3 and counted.us == pytest.approx(found.us + 3)
     uneven = predict(layer, 50, 2, machine, ExchangeSpec("peer"), imbalance=1.5)
     assert uneven.imbalance == 1.5 and dict(uneven.stages)["compute"] == pytest.approx(450.2)
+    assert predict(LAYERS["mixtral"], 16384, 8, H200, ExchangeSpec("peer"), imbalance=4).bound == "imbalance"
+    quantized = predict(layer, 50, 2, machine, ExchangeSpec("peer", format=FP8))
+    assert dict(quantized.stages)["dispatch"] == pytest.approx(3 + 50 * (1000 + 8 * 4) / 100e3)
     few = predict(layer, 0, 2, machine, ExchangeSpec("peer"))
     assert few.us == pytest.approx(1000 * 2 * 2 / 1e6) and few.efficiency == 1.0
 
@@ -108,6 +112,10 @@ def test_shares_of_ranks_in_a_routing() -> None:
     np.testing.assert_allclose(found.slots, [(1 + 3) / 7, (1 + 2) / 7])
     # Slots of tokens 0 to 3 go to ranks (0, 0), (0, 1), (-, 1), (0, 0): three tokens visit rank 0, two visit rank 1.
     np.testing.assert_allclose(found.tokens, [4 / 7 * 7 / 4 * 3 / 5, 3 / 7 * 7 / 4 * 2 / 2])
+    # A rank that one slot reached counts as others do; one that no slot reached has no overlap.
+    sparse = traffic_of(np.array([[0, 1], [2, -1]], np.int32), Placement.linear(4, 2))
+    np.testing.assert_allclose(sparse.slots, [2 / 3, 1 / 3])
+    np.testing.assert_allclose(sparse.tokens, [1 / 2, 1 / 2])
 
 
 def test_simulated_loads() -> None:

@@ -79,6 +79,12 @@ def test_balanced_fills_every_place_it_may(
     assert not alone.has_replicas
 
 
+def test_a_replica_finds_room_that_another_expert_gives_up() -> None:
+    """The last replica of expert 2 finds room on the rank alone that has the other: an expert moves there for it."""
+    placement = Placement.balanced([1000, 400, 10, *[9] * 6], 3, 4, max_replicas=2)
+    assert placement.owners == ((0, 1, 2, 3), (0, 6, 7, 8), (1, 2, 4, 5))
+
+
 def test_balance_of_zipf_loads() -> None:
     """Mean over maximum of the ranks' rows, of loads by Zipf's law with exponent 0.6 in any order of experts."""
 

@@ -71,6 +71,59 @@ def test_messages_of_each_mode_in_order() -> None:
     assert all(plan_of(ExchangeSpec(mode)).host_reads == 0 for mode in ("all_gather", "padded", "peer"))
 
 
+#: (rows, bytes) of every message of 16 tokens, top 4, 64 columns of bf16, on 4 ranks of 2 places.
+SIZES: list[tuple[ExchangeSpec, list[tuple[int, int]]]] = [
+    (ExchangeSpec(), [(4, 160), (64, 8192), (64, 2048), (128, 16384), (64, 8192), (128, 16384), (128, 512)]),
+    (
+        ExchangeSpec(rows="slots"),
+        [(4, 160), (64, 8192), (64, 256), (128, 16384), (64, 8192), (128, 16384), (128, 512)],
+    ),
+    (ExchangeSpec(receive=20, sums="ranks"), [(4, 160), (64, 8192), (64, 2048), (20, 2560), (1, 4)]),
+    (ExchangeSpec("padded"), [(64, 2176), (64, 8192), (128, 16384), (1, 4), (64, 8192), (128, 16384), (128, 512)]),
+    (ExchangeSpec("padded", "slots", receive=67), [(64, 640), (64, 8192), (64, 8192), (1, 4)]),
+    (ExchangeSpec("padded", receive=8), [(8, 384), (8, 1024), (16, 2048), (1, 4)]),
+    (ExchangeSpec("all_gather"), [(16, 544), (16, 2048), (128, 16384), (1, 4)]),
+    (
+        ExchangeSpec("all_gather", sums="ranks"),
+        [(16, 544), (16, 2048), (64, 8192), (1, 4), (16, 2048), (64, 8192), (64, 1024)],
+    ),
+    (ExchangeSpec("peer", "slots"), [(1, 64), (0, 0), (64, 8192), (64, 256), (0, 0), (128, 16384), (0, 0)]),
+    (ExchangeSpec("peer"), [(1, 48), (0, 0), (64, 8192), (64, 2048), (0, 0), (128, 16384), (0, 0)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"), SIZES, ids=lambda value: f"{value.mode}" if not isinstance(value, list) else ""
+)
+def test_sizes_of_messages(spec: ExchangeSpec, sizes: list[tuple[int, int]]) -> None:
+    plan = plan_of(spec, training=True)
+    found = [(message.rows, message.bytes) for message in (*plan.forward, *plan.backward)]
+    assert found[: len(sizes)] == sizes
+
+
+def test_sizes_of_buffers() -> None:
+    assert [(buffer.name, buffer.bytes, buffer.symmetric) for buffer in plan_of(ExchangeSpec()).buffers] == [
+        ("sent rows", 8192, False),
+        ("received rows", 8192, False),
+        ("received ids", 1024, False),
+        ("received weights", 1024, False),
+        ("results", 16384, False),
+        ("returned results", 8192, False),
+    ]
+    assert [
+        (buffer.name, buffer.bytes, buffer.symmetric) for buffer in plan_of(ExchangeSpec("peer", "slots")).buffers
+    ] == [
+        ("received rows", 16384, True),
+        ("received ids", 0, True),
+        ("received weights", 512, True),
+        ("returned results", 8192, True),
+    ]
+    bounded = plan_of(ExchangeSpec(receive=20))
+    assert bounded.buffers[1].bytes == 20 * 128 and "bound      20 rows received; more" in bounded.explain()
+    quantized = plan_of(ExchangeSpec("all_gather", format=format_named("fp8_group"))).buffers
+    assert quantized[0].name == "received rows" and quantized[0].bytes == 64 * (64 + 4)
+
+
 def test_chunks_travel_one_after_another() -> None:
     for mode in ("all_gather", "all_to_all", "padded", "peer"):
         once, thrice = (plan_of(ExchangeSpec(mode, chunks=chunks), training=True) for chunks in (1, 3))
@@ -257,7 +310,7 @@ def test_wrong_exchanges_are_refused(change: dict[str, Any], kind: type[Exceptio
         (64, 4, {}, "all_gather", "256 tokens of all ranks are at most 256"),
         (65, 4, {}, "all_to_all", "exact counts"),
         (65, 4, {"capturable": True}, "padded", "the host may read nothing"),
-        (65, 4, {"capturable": True, "symmetric": True}, "peer", "4 ranks of one domain of 8"),
+        (65, 8, {"capturable": True, "symmetric": True}, "peer", "8 ranks of one domain of 8"),
         (65, 16, {"symmetric": True}, "all_to_all", "exact counts"),
     ],
 )
@@ -275,5 +328,7 @@ def test_wrong_machines_are_refused() -> None:
         Link(-1, 5)
     with pytest.raises(InvalidInput, match=r"tflops must be above 0, got -5\.0"):
         Machine(Link(1, 1), None, 8, -5, 1)
+    with pytest.raises(InvalidInput, match=r"memory must be above 0, got 0\.0"):
+        Machine(Link(1, 1), None, 8, 5, 0)
     with pytest.raises(InvalidInput, match=re.escape("nvlink must be a Link, got float")):
         Machine(1.0, None, 8, 5, 1)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from moe_core.parallel.reference import GroupForward, moe, moe_backward
 from moe_core.parallel.shards import gather_experts
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import TopK
+from moe_core.specs.operands import ExpertWeights, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_core.specs.tuning import Tuning
 from tests.support.parallel.placements import placement_of
@@ -134,6 +134,34 @@ def test_replicas_give_the_bits_of_one_device(seed: int, way: ExchangeSpec, dtyp
     tokens = tokens_of(random, way, placement.num_ranks)
     problem = draw_problem(seed, placement, tokens, 3, LOADS[seed % 6], dtype, spec)
     compare(problem, way, f"{placement}, {way}, tokens {tokens}")
+
+
+def test_replicas_share_their_slots_however_tokens_are_split() -> None:
+    placement = placement_of("replicas", 5, 3, 1)
+    received = []
+    for tokens in ((9, 0, 0), (4, 4, 1), (0, 2, 7)):
+        problem = draw_problem(2, placement, tokens, 3, "hot_expert", "float32", PLAIN)
+        received.append(np.concatenate(moe(problem.ranks(), PLAIN, placement).received_per_expert).tolist())
+    assert received[0] == received[1] == received[2]
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: f"{way.mode}-{way.rows}")
+def test_a_stack_of_layers(way: ExchangeSpec) -> None:
+    """Experts with a layer axis; the layer that was not used has gradients of exact zeros."""
+    placement = Placement.round_robin(5, 2)
+    problem = draw_problem(7, placement, (4, 4), 2, "random", "float32", PLAIN)
+    arrays = (problem.experts.gate_up, problem.experts.down)
+    stack = ExpertWeights(*(np.stack([array + 1, array]) for array in arrays), layer_index=np.array([1], np.int32))
+    stages = problem.alone()
+    expected = problem.alone_backward(stages)
+    ranks = dataclasses.replace(problem, experts=stack).ranks()
+    forward = moe(ranks, PLAIN, placement, way)
+    require_same(np.concatenate([own.output for own in forward.outputs]), stages["output"], "output")
+    found = moe_backward(problem.gradients(), ranks, PLAIN, forward)
+    for name in ("d_experts.gate_up", "d_experts.down"):
+        whole = gather_experts([own[name] for own in found], placement, axis=1)
+        require_same(whole[1], expected[name], name)
+        assert not whole[0].any(), name
 
 
 @given(seed=seeds(), mode=st.sampled_from(("all_gather", "all_to_all", "padded", "peer")))
