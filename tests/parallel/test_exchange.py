@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core.errors import InvalidInput
+from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel import exchange as arithmetic
+from moe_core.specs.routing import LayoutSpec
 from tests.support.parallel.placements import placements
 from tests.support.strategies import seeds
 
@@ -65,6 +67,9 @@ def test_places_of_slots(placement: Placement, seed: int, tokens: int, top_k: in
         table = arithmetic.token_rows(np.where(firsts[t : t + 1] < 0, -1, 9), firsts[t : t + 1], placement.num_ranks)
         assert set(np.flatnonzero(table[0] == 9)) == seen
     assert found.invalid_ids.tolist() == [invalid]
+    layout = LayoutSpec(tokens, top_k, placement.num_experts)
+    *_, counted = make_layout(ids, token_mask=mask, layout=layout)
+    assert found.invalid_ids.tolist() == counted.tolist() and found.invalid_ids.dtype == counted.dtype
     whole = arithmetic.physical_ids(np.concatenate([ids, ids]), placement, first_token=first).places
     later = arithmetic.physical_ids(ids, placement, first_token=first + tokens).places
     np.testing.assert_array_equal(whole[tokens:], later, "tokens may be split anywhere")
@@ -87,6 +92,7 @@ def test_rows_at_owners_have_the_order_that_is_stated(
     counts = np.stack([layout.group_sizes for layout in sent])
     block = int(counts.reshape(ranks, ranks, each).sum(axis=2).max()) + 1
     start = arithmetic.run_starts(counts, order, block)
+    assert start.dtype == np.int32
     # Every row as (owner, key by which its owner orders rows), and where it goes.
     rows = []
     for home in range(ranks):

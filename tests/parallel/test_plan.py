@@ -279,6 +279,7 @@ def test_a_rank_that_failed_is_named_at_once() -> None:
     [
         ({"tokens": -1}, InvalidInput, "tokens must be an integer of at least 0, got -1"),
         ({"top_k": 0}, InvalidInput, "top_k must be an integer of at least 1, got 0"),
+        ({"d_model": 0}, InvalidInput, "d_model must be an integer of at least 1, got 0"),
         ({"dtype": "int8"}, InvalidInput, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({"placement": 4}, InvalidInput, "placement must be a Placement, got int"),
         ({"spec": "padded"}, InvalidInput, "spec must be an ExchangeSpec, got str"),

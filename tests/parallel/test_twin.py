@@ -15,7 +15,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.reference import GroupForward, moe, moe_backward
-from moe_core.parallel.shards import gather_experts
+from moe_core.parallel.shards import gather_experts, shard_experts
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
@@ -55,6 +55,7 @@ def compare(problem: Problem, way: ExchangeSpec, label: str) -> GroupForward:
     forward = moe(problem.ranks(), problem.spec, problem.placement, way)
     assert forward.overflow.tolist() == [0], label
     require_same(np.concatenate([own.output for own in forward.outputs]), stages["output"], f"output, {label}")
+    assert all(own.tokens_per_expert.dtype == np.int32 for own in forward.outputs)
     counts = sum(own.tokens_per_expert for own in forward.outputs)
     np.testing.assert_array_equal(counts, stages["tokens_per_expert"], label)
     assert sum(int(own.invalid_ids[0]) for own in forward.outputs) == int(stages["invalid_ids"][0]), label
@@ -240,6 +241,8 @@ def test_wrong_calls_are_refused() -> None:
         moe(ranks[:1], PLAIN, placement)
     with pytest.raises(InvalidInput, match="rank 0 must hold its 3 places of experts and no expert_map, got 2 experts"):
         moe(ranks, PLAIN, Placement.balanced([1] * 4, 2, 3))
+    with pytest.raises(InvalidInput, match=r"experts must hold the placement's 5 experts, got \(4, 12, 16\); pass all"):
+        shard_experts(draw_problem(0, placement, (2, 2), 2, "random", "float32", PLAIN).experts, Placement.linear(5, 2))
     with pytest.raises(Unsupported, match="the twin moves rows as they are and at once, got chunks=2"):
         moe(ranks, PLAIN, placement, ExchangeSpec(chunks=2))
     uneven = draw_problem(0, placement, (2, 3), 2, "random", "float32", PLAIN).ranks()
