@@ -168,7 +168,7 @@ def make_layout(
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
     require_flag("checked", checked)
-    layout = LayoutSpec(*shape.shape, num_experts, alignment, max_rows, rows)
+    layout = LayoutSpec(shape.shape[0], shape.shape[1], num_experts, alignment, max_rows, rows)
     own, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
     result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=own, token_mask=mask))
     if checked:

@@ -38,6 +38,8 @@ PARTS = {
 SCHEMAS = """
 activation(Tensor x, Tensor? up, str options) -> Tensor
 activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]
+make_bounded_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor)
 make_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor, Tensor,
     Tensor)
 matmul_ogs(Tensor x, Tensor weight, Tensor? up, Tensor? bias, Tensor? up_bias, Tensor? row_weight, Tensor?
