@@ -44,6 +44,15 @@ def test_every_second_layer_of_llama4() -> None:
         assert FAMILIES["llama4_text"].layers(config).moe == layers
 
 
+def test_the_first_layers_of_minimax_m3_may_be_dense() -> None:
+    settings = text_model(settings_of(*ROWS["minimax_m3_vl"])).settings | {"num_hidden_layers": 3}
+    for changes, layers in (
+        ({"mlp_layer_types": None}, (0, 1, 2)),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, (1, 2)),
+    ):
+        assert FAMILIES["minimax_m3_vl_text"].layers(ModelConfig("x", settings | changes)).moe == layers
+
+
 def test_the_most_layers_of_a_model() -> None:
     assert ModelConfig("x", {"num_hidden_layers": 10_000}).num_layers() == 10_000
     with pytest.raises(InvalidInput, match="an integer of at most 10000, got 10001"):

@@ -130,6 +130,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 INVALID: dict[str, dict[str, Any]] = {
     "reduction_n": {"fused_activation": dataclasses.replace(SWIGLU, reduction_n=1)},
     "without a function": {"fused_activation": ours.FusedActivation(fn_args=(1.0,))},
+    "reduction_n 1 and no fn_args": {"fused_activation": ours.FusedActivation(reduction_n=2)},
     "from_upstream": {"routing_data": types.SimpleNamespace(expt_hist=None)},
     "w must be .* without routing_data": {"w": normal(2, D, N)},
     "gammas must be": {"gammas": normal(T + 1)},

@@ -199,7 +199,9 @@ def test_arrays_of_different_devices_are_refused() -> None:
     first, second, *_ = jax.devices("cpu")
     x, weights = jax.device_put(jnp.ones((8, 4)), first), jax.device_put(jnp.ones((8, 1)), second)
     with running_on("reference"):
-        with pytest.raises(moe_jax.InvalidInput, match=r"weights must be on the device of x, .*got .*jax.device_put"):
+        with pytest.raises(
+            moe_jax.InvalidInput, match=r"weights must be on the device of x, .*:0, got .*:1; .*jax.device_put"
+        ):
             moe_jax.scale_rows(x, weights)
         # An array that was not placed on purpose follows the others.
         assert moe_jax.scale_rows(jax.device_put(jnp.ones((8, 4)), second), np.ones((8, 1), np.float32)).devices() == {

@@ -48,6 +48,11 @@ def test_equal_plans_have_equal_keys_in_every_process() -> None:
     assert len(keys.pop()) == KEY_LENGTH == 21
 
 
+def test_a_launch_shows_its_tile() -> None:
+    (step,) = small_plan(block=32, warps=8).steps
+    assert isinstance(step, KernelLaunch) and step.tile == f"BLOCK=32, 8 warps, {step.num_stages} stages"
+
+
 def test_whatever_changes_a_plan_changes_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     first = small_plan()
     plans = [

@@ -185,12 +185,12 @@ def layers(draw: st.DrawFn) -> Layer:
     )
 
 
-def simple_layer(num_tokens: int = 9, dtype: str = "float32") -> Layer:
+def simple_layer(num_tokens: int = 9, dtype: str = "float32", d_model: int = 32) -> Layer:
     random = np.random.default_rng(1)
 
     def array(*shape: int) -> np.ndarray:
         return (random.standard_normal(shape, np.float32) * 0.3).astype(dtypes.numpy_dtype(dtype))
 
-    experts = ExpertWeights(array(4, 32, 48), array(4, 24, 32))
+    experts = ExpertWeights(array(4, d_model, 48), array(4, 24, d_model))
     logits = random.standard_normal((num_tokens, 4), np.float32)
-    return Layer(array(num_tokens, 32), experts, RouterLogits(logits), MoESpec(Activation("silu"), RouterSpec(2)))
+    return Layer(array(num_tokens, d_model), experts, RouterLogits(logits), MoESpec(Activation("silu"), RouterSpec(2)))

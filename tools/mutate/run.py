@@ -168,7 +168,13 @@ class Run:
         if outcome.status in PASSED:
             return self.keep(area, mutation, "survived", "", ran, outcome.wall)
         failed = outcome.of("failed")
-        by = failed[0]["test"] if failed else "out of time" if outcome.status is None else f"status {outcome.status}"
+        by = (
+            failed[0]["test"]
+            if failed
+            else "out of time or memory"
+            if outcome.status is None
+            else f"status {outcome.status}"
+        )
         killed = outcome.status is None or outcome.status < 0 or outcome.status in FAILED or outcome.status > 100
         if not killed:
             by += f": {outcome.log[-500:]}"

@@ -292,14 +292,13 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
 def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
     """P of `router_losses`, fp32 `[T, E]`: scores over their sum, as the softmax of their logarithms, so that no sum of
     scores underflows. Zeros where all logits are -inf."""
-    with np.errstate(all="ignore"):
-        if scoring == "sigmoid":
-            logits = np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits)))
-        elif scoring == "sqrt_softplus":
-            softplus = np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits)))
-            # softplus(x) is exp(x) in fp32 below -17.
-            logits = 0.5 * np.where(logits < -_TINY[logits.dtype.name], logits, np.log(softplus))
-        return np.where(np.isneginf(logits).all(axis=-1, keepdims=True), 0.0, scores_of(logits, "softmax"))
+    if scoring == "sigmoid":
+        logits = np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits)))
+    elif scoring == "sqrt_softplus":
+        softplus = np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits)))
+        # softplus(x) is exp(x) in fp32 below -17.
+        logits = 0.5 * np.where(logits < -_TINY[logits.dtype.name], logits, np.log(softplus))
+    return np.where(np.isneginf(logits).all(axis=-1, keepdims=True), 0.0, scores_of(logits, "softmax"))
 
 
 def router_losses(

@@ -27,7 +27,7 @@ from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.specs.tile import TileConfig, shared_limit
 from moe_core.specs.tuning import MatmulTuning
 from tests.support.harness import H200
 from tests.support.matmul.problems import plain_problem
@@ -220,6 +220,22 @@ def test_reasons(config: TileConfig, reason: str) -> None:
     assert reason in str(why_illegal(config, problem))
     with pytest.raises(InvalidInput, match="config must be legal on cuda sm_90"):
         plan_matmul_ogs(problem.operands, problem.layout, problem.spec, H200, config=config)
+
+
+def test_shared_memory_of_architectures() -> None:
+    """Kilobytes, of the makers' guides."""
+    for arch, held in (
+        (80, 163),
+        (86, 99),
+        (87, 163),
+        (89, 99),
+        (90, 227),
+        (100, 227),
+        (120, 99),
+        (942, 64),
+        (950, 160),
+    ):
+        assert shared_limit(arch) == held * 1024
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])

@@ -82,6 +82,7 @@ def test_the_order_of_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = chosen(MatmulTuning(batch_invariant=True))
     assert choice == chosen(MatmulTuning(batch_invariant=True), rows=8)
     assert str(choice) == "batch invariant: the same for every number of rows"
+    assert choice.config == TileConfig(64, 64, 64, 4, 4)
     assert given_tile(problem(), GIVEN) == chosen(MatmulTuning(GIVEN))
 
 

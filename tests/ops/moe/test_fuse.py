@@ -125,6 +125,14 @@ def test_one_token_whose_experts_are_mapped_is_routed_apart() -> None:
     assert "matmul 2 and reduce are one launch" in plan.explain()
 
 
+def test_columns_that_do_not_fill_a_tile_of_the_sum(apart) -> None:
+    layer = simple_layer(d_model=1025)
+    assert kernels(plan_of(layer, engine_target()))[-1] == CHAINED
+    found, wanted = run_layer(layer), apart(layer)
+    for name, value in wanted.items():
+        assert found[name].tobytes() == value.tobytes(), name
+
+
 @pytest.mark.skipif(engine_target().kind != "interpreter", reason="only the interpreter's order can be chosen")
 def test_programs_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch, apart) -> None:
     layer = simple_layer(40)
@@ -139,6 +147,7 @@ def test_programs_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch, apart) -
 def test_a_forward_of_few_tokens_is_two_launches() -> None:
     plan = plan_of(simple_layer(), CUDA)
     assert kernels(plan) == [ROUTE_AND_LAYOUT, CHAINED]
+    assert plan.steps[-1].grid[1:] == (1, 1)  # pyright: ignore[reportAttributeAccessIssue]
     assert "matmul 1, matmul 2 and reduce are one launch" in plan.explain()
     assert kernels(plan_of(simple_layer(MOST_TOKENS + 1), CUDA))[-1] == REDUCE
     assert CHAINED not in kernels(plan_of(simple_layer(0), CUDA))

@@ -179,9 +179,10 @@ def test_partial_blocks_count_what_is_missing_as_zero():
 
 
 @pytest.mark.parametrize("format", [FP8_TENSOR, FP8_TOKEN, FP8_GROUP, MXFP8, INT8_CHANNEL], ids=str)
-def test_no_tokens(format):
-    tensor = quantize(np.empty((0, 256), np.float32), format)
-    assert tensor.shape == (0, 256) and dequantize(tensor).shape == (0, 256)
+@pytest.mark.parametrize("shape", [(0, 256), (128, 0)], ids=str)
+def test_no_rows_or_columns(format, shape):
+    tensor = quantize(np.empty(shape, np.float32), format)
+    assert tensor.shape == shape and dequantize(tensor).shape == shape
     assert np.isfinite(scales_of(tensor)).all()
 
 

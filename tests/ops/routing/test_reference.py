@@ -152,6 +152,14 @@ def test_zero_sum_renormalises_to_zeros_and_scale_comes_last():
     assert weights.tolist() == [[1.25, 1.25]]
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_losses_of_very_negative_logits_warn_of_nothing(scoring: str):
+    """Of two tokens one has no share of any expert."""
+    logits = np.array([[-200, -300], [-np.inf, -np.inf]], np.float32)
+    balance, _ = routing.router_losses(logits, np.array([2, 0], np.int32), spec=RouterSpec(1, scoring=scoring))
+    assert balance == 1.0
+
+
 def test_a_token_routes_alike_alone_and_in_a_large_batch():
     logits = strategies.draw_logits(np.random.default_rng(3), "ties", 2000, 384)
     spec = RouterSpec(6, "sqrt_softplus", num_groups=8, topk_group=3, slot_order="expert")

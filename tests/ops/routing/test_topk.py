@@ -110,6 +110,19 @@ def test_any_number_of_experts_and_choices(num_experts: int, top_k: int) -> None
     assert_matches_reference(RouterCase(RouterSpec(top_k, renormalize=True), 3, num_experts, False, "ties", False, 2))
 
 
+@pytest.mark.parametrize("rule", [RULES[0], RULES[3]], ids=str)
+def test_rows_joined_of_pieces_have_the_bits_of_whole_ones(rule: RouterSpec) -> None:
+    """The interpreter loads rows whole, a GPU in pieces of SPAN columns."""
+    logits = np.random.default_rng(0).standard_normal((3, 60), F32)
+    plan = plan_routing(ArraySpec(logits.shape, "float32"), rule, Target("interpreter"))
+    (step,) = plan.steps
+    assert isinstance(step, KernelLaunch) and ("SPAN", Constant(64)) in step.arguments
+    pieces = dataclasses.replace(step, arguments=tuple((dict(step.arguments) | {"SPAN": Constant(16)}).items()))
+    found = run_plan(dataclasses.replace(plan, steps=(pieces,)), {"logits": logits})
+    for name, value in run_plan(plan, {"logits": logits}).items():
+        assert found[name].tobytes() == value.tobytes(), name
+
+
 def test_ties_go_to_the_lower_id_and_zeros_tie() -> None:
     logits = np.array([[1, 3, 3, 2], [-0.0, 0.0, -0.0, 0.0], [0.0, -0.0, -1.0, 0.0]], F32)
     assert route(logits, RouterSpec(3))[0].tolist() == [[1, 2, 3], [0, 1, 2], [0, 1, 3]]

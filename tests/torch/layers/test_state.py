@@ -325,6 +325,7 @@ def test_explain(engine: str) -> None:
         assert layer.explain(torch.Size((10, D))) == text
         limited = make(draw_weights(EVERYTHING), device, capacity_factor=1.0).explain(10)
     assert "capacity limit: slots behind the first 4 of an expert get id -1" in limited
+    assert "selection on score + bias" in limited
     assert [limited.index(f"{name} on ") for name in ("router", "routing", "layout", "moe")] == sorted(
         limited.index(f"{name} on ") for name in ("router", "routing", "layout", "moe")
     )

@@ -13,7 +13,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, format_named, quantized_specs
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward, why_no_gradient
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.matmul.quantized.transposed import plan_matmul_quantized_transposed
+from moe_core.ops.matmul.quantized.transposed import choose_transposed_tile, plan_matmul_quantized_transposed
 from moe_core.ops.matmul.reference.backward import input_gradient
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
@@ -100,6 +100,19 @@ def test_products_of_every_format(name: str, weight_layout: str) -> None:
     assert_both(kernels, reference, expected)
 
 
+def test_an_infinite_last_row_stays_one() -> None:
+    """151 rows are no multiple of a tile, and 256 columns are one of it: what fills tiles is neither read nor NaN."""
+    case, rng = hard_routing("missing_ids"), np.random.default_rng(0)
+    groups, layout = grouped(case), case.layout()
+    weight = draw_weight(rng, (case.num_experts, OUTPUTS, 256), format_named("fp8_channel"), "out_in")
+    weight.values[:, -1] = 1
+    weight.scales[:, -1] = np.inf
+    x = draw_array(rng, (layout.num_tokens, OUTPUTS))
+    for y in run_both(MatmulOperands(x, weight), layout, MatmulSpec("out_in", "token", "slot"), groups):
+        wanted = np.where(groups["row_of_slot"] < 0, 0, np.repeat(np.copysign(np.inf, x[:, -1]), case.top_k))
+        np.testing.assert_array_equal(y, np.repeat(wanted[:, None], 256, 1))
+
+
 @pytest.mark.parametrize("case_name", ["one_expert", "top_1"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_two_matrices_of_one_layer_in_16_bits(case_name: str, dtype: str) -> None:
@@ -121,7 +134,8 @@ def test_two_matrices_of_one_layer_in_16_bits(case_name: str, dtype: str) -> Non
 def test_a_layer_outside_the_stack_and_a_dense_product() -> None:
     rng = np.random.default_rng(2)
     weight = draw_weight(rng, (2, 40, 64), format_named("mxfp4"), "in_out")
-    x = draw_array(rng, (5, 40))
+    # More blocks of rows than a group of tiles has.
+    x = draw_array(rng, (300, 40))
     operands = MatmulOperands(x, weight, layer_index=np.array([1], np.int32))
     kernels, reference = run_both(operands, None, MatmulSpec("in_out"), {})
     assert_both(kernels, reference, x @ dequantize(weight)[1].T)
@@ -309,6 +323,9 @@ def test_wrong_products() -> None:
         (TileConfig(256, 256, 16, 4, 1, family="quantized"), "accumulator registers"),
     ):
         refused(reason, tuning=MatmulTuning(config))
+    given = TileConfig(16, 32, 32, family="quantized")
+    choice = choose_transposed_tile(good, layout, dataclasses.replace(spec, tuning=MatmulTuning(given)), H200)
+    assert choice is not None and choice.config == given and str(choice) == "given for this call"
     chosen = plan_matmul_quantized_transposed(good, layout, spec, H200)
     invariant = dataclasses.replace(spec, tuning=MatmulTuning(batch_invariant=True))
     assert "batch invariant" in plan_matmul_quantized_transposed(good, layout, invariant, H200).explain()

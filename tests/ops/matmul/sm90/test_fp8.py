@@ -218,6 +218,7 @@ def test_a_forward_quantises_hidden_rows_where_they_are_made(scheme: str, static
     assert any(buffer.name == "hidden" for buffer in plan.scratch) != fused
     products: list[dict[str, Any]] = [dict(step.arguments) for step in launches if step.kernel.name == KERNEL]
     assert [product["COUNTER"].value for product in products] == [0, 1]
+    assert [product["weight_map"].shape for product in products] == [(8 * 512, 384), (8 * 384, 256)]
     assert dict(launches[-1].arguments)["BY_ROW"] == Constant(True)
     if scheme != "fp8_tensor":
         invariant = forward(scheme_named(scheme), Tuning(batch_invariant=True))

@@ -107,7 +107,7 @@ def test_one_step_and_a_layer_outside(place: int) -> None:
 
 def described(
     activation: Activation | None = None, tokens: int = 64, dtype: str = "bfloat16", n: int = 128, d: int = 256
-):
+) -> MatmulOperands:
     width = 2 * n if activation is not None and activation.gated else n
     return MatmulOperands(ArraySpec((tokens, d), dtype), tiled_weight((8, width, d), activation))
 
@@ -124,6 +124,13 @@ TOKENS = MatmulSpec("out_in", "token")
         (described(dtype="float16"), LAYOUT, TOKENS, SM_90, "bfloat16 rows, to bfloat16, got float16"),
         (described(), LAYOUT, dataclasses.replace(TOKENS, out_dtype="float32"), SM_90, "got bfloat16 to float32"),
         (described(n=36), LAYOUT, TOKENS, SM_90, "multiples of 16 bytes, got 256 columns of x, 256"),
+        (
+            MatmulOperands(ArraySpec((64, 2**15), "bfloat16"), tiled_weight((1024, 2**15, 2**15), None)),
+            LayoutSpec(64, 2, 1024),
+            TOKENS,
+            SM_90,
+            "count lines of 128 bytes in 32 bits, got 549755813888",
+        ),
         (
             described(Activation("gelu")),
             LAYOUT,
