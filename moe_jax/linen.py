@@ -105,6 +105,7 @@ class MoE(nn.Module):
     expert_scale: bool = False
     output: layers.OutputSpec | None = None
     latent: layers.LatentSpec | None = None
+    token_table: int = 0
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.
@@ -130,10 +131,11 @@ class MoE(nn.Module):
         layer_index: Array | int | None = None,
         gate_inputs: Array | None = None,
         expert_ids: Array | None = None,
+        input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`,
-        gate_inputs and expert_ids those of `moe_jax.layers.RoutedBy`."""
+        gate_inputs, expert_ids and input_ids those of `moe_jax.layers.RoutedBy`."""
         spec = self.spec
         rule = layers.current_rule()
         if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
@@ -147,7 +149,7 @@ class MoE(nn.Module):
         places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
-        options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids)
+        options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
         arrays = _declare(self, places, self.param_dtype, self.kernel_init, self.logical_axes)

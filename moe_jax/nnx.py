@@ -57,7 +57,7 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = ["CorrectionBias", "MoE", "QuantizedArray"]
+__all__ = ["CorrectionBias", "MoE", "QuantizedArray", "TokenTable"]
 __all__ += description.__all__
 
 
@@ -74,6 +74,10 @@ class CorrectionBias(nnx.Variable):
     """
 
 
+class TokenTable(nnx.Variable):
+    """A router's table int32 `[V, K]`, token id -> experts: no gradient trains it, so no nnx.Param."""
+
+
 class QuantizedArray(nnx.Variable):
     """One array of a quantised matrix, as its format stores it: no gradient trains it, so no nnx.Param."""
 
@@ -85,6 +89,7 @@ class ParameterGroup(nnx.Module):
     bias: nnx.Param
     correction_bias: CorrectionBias
     norm: nnx.Param
+    table: TokenTable
     expert_scale: nnx.Param
     values: QuantizedArray
     scales: QuantizedArray
@@ -194,16 +199,17 @@ class MoE(nnx.Module):
         layer_index: Array | int | None = None,
         gate_inputs: Array | None = None,
         expert_ids: Array | None = None,
+        input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
         """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`,
-        gate_inputs and expert_ids those of `moe_jax.layers.RoutedBy`."""
+        gate_inputs, expert_ids and input_ids those of `moe_jax.layers.RoutedBy`."""
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
         if scheme is not None:
             self.quantize_experts(scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
-        options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids)
+        options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:
@@ -322,7 +328,8 @@ def _place_of(value: Any) -> Any:
 
 
 def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Variable:
-    kind = QuantizedArray if leaf.is_quantized else CorrectionBias if leaf.is_state else nnx.Param
+    kinds = {"quantized": QuantizedArray, "buffer": CorrectionBias, "table": TokenTable}
+    kind = kinds.get(leaf.parameter.role, nnx.Param)
     names, mesh, rules = axes.of(leaf), jax.sharding.get_abstract_mesh(), get_logical_axis_rules()
     if nnx.using_eager_sharding() and not mesh.empty and rules:
         layers.require_rules(leaf, axes, rules)

@@ -21,7 +21,8 @@ class LayerNames:
     """The tensors of one layer in one storage, by their full names.
 
     block: what stands before the router and the experts, `model.layers.3.mlp.`. fused: (gate_up, down) of all experts,
-    None = per expert. turned, interleaved: how `fused` lies in the files. Others: see `Naming`.
+    None = per expert. turned, interleaved: how `fused` lies in the files. table: "" = the layer has none. Others: see
+    `Naming`.
     """
 
     block: str
@@ -33,6 +34,7 @@ class LayerNames:
     turned: bool = False
     interleaved: bool = False
     norm: str = ""
+    table: str = ""
     expert_scale: str = ""
     around: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,8 +47,8 @@ class LayerNames:
 _Choice = Callable[[list[tuple[str, ...]]], tuple[str, ...]]
 
 
-def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) -> LayerNames:
-    """root: `model.layers.3.`; block: `mlp`, or nothing."""
+def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: bool, table: bool) -> LayerNames:
+    """root: `model.layers.3.`; block: `mlp`, or nothing. table: whether the layer has one."""
     inside = f"{root}{block}." if block else root
 
     def full(name: str) -> str:
@@ -68,6 +70,7 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, fused: bool) 
         full(naming.shared_gate),
         interleaved=naming.interleaved and chosen == tuple(map(full, naming.fused[-1])),
         norm=full(naming.norm),
+        table=full(naming.table) if table else "",
         expert_scale=full(naming.expert_scale),
         around={name: one(alternatives) for name, alternatives in naming.around.items()},
     )
@@ -88,7 +91,8 @@ def written_names(architecture: Architecture, layer: int, storage: str | None, n
     newest = 0 if storage == "fused" else -1
     root = f"{_own_prefixes(naming, nested)[newest]}{naming.layers}.{layer}."
     fused = storage == "fused" or naming.per_expert is None
-    return _names(naming, root, naming.blocks[newest], lambda found: found[newest], fused)
+    kind = {"fused": fused, "table": layer in architecture.tables}
+    return _names(naming, root, naming.blocks[newest], lambda found: found[newest], **kind)
 
 
 def found_names(
@@ -106,7 +110,8 @@ def found_names(
     def choose(alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
         return next((names for names in alternatives if holds(names[0])), alternatives[-1])
 
-    candidates = [_names(naming, root, block, choose, True) for root in roots for block in naming.blocks]
+    kind = {"fused": True, "table": layer in architecture.tables}
+    candidates = [_names(naming, root, block, choose, **kind) for root in roots for block in naming.blocks]
     names = next((names for names in candidates if names.router in index.files), None)
     if names is None:
         raise InvalidInput(
@@ -140,7 +145,12 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
     stacks = {"router.weight": Stack.whole(names.router, (num_experts, d_model))}
     if family.router_bias:
         stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))
-    if architecture.correction_bias:
+    if names.table:
+        assert architecture.spec.router is not None
+        shape = (architecture.vocab_size, architecture.spec.router.require_top_k())
+        part = Part(names.table, shape, decode=_to_int32, encode=_to_int64)
+        stacks["router.table"] = Stack(shape, (part,), dtype="int32", accepts=("I64", "I32"))
+    elif architecture.correction_bias:
         shape = (1, num_experts) if architecture.naming.bias_row else (num_experts,)
         parts = (Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None),)
         stacks["router.correction_bias"] = Stack((num_experts,), parts, dtype="float32")
@@ -162,6 +172,15 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         turned = one.role == "weight" and architecture.spec.weight_layout == "in_out"
         stacks[one.name] = Stack(one.shape, (_part(names.around[one.name], one.shape, turned=turned),))
     return stacks
+
+
+def _to_int32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.int32)
+
+
+def _to_int64(array: np.ndarray) -> np.ndarray:
+    """transformers saves tables of ids so."""
+    return array.astype(np.int64)
 
 
 def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:

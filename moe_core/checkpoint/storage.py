@@ -32,6 +32,7 @@ FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _NUMPY_DTYPES: Mapping[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16,
     "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
+    "I64": np.int64,
 }  # fmt: skip
 #: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
 _PIECE_BYTES = 16 * 2**20
@@ -240,7 +241,7 @@ class StackReader(contextlib.ExitStack):
                         "tensors cannot be read: dequantise or cast to bfloat16 first"
                     )
                 raise Unsupported(
-                    f"{where} must be {' or '.join(stack.accepts)} by the quantization_config, got "
+                    f"{where} must be {' or '.join(stack.accepts)} by config.json, got "
                     f"{tensor.get_dtype()}; use the config.json that belongs to the weights"
                 )
             if tuple(tensor.get_shape()) != part.shape:

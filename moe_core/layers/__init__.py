@@ -8,11 +8,12 @@ from moe_core.layers.convert import placements as placements
 from moe_core.layers.costs import LayerCost as LayerCost
 from moe_core.layers.costs import layer_cost as layer_cost
 from moe_core.layers.parameter import Parameter as Parameter
+from moe_core.layers.parameter import first_table as first_table
+from moe_core.layers.result import MoEAux as MoEAux
 from moe_core.layers.spec import FREE_FIELDS as FREE_FIELDS
 from moe_core.layers.spec import HUGGING_FACE as HUGGING_FACE
 from moe_core.layers.spec import MAXTEXT as MAXTEXT
 from moe_core.layers.spec import ExpertsSpec as ExpertsSpec
-from moe_core.layers.spec import MoEAux as MoEAux
 from moe_core.layers.spec import MoELayerSpec as MoELayerSpec
 from moe_core.layers.spec import SharedExpertsSpec as SharedExpertsSpec
 from moe_core.layers.spec import Storage as Storage

@@ -56,7 +56,7 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
         prefix, _, field = name.partition(".")
         is_bias = field.endswith("bias")
         if prefix == "router":
-            flip = array.ndim == 2 and source.router_weight_layout != storage.router_weight_layout
+            flip = field == "weight" and source.router_weight_layout != storage.router_weight_layout
         else:
             flip = transpose and not is_bias and array.ndim > 1
         # After the flip a weight's output axis is last for in_out; a bias has only that axis.

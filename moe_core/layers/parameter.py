@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from moe_core.formats import QuantizedSpec, quantized_shapes
 
 #: The e8m0 byte of 1.
@@ -16,7 +18,8 @@ class Parameter:
 
     name: dotted (`experts.gate_up`; of a quantised matrix `experts.gate_up.values`, `.scales`, `.zero_points`). role:
     `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `factor` (starts at fill), `buffer`
-    (fp32, starts at zero, never trained by gradients) or `quantized` (starts at fill, never trained or cast). fan_in:
+    (fp32, starts at zero, never trained by gradients), `table` (starts as `first_table` of it, never trained or cast)
+    or `quantized` (starts at fill, never trained or cast). fan_in:
     terms of the sum a weight takes part in, 0 for others. axes: what each axis is, or is in groups of, `experts`,
     `d_model`, `d_ff` or None (size 1, or a latent width). dtype: the one it must have, None = that of the layer.
     """
@@ -28,6 +31,17 @@ class Parameter:
     axes: tuple[str | None, ...]
     dtype: str | None = None
     fill: int = 0
+
+
+def table(name: str, rows: int, top_k: int, num_experts: int) -> Parameter:
+    """Ids of top_k experts for each row."""
+    return Parameter(name, (rows, top_k), "table", 0, (None, None), "int32", fill=num_experts)
+
+
+def first_table(parameter: Parameter) -> np.ndarray:
+    """What a table starts as: distinct experts in every row, and all of them in turn."""
+    rows, top_k = parameter.shape
+    return (np.arange(rows, dtype=np.int32)[:, None] + np.arange(top_k, dtype=np.int32)) % parameter.fill
 
 
 def matrix(

@@ -92,7 +92,8 @@ def _routing_plans(
     arguments = (x, router.weight, router.bias, logits_spec, target)
     plans.forward.append(plan_router(*arguments))
     plans.backward.append(plan_router_backward(logits, *arguments, wanted=wanted))
-    plans.forward.append(plan_routing(logits, spec.router, target, correction_bias=router.correction_bias))
+    given = {"given": ids} if spec.token_table else {"correction_bias": router.correction_bias}
+    plans.forward.append(plan_routing(logits, spec.router, target, **given))
     plans.backward.append(plan_routing_backward(RoutingGradients(weights), logits, ids, spec.router, target))
     if spec.expert_scale:
         plans.rows_of_bias(tokens, spec.num_experts)

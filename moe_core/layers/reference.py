@@ -17,16 +17,26 @@ from moe_core.specs import MatmulSpec
 from moe_core.specs.operands import TopK
 
 
-def layer_stages(weights: LayerWeights, x: np.ndarray, token_mask: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def layer_stages(
+    weights: LayerWeights,
+    x: np.ndarray,
+    token_mask: np.ndarray | None = None,
+    input_ids: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
     """`moe_stages` of a layer on x `[T, D]`, with the output of the whole layer.
 
-    Where each expert's result is normalised, matmul2 has no router weight. Raises what `moe_stages` raises.
+    input_ids `[T]`: the ids of tokens, for a layer with a table; one outside of the table visits no expert. Where each
+    expert's result is normalised, matmul2 has no router weight. Raises what `moe_stages` raises.
     """
     layer, spec = weights.layer_spec(), weights.spec
-    if layer.latent is None and layer.norm_of_experts is None:
+    if layer.latent is None and layer.norm_of_experts is None and input_ids is None:
         stages = moe_stages(x, weights.experts, weights.router, spec, token_mask=token_mask, shared=weights.shared)
         return stages | {"output": _finished(stages["output"], weights)}
-    stages = routing_stages(x, weights.router, spec, token_mask)
+    ids, table = input_ids, getattr(weights.router, "table", None)
+    if ids is not None and table is not None:
+        inside = (ids >= 0) & (ids < len(table))
+        ids = np.where(inside[:, None], table[np.where(inside, ids, 0)], -1)
+    stages = routing_stages(x, weights.router, spec, token_mask, ids)
     given = TopK(stages["ids"], stages["weights"])
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     rows, plain = x, dataclasses.replace(spec, router=None, shared_activation=None)

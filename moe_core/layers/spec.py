@@ -9,7 +9,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import WEIGHT_LAYOUTS
@@ -18,7 +17,7 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, Scheme
 from moe_core.layers.around import LatentSpec, OutputSpec
-from moe_core.layers.parameter import Parameter, matrix, quantized_parts
+from moe_core.layers.parameter import Parameter, matrix, quantized_parts, table
 from moe_core.specs import MoESpec, NormSpec, RouterSpec, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
@@ -147,8 +146,9 @@ class MoELayerSpec:
     fast_accumulate: see MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots
     routed to it, in slot order; later ones contribute nothing. router_norm: the router scores rows normalised so, with
     a factor for each column. expert_scale: an expert's weights are multiplied by a parameter of it, behind everything
-    else. output: what is done to the experts' results. latent: the routed experts work in another width. A layer with
-    one of these runs its stages one by one, but for an output norm, scale or bias of the sum.
+    else. output: what is done to the experts' results. latent: the routed experts work in another width. token_table:
+    rows of a table, token id -> top_k experts, from which the ids of experts come (0 = the router chooses). A layer
+    with one of these runs its stages one by one, but for an output norm, scale or bias of the sum.
     """
 
     d_model: int
@@ -172,6 +172,7 @@ class MoELayerSpec:
     expert_scale: bool = False
     output: OutputSpec | None = None
     latent: LatentSpec | None = None
+    token_table: int = 0
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -183,6 +184,7 @@ class MoELayerSpec:
         require_kind("router_norm", self.router_norm, NormSpec, optional=True)
         require_kind("output", self.output, OutputSpec, optional=True)
         require_kind("latent", self.latent, LatentSpec, optional=True)
+        require_at_least("token_table", self.token_table, 0)
         flags = ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32", "expert_scale")
         require_flags(self, *flags)
         if self.router.top_k not in (None, self.top_k):
@@ -260,7 +262,7 @@ class MoELayerSpec:
     def in_stages(self) -> bool:
         """Whether the stages run one by one: something lies between them."""
         between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts
-        return self.expert_scale or any(one is not None for one in between)
+        return self.expert_scale or self.token_table > 0 or any(one is not None for one in between)
 
     def storage(self, default: Storage) -> Storage:
         """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
@@ -311,7 +313,7 @@ class MoELayerSpec:
     def parameters(self, default: Storage) -> tuple[Parameter, ...]:
         """Every array of the layer in `storage(default)`, in a fixed order.
 
-        Names: `router.weight`, `router.bias`, `router.correction_bias`, `router.norm`, `router.expert_scale`;
+        Names: `router.weight`, `.bias`, `.correction_bias`, `.norm`, `.table`, `.expert_scale`;
         `experts.gate_up`, `experts.up` (gate_layout `separate`), `experts.down`, `experts.gate_up_bias`,
         `experts.up_bias`, `experts.down_bias`; `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is
         two or three arrays: see `Parameter`. Around the experts: `before.weight`, `before.norm`, `after.weight`;
@@ -325,6 +327,8 @@ class MoELayerSpec:
             router.append(Parameter("router.correction_bias", (E,), "buffer", 0, ("experts",)))
         if self.router_norm is not None:
             router.append(Parameter("router.norm", (D,), "factor", 0, ("d_model",), fill=1))
+        if self.token_table:
+            router.append(table("router.table", self.token_table, self.top_k, E))
         if self.expert_scale:
             router.append(Parameter("router.expert_scale", (E,), "factor", 0, ("experts",), fill=1))
         experts = self._mlp("experts", storage, self.d_ff, (E,))
@@ -378,22 +382,3 @@ class MoELayerSpec:
         width = self._gate_up_width(storage, d_ff)
         found = [matrix(f"{prefix}.{name}", layout, model, ("d_ff", width), lead) for name in names]
         return [*found, matrix(f"{prefix}.down", layout, ("d_ff", d_ff), model, lead)]
-
-
-class MoEAux(NamedTuple):
-    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference.router_losses`.
-
-    load_balance_loss, z_loss: fp32 scalars, masked tokens left out. tokens_per_expert int32 `[E]`: slots routed to each
-    expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the
-    slot. weights fp32 `[T, K]`: of the router, 0 where masked. invalid_ids int32 `[1]`: ids outside [-1, E), always
-    zero where the layer's own router chose. logits fp32 `[T, E]`: differentiable, for losses of other formulas;
-    anything where masked. T counts the tokens of all leading axes.
-    """
-
-    load_balance_loss: Any
-    z_loss: Any
-    tokens_per_expert: Any
-    ids: Any
-    weights: Any
-    invalid_ids: Any
-    logits: Any

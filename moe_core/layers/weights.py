@@ -128,6 +128,7 @@ class LayerWeights:
         if shared_activation is not None and shared_activation.gated:
             shared_activation = dataclasses.replace(shared_activation, gate_layout="halves")  # not stated
         assert spec.router is not None
+        table = getattr(self.router, "table", None)
         return MoELayerSpec(
             d_model,
             self.experts.down.shape[width_axis],
@@ -142,6 +143,7 @@ class LayerWeights:
             expert_scale=getattr(self.router, "expert_scale", None) is not None,
             output=self.output and self.output.spec,
             latent=self.before and self.before.spec,
+            token_table=0 if table is None else len(table),
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
         )
 
@@ -241,8 +243,8 @@ class LayerWeights:
             allowed: tuple[str, ...] = (own,)
             if _matrix_name(name) != name:
                 continue  # Arrays of a quantised matrix have what its format says.
-            if name == "router.correction_bias":
-                allowed = ("float32",)
+            if name in ("router.correction_bias", "router.table"):
+                allowed = ("float32",) if name == "router.correction_bias" else ("int32",)
             elif name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm"):
                 allowed = dtypes.MATMUL_DTYPES
             elif name.endswith("_bias"):
@@ -255,7 +257,7 @@ class LayerWeights:
 
 def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None) -> RouterWeights:
     """The bundle of a router's arrays, by their names in it."""
-    more = {"norm", "expert_scale"} & arrays.keys()
+    more = {"norm", "table", "expert_scale"} & arrays.keys()
     return LayerRouter(**arrays, spec=norm) if more else RouterWeights(**arrays)
 
 
@@ -274,7 +276,7 @@ def _every_name() -> tuple[str, ...]:
     """All names a layer can have, in the order of `MoELayerSpec.parameters`."""
     experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
     options = dict.fromkeys(("router_bias", "correction_bias", "expert_scale"), True)
-    around = {"output": OutputSpec(NormSpec(), bias=True), "latent": LatentSpec(1, NormSpec())}
+    around = {"output": OutputSpec(NormSpec(), bias=True), "latent": LatentSpec(1, NormSpec()), "token_table": 1}
     spec = MoELayerSpec(1, 1, 1, 1, RouterSpec(), experts, shared, router_norm=NormSpec(), **around, **options)
     return tuple(parameter.name for parameter in spec.parameters(MAXTEXT))
 

@@ -174,9 +174,11 @@ class RouterWeights:
 @dataclass(frozen=True)
 class LayerRouter(RouterWeights):
     """The router of a layer that has more than the op's. norm `[D]`: the factors of x, normalised as `spec` says, which
-    it scores instead of x. expert_scale `[E]`: multiplies an expert's weights, behind everything else."""
+    it scores instead of x. table int32 `[V, K]`: the experts of each token id. expert_scale `[E]`: multiplies an
+    expert's weights, behind everything else."""
 
     norm: Any = None
+    table: Any = None
     expert_scale: Any = None
     spec: NormSpec | None = None
 

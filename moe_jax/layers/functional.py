@@ -238,7 +238,7 @@ def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
     """What an array is cast to before use."""
     as_stored = is_gate(name) or is_quantized(name) or (name.endswith("_bias") and array.dtype == jnp.float32)
     if dtype == jnp.float64:  # which stands beside no other float
-        as_stored = is_quantized(name)
+        as_stored = is_quantized(name) or name == "router.table"
     return array.dtype if as_stored else dtype
 
 

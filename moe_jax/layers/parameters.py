@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, quantized_shapes
-from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, tiled_specs
+from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, first_table, tiled_specs
 
 #: Nested dicts with arrays as leaves: {"gate": {"kernel": ...}, "wi_0": ..., ...}.
 Parameters = Mapping[str, Any]
@@ -29,6 +29,7 @@ _FIXED_PATHS: dict[str, Path] = {
     "router.bias": ("gate", "bias"),
     "router.correction_bias": ("gate", "correction_bias"),
     "router.norm": ("gate", "norm"),
+    "router.table": ("gate", "table"),
     "router.expert_scale": ("gate", "expert_scale"),
     "experts.down": ("wo",),
     "experts.down_bias": ("wo_bias",),
@@ -59,8 +60,8 @@ class Leaf:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is the correction bias: no gradient ever trains it."""
-        return self.parameter.role == "buffer"
+        """Whether it is the correction bias or a table of ids: no gradient ever trains it."""
+        return self.parameter.role in ("buffer", "table")
 
     @property
     def is_quantized(self) -> bool:
@@ -73,6 +74,8 @@ class Leaf:
         never on how many experts or layers lie beside it."""
         if self.is_quantized:
             return jnp.full(self.shape, self.parameter.fill, self.parameter.dtype)
+        if self.parameter.role == "table":
+            return jnp.broadcast_to(jnp.asarray(first_table(self.parameter)), self.shape)
         if self.parameter.role != "weight":
             return jnp.full(self.shape, self.parameter.fill, jnp.float32 if self.is_state else dtype)
         assert key is not None

@@ -24,15 +24,18 @@ class RoutedBy:
 
     gate_inputs: of the shape of x, which the router scores instead of x. expert_ids int32 `[..., K]`: the experts of
     each token, distinct, instead of the router's choice, whose weights they still get (a token with an id outside
-    [0, E) is as one that is masked; a correction bias has no part in it).
+    [0, E) is as one that is masked; a correction bias has no part in it). input_ids, integers `[...]`: the ids of the
+    tokens, which a layer with a table of ids looks up, and takes where expert_ids are not given.
     """
 
     gate_inputs: Any = None
     expert_ids: Any = None
+    input_ids: Any = None
 
 
 def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
     """Checked, and flattened as x is; gate_inputs in the dtype of x."""
+    _require_table(by, spec)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
         rows = jnp.asarray(rows)
@@ -50,7 +53,34 @@ def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Rou
                 "them with .astype(jnp.int32) and give them that shape"
             )
         ids = ids.reshape(-1, spec.top_k)
-    return RoutedBy(rows, ids)
+    return RoutedBy(rows, _by_table(by, x, given, spec) if ids is None else ids)
+
+
+def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> jax.Array | None:
+    """The ids int32 `[T, K]` that the layer's table has for input_ids; None = the router chooses."""
+    if by.input_ids is None:
+        return None
+    tokens, table = jnp.asarray(by.input_ids), given.routing.table
+    if tokens.shape != x.shape[:-1] or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InvalidInput(
+            f"input_ids must be integers {x.shape[:-1]}, one for each token of x, got {tokens.dtype} {tokens.shape}; "
+            "convert them and give them that shape"
+        )
+    flat = tokens.reshape(-1)
+    inside = (flat >= 0) & (flat < len(table))
+    # A token outside of the table visits no expert, and is counted among the invalid ids.
+    return jnp.where(inside[:, None], table[jnp.where(inside, flat, 0)], spec.num_experts)
+
+
+def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
+    if not spec.token_table and by.input_ids is not None:
+        raise InvalidInput("input_ids must be None for a layer without a table of ids, got an array; leave them out")
+    if spec.token_table and (by.input_ids is None) == (by.expert_ids is None):
+        which = "neither" if by.input_ids is None else "both"
+        raise InvalidInput(
+            f"input_ids or expert_ids must be given for a layer with a table of ids, got {which}; pass the ids of the "
+            "tokens as input_ids"
+        )
 
 
 def run_layer(

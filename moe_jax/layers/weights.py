@@ -115,7 +115,7 @@ def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
         return dtypes.numpy_dtype(own)
     exact = own == param_dtype or param_dtype == "float32"
     if leaf.is_state:
-        return np.dtype(np.float32)
+        return np.dtype(leaf.parameter.dtype or np.float32)
     if not exact and (is_gate(leaf.parameter.name) or leaf.parameter.role == "bias"):
         return dtypes.numpy_dtype(own if own == "float32" else "float32")
     if not exact:

@@ -19,11 +19,13 @@ from moe_torch.bridge.options import require_instance
 
 
 class BlockWeights(NamedTuple):
-    """tensors: by the layer's names; those of `copied` are new, the others are the block's own."""
+    """tensors: by the layer's names; those of `copied` are new, the others are the block's own. takes_ids: the model
+    calls blocks with the ids of its tokens, of which this one has no use."""
 
     spec: MoELayerSpec
     tensors: dict[str, torch.Tensor]
     copied: tuple[str, ...]
+    takes_ids: bool
 
 
 def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
@@ -47,7 +49,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     if not architecture.naming.blocks[0]:
         # Beside attention, norms and another MLP of the decoder layer.
         own = {name: tensor for name, tensor in own.items() if name.startswith(("router.", "experts."))}
-    names = _names(architecture)
+    names = _names(architecture, table=spec.token_table > 0)
     if not any(name.startswith("shared_experts.") for name in names):
         # The model has them beside its block.
         spec = dataclasses.replace(spec, shared_experts=None)
@@ -77,11 +79,18 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
                 f"config, got {list(tensors[parameter.name].shape)}; pass the config that the block was made with"
             )
     copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat)
-    return BlockWeights(spec, tensors, copied)
+    return BlockWeights(spec, tensors, copied, bool(architecture.tables) and not spec.token_table)
+
+
+def without_input_ids(layer: torch.nn.Module, positional: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A hook that leaves out the ids of the tokens, with which models call all of their blocks if some have tables."""
+    return positional, {name: value for name, value in named.items() if name != "input_ids"}
 
 
 def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerSpec:
     """That of the block; where the layers of its model differ, of one with the limits that the block holds."""
+    if architecture.tables and architecture.naming.table in dict(_tensors(block)):
+        return architecture.layer_spec(architecture.tables[0])
     if not architecture.layer_activations:
         return architecture.layer_spec()
     limits = tuple(getattr(getattr(block, part, None), "limit", None) for part in ("experts", "shared_experts"))
@@ -111,17 +120,20 @@ def _align(tensor: torch.Tensor) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _names(architecture: Architecture) -> dict[str, tuple[str, ...]]:
-    """The layer's arrays, in their order -> the tensors of the block that make them: a gate and an up, or one."""
+def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, ...]]:
+    """The layer's arrays, in their order -> the tensors of the block that make them: a gate and an up, or one. table:
+    whether the block has one."""
     naming, family = architecture.naming, architecture.family
     router, (*gate_up, down) = naming.router[0], naming.fused[0]
     names: dict[str, tuple[str, ...]] = {"router.weight": (router,)}
     if family.router_bias:
         names["router.bias"] = (router.removesuffix("weight") + "bias",)
-    if architecture.correction_bias:
+    if architecture.correction_bias and not table:
         names["router.correction_bias"] = naming.correction_bias[:1]
     if architecture.router_norm is not None:
         names["router.norm"] = (naming.norm,)
+    if table:
+        names["router.table"] = (naming.table,)
     if family.expert_scale:
         names["router.expert_scale"] = (naming.expert_scale,)
     names |= {"experts.gate_up": tuple(gate_up), "experts.down": (down,)}
@@ -146,6 +158,8 @@ def _apart(name: str, tensors: list[torch.Tensor], num_experts: int) -> list[tor
 def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[torch.Tensor, bool]:
     """(the layer's array, whether it is a copy) of a block's tensors."""
     whole = tensors[0]
+    if name == "router.table":
+        return whole.detach().int(), whole.dtype != torch.int32
     if name == "router.correction_bias":
         # Blocks have it as [E] or [1, E], as buffer or as parameter.
         return whole.detach().reshape(-1).float(), whole.dtype != torch.float32

@@ -20,13 +20,14 @@ from moe_core.layers import (
     MoELayerSpec,
     SharedExpertsSpec,
     convert_weights,
+    first_table,
 )
 from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
-from moe_torch.layers.blocks import block_weights
+from moe_torch.layers.blocks import block_weights, without_input_ids
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
@@ -38,7 +39,7 @@ from moe_torch.layers.parameters import (
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
-from moe_torch.layers.routing import ids_of_tokens, like_x, mask_of_tokens, run_stages
+from moe_torch.layers.routing import given_ids, like_x, mask_of_tokens, run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
@@ -47,6 +48,8 @@ _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
 _PARTS |= {"before": ProjectionParameters, "after": ProjectionParameters, "output": OutputParameters}
+#: Roles of arrays that the operator does not take.
+_BESIDE = ("factor", "table")
 #: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
 _DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"))
@@ -152,17 +155,19 @@ class MoE(PrepackedExperts, PlannedLayer):
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
         its own. The layer's parameters are the block's own tensors, and train with it, but for those named in the
         layer's `copied`, whose storage differs: the shared experts' gate and up, which blocks have as two matrices,
-        every matrix of shared experts beside `in_out` experts, DBRX's experts, and a correction bias that is not
-        float32.
+        every matrix of shared experts beside `in_out` experts, DBRX's experts, a table of ids, and a correction bias
+        that is not float32.
 
         The layer returns y alone, and a model no longer records the router's logits of a block that it replaces.
         Raises InvalidInput for what is no block of that config; Unsupported for families without a preset, and for a
         block with a part that the layer does not compute with, which it names.
         """
-        spec, tensors, copied = block_weights(block, config)
+        spec, tensors, copied, takes_ids = block_weights(block, config)
         layer = cls.from_spec(spec, device="meta", dtype=torch.float32)
         hold(layer, tensors.items())
         layer.copied = copied
+        if takes_ids:
+            layer.register_forward_pre_hook(without_input_ids, with_kwargs=True)
         return layer.train(block.training)
 
     def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -180,7 +185,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
         # Factors are applied between the stages, and other parts around the operator.
-        names = [parameter.name.split(".") for parameter in parameters if parameter.role != "factor"]
+        names = [parameter.name.split(".") for parameter in parameters if parameter.role not in _BESIDE]
         places = [_place(self._operator, *name) for name in names if name[0] in _PREFIXES]
         self._places = tuple(place for place in places if len(place) == 3)
         # Those of quantised matrices lie a module deeper.
@@ -215,12 +220,14 @@ class MoE(PrepackedExperts, PlannedLayer):
 
     def reset_parameters(self) -> None:
         """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); norms and scales one;
-        biases, the correction bias and quantised matrices zero."""
+        biases, the correction bias and quantised matrices zero; a table of ids has all experts in turn."""
         with torch.no_grad(), self.published() as tensors:
             for parameter in self.spec.parameters(HUGGING_FACE):
                 tensor = tensors[parameter.name]
                 if parameter.role == "weight":
                     tensor.normal_(std=parameter.fan_in**-0.5)
+                elif parameter.role == "table":
+                    tensor.copy_(torch.from_numpy(first_table(parameter)))
                 else:
                     tensor.fill_(parameter.fill)
 
@@ -231,6 +238,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         *,
         gate_inputs: torch.Tensor | None = None,
         expert_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
         return_aux: bool = False,
     ) -> Any:
         """y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
@@ -240,12 +248,14 @@ class MoE(PrepackedExperts, PlannedLayer):
         experts give) and are left out of every statistic. gate_inputs, of the shape and dtype of x: what the router
         scores instead of x. expert_ids int32 `[..., K]`: the experts of each token, distinct, instead of the router's
         choice, whose weights they still get (a token with an id outside [0, E) is as one that is masked; a correction
-        bias has no part in it). One operator runs unless the layer has a capacity limit or one of these two is given.
+        bias has no part in it). input_ids, integers `[...]`: the ids of the tokens, which a layer with a table of ids
+        looks up, and takes where expert_ids are not given. One operator runs unless the layer is `in_stages` or one of
+        these is given.
         Under `torch.autocast`, x, experts and shared experts are cast to its dtype, which y has too, as in
         torch.nn.Linear; the router keeps its dtype and quantised matrices theirs.
         Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported for main_grad under autocast.
         """
-        routed_by = gate_inputs is not None or expert_ids is not None
+        routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
         staged, operator = routed_by or self._runs_stages(), self._operator
         arrays = self._arrays(self._parts() if staged else self._modules)
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
@@ -262,7 +272,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         if staged:
             like, mask = arrays[self._like_place], arrays[self._mask_place]
             scored = arrays[0] if gate_inputs is None else self._rows(like_x(gate_inputs, x), like)
-            given = None if expert_ids is None else ids_of_tokens(expert_ids, x, self.spec.top_k)
+            given = given_ids(self, x, expert_ids, input_ids)
             output, ids, chosen, logits, counts, invalid = run_stages(self, arrays[0], mask, scored, given)
         else:
             output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
@@ -382,16 +392,3 @@ class MoE(PrepackedExperts, PlannedLayer):
         tensors = self._tensors() | self.restored_tensors()
         arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)
-
-    def extra_repr(self) -> str:
-        spec = self.spec
-        parts = [f"d_model={spec.d_model}, d_ff={spec.d_ff}, num_experts={spec.num_experts}, top_k={spec.top_k}"]
-        parts.append(f"scoring={spec.router.scoring}, activation={spec.experts.activation.name}")
-        parts.append(f"storage={self.storage.weight_layout}/{self.storage.gate_layout}")
-        if spec.shared_experts is not None:
-            parts.append(f"shared_d_ff={spec.shared_experts.d_ff}")
-        if spec.experts.scheme is not None:
-            parts.append(f"scheme={spec.experts.scheme}{', prepacked' if self.is_prepacked else ''}")
-        if spec.capacity_factor is not None:
-            parts.append(f"capacity_factor={spec.capacity_factor:g}")
-        return ", ".join(parts)

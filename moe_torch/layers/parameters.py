@@ -145,8 +145,9 @@ class ParameterGroup(torch.nn.Module):
                 assert quantized is not None
                 arrays = [array for array in parameters if array.name.split(".")[1] == name]
                 self.add_module(name, QuantizedMatrix(quantized, arrays, device))
-            elif parameter.role == "buffer":
-                self.register_buffer(name, torch.empty(parameter.shape, dtype=_buffer_dtype(dtype), device=device))
+            elif parameter.role in ("buffer", "table"):
+                own = torch.int32 if parameter.role == "table" else _buffer_dtype(dtype)
+                self.register_buffer(name, torch.empty(parameter.shape, dtype=own, device=device))
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.register_parameter(name, torch.nn.Parameter(value, requires_grad=trained))
@@ -164,13 +165,15 @@ class ParameterGroup(torch.nn.Module):
 class RouterParameters(ParameterGroup, torch.nn.Linear):
     """`logits = router(x)`: fp32 `[T, E]` of x `[T, D]`.
 
-    weight `[E, D]`, bias `[E]`, correction_bias fp32 `[E]`, a buffer; norm `[D]`, the factors of normalised rows, and
-    expert_scale `[E]`, which `scaled` applies. A Linear, so that tools which look for those, adapters for one, find it.
+    weight `[E, D]`, bias `[E]`; correction_bias fp32 `[E]` and table int32 `[V, K]`, buffers; norm `[D]`, the factors
+    of normalised rows; expert_scale `[E]`, which `scaled` applies. A Linear, so that tools which look for those,
+    adapters for one, find it.
     """
 
-    NAMES = ("weight", "bias", "correction_bias", "norm", "expert_scale")
+    NAMES = ("weight", "bias", "correction_bias", "norm", "table", "expert_scale")
     correction_bias: torch.Tensor | None
     norm: torch.Tensor | None
+    table: torch.Tensor | None
     expert_scale: torch.Tensor | None
 
     @property

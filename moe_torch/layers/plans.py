@@ -1,4 +1,4 @@
-"""What a layer would run, before it runs."""
+"""What a layer is, and would run, before it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_core.base.dtypes import canonical
-from moe_core.layers import HUGGING_FACE, LayerCost, MoELayerSpec, layer_cost
+from moe_core.layers import HUGGING_FACE, LayerCost, MoELayerSpec, Storage, layer_cost
 from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
@@ -19,9 +19,11 @@ from moe_torch.operators.requests import operands_of
 
 
 class PlannedLayer(torch.nn.Module):
-    """The methods of a layer that look ahead."""
+    """The methods of a layer that look ahead, and describe it."""
 
     spec: MoELayerSpec
+    storage: Storage
+    is_prepacked: bool
     _operator: Operator
     _options: str
     _like_place: int
@@ -53,6 +55,19 @@ class PlannedLayer(torch.nn.Module):
         arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
         kinds = [layer_plans(self._operands_for(count), *arguments) for count in token_counts(tokens)]
         return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        parts = [f"d_model={spec.d_model}, d_ff={spec.d_ff}, num_experts={spec.num_experts}, top_k={spec.top_k}"]
+        parts.append(f"scoring={spec.router.scoring}, activation={spec.experts.activation.name}")
+        parts.append(f"storage={self.storage.weight_layout}/{self.storage.gate_layout}")
+        if spec.shared_experts is not None:
+            parts.append(f"shared_d_ff={spec.shared_experts.d_ff}")
+        if spec.experts.scheme is not None:
+            parts.append(f"scheme={spec.experts.scheme}{', prepacked' if self.is_prepacked else ''}")
+        if spec.capacity_factor is not None:
+            parts.append(f"capacity_factor={spec.capacity_factor:g}")
+        return ", ".join(parts)
 
     def _operands_for(self, num_tokens: int) -> MoEOperands:
         """The specs of the operator's arguments for an x of so many tokens."""

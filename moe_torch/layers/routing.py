@@ -66,6 +66,36 @@ def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gate_inputs
 
 
+def given_ids(
+    layer: Any, x: torch.Tensor, expert_ids: torch.Tensor | None, input_ids: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The ids int32 `[T, K]` that the caller gives, or that the layer's table has for input_ids; None = the router
+    chooses."""
+    table = own_part(layer.router, "router").table
+    if table is None and input_ids is not None:
+        raise InvalidInput("input_ids must be None for a layer without a table of ids, got a tensor; leave them out")
+    if table is not None and (input_ids is None) == (expert_ids is None):
+        which = "neither" if input_ids is None else "both"
+        raise InvalidInput(
+            f"input_ids or expert_ids must be given for a layer with a table of ids, got {which}; pass the ids of the "
+            "tokens as input_ids"
+        )
+    if expert_ids is not None:
+        return ids_of_tokens(expert_ids, x, layer.spec.top_k)
+    if table is None or input_ids is None:
+        return None
+    require_instance("input_ids", input_ids, torch.Tensor)
+    if input_ids.shape != x.shape[:-1] or input_ids.dtype not in (torch.int64, torch.int32):
+        raise InvalidInput(
+            f"input_ids must be torch.int64 or torch.int32 {tuple(x.shape[:-1])}, one for each token of x, got "
+            f"{input_ids.dtype} {tuple(input_ids.shape)}; convert them and give them that shape"
+        )
+    flat = input_ids.reshape(-1).long()
+    inside = (flat >= 0) & (flat < len(table))
+    # A token outside of the table visits no expert, and is counted among the invalid ids.
+    return torch.where(inside[:, None], table[flat.where(inside, 0)], layer.spec.num_experts)
+
+
 def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torch.Tensor:
     """expert_ids as int32 `[T, K]`, checked."""
     require_instance("expert_ids", expert_ids, torch.Tensor)

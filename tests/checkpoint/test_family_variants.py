@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers", reason="the judge needs trans
 from moe_torch import MoE
 from tests.support.families import IS_EARLIER, JUDGE, ROWS, row_named, settings_of, tiny
 from tools.sweep import models
-from tools.sweep.measure import TOLERANCE, block_run
+from tools.sweep.measure import TOLERANCE, block_run, table_ids
 
 pytestmark = pytest.mark.skipif(
     IS_EARLIER, reason=f"blocks of transformers before {JUDGE} may compute variants otherwise"
@@ -76,11 +76,7 @@ def built(family: str, changes: dict[str, Any]) -> Any:
 
 def require_same_or_refused(model: Any, changes: dict[str, Any]) -> bool:
     """Whether the last MoE block of a model ran as a layer, which agreed; False where it was refused."""
-    blocks = {
-        int(re.findall(r"\.(\d+)\.", f".{path}.")[-1]): block
-        for path, block in models.moe_blocks(model).items()
-        if not getattr(block, "is_hash", False)
-    }
+    blocks = {int(re.findall(r"\.(\d+)\.", f".{path}.")[-1]): block for path, block in models.moe_blocks(model).items()}
     try:
         architecture = architecture_of(text_model(model.config.to_dict()))
     except (InvalidInput, Unsupported):
@@ -100,7 +96,7 @@ def require_same_or_refused(model: Any, changes: dict[str, Any]) -> bool:
     except (RuntimeError, IndexError, ValueError):
         return False  # transformers cannot run it either
     with torch.no_grad():
-        y, aux = layer(x, return_aux=True)
+        y, aux = layer(x, return_aux=True, **table_ids(layer, x))
     assert ids is None or torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int()), changes
     error = float((y - wanted).abs().max())
     assert error <= TOLERANCE * float(wanted.abs().max()), (changes, error)

@@ -17,6 +17,7 @@ import moe_jax.layers
 import moe_jax.ops
 import moe_torch
 from moe_core.errors import InvalidInput
+from moe_core.layers.reference import layer_stages
 from moe_core.ops.routing import reference
 from moe_core.specs import RouterSpec
 from moe_jax.layers import RoutedBy
@@ -179,6 +180,64 @@ def test_the_hash_layers_of_deepseek_v4() -> None:
         for value, weight in ((aux.weights, layer.router.weight), (weights, router.weight))
     )
     torch.testing.assert_close(slope, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["reference", REAL_KERNELS])
+def test_a_table_of_ids_in_both_frameworks(engine: str) -> None:
+    nnx, linen = pytest.importorskip("moe_jax.nnx"), pytest.importorskip("moe_jax.linen")
+    from tests.support.jax import running_on as jax_running_on
+
+    spec = dataclasses.replace(SPEC, token_table=20)
+    layer = MoE.from_spec(spec)
+    table = layer.router.table
+    assert (
+        table is not None
+        and all(len(set(row)) == K for row in table.tolist())
+        and set(table.unique().tolist()) == {*range(E)}
+    )
+    x, tokens = inputs()[0], np.random.default_rng(1).integers(-1, 21, (3, 5))
+    with running_on(engine) as device, torch.no_grad():
+        layer.router.table.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(20)]))
+        assert layer.to(torch.bfloat16).router.table.dtype == torch.int32
+        layer = layer.float().to(device)
+        y, aux = layer(to_torch(x, device), input_ids=to_torch(tokens, device), return_aux=True)
+        weights = layer.export_weights()
+    stages = layer_stages(weights, x.reshape(-1, D), input_ids=tokens.ravel())
+    np.testing.assert_array_equal(stages["ids"], to_numpy(aux.ids))
+    np.testing.assert_allclose(stages["output"], to_numpy(y).reshape(-1, D), rtol=1e-4, atol=1e-5)
+    outside = (tokens < 0) | (tokens == 20)
+    assert outside.any() and int(aux.invalid_ids) == K * outside.sum()
+    with jax_running_on(engine):
+        other = nnx.MoE.from_weights(weights)
+        assert isinstance(other.gate.table, nnx.TokenTable)
+        by_jax, also = jax.jit(lambda layer, x: layer(x, input_ids=tokens, return_aux=True))(other, x)
+        np.testing.assert_array_equal(by_jax, to_numpy(y))
+        np.testing.assert_array_equal(also.invalid_ids, to_numpy(aux.invalid_ids))
+        stack = linen.MoE.from_spec(weights.layer_spec(), num_layers=2)
+        variables = stack.load_weights([weights, weights])
+        assert variables["router_state"]["gate"]["table"].dtype == np.int32
+        of_stack = stack.apply(variables, x, input_ids=tokens, layer_index=1)
+        np.testing.assert_array_equal(of_stack, by_jax)
+        made = stack.init(jax.random.key(0), x, input_ids=tokens, layer_index=0)
+        assert jax.tree.structure(linen.nn.meta.unbox(made)) == jax.tree.structure(variables)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "message"),
+    [
+        (0, {"input_ids": np.zeros((3, 5), np.int64)}, "input_ids must be None for a layer without a table"),
+        (20, {}, "input_ids or expert_ids must be given for a layer with a table of ids, got neither"),
+        (20, {"input_ids": np.zeros((3, 4), np.int64)}, r"input_ids must be .* \(3, 5\), one for each token of x"),
+        (20, {"input_ids": np.zeros((3, 5), np.float32)}, r"input_ids must be .* \(3, 5\), one for each token of x"),
+    ],
+)
+def test_wrong_ids_of_tokens(table: int, options: dict[str, np.ndarray], message: str) -> None:
+    spec, (x, _, _) = dataclasses.replace(SPEC, token_table=table), inputs()
+    with pytest.raises(InvalidInput, match=message):
+        MoE.from_spec(spec)(torch.from_numpy(x), **{name: torch.from_numpy(one) for name, one in options.items()})
+    parameters = moe_jax.layers.initialize(spec, jax.random.key(0))
+    with pytest.raises(InvalidInput, match=message):
+        moe_jax.layers.forward(parameters, x, spec, routed_by=RoutedBy(**options))
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,17 @@ def block_run(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     hook = block.experts.register_forward_pre_hook(
         lambda module, positional, named: given.extend((*positional, *named.values())), with_kwargs=True
     )
-    output = block(x)
+    output = block(x, **table_ids(block, x))
     hook.remove()
     ids = [one for one in given if isinstance(one, torch.Tensor) and one.dtype == torch.int64]
     output = output[0] if isinstance(output, tuple) else output
     return output.view_as(x), ids[0] if ids else None
+
+
+def table_ids(block: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The ids of tokens, for a block or a layer that looks the experts up in a table."""
+    has_table = getattr(block, "is_hash", False) or (isinstance(block, MoE) and block.router.table is not None)
+    return {"input_ids": models.ids_of(x)} if has_table else {}
 
 
 def _moe_layers(model: Any) -> dict[int, Any]:
@@ -158,7 +164,8 @@ def _blocks(family: str, model: Any) -> None:
                 model.set_submodule(f"{path}.router", router := _Router())
                 model.set_submodule(f"{path}.experts", _Experts(router, layer))
                 continue
-            if isinstance(blocks[path](torch.zeros(1, 1, layer.spec.d_model)), tuple):
+            zeros = torch.zeros(1, 1, layer.spec.d_model)
+            if isinstance(blocks[path](zeros, **table_ids(blocks[path], zeros)), tuple):
                 layer.register_forward_hook(lambda module, inputs, y: (y, None))
             model.set_submodule(path, layer)
         given = models.outputs(model(**models.inputs(family)))
@@ -205,7 +212,7 @@ def _require_same(what: str, layer: MoE, block: Any) -> None:
     x = torch.randn(2, models.T // 2, layer.spec.d_model, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         wanted, ids = block_run(block, x)
-        y, aux = layer(x, return_aux=True)
+        y, aux = layer(x, return_aux=True, **table_ids(layer, x))
     if ids is not None:
         assert torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int()), f"{what}: other experts"
     error = float((y - wanted).abs().max() / wanted.abs().max())

@@ -219,9 +219,12 @@ def build(family: str, **changes: Any) -> Any:
                     continue
                 std = 0.5 if name.endswith("bias") else 1.5 * parameter.shape[-1] ** -0.5
                 parameter.normal_(float(name.endswith("scale")), std)
-            for buffer in block.buffers():
+            for name, buffer in block.named_buffers():
                 if buffer.is_floating_point():
                     buffer.normal_(std=0.2)
+                elif name.endswith("tid2eid"):
+                    rows = [torch.randperm(E) for _ in buffer]
+                    buffer.copy_(torch.stack(rows)[:, : buffer.shape[1]] % config.num_local_experts)
     return model
 
 
@@ -249,6 +252,11 @@ def inputs(family: str) -> dict[str, torch.Tensor]:
     if family == "vitpose_backbone":
         return {"pixel_values": torch.randn(1, 3, 32, 32, generator=generator), "dataset_index": torch.zeros(1).long()}
     return {"input_ids": torch.randint(3, VOCABULARY, (1, T), generator=generator)}
+
+
+def ids_of(x: torch.Tensor) -> torch.Tensor:
+    """Token ids for rows x `[B, T, D]` of a block."""
+    return (torch.arange(x[..., 0].numel(), device=x.device) * 7 % VOCABULARY).view(x.shape[:-1])
 
 
 def outputs(result: Any) -> torch.Tensor:

@@ -137,12 +137,20 @@ def _soft_capped(config: ModelConfig) -> Activation:
 
 
 def _deepseek_v4_layers(config: ModelConfig) -> Layers:
-    """Layers of mlp_layer_types `moe`, or all from num_hash_layers on."""
-    count = config.num_layers()
-    if config.strings("mlp_layer_types"):
-        return dense_first()(config)
-    first = config.integer("num_hash_layers", least=0)
-    return Layers(count, tuple(range(first, count)), f"num_hash_layers = {first}, whose ids come from a table")
+    """Every layer, or those of mlp_layer_types `moe` and `hash_moe`."""
+    count, kinds = config.num_layers(), config.strings("mlp_layer_types")
+    if not kinds:
+        return every_layer(config)
+    moe = tuple(layer for layer in range(count) if kinds[layer : layer + 1] in (("hash_moe",), ("moe",)))
+    return Layers(count, moe, "mlp_layer_types")
+
+
+def _deepseek_v4_tables(config: ModelConfig) -> tuple[int, ...]:
+    """The layers of mlp_layer_types `hash_moe`, or the first num_hash_layers."""
+    kinds = config.strings("mlp_layer_types")
+    if kinds:
+        return tuple(layer for layer, kind in enumerate(kinds[: config.num_layers()]) if kind == "hash_moe")
+    return tuple(range(min(config.num_layers(), config.integer("num_hash_layers", least=0, null=3, default=3))))
 
 
 def _step3p5_layers(config: ModelConfig) -> Layers:
@@ -314,11 +322,12 @@ DEEPSEEK = {
         ),
         alone=Naming(("mlp", ""), per_expert=("w1", "w3", "w2"), prefixes=("",)),
     ),
-    # Its first layers take ids from a table of tokens (hash_moe), which is no part of a layer: see `expert_ids`.
+    # The ids of its first layers come from a table of tokens.
     "deepseek_v4": replace(
         _V3,
         router=_scored_router,
         layers=_deepseek_v4_layers,
+        tables=_deepseek_v4_tables,
         activation=limited,
         shared=Shared(),
         naming=Naming(

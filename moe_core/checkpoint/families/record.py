@@ -47,9 +47,9 @@ class Naming:
     model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
     interleaved: the published `fused` holds rows of gate and up in turn. bias_row: files hold the correction bias as
     `[1, E]`. flat: `fused` holds the experts' F rows below each other, `[E * F, D]`, down too. layers: what the names
-    call the list of layers. norm, expert_scale: of the router. around: the arrays that a layer has around its experts,
-    by the layer's names. A first block without a name: router and experts are children of the decoder layer, beside its
-    attention.
+    call the list of layers. norm, table, expert_scale: of the router. around: the arrays that a layer has around its
+    experts, by the layer's names. A first block without a name: router and experts are children of the decoder layer,
+    beside its attention.
     """
 
     blocks: Names = ("mlp",)
@@ -67,6 +67,7 @@ class Naming:
     flat: bool = False
     layers: str = "layers"
     norm: str = "router.scale"
+    table: str = "gate.tid2eid"
     expert_scale: str = "router.per_expert_scale"
     around: Mapping[str, Names] = field(default_factory=dict)
 
@@ -108,11 +109,11 @@ class Family:
     hidden, width, experts: settings that give d_model, d_ff and E. shared: None = no shared experts. correction_bias:
     whether there is one, or the setting that says so. shared_activation: None = that of the experts. layer_activations:
     those of layers that differ from the others. router_norm: of the rows that the router scores. expert_scale: the
-    router's weights are multiplied by a parameter of each expert. around: what a layer has around its experts, fields
-    of MoELayerSpec. weight_layout: of fused storage in files. requires:
-    (setting, the value that can be computed, what another one asks for); absent and null settings are fine, but for
-    those of `given`, for which transformers takes a value that cannot be computed. part: the setting that holds those
-    of the experts.
+    router's weights are multiplied by a parameter of each expert. tables: the layers whose ids come from a table with a
+    row for each of vocab_size tokens, and which have no correction bias. around: what a layer has around its experts,
+    fields of MoELayerSpec. weight_layout: of fused storage in files. requires: (setting, the value that can be
+    computed, what another one asks for); absent and null settings are fine, but for those of `given`, for which
+    transformers takes a value that cannot be computed. part: the setting that holds those of the experts.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -130,6 +131,7 @@ class Family:
     router_bias: bool = False
     router_norm: Callable[[ModelConfig], NormSpec] | None = None
     expert_scale: bool = False
+    tables: Callable[[ModelConfig], tuple[int, ...]] | None = None
     around: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     expert_bias: bool = False
     weight_layout: str = "out_in"
@@ -146,7 +148,8 @@ class Architecture:
     moe_layers: the layers that have one, ascending; moe_layers_rule: the settings that decided it. d_ff: width of one
     expert after gating; shared_d_ff: of the shared experts together, 0 = none. spec: weights as the family's fused
     storage lays them out, which per-expert storage is stacked into. layer_activations: layer -> its own, where they are
-    not those of `spec`; `spec_of` puts them in. output, latent: those of the layers.
+    not those of `spec`; `spec_of` puts them in. output, latent: those of the layers. tables: layers whose ids come from
+    a table of vocab_size rows; they have no correction bias.
     """
 
     num_layers: int
@@ -164,6 +167,8 @@ class Architecture:
     router_norm: NormSpec | None = None
     output: OutputSpec | None = None
     latent: LatentSpec | None = None
+    tables: tuple[int, ...] = ()
+    vocab_size: int = 0
 
     @property
     def expert_width(self) -> int:
@@ -187,7 +192,7 @@ class Architecture:
     def layer_spec(self, layer: int | None = None) -> MoELayerSpec:
         """The layer, stored as the framework stores it by default: the family's layouts are those of its files.
 
-        layer: None = any, of a model whose layers are alike; InvalidInput for another.
+        layer: None = any, of a model whose layers are alike, those with a table of ids aside; InvalidInput for another.
         """
         if layer is None:
             different = [n for n in self.moe_layers if self.spec_of(n) != self.spec_of(self.moe_layers[0])]
@@ -196,7 +201,7 @@ class Architecture:
                     f"layer must be given for a model whose layers differ, got None; layers {different} have other "
                     f"activations than layer {self.moe_layers[0]}: pass the number of one"
                 )
-            layer = self.moe_layers[0] if self.moe_layers else 0
+            layer = next(iter([n for n in self.moe_layers if n not in self.tables] or self.moe_layers), 0)
         spec, family = self.spec_of(layer), self.family
         activation, shared_activation, router = spec.activation, spec.shared_activation, spec.router
         assert router is not None
@@ -213,12 +218,13 @@ class Architecture:
             ExpertsSpec(activation, bias=family.expert_bias),
             SharedExpertsSpec(self.shared_d_ff, gate, shared_activation) if self.shared_d_ff else None,
             family.router_bias,
-            self.correction_bias,
+            self.correction_bias and layer not in self.tables,
             family.router_weight_on_input,
             router_norm=self.router_norm,
             expert_scale=family.expert_scale,
             output=self.output,
             latent=self.latent,
+            token_table=self.vocab_size if layer in self.tables else 0,
         )
 
 
@@ -251,7 +257,9 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     )
     own = {} if family.layer_activations is None else family.layer_activations(config)
     norm = None if family.router_norm is None else family.router_norm(config)
-    around = {} if family.around is None else family.around(config)
+    around: dict[str, Any] = {} if family.around is None else dict(family.around(config))
+    if family.tables is not None and (tables := family.tables(config)):
+        around |= {"tables": tables, "vocab_size": config.integer("vocab_size")}
     sizes = (d_model, d_ff, num_experts, shared_d_ff)
     return Architecture(*layers, *sizes, spec, family, correction_bias, naming, own, norm, **around)
 

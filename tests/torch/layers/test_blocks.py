@@ -11,7 +11,7 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
-from moe_torch import MoE, layer_spec_from_config
+from moe_torch import MoE
 from tests.support.families import tiny
 from tests.support.layers import tolerances
 from tests.support.torch import on_engines, running_on, to_numpy
@@ -174,29 +174,34 @@ def test_another_familys_config_is_refused() -> None:
 
 @on_engines
 def test_ids_from_a_table(engine: str) -> None:
-    """DeepSeek-V4's first layers: the preset's layer, given the ids that their table has for each token."""
+    """DeepSeek-V4's first layers look up the experts of each token; the model gives the ids to all of its blocks."""
     model = tiny("deepseek_v4", mlp_layer_types=["hash_moe", "moe"], swiglu_limit=0.5)
-    block: Any = next(iter(models.moe_blocks(model).values()))
-    rows = [torch.randperm(models.E, generator=torch.Generator().manual_seed(n)) for n in range(models.VOCABULARY)]
-    block.gate.tid2eid.copy_(torch.stack(rows)[:, : models.K])
-    with pytest.raises(Unsupported, match=r"with gate.tid2eid, which the layer does not compute with"):
-        MoE.from_block(block, model.config)
-    with running_on(engine) as device, torch.no_grad():
-        layer = MoE.from_spec(layer_spec_from_config(model.config), dtype=torch.float32, device=device)
-        shared = block.shared_experts
-        held = {
-            "router.weight": block.gate.weight,
-            "experts.gate_up": block.experts.gate_up_proj,
-            "experts.down": block.experts.down_proj,
-            "shared_experts.gate_up": torch.cat([shared.gate_proj.weight, shared.up_proj.weight]),
-            "shared_experts.down": shared.down_proj.weight,
-        }
-        for name, tensor in held.items():
-            layer.get_parameter(name).copy_(tensor)
-        x, tokens = draw(), models.inputs("deepseek_v4")["input_ids"].view(2, -1)
-        wanted, ids = block(x, input_ids=tokens), block.gate.tid2eid[tokens]
-        y = layer(x.to(device), expert_ids=ids.int().to(device))
-        assert_close(to_numpy(y), to_numpy(wanted), tolerances(layer.spec, "float32")["output"], "output")
-        with pytest.raises(AssertionError):
-            routed = layer(x.to(device))
-            assert_close(to_numpy(routed), to_numpy(wanted), tolerances(layer.spec, "float32")["output"], "no ids")
+    (first, block), (second, learned) = models.moe_blocks(model).items()
+    x, tokens = draw().requires_grad_(), models.inputs("deepseek_v4")["input_ids"].view(2, -1)
+    wanted = block(x, input_ids=tokens)
+    wanted.square().sum().backward()
+    gradients = [block.gate.weight.grad.clone(), block.experts.down_proj.grad.clone(), x.grad.clone()]
+    model.zero_grad()
+    with running_on(engine) as device:
+        model.to(device)
+        layer, other = MoE.from_block(block, model.config), MoE.from_block(learned, model.config)
+        assert layer.copied == ("router.table", "shared_experts.gate_up") and layer.router.table.dtype == torch.int32
+        rows, tokens = x.detach().to(device).requires_grad_(), tokens.to(device)
+        y, aux = layer(rows, input_ids=tokens, return_aux=True)
+        y.square().sum().backward()
+        allowed = tolerances(layer.spec, "float32")["output"]
+        assert_close(to_numpy(y.detach()), to_numpy(wanted.detach()), allowed, "output")
+        assert torch.equal(aux.ids, block.gate.tid2eid[tokens.view(-1)].int())
+        found = [layer.router.weight.grad, layer.experts.down.grad, rows.grad]
+        for gradient, expected in zip(found, gradients, strict=True):
+            torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-3, atol=1e-4)
+        with torch.no_grad():
+            ids = {"input_ids": models.inputs("deepseek_v4")["input_ids"].to(device)}
+            logits = model(**ids).logits
+            model.set_submodule(first, layer)
+            model.set_submodule(second, other)
+            torch.testing.assert_close(model(**ids).logits, logits, rtol=1e-4, atol=1e-5)
+        outside = tokens.clone()
+        outside[0, 0], outside[1, 1] = -1, models.VOCABULARY
+        _, aux = layer(rows, input_ids=outside, return_aux=True)
+        assert int(aux.invalid_ids) == 2 * models.K and (aux.ids.view(2, -1, models.K)[0, 0] == -1).all()

@@ -23,9 +23,13 @@ from moe_core.specs.tuning import MatmulTuning
 
 
 def routing_stages(
-    x: np.ndarray, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, token_mask: np.ndarray | None
+    x: np.ndarray,
+    routing: RouterWeights | RouterLogits | TopK,
+    spec: MoESpec,
+    token_mask: np.ndarray | None,
+    given: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """logits (unless ids are given), ids and weights."""
+    """logits (unless routing gives ids), ids and weights. given: ids in the place of the router's choice."""
     if isinstance(routing, TopK):
         return {"ids": routing.ids, "weights": routing.weights}
     from_x = isinstance(routing, RouterWeights)
@@ -36,7 +40,7 @@ def routing_stages(
         raise InvalidInput(
             "spec.router must be a RouterSpec where ids are not given, got None; pass MoESpec(router=...)"
         )
-    ids, weights = route(logits, routing.correction_bias, token_mask, spec=spec.router)
+    ids, weights = route(logits, routing.correction_bias, token_mask, given, spec=spec.router)
     if isinstance(routing, LayerRouter) and routing.expert_scale is not None:
         weights = weights * to_float32(routing.expert_scale)[np.maximum(ids, 0)]
     return {"logits": logits, "ids": ids, "weights": weights}
