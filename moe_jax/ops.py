@@ -8,9 +8,9 @@ every local CUDA device. A program holds one custom call per op.
   device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported. Under `jit` with automatic
   mesh axes it cannot be seen.
 - vmap runs one call per element, in order.
-- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce` have them, in reverse mode
-  (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative Unsupported. Differentiating another op
-  raises Unsupported.
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation` and `reduce` have them, in
+  reverse mode (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative Unsupported.
+  Differentiating another op raises Unsupported.
 - Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
 - Errors: every function raises InvalidInput for an argument with the wrong type, shape or dtype, for arrays of several
   devices, and for options that contradict each other. It raises Unsupported for a platform without kernels.
@@ -31,7 +31,7 @@ from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
@@ -71,21 +71,24 @@ from moe_jax.bridge.calls import (
 )
 from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
+from moe_jax.rows import gather_rows, scale_rows
 from moe_jax.trace import watched
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
     "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
     "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
-    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe",
-    "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route",
-    "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "make_layout", "matmul_ogs",
+    "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm",
+    "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _PLAIN_LOGITS = LogitsSpec()
 
 
-def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS) -> jax.Array:
+def router(
+    x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS, wide: Array | None = None
+) -> jax.Array:
     """Compute the router's logits, accumulated in fp32.
 
     Args:
@@ -93,14 +96,16 @@ def router(x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSp
         weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
         bias: bf16, fp16 or fp32 `[E]`.
         spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
+        wide: `x.astype(float32)`, which gets the gradient of x unrounded. x itself then gets none; see `gather_rows`.
 
     Returns:
         logits fp32 `[T, E]`.
     """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
+    x = x if wide is None else jax.lax.stop_gradient(x)
     arrays = (call.array("x", x), call.array("weight", weight), call.optional("bias", bias))
-    return run_stage(call, plan_router, *arrays, spec)[0]
+    return run_stage(call, plan_router, *arrays, spec, wide=call.optional("wide", wide))[0]
 
 
 def route(
@@ -302,21 +307,6 @@ def reduce(
     options: dict[str, Any] = {"order": order, "out_dtype": dtype_name("out_dtype", out_dtype)}
     options |= {"shared": call.optional("shared", shared), "shared_gate": call.optional("shared_gate", shared_gate)}
     return run_stage(call, plan_reduce, rows, slots, layout.spec, **options)[0]
-
-
-def scale_rows(x: Array, weights: Array) -> jax.Array:
-    """Multiply each row with its weight in fp32, with one cast at the end.
-
-    Args:
-        x: `[T, D]`.
-        weights: fp32 `[T, 1]`.
-
-    Returns:
-        y `[T, D]` in the dtype of x.
-    """
-    call = OpCall("scale_rows")
-    (y,) = call.run(plan_scale_rows, call.array("x", x), call.array("weights", weights))
-    return y
 
 
 @watched(run_moe)

@@ -6,7 +6,7 @@ the NumPy reference runs, or the real kernels in Triton's interpreter under TRIT
 - Programs: all functions work under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs. Run a
   function once before capturing it, because kernels are compiled and loaded then. A changing number of tokens
   recompiles nothing.
-- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce` have them
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation` and `reduce` have them
   (docs/user/training.md).
   `scale_rows` refuses a tensor that requires one in grad mode. Forward mode raises Unsupported.
 - Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides or
@@ -48,21 +48,27 @@ from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_in
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
+from moe_torch.rows import gather_rows, scale_rows
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
     "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
     "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
-    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "make_layout", "matmul_ogs", "moe",
-    "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route",
-    "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "make_layout", "matmul_ogs",
+    "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm",
+    "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _DEFAULT_LOGITS, _DEFAULT_NORM = LogitsSpec(), NormSpec()
 
 
 def router(
-    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, spec: LogitsSpec = _DEFAULT_LOGITS
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    spec: LogitsSpec = _DEFAULT_LOGITS,
+    wide: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the router's logits, accumulated in fp32.
 
@@ -71,12 +77,13 @@ def router(
         weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
         bias: bf16, fp16 or fp32 `[E]`.
         spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
+        wide: `x.float()`, which gets the gradient of x unrounded. x itself then gets none; see `gather_rows`.
 
     Returns:
         logits fp32 `[T, E]`.
     """
     require_instance("spec", spec, LogitsSpec)
-    return call(operators.ROUTER, x, weight, bias, encode(spec))
+    return call(operators.ROUTER, x if wide is None else x.detach(), weight, bias, wide, encode(spec))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec = _DEFAULT_NORM) -> torch.Tensor:
@@ -277,19 +284,6 @@ def reduce(
     require_choice("order", order, ("slot", "row"))
     text = encode(layout_sizes(layout), order, dtype_name("out_dtype", out_dtype))
     return call(operators.REDUCE, y, layout.row_of_slot, shared, shared_gate, text)
-
-
-def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply each row with its weight in fp32, with one cast at the end.
-
-    Args:
-        x: `[T, D]`.
-        weights: fp32 `[T, 1]`.
-
-    Returns:
-        y `[T, D]` in the dtype of x.
-    """
-    return call(operators.SCALE_ROWS, x, weights, encode())
 
 
 def moe(

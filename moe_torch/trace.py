@@ -143,7 +143,7 @@ class _Call:
         if len(results) == 3:
             routed = (*results, ids.clone(), weights.clone())
         if self.kind is RouterWeights:
-            router = [self.arguments[name] for name in ("x", "routing.weight", "routing.bias")]
+            router = [*[self.arguments[name] for name in ("x", "routing.weight", "routing.bias")], None]
             routed = (*routed, operators.ROUTER.overload(*router, encode(self._spec.logits_spec())))
         return [*routed, *kept] if kept else routed
 

@@ -46,7 +46,7 @@ class Role(enum.Enum):
     BIAS_PRODUCT = "bias_product products"
     #: What a gradient of weights is added to.
     INTO = "into"
-    D_ROWS = "d_x d_y d_rows d_hidden d_pre d_output"
+    D_ROWS = "d_x d_wide d_y d_rows d_hidden d_pre d_output"
     D_WEIGHT = "d_weight d_gate_up d_up d_down d_shared.gate"
     D_BIAS = "d_bias d_gate_up_bias d_up_bias d_down_bias"
     D_ROW_WEIGHT = "d_row_weight d_weights"

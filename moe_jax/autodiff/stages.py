@@ -1,4 +1,4 @@
-"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce`.
+"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation`, `reduce`.
 
 Each saves its own arguments (`route` its ids too) and later runs one custom call for the gradients asked for and no
 others; `reduce` copies rows in JAX's own operations. What has no gradient, and why: `refuse` below and
@@ -19,6 +19,7 @@ from moe_core.errors import Unsupported
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.matmul.backward import DIFFERENTIABLE, plan_matmul_ogs_backward, why_no_gradient
 from moe_core.ops.norm.backward import plan_rms_norm_backward
+from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.plan.steps import LaunchPlan
@@ -97,6 +98,18 @@ class _Product(_Stage):
         return dict(zip(asked, self._backward(plan_matmul_ogs_backward, given, *arguments, wanted=wanted), strict=True))
 
 
+class _Gather(_Stage):
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        x, _, row_of_slot, layout = self.request.arguments
+        given = {"y": upstream["y"], "row_of_slot": arrays["row_of_slot"]}
+
+        def total(dtype: str) -> jax.Array:
+            options = {"order": "row", "out_dtype": dtype}
+            return self._backward(plan_reduce, given, _spec(upstream["y"]), row_of_slot, layout, **options)[0]
+
+        return {name: total("float32" if name == "wide" else x.dtype) for name in asked}
+
+
 class _Activation(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         given, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
@@ -133,10 +146,11 @@ class _Reduce(_Stage):
 
 #: By op: its rule, its results, the one through which gradients flow back, and the arrays that have a gradient.
 _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
-    "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias")),
+    "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias", "wide")),
     "rms_norm": (_Norm, ("y",), ("y",), ("x", "weight")),
     "route": (_Route, ("ids", "weights"), ("weights",), ("logits",)),
     "matmul_ogs": (_Product, ("y",), ("y",), DIFFERENTIABLE),
+    "gather_rows": (_Gather, ("y",), ("y",), ("x", "wide")),
     "activation": (_Activation, ("y",), ("y",), ("x", "up")),
     "reduce": (_Reduce, ("out",), ("out",), ("y", "shared")),
 }

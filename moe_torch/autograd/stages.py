@@ -1,4 +1,4 @@
-"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `activation` and `reduce`.
+"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation`, `reduce`.
 
 Each saves its own arguments (`route` its ids too) and later runs one operator for the gradients asked for and no
 others; `reduce` copies rows in torch's own operations. What has no gradient, and why: `refuse` below and
@@ -27,6 +27,10 @@ class _Rows(Rule):
     def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator) -> None:
         super().__init__(operator, differentiable)
         self._backward = backward
+
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        # Where the gradient of x goes is not read.
+        return {name: tensor for name, tensor in given.items() if name != "wide"}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         (spec,) = decode(ctx.options)
@@ -61,6 +65,19 @@ class _Product(Rule):
         spec, sizes, *formats = decode(ctx.options)
         options = encode(spec, sizes, tuple(f"d_{name}" for name in asked), *formats)
         return dict(zip(asked, call(self._backward, *upstream, *saved.values(), options), strict=True))
+
+
+class _Gather(Rule):
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {"row_of_slot": given["row_of_slot"]}
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        (sizes,), (d_y,) = decode(ctx.options), upstream
+
+        def total(dtype: str | None) -> torch.Tensor:
+            return call(table.REDUCE, d_y, saved["row_of_slot"], None, None, encode(sizes, "row", dtype))
+
+        return {name: total("float32" if name == "wide" else None) for name in asked}
 
 
 class _Activation(Rule):
@@ -99,7 +116,7 @@ class _Reduce(Rule):
 def define_stage_gradients() -> None:
     """Give the stage ops their gradients."""
     for forward, backward, names in (
-        (table.ROUTER, table.ROUTER_BACKWARD, ("x", "weight", "bias")),
+        (table.ROUTER, table.ROUTER_BACKWARD, ("x", "weight", "bias", "wide")),
         (table.RMS_NORM, table.RMS_NORM_BACKWARD, ("x", "weight")),
     ):
         define_gradient(_Rows(forward, names, backward), backward)
@@ -110,5 +127,6 @@ def define_stage_gradients() -> None:
     )
     for forward, backward in products:
         define_gradient(_Product(forward, backward), backward)
+    define_gradient(_Gather(table.GATHER_ROWS, ("x", "wide")))
     define_gradient(_Activation(table.ACTIVATION, ("x", "up")), table.ACTIVATION_BACKWARD)
     define_gradient(_Reduce(table.REDUCE, ("y", "shared", "shared_gate")))

@@ -13,9 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.target import Target
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.activation.forward import plan_activation
@@ -27,19 +25,19 @@ from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_na
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.quantize.rows import plan_quantize_rows
-from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.reduction.reduce import plan_scale_rows
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
-from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import Activation, LayoutSpec, MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs import operands as bundles
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.signature import Signature, fields_of
+from moe_torch.operators import layouts
 from moe_torch.operators.kinds import MATRICES, BackwardOperator, TrainingOperator, accumulated
 
 _WORD_BITS = 32
@@ -69,9 +67,14 @@ def _gradients(given: Any) -> Outputs:
     return _like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
 
 
+def _router_gradients(given: Any) -> Outputs:
+    given.wide = given.x.to(torch.float32) if "d_wide" in given.wanted else None
+    return _gradients(given)
+
+
 ROUTER = Operator(
     "router",
-    Signature(("x", "weight", "bias?"), ("spec",)),
+    Signature(("x", "weight", "bias?", "wide?"), ("spec",)),
     plan_router,
     lambda given: [((given.x.shape[0], _width(given.weight, given.spec.weight_layout)), torch.float32)],
 )
@@ -79,7 +82,7 @@ ROUTER_BACKWARD = BackwardOperator(
     "router_backward",
     Signature(("d_logits", "x", "weight", "bias?"), ("spec", "wanted")),
     plan_router_backward,
-    _gradients,
+    _router_gradients,
     None,
 )
 RMS_NORM = Operator("rms_norm", Signature(("x", "weight"), ("spec",)), plan_rms_norm, lambda given: _like(given.x))
@@ -114,37 +117,16 @@ ROUTE_BACKWARD = BackwardOperator(
 )
 
 
-def _plan_make_layout(
-    ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
-) -> LaunchPlan:
-    require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
-    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, optional.pop("rows", None))
-    return plan_layout(ids, layout, target, **optional)
-
-
-def _layout_shapes(given: Any) -> Outputs:
-    slots, num_experts = given.ids.shape[0] * given.ids.shape[1], given.num_experts
-    capacity = slots
-    if given.max_rows is not None:
-        capacity = num_experts * given.max_rows
-    elif given.alignment > 1 and guard_or_true(slots > 0):
-        capacity = slots + num_experts * (given.alignment - 1)
-    return [((size,), torch.int32) for size in (num_experts, num_experts + 1, capacity, slots, 1)]
-
-
-def _bounded_layout_shapes(given: Any) -> Outputs:
-    sizes, groups, _, slots, one = _layout_shapes(given)
-    return [sizes, groups, ((torch.sym_min(slots[0][0], given.rows),), torch.int32), slots, one, one]
-
-
 _LAYOUT_TENSORS, _LAYOUT_OPTIONS = ("ids", "expert_map?", "token_mask?"), ("num_experts", "alignment", "max_rows")
-MAKE_LAYOUT = Operator("make_layout", Signature(_LAYOUT_TENSORS, _LAYOUT_OPTIONS), _plan_make_layout, _layout_shapes, 5)
+MAKE_LAYOUT = Operator(
+    "make_layout", Signature(_LAYOUT_TENSORS, _LAYOUT_OPTIONS), layouts.make_layout_plan, layouts.layout_shapes, 5
+)
 #: Of `LayoutSpec.rows`; has one more result, the overflow.
 MAKE_BOUNDED_LAYOUT = Operator(
     "make_bounded_layout",
     Signature(_LAYOUT_TENSORS, (*_LAYOUT_OPTIONS, "rows")),
-    _plan_make_layout,
-    _bounded_layout_shapes,
+    layouts.make_layout_plan,
+    layouts.bounded_layout_shapes,
     6,
 )
 #: Returns bitmatrix, duplicates, invalid_ids.
@@ -181,33 +163,21 @@ ACTIVATION_BACKWARD = BackwardOperator(
 )
 
 
-def _layout(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
-    """The layout of an operator's `layout_sizes`, whose number of tokens row_of_slot may have to tell."""
-    num_tokens, top_k, *others = sizes
-    if num_tokens is None:
-        slots = require_spec("layout.row_of_slot", arrays.row_of_slot, ("num_tokens * top_k",), "int32")
-        num_tokens = slots.shape[0] // top_k
-    layout = LayoutSpec(num_tokens, top_k, *others)
-    bundles.require_layout(layout, arrays)
-    return layout
-
-
-def _plan_reduce(sizes: tuple[Any, ...], row_of_slot: ArraySpec, **given: Any) -> LaunchPlan:
-    if sizes[2] is None:
-        # Rows that the modular kernels placed, in no layout of experts: as many as there are.
-        rows = given["y"].shape[0] if given["order"] == "row" else None
-        sizes = (*sizes[:2], 1, 1, rows or None)
-    layout = _layout(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))
-    return plan_reduce(row_of_slot=row_of_slot, layout=layout, **given)
-
-
 REDUCE = Operator(
     "reduce",
     Signature(("y", "row_of_slot", "shared?", "shared_gate?"), ("sizes", "order", "out_dtype")),
-    _plan_reduce,
+    layouts.reduce_plan,
     lambda given: [
         ((given.row_of_slot.shape[0] // given.sizes[1], given.y.shape[1]), _out_dtype(given.y, given.out_dtype))
     ],
+)
+
+
+GATHER_ROWS = Operator(
+    "gather_rows",
+    Signature(("x", "slot_of_row", "row_of_slot", "wide?"), ("sizes",)),
+    layouts.gather_rows_plan,
+    lambda given: [((given.slot_of_row.shape[0], given.x.shape[1]), given.x.dtype)],
 )
 SCALE_ROWS = Operator(
     "scale_rows",
@@ -244,7 +214,9 @@ def _product(planner: Callable[..., LaunchPlan], **given: Any) -> LaunchPlan:
     """sizes: None without a layout, else its `layout_sizes`."""
     sizes = given.pop("sizes")
     arrays = {name: given.pop(name) for name in (*_OPERANDS, *LAYOUT)}
-    layout = None if sizes is None else _layout(sizes, bundles.LayoutArrays(*[arrays[name] for name in LAYOUT]))
+    layout = (
+        None if sizes is None else layouts.layout_of(sizes, bundles.LayoutArrays(*[arrays[name] for name in LAYOUT]))
+    )
     operands = bundles.MatmulOperands(*[arrays[name] for name in _OPERANDS])
     return planner(operands=operands, layout=layout, **given)
 

@@ -49,6 +49,13 @@ def reduce(
     return out
 
 
+def gather_rows(x: np.ndarray, slot_of_row: np.ndarray, *, top_k: int) -> np.ndarray:
+    """y `[capacity, D]` = the row of x `[T, D]` of each row's token, zeros for rows without a slot."""
+    y, rows = np.zeros((len(slot_of_row), x.shape[1]), x.dtype), np.flatnonzero(slot_of_row >= 0)
+    y[rows] = x[slot_of_row[rows] // top_k]
+    return y
+
+
 def scale_rows(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x."""
     with np.errstate(all="ignore"):

@@ -18,7 +18,7 @@ from moe_core.specs.operands import Role
 from moe_core.specs.routing import LogitsSpec
 
 #: Every gradient there is.
-ROUTER_GRADIENTS = ("d_x", "d_weight", "d_bias")
+ROUTER_GRADIENTS = ("d_x", "d_wide", "d_weight", "d_bias")
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -36,15 +36,16 @@ def plan_router_backward(
 
     wanted: of ROUTER_GRADIENTS, those to compute. bias: says the dtype of d_bias, None = there is none. Inputs:
     d_logits, x, weight; outputs: wanted, in that order, with the shape and dtype of what each is the gradient of: IEEE
-    fp32 sums, one cast. Raises InvalidInput, Unsupported.
+    fp32 sums, one cast. d_wide is d_x in fp32, without the cast. Raises InvalidInput, Unsupported.
     """
-    require_wanted(wanted, ROUTER_GRADIENTS[: 3 if bias is not None else 2])
+    require_wanted(wanted, ROUTER_GRADIENTS[: 4 if bias is not None else 3])
     # Checks what the forward checks.
     logits = plan_router(x, weight, bias, spec, target).spec("logits")
     require_spec("d_logits", d_logits, logits.shape, "float32")
     builder = PlanBuilder("router_backward", target)
     inputs = builder.inputs({"d_logits": d_logits, "x": x, "weight": weight})
-    made = {"d_x": ArraySpec(x.shape, x.dtype), "d_weight": weight, "d_bias": bias}
+    wide = ArraySpec(x.shape, "float32")
+    made = {"d_x": ArraySpec(x.shape, x.dtype), "d_wide": wide, "d_weight": weight, "d_bias": bias}
     for name in wanted:
         builder.output(name, made[name])
     if not target.compiled:
@@ -54,12 +55,14 @@ def plan_router_backward(
     options, results = MatmulSpec(spec.weight_layout), {name: name for name in wanted}
     sides = Side("x"), Side("d_logits")
     add_weight_gradient(builder, "weight", *sides, None, options, results, role=Role.D_LOGITS)
-    if "d_x" in wanted:
-        direct = "d_x" if x.dtype == "float32" else None
+    of_x = [name for name in ("d_wide", "d_x") if name in wanted]
+    if of_x:
+        direct = next((name for name in of_x if made[name] == wide), None)
         product = add_router_input_gradient(builder, "input", "d_logits", "weight", spec, Role.D_ROWS, d_x=direct)
-        if direct is None:
-            plan = plan_cast_rows(builder.spec(product), x.dtype, target)
-            builder.call(plan, "round", {"x": product, "y": "d_x"}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
+        for name in of_x:
+            if name != direct:
+                plan = plan_cast_rows(builder.spec(product), x.dtype, target)
+                builder.call(plan, "round", {"x": product, "y": name}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
     return builder.build()
 
 

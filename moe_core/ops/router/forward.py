@@ -10,6 +10,7 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.reduction.gather import require_wide
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.routing import LogitsSpec
@@ -53,16 +54,24 @@ def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, tar
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_router(
-    x: ArraySpec, weight: ArraySpec, bias: ArraySpec | None, spec: LogitsSpec, target: Target, *, split: bool = False
+    x: ArraySpec,
+    weight: ArraySpec,
+    bias: ArraySpec | None,
+    spec: LogitsSpec,
+    target: Target,
+    *,
+    split: bool = False,
+    wide: ArraySpec | None = None,
 ) -> LaunchPlan:
     """logits fp32 `[T, E]` = x `[T, D]` . weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`) + bias `[E]`.
 
     x, weight and bias: bf16, fp16 or fp32 each; where x and weight differ both are widened to fp32. Rows of x may be
     strided. fp32 products are IEEE unless spec.allow_tf32; split: fp32 x by a bf16 weight goes over the tensor cores,
-    as exactly, but an infinity becomes NaN. Inputs: x, weight, [bias]; output: logits. Raises
-    InvalidInput.
+    as exactly, but an infinity becomes NaN. wide fp32 `[T, D]`: checked alone, for the backward. Inputs: x, weight,
+    [bias]; output: logits. Raises InvalidInput.
     """
     require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    require_wide(wide, x)
     stride = row_stride("x", x)
     num_tokens, d = x.shape
     in_out = spec.weight_layout == "in_out"

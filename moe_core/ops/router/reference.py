@@ -81,5 +81,5 @@ def router_backward_plan(
     """The gradients of the router product that wanted names, in its order, each rounded once."""
     bias = None if bias_dtype is None else np.zeros(0, result_dtype(bias_dtype, d_logits))
     found = router_backward(d_logits, x, weight, bias, spec=spec)
-    made = {"d_x": round_to(found.x, x.dtype), "d_weight": found.weight, "d_bias": found.bias}
+    made = {"d_x": round_to(found.x, x.dtype), "d_wide": found.x, "d_weight": found.weight, "d_bias": found.bias}
     return tuple(made[name] for name in wanted)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.layout import plan_layout, plan_schedule
@@ -46,6 +47,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         yield plan_layout(ids, aligned, target, expert_map=expert_map, token_mask=ArraySpec((tokens,), "bool"))
         yield plan_layout(ids, dataclasses.replace(layout, max_rows=512), target)
         yield plan_layout(ids, dataclasses.replace(layout, rows=2 * tokens), target, block_ms=(64,))
+        slots = ArraySpec((layout.num_slots,), "int32")
+        yield plan_gather_rows(ArraySpec((tokens, 2880), "bfloat16"), slots, slots, layout, target)
         yield plan_schedule(layout, 64, target)
         yield plan_pack_bitmatrix(ids, 130, target)
         yield plan_unpack_bitmatrix(ArraySpec((tokens, 5), "uint32"), 130, 8, target)

@@ -69,6 +69,22 @@ def add(first, second, total, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def gather_rows(
+    x, slot_of_row, y, num_rows, num_tokens,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y[row] = x[slot_of_row[row] // TOP_K], zeros where a row has no slot."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1)
+    tokens = (slots // TOP_K).to(tl.int64)
+    inside = (columns < WIDTH)[None, :]
+    mask = ((slots >= 0) & (tokens < num_tokens))[:, None] & inside
+    value = tl.load(x + tokens[:, None] * X_STRIDE + columns[None, :], mask=mask, other=0.0)
+    tl.store(y + rows[:, None] * WIDTH + columns[None, :], value, mask=(rows < num_rows)[:, None] & inside)
+
+
+@triton.jit
 def cast_rows(x, y, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """y = x, one cast."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,0 +1,54 @@
+"""Planning of the gather from tokens to the rows of a layout; `plan_reduce` of order `row` is its backward."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.sizes import elementwise_tile
+from moe_core.base.target import Target
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.specs.routing import LayoutSpec
+
+GATHER_ROWS = Kernel("reduction.kernels.rowwise:gather_rows")
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_gather_rows(
+    x: ArraySpec,
+    slot_of_row: ArraySpec,
+    row_of_slot: ArraySpec,
+    layout: LayoutSpec,
+    target: Target,
+    *,
+    wide: ArraySpec | None = None,
+) -> LaunchPlan:
+    """y `[capacity, D]` = the row of x `[T, D]` of the token that a layout's row belongs to, zeros where it has none.
+
+    row_of_slot int32 `[T * K]` and wide fp32 `[T, D]` are checked alone: the backward needs them. Inputs: x,
+    slot_of_row int32 `[capacity]`. Raises InvalidInput.
+    """
+    row_stride("x", require_spec("x", x, (layout.num_tokens, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
+    require_spec("layout.slot_of_row", slot_of_row, (layout.capacity,), "int32")
+    require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
+    require_wide(wide, x)
+    rows, width = layout.capacity, x.shape[1]
+    builder = PlanBuilder("gather_rows", target)
+    present = builder.inputs({"x": x, "slot_of_row": slot_of_row})
+    builder.output("y", ArraySpec((rows, width), x.dtype))
+    if not target.compiled:
+        return builder.reference("reduction.reference:gather_rows", present, {"top_k": layout.top_k}, ("y",))
+    block_m, block_n = elementwise_tile(width, target)
+    arguments = builder.pointers("x", "slot_of_row", "y") | passed(num_rows=rows, num_tokens=layout.num_tokens)
+    arguments |= passed(TOP_K=layout.top_k, WIDTH=width, X_STRIDE=row_stride("x", x))
+    arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n)
+    builder.launch(GATHER_ROWS, (-(-rows // block_m), -(-width // block_n)), arguments)
+    return builder.build()
+
+
+def require_wide(wide: ArraySpec | None, x: ArraySpec) -> None:
+    """Raise InvalidInput unless wide, where it is given, can take the gradient of x in fp32."""
+    if wide is not None:
+        require_spec("wide", wide, x.shape, "float32", contiguous=False)

@@ -1,0 +1,69 @@
+"""Layouts among the options of operators: their planners, and the shapes of their outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.target import Target
+from moe_core.ops.reduction.gather import plan_gather_rows
+from moe_core.ops.reduction.reduce import plan_reduce
+from moe_core.ops.routing.layout import plan_layout
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs import LayoutSpec
+from moe_core.specs import operands as bundles
+from moe_torch.bridge.operator import Outputs
+
+
+def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
+    """The layout of an operator's `layout_sizes`, whose number of tokens row_of_slot may have to tell."""
+    num_tokens, top_k, *others = sizes
+    if num_tokens is None:
+        slots = require_spec("layout.row_of_slot", arrays.row_of_slot, ("num_tokens * top_k",), "int32")
+        num_tokens = slots.shape[0] // top_k
+    layout = LayoutSpec(num_tokens, top_k, *others)
+    bundles.require_layout(layout, arrays)
+    return layout
+
+
+def make_layout_plan(
+    ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
+) -> LaunchPlan:
+    require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, optional.pop("rows", None))
+    return plan_layout(ids, layout, target, **optional)
+
+
+def layout_shapes(given: Any) -> Outputs:
+    slots, num_experts = given.ids.shape[0] * given.ids.shape[1], given.num_experts
+    capacity = slots
+    if given.max_rows is not None:
+        capacity = num_experts * given.max_rows
+    elif given.alignment > 1 and guard_or_true(slots > 0):
+        capacity = slots + num_experts * (given.alignment - 1)
+    return [((size,), torch.int32) for size in (num_experts, num_experts + 1, capacity, slots, 1)]
+
+
+def bounded_layout_shapes(given: Any) -> Outputs:
+    sizes, groups, _, slots, one = layout_shapes(given)
+    return [sizes, groups, ((torch.sym_min(slots[0][0], given.rows),), torch.int32), slots, one, one]
+
+
+def reduce_plan(sizes: tuple[Any, ...], row_of_slot: ArraySpec, **given: Any) -> LaunchPlan:
+    if sizes[2] is None:
+        # Rows that the modular kernels placed, in no layout of experts: as many as there are.
+        rows = given["y"].shape[0] if given["order"] == "row" else None
+        sizes = (*sizes[:2], 1, 1, rows or None)
+    layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))
+    return plan_reduce(row_of_slot=row_of_slot, layout=layout, **given)
+
+
+def gather_rows_plan(
+    sizes: tuple[Any, ...], row_of_slot: ArraySpec, slot_of_row: ArraySpec, **given: Any
+) -> LaunchPlan:
+    arrays = bundles.LayoutArrays(row_of_slot=row_of_slot, slot_of_row=slot_of_row)
+    layout = layout_of(sizes, arrays)
+    return plan_gather_rows(slot_of_row=slot_of_row, row_of_slot=row_of_slot, layout=layout, **given)
