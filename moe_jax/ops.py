@@ -71,16 +71,16 @@ from moe_jax.bridge.calls import (
 )
 from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
-from moe_jax.rows import gather_rows, scale_rows
+from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
 from moe_jax.trace import watched
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
     "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
     "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
-    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "make_layout", "matmul_ogs",
-    "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm",
-    "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "layout_of_runs", "make_layout",
+    "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights",
+    "rms_norm", "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _PLAIN_LOGITS = LogitsSpec()

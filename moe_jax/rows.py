@@ -1,14 +1,39 @@
-"""Ops on JAX arrays that copy or scale rows."""
+"""Ops on JAX arrays that arrange, copy or scale rows."""
 
 from __future__ import annotations
 
 import jax
 
+from moe_core.base.checks import as_integer
 from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_scale_rows
+from moe_core.ops.routing.runs import plan_layout_of_runs, runs_spec
 from moe_core.specs.operands import RaggedLayout
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge.calls import Array, OpCall, require_type
+
+
+def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
+    """Group rows by expert that arrived as runs: those of source 0 for expert 0, for expert 1, ..., then of source 1.
+
+    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of an
+    expert keep the order of sources and of arrival: where sources are ranks in order, that is the order of all slots.
+
+    Args:
+        counts: int32 `[W, L]`. How many rows source w sent for local expert e.
+        num_rows: R, the rows that there is memory for.
+        stride: every source has `stride = R / W` rows, unused behind its runs. None = the runs lie side by side.
+
+    Returns:
+        ids int32 `[R, 1]`, the local expert of each row, -1 = unused, and the layout, with one slot for each row. Runs
+        that exceed their memory are cut, and the layout's `overflow` int32 `[1]` counts the rows that are missing.
+    """
+    call = OpCall("layout_of_runs")
+    num_rows = as_integer("num_rows", num_rows, 0)
+    stride = None if stride is None else as_integer("stride", stride, 0)
+    table = call.array("counts", counts)
+    ids, *arrays, overflow = call.run(plan_layout_of_runs, table, num_rows, stride=stride)
+    return ids, RaggedLayout(runs_spec(num_rows, table.shape[1]), *arrays, None, overflow)
 
 
 def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) -> jax.Array:

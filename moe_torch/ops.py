@@ -48,15 +48,15 @@ from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_in
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
-from moe_torch.rows import gather_rows, scale_rows
+from moe_torch.rows import gather_rows, layout_of_runs, scale_rows
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
     "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
     "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
-    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "make_layout", "matmul_ogs",
-    "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm",
-    "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "layout_of_runs", "make_layout",
+    "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights",
+    "rms_norm", "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _DEFAULT_LOGITS, _DEFAULT_NORM = LogitsSpec(), NormSpec()

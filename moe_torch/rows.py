@@ -1,14 +1,39 @@
-"""Ops on torch tensors that copy or scale rows."""
+"""Ops on torch tensors that arrange, copy or scale rows."""
 
 from __future__ import annotations
 
 import torch
 
+from moe_core.base.checks import as_integer
 from moe_core.specs.operands import RaggedLayout
 from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import encode
+from moe_torch.bridge.options import encode, layout_spec
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import layout_sizes
+
+
+def layout_of_runs(
+    counts: torch.Tensor, num_rows: int, *, stride: int | None = None
+) -> tuple[torch.Tensor, RaggedLayout]:
+    """Group rows by expert that arrived as runs: those of source 0 for expert 0, for expert 1, ..., then of source 1.
+
+    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of an
+    expert keep the order of sources and of arrival: where sources are ranks in order, that is the order of all slots.
+
+    Args:
+        counts: int32 `[W, L]`. How many rows source w sent for local expert e.
+        num_rows: R, the rows that there is memory for.
+        stride: every source has `stride = R / W` rows, unused behind its runs. None = the runs lie side by side.
+
+    Returns:
+        ids int32 `[R, 1]`, the local expert of each row, -1 = unused, and the layout, with one slot for each row. Runs
+        that exceed their memory are cut, and the layout's `overflow` int32 `[1]` counts the rows that are missing.
+    """
+    num_rows = as_integer("num_rows", num_rows, 0)
+    stride = None if stride is None else as_integer("stride", stride, 0)
+    ids, *arrays, overflow = call(operators.LAYOUT_OF_RUNS, counts, encode(num_rows, stride))
+    spec = layout_spec(num_rows, 1, counts.shape[1], 1, None, num_rows)
+    return ids, RaggedLayout(spec, *arrays, None, overflow)
 
 
 def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | None = None) -> torch.Tensor:

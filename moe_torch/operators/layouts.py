@@ -52,6 +52,12 @@ def bounded_layout_shapes(given: Any) -> Outputs:
     return [sizes, groups, ((torch.sym_min(slots[0][0], given.rows),), torch.int32), slots, one, one]
 
 
+def runs_shapes(given: Any) -> Outputs:
+    rows, num_experts = given.num_rows, given.counts.shape[1]
+    shapes = ((rows, 1), (num_experts,), (num_experts + 1,), (rows,), (rows,), (1,))
+    return [(shape, torch.int32) for shape in shapes]
+
+
 def reduce_plan(sizes: tuple[Any, ...], row_of_slot: ArraySpec, **given: Any) -> LaunchPlan:
     if sizes[2] is None:
         # Rows that the modular kernels placed, in no layout of experts: as many as there are.

@@ -30,6 +30,7 @@ from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
+from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import Activation, MoESpec
@@ -163,6 +164,14 @@ ACTIVATION_BACKWARD = BackwardOperator(
 )
 
 
+#: Returns ids, then the arrays of a layout but for invalid_ids.
+LAYOUT_OF_RUNS = Operator(
+    "layout_of_runs",
+    Signature(("counts",), ("num_rows", "stride")),
+    plan_layout_of_runs,
+    layouts.runs_shapes,
+    6,
+)
 REDUCE = Operator(
     "reduce",
     Signature(("y", "row_of_slot", "shared?", "shared_gate?"), ("sizes", "order", "out_dtype")),

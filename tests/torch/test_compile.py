@@ -249,6 +249,8 @@ def operator_samples(device: Any) -> dict[str, tuple[Operator, tuple[Any, ...]]]
             chosen.ids, 3, expert_map=options["expert_map"], token_mask=options["token_mask"], max_rows=4
         )
         moe_torch.make_layout(chosen.ids, 4, rows=5)
+        moe_torch.layout_of_runs(torch.ones(2, 3, dtype=torch.int32, device=device), 8)
+        moe_torch.gather_rows(full_tensors[0], moe_torch.make_layout(chosen.ids, 4))
         separate = moe_torch.MatmulOperands(
             full_tensors[0],
             torch.stack([experts.gate_up, experts.gate_up]),

@@ -17,6 +17,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.reduction import reference as reduction_reference
 from moe_core.ops.router import reference as router_reference
 from moe_core.ops.routing import reference as routing_reference
+from moe_core.ops.routing.reference_runs import layout_of_runs
 from moe_core.parity.tolerance import (
     EXACT,
     activation_tolerance,
@@ -205,6 +206,26 @@ def test_layout_with_fewer_rows_than_slots(engine: str) -> None:
         out = moe_torch.reduce(to_torch(y, device), layout, order="row")
         want = reduction_reference.reduce(y, expected[3], top_k=2, order="row")
         assert_close(to_numpy(out), want, EXACT, "reduce")
+
+
+@on_engines
+def test_layout_of_runs(engine: str) -> None:
+    counts = np.array([[2, 1], [0, 3]], np.int32)
+    names = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "overflow")
+    with running_on(engine) as device:
+        for num_rows, stride in ((7, None), (5, None), (8, 4)):
+            ids, layout = moe_torch.layout_of_runs(to_torch(counts, device), num_rows, stride=stride)
+            expected = layout_of_runs(counts, num_rows=num_rows, stride=stride)
+            for field, want in zip(names, expected[1:], strict=True):
+                assert_close(to_numpy(getattr(layout, field)), want, EXACT, field)
+            assert_close(to_numpy(ids), expected[0], EXACT, "ids")
+            weight = draw(np.random.default_rng(0), 2, 4, 4)
+            x = draw(np.random.default_rng(1), num_rows, 4)
+            operands = moe_torch.MatmulOperands(to_torch(x, device), to_torch(weight, device))
+            y = to_numpy(moe_torch.matmul_ogs(operands, layout, moe_torch.MatmulSpec("in_out", "slot", "slot")))
+            for row, expert in enumerate(expected[0][:, 0]):
+                want = x[row] @ weight[expert] if expert >= 0 else np.zeros(4, np.float32)
+                np.testing.assert_allclose(y[row], want, rtol=1e-5, atol=1e-5)
 
 
 @on_engines

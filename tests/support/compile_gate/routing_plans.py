@@ -12,6 +12,7 @@ from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.layout import plan_layout, plan_schedule
+from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_route_and_layout, plan_routing
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
@@ -50,6 +51,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         slots = ArraySpec((layout.num_slots,), "int32")
         yield plan_gather_rows(ArraySpec((tokens, 2880), "bfloat16"), slots, slots, layout, target)
         yield plan_schedule(layout, 64, target)
+        for sources, stride in ((4, None), (8, tokens)):
+            yield plan_layout_of_runs(ArraySpec((sources, 32), "int32"), sources * tokens, target, stride=stride)
         yield plan_pack_bitmatrix(ids, 130, target)
         yield plan_unpack_bitmatrix(ArraySpec((tokens, 5), "uint32"), 130, 8, target)
     for spec in (LogitsSpec(), LogitsSpec("out_in", "bfloat16")):

@@ -1,0 +1,73 @@
+"""Planning of the layout of rows that other ranks sent: runs by source, then by local expert."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.checks import require_at_least
+from moe_core.base.sizes import padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.specs.operands import LayoutArrays, named_arrays
+from moe_core.specs.routing import LayoutSpec
+
+LAYOUT_OF_RUNS = Kernel("routing.kernels.runs:layout_of_runs", writes_layout=True)
+
+#: Counts that one program holds.
+MAX_COUNTS = 8192
+_BLOCK = {"gpu": 1024, "interpreter": 64}
+
+
+def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
+    """The layout of so many rows, one slot each."""
+    return LayoutSpec(num_rows, 1, num_experts, rows=num_rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, stride: int | None = None) -> LaunchPlan:
+    """Group rows by expert that arrived as runs, sources in order and within a source its experts.
+
+    counts int32 `[W, L]`: rows of each run. stride: every source has that many rows, those behind its runs are unused;
+    None: the runs lie side by side. A stable layout: an expert's rows are those of source 0, then of source 1, each in
+    the order in which they arrived. A row is a slot (K = 1). Runs are cut where their memory ends, and overflow counts
+    what is missing.
+
+    Input: counts. Outputs, int32, R = num_rows: ids `[R, 1]`, the local expert of every row, -1 = unused; group_sizes
+    `[L]`, group_start `[L + 1]`, slot_of_row `[R]`, row_of_slot `[R]`, overflow `[1]`. Raises InvalidInput,
+    Unsupported.
+    """
+    require_spec("counts", counts, ("num_sources", "num_experts"), "int32")
+    num_sources, num_experts = counts.shape
+    for name, size in (("num_sources", num_sources), ("num_experts", num_experts)):
+        require_at_least(f"{name} of counts", size, 1)
+    require_at_least("num_rows", num_rows, 0)
+    if stride is not None:
+        require_at_least("stride", stride, 0)
+        if stride * num_sources != num_rows:
+            raise InvalidInput(
+                f"stride must be num_rows / num_sources = {num_rows} / {num_sources}, got {stride}; give every source "
+                "as many rows"
+            )
+    layout = runs_spec(num_rows, num_experts)
+    builder = PlanBuilder("layout_of_runs", target)
+    present = builder.inputs({"counts": counts})
+    outputs = [builder.output("ids", ArraySpec((num_rows, 1), "int32"))]
+    outputs += [builder.output(name, array) for name, array in named_arrays(LayoutArrays.specs(layout))]
+    outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
+    if not target.compiled:
+        constants = {"num_rows": num_rows, "stride": stride}
+        return builder.reference("routing.reference_runs:layout_of_runs", present, constants, outputs)
+    sources, experts = padded(num_sources, 1), padded(num_experts, 1)
+    if sources * experts > MAX_COUNTS:
+        raise Unsupported(
+            f"one program holds all counts and takes at most {MAX_COUNTS}, got {num_sources} x {num_experts}; use the "
+            "NumPy reference engine"
+        )
+    arguments = builder.pointers("counts", *outputs)
+    arguments |= passed(num_rows=num_rows, num_sources=num_sources, stride=stride, NUM_EXPERTS=num_experts)
+    arguments |= passed(SOURCES=sources, EXPERTS=experts, BLOCK=_BLOCK[target.engine])
+    builder.launch(LAYOUT_OF_RUNS, (num_sources, num_experts), arguments, 4 if sources * experts <= 2048 else 8)
+    return builder.build()
