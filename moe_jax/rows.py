@@ -16,8 +16,8 @@ from moe_jax.bridge.calls import Array, OpCall, require_type
 def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
     """Group rows by expert that arrived as runs: those of source 0 for expert 0, for expert 1, ..., then of source 1.
 
-    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of an
-    expert keep the order of sources and of arrival: where sources are ranks in order, that is the order of all slots.
+    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of
+    an expert keep the order of sources and of arrival: where sources are ranks in order, the order of all slots.
 
     Args:
         counts: int32 `[W, L]`. How many rows source w sent for local expert e.
@@ -32,8 +32,9 @@ def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
     table = call.array("counts", counts)
-    ids, *arrays, overflow = call.run(plan_layout_of_runs, table, num_rows, stride=stride)
-    return ids, RaggedLayout(runs_spec(num_rows, table.shape[1]), *arrays, None, overflow)
+    ids, *own, overflow = call.run(plan_layout_of_runs, table, num_rows, stride=stride)
+    spec = runs_spec(num_rows, table.shape[1])
+    return ids, RaggedLayout(spec, own[0], own[1], own[2], own[3], None, overflow)
 
 
 def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) -> jax.Array:

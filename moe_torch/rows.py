@@ -17,8 +17,8 @@ def layout_of_runs(
 ) -> tuple[torch.Tensor, RaggedLayout]:
     """Group rows by expert that arrived as runs: those of source 0 for expert 0, for expert 1, ..., then of source 1.
 
-    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of an
-    expert keep the order of sources and of arrival: where sources are ranks in order, that is the order of all slots.
+    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of
+    an expert keep the order of sources and of arrival: where sources are ranks in order, the order of all slots.
 
     Args:
         counts: int32 `[W, L]`. How many rows source w sent for local expert e.
@@ -31,9 +31,9 @@ def layout_of_runs(
     """
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
-    ids, *arrays, overflow = call(operators.LAYOUT_OF_RUNS, counts, encode(num_rows, stride))
+    ids, *own, overflow = call(operators.LAYOUT_OF_RUNS, counts, encode(num_rows, stride))
     spec = layout_spec(num_rows, 1, counts.shape[1], 1, None, num_rows)
-    return ids, RaggedLayout(spec, *arrays, None, overflow)
+    return ids, RaggedLayout(spec, own[0], own[1], own[2], own[3], None, overflow)
 
 
 def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | None = None) -> torch.Tensor:

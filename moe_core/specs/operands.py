@@ -289,8 +289,9 @@ class RaggedLayout:
 
     group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]` (-1 = padding), row_of_slot `[T * K]` (-1 =
     dropped or not local), invalid_ids `[1]` (ids outside [-1, E)), overflow `[1]` with spec.rows: slots that have no
-    row because there are too few. invalid_ids None: there were no ids. Worked example, T = 2, K = 2, E = 3, ids [[2, 0],
-    [0, -1]]: group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1], row_of_slot [2, 0, 1, -1].
+    row because there are too few. invalid_ids None: there were no ids. Worked example, T = 2,
+    K = 2, E = 3, ids [[2, 0], [0, -1]]: group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1],
+    row_of_slot [2, 0, 1, -1].
     """
 
     spec: LayoutSpec

@@ -38,6 +38,8 @@ PARTS = {
 SCHEMAS = """
 activation(Tensor x, Tensor? up, str options) -> Tensor
 activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]
+gather_rows(Tensor x, Tensor slot_of_row, Tensor row_of_slot, Tensor? wide, str options) -> Tensor
+layout_of_runs(Tensor counts, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 make_bounded_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor)
 make_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor, Tensor,
@@ -117,7 +119,7 @@ quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
 route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
-router(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor
+router(Tensor x, Tensor weight, Tensor? bias, Tensor? wide, str options) -> Tensor
 rms_norm(Tensor x, Tensor weight, str options) -> Tensor
 rms_norm_backward(Tensor d_y, Tensor x, Tensor weight, str options) -> Tensor[]
 router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor[]
