@@ -118,6 +118,7 @@ def _run_stages(
         ids = jnp.where(rank < spec.capacity(x.shape[0]), ids, -1)
     if by.expert_ids is not None:
         outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
+        outside = outside if mask is None else outside & mask[:, None]
         invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
     given_ids = TopK(ids, routing.weights)
     if spec.latent is None and spec.norm_of_experts is None:

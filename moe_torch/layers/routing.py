@@ -51,7 +51,9 @@ def run_stages(
         output = ops.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense).output
     invalid_ids = layout.invalid_ids
     if given is not None:
-        invalid_ids = ((given < -1) | (given >= spec.num_experts)).sum().to(torch.int32).view(1)
+        outside = (given < -1) | (given >= spec.num_experts)
+        counted = outside if token_mask is None else outside & token_mask[:, None]
+        invalid_ids = counted.sum().to(torch.int32).view(1)
     return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
 
 

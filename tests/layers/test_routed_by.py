@@ -144,6 +144,13 @@ def test_ids_without_an_expert_are_counted() -> None:
     _, aux = layer(torch.from_numpy(x), expert_ids=torch.from_numpy(ids), return_aux=True)
     assert aux.invalid_ids.tolist() == [1] and aux.tokens_per_expert.sum() == K * 13
     assert aux.ids[1].tolist() == aux.ids[12].tolist() == [-1] * K
+    mask = np.arange(15).reshape(3, 5) != 12  # the ids of masked tokens are in no statistic
+    _, aux = layer(torch.from_numpy(x), torch.from_numpy(mask), expert_ids=torch.from_numpy(ids), return_aux=True)
+    assert aux.invalid_ids.tolist() == [0] and aux.tokens_per_expert.sum() == K * 13
+    nnx = pytest.importorskip("moe_jax.nnx")
+    flax_layer = nnx.MoE.from_weights(layer.export_weights())
+    assert flax_layer(x, token_mask=mask, expert_ids=ids, return_aux=True)[1].invalid_ids.tolist() == [0]
+    assert flax_layer(x, expert_ids=ids, return_aux=True)[1].invalid_ids.tolist() == [1]
 
 
 def test_linen_takes_them_too() -> None:
