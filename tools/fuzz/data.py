@@ -26,13 +26,10 @@ class Arrays:
     quantized: dict[str, Quantized] = field(default_factory=dict)
     meaning: dict[str, Tensor] = field(default_factory=dict)
 
-    def get(self, name: str) -> Tensor | None:
-        return self.plain.get(name)
-
-    def number(self, name: str) -> Tensor | None:
-        """The float64 numbers of an array, quantised or not."""
-        found = self.meaning.get(name, self.plain.get(name))
-        return None if found is None else found.to(torch.float64)
+    def numbers(self) -> dict[str, Tensor]:
+        """What every array means: float64 numbers, or integers and booleans as they are."""
+        found = self.plain | self.meaning
+        return {name: own.to(torch.float64) if own.is_floating_point() else own for name, own in found.items()}
 
 
 class _Draw:

@@ -102,21 +102,13 @@ FRAMEWORKS_OWN = ("load_balance_loss", "z_loss")
 def judge(case: Case, arrays: Arrays, results: Results, engine: str) -> Verdict:
     """What is wrong with the results of one case on one engine."""
     machine, verdict = Machine(case.dtype, truncated=engine == "cuda"), Verdict()
-    names = {*arrays.plain, *arrays.meaning}
-    given = {name: _numbers(arrays, name) for name in names}
+    given = arrays.numbers()
     if case.kind == "layout":
         for name, expected in layout_of(case, given).items():
             verdict.equal(name, results[name], expected)
         return verdict
     _Judge(case, given, results, machine, verdict).run()
     return verdict
-
-
-def _numbers(arrays: Arrays, name: str) -> torch.Tensor:
-    array = arrays.number(name)
-    plain = arrays.plain.get(name)
-    assert array is not None
-    return plain if plain is not None and not plain.is_floating_point() else array
 
 
 class _Judge:
@@ -153,8 +145,7 @@ class _Judge:
             verdict.equal("tokens_per_expert", results["tokens_per_expert"], counts)
             invalid = slots_of(case, given["ids"], given).invalid if case.given_ids else slots.invalid
             verdict.equal("invalid_ids", results["invalid_ids"], [invalid])
-        made = forward(case, given, slots, weights, self.machine)
-        verdict.compare("output", results["output"], made.output)
+        verdict.compare("output", results["output"], forward(case, given, slots, weights, self.machine))
         if case.kind == "layer":
             self._losses(counts)
         if case.gradient:

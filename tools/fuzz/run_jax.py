@@ -25,27 +25,26 @@ from tools.fuzz.engines import (
     running_on,
     trained,
 )
-from tools.fuzz.run_torch import from_numpy, to_numpy
 
 
 def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
     """The outputs by name, and the gradients as `d name`."""
     device = jax.devices("cuda" if engine == "cuda" else "cpu")[0]
     with running_on(engine), jax.enable_x64(case.dtype == "float64"), jax.default_device(device):
-        found = program(case.static, engine)({name: _to_jax(array, engine) for name, array in arrays.items()})
-        return {name: _to_torch(array, engine) for name, array in found.items() if array is not None}
+        found = program(case.static, engine)({name: _to_jax(array) for name, array in arrays.items()})
+        return {name: _to_torch(array, device_of(engine)) for name, array in found.items() if array is not None}
 
 
-def _to_jax(tensor: torch.Tensor, engine: str) -> jax.Array:
-    if engine == "cuda" and tensor.numel():
-        return moe_jax.from_dlpack(tensor.contiguous())
-    return jnp.asarray(to_numpy(tensor))
+def _to_jax(tensor: torch.Tensor) -> jax.Array:
+    if tensor.numel() == 0:
+        return jnp.zeros(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+    return moe_jax.from_dlpack(tensor.contiguous())
 
 
-def _to_torch(array: jax.Array, engine: str) -> torch.Tensor:
-    if engine == "cuda" and array.size:
-        return moe_torch.from_dlpack(array)
-    return from_numpy(jax.device_get(array)).to(device_of(engine))
+def _to_torch(array: jax.Array, device: str) -> torch.Tensor:
+    if array.size == 0:
+        return torch.zeros(array.shape, dtype=getattr(torch, array.dtype.name), device=device)
+    return moe_torch.from_dlpack(array)
 
 
 @functools.lru_cache(maxsize=64)

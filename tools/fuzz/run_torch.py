@@ -27,23 +27,14 @@ _VIEWS = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
 }
-_UNVIEWS = {"bfloat16": (np.int16, torch.bfloat16), "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn)}
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype in _VIEWS:
         view, dtype = _VIEWS[tensor.dtype]
         return tensor.view(view).numpy().view(dtype)
     return tensor.numpy()
-
-
-def from_numpy(array: np.ndarray) -> torch.Tensor:
-    array = np.array(array, order="C")
-    if array.dtype.name in _UNVIEWS:
-        view, dtype = _UNVIEWS[array.dtype.name]
-        return torch.from_numpy(array.view(view)).view(dtype)
-    return torch.from_numpy(array)
 
 
 def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
@@ -82,7 +73,7 @@ def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
             is_turned = name == "router.weight" and case.router_layout == "in_out"
             tensor.data.copy_(given.T if is_turned else given)
     else:
-        layer.load_weights(layer_weights(case, {name: to_numpy(array) for name, array in own.items()}))
+        layer.load_weights(layer_weights(case, {name: _to_numpy(array) for name, array in own.items()}))
     rows = {name: arrays[name].clone() for name in ("x", "gate_inputs") if name in arrays}
     rows = {name: own.requires_grad_(case.gradient) for name, own in rows.items()}
     others = {"gate_inputs": rows.get("gate_inputs"), "expert_ids": arrays.get("ids")}

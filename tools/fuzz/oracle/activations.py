@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from tools.fuzz.oracle.real import Real, Tensor
+from tools.fuzz.oracle.real import TINY, Real, Tensor
 
 #: name -> (alpha, limit) where none is stated.
 DEFAULTS = {"swiglu_oai": (1.702, 7.0), "clamped_silu": (None, 7.0), "softcapped_silu": (4.0, 25.0)}
-_ROOT = math.sqrt(2.0 / math.pi)
-_CUBE = 0.044715
 
 
 class Rule(NamedTuple):
@@ -24,22 +22,16 @@ class Rule(NamedTuple):
     limit: float | None
 
 
-def _base(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(act(x), act'(x)) of an ungated function."""
+def _base(name: str, x: Tensor) -> Tensor:
+    """An ungated function."""
     if name == "silu":
-        s = torch.sigmoid(x)
-        return torch.where(x == -math.inf, torch.zeros_like(x), x * s), s + _times(x, s * torch.sigmoid(-x))
+        return _times(x, torch.sigmoid(x))
     if name == "gelu":
-        half = 0.5 * torch.erfc(-x / math.sqrt(2.0))
-        density = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
-        return _times(x, half), half + _times(x, density)
-    if name == "gelu_tanh":
-        inner = _ROOT * (x + _CUBE * x * x * x)
-        # 0.5 (1 + tanh(y)) = sigmoid(2 y)
-        half, slope = torch.sigmoid(2 * inner), torch.sigmoid(2 * inner) * torch.sigmoid(-2 * inner)
-        return _times(x, half), half + _times(x * 2 * _ROOT * (1 + 3 * _CUBE * x * x), slope)
-    positive = torch.where(x > 0, x, torch.where(torch.isnan(x), x, 0.0))
-    return positive * positive, 2 * positive
+        return _times(x, 0.5 * torch.erfc(-x / math.sqrt(2.0)))
+    if name == "gelu_tanh":  # 0.5 (1 + tanh(y)) = sigmoid(2 y)
+        return _times(x, torch.sigmoid(2 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    positive = torch.where((x > 0) | torch.isnan(x), x, 0.0)
+    return positive * positive
 
 
 def _times(x: Tensor, factor: Tensor) -> Tensor:
@@ -47,46 +39,36 @@ def _times(x: Tensor, factor: Tensor) -> Tensor:
     return torch.where(torch.isinf(x) & (factor == 0), torch.zeros_like(x), x * factor)
 
 
-def _at_most(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """(min(x, limit), its derivative): NaN passes, and the gradient passes at the limit."""
-    if limit is None:
-        return x, torch.ones_like(x)
-    return torch.where(x > limit, limit, x), torch.where(x > limit, 0.0, 1.0)
+def _at_most(x: Tensor, limit: float | None) -> Tensor:
+    """min(x, limit): NaN passes, and the gradient passes at the limit."""
+    return x if limit is None else torch.where(x > limit, limit, x)
 
 
-def _clamped(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    if limit is None:
-        return x, torch.ones_like(x)
-    outside = x.abs() > limit
-    return torch.where(outside, torch.copysign(torch.full_like(x, limit), x), x), torch.where(outside, 0.0, 1.0)
+def _formula(rule: Rule, gate: Tensor, up: Tensor | None) -> Tensor:
+    """up is None for an ungated rule."""
+    if up is None:
+        return _base(rule.name, gate)
+    if rule.name == "softcapped_silu":
+        assert rule.alpha is not None and rule.limit is not None
+        left = rule.alpha * torch.tanh(gate / rule.alpha) * torch.sigmoid(gate)
+        return left * rule.limit * torch.tanh(up / rule.limit)
+    right = -_at_most(-_at_most(up, rule.limit), rule.limit)
+    if rule.name == "clamped_silu":
+        return _at_most(_base("silu", gate), rule.limit) * right
+    bounded = _at_most(gate, rule.limit)
+    if rule.name == "swiglu_oai":
+        assert rule.alpha is not None
+        return _times(bounded, torch.sigmoid(rule.alpha * bounded)) * (right + 1)
+    return _base(rule.name, bounded) * right
 
 
 def evaluate(rule: Rule, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(value, derivative by gate, derivative by up); up is None for an ungated rule."""
-    if up is None:
-        value, slope = _base(rule.name, gate)
-        return value, slope, None
-    if rule.name == "softcapped_silu":
-        assert rule.alpha is not None and rule.limit is not None
-        t, s = torch.tanh(gate / rule.alpha), torch.sigmoid(gate)
-        left, d_left = rule.alpha * t * s, (1 - t * t) * s + rule.alpha * t * s * torch.sigmoid(-gate)
-        v = torch.tanh(up / rule.limit)
-        right, d_right = rule.limit * v, 1 - v * v
-        return left * right, d_left * right, left * d_right
-    right, d_right = _clamped(up, rule.limit)
-    if rule.name == "clamped_silu":
-        inner, slope = _base("silu", gate)
-        left, passes = _at_most(inner, rule.limit)
-        return left * right, slope * passes * right, left * d_right
-    bounded, passes = _at_most(gate, rule.limit)
-    if rule.name == "swiglu_oai":
-        assert rule.alpha is not None
-        s = torch.sigmoid(rule.alpha * bounded)
-        left = _times(bounded, s)
-        d_left = (s + _times(rule.alpha * bounded, s * torch.sigmoid(-rule.alpha * bounded))) * passes
-        return left * (right + 1), d_left * (right + 1), left * d_right
-    left, slope = _base(rule.name, bounded)
-    return left * right, slope * passes * right, left * d_right
+    """(value, derivative by gate, derivative by up): torch's, in float64."""
+    with torch.enable_grad():
+        inputs = [one.detach().requires_grad_() for one in (gate, up) if one is not None]
+        value = _formula(rule, inputs[0], None if up is None else inputs[1])
+        slopes = torch.autograd.grad(value.sum(), inputs)
+    return value.detach(), slopes[0], None if up is None else slopes[1]
 
 
 def activate(rule: Rule, gate: Real, up: Real | None) -> Real:
@@ -104,6 +86,11 @@ def activate(rule: Rule, gate: Real, up: Real | None) -> Real:
     absolute = max(8 * gate.unit, 4e-12 if rule.name == "gelu" else 0.0) * _known(size)
     if rule.name in ("silu", "relu2", "swiglu_oai", "clamped_silu"):
         absolute = torch.zeros_like(value)
+    # A sigmoid below the smallest number becomes 0, before it is multiplied.
+    faint = (
+        1 + _known(gate.value.abs()) if up is None else (1 + _known(gate.value.abs())) * (2 + _known(up.value.abs()))
+    )
+    absolute = absolute + 4 * TINY[gate.unit] * faint
     # The limit of x * sigmoid(x) at -inf is 0 and the product is NaN: the documents do not choose.
     absolute = torch.where(torch.isinf(gate.value) | (up is not None and torch.isinf(up.value)), math.inf, absolute)
     return gate.own(value, _carried(error, gate, up) + absolute, 8 + 4 * _known(gate.value.abs()).clamp(max=90.0))
@@ -142,7 +129,7 @@ def _on_kink(rule: Rule, gate: Real, up: Real | None) -> Tensor:
     found = torch.zeros_like(gate.value, dtype=torch.bool)
     if rule.limit is None or up is None or rule.name == "softcapped_silu":
         return found
-    inner = _base("silu", gate.value)[0] if rule.name == "clamped_silu" else gate.value
+    inner = _base("silu", gate.value) if rule.name == "clamped_silu" else gate.value
     # silu is rounded before it is compared.
     blur = 2 * gate.error + (16 * gate.unit * inner.abs() if rule.name == "clamped_silu" else 0.0)
     found = found | (((inner - rule.limit).abs() <= blur) & (blur > 0))

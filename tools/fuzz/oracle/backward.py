@@ -38,7 +38,8 @@ def outer_sum(left: Real, right: Real, index: Tensor, count: int, kind: str) -> 
 
     a, b = torch.nan_to_num(left.value.abs(), posinf=0.0), torch.nan_to_num(right.value.abs(), posinf=0.0)
     longest = int(torch.bincount(index, minlength=1).max()) if index.numel() else 0
-    error = share(longest, left.unit, kind) * summed(a, b)
+    least = 2.0**-14 if kind == "half" else 0.0
+    error = share(longest, left.unit, kind) * summed(a.clamp(min=least), b.clamp(min=least))
     error = error + summed(a, right.error) + summed(left.error, b + right.error)
     return left.of(summed(left.value, right.value), error)
 

@@ -18,7 +18,7 @@ import torch
 from tools.fuzz.oracle.activations import DEFAULTS, Rule, activate
 from tools.fuzz.oracle.formats import requantized
 from tools.fuzz.oracle.norm import rms_norm
-from tools.fuzz.oracle.real import UNIT, Real, Tensor, rounded
+from tools.fuzz.oracle.real import UNIT, Real, Tensor, rounded, share
 from tools.fuzz.oracle.routing import Choice
 
 Given = Mapping[str, Tensor]
@@ -38,7 +38,14 @@ class Machine:
     def kind(self, activations: str = "") -> str:
         if not self.truncated:
             return "rounded"
-        return "fp8" if activations.startswith(("fp8", "mxfp8")) else "truncated"
+        if activations.startswith(("fp8", "mxfp8")):
+            return "fp8"
+        return "half" if self.dtype == "float16" else "truncated"
+
+    def biased(self, sums: Real, bias: Tensor, length: int) -> Real:
+        """Sums of so many terms plus a bias, with which a tensor core may begin."""
+        begun = share(length + 1, self.unit, "truncated") * bias.abs() if self.truncated else 0.0
+        return sums.own(sums.value + bias, sums.error + begun)
 
     def exact(self, value: Tensor) -> Real:
         return Real.exact(value, self.unit)
@@ -76,7 +83,7 @@ def router_logits(case: Any, given: Given, machine: Machine) -> Real:
     weight = weight if case.router_layout == "in_out" else weight.transpose(0, 1)
     logits = router_rows(case, given, machine).matmul(machine.exact(weight), machine.kind())
     if "routing.bias" in given:
-        logits = logits + machine.exact(given["routing.bias"].expand_as(logits.value))
+        logits = machine.biased(logits, given["routing.bias"].expand_as(logits.value), case.D)
     single = "float64" if case.dtype == "float64" else "float32"
     return logits.cast(single).cast(case.logits_dtype if single == "float32" else single)
 
@@ -175,10 +182,6 @@ def within_capacity(ids: Tensor, case: Any) -> Tensor:
     return torch.where((flat >= 0) & (place <= limit), flat, -1).reshape(ids.shape).to(ids.dtype)
 
 
-def pick(weight: Tensor, expert: Tensor, machine: Machine) -> Real:
-    return machine.exact(weight[expert])
-
-
 def rows_matmul(rows: Real, weight: Real, kind: str) -> Real:
     """[R, n] by [R, n, N], every row by a matrix of its own."""
     return rows.map(lambda part: part.unsqueeze(1)).matmul(weight, kind).map(lambda part: part.squeeze(1))
@@ -188,8 +191,8 @@ def product(rows: Real, weight: Tensor, bias: Tensor | None, expert: Tensor, mac
     if weight.shape[0] == 1:
         result = rows.matmul(machine.exact(weight[0]), kind)
     else:
-        result = rows_matmul(rows, pick(weight, expert, machine), kind)
-    return result if bias is None else result + machine.exact(bias[expert])
+        result = rows_matmul(rows, machine.exact(weight[expert]), kind)
+    return result if bias is None else machine.biased(result, bias[expert], weight.shape[1])
 
 
 def pre_activation(rows: Real, expert: Expert, index: Tensor, machine: Machine, kind: str) -> tuple[Real, Real | None]:
@@ -204,22 +207,14 @@ def sigmoid(real: Real) -> Real:
     return real.own(value, value * torch.expm1(real.error), 8 + 2 * size)
 
 
-@dataclass(frozen=True)
-class Forward:
-    """slots [R, D] before the sum over k, and output [T, D]; weights [T, K]."""
-
-    output: Real
-    slots: Real
-
-
 def weighted_input(case: Any, x: Real, weights: Real, slots: Slots) -> Real:
     """x times the router weight, cast: rows of tokens that have an expert."""
     w = weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand(-1, x.value.shape[1]))
     return (x.map(lambda part: part[slots.token]) * w).cast(case.dtype)
 
 
-def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machine) -> Forward:
-    """The experts' and the shared expert's part, for ids that `slots` describes."""
+def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machine) -> Real:
+    """The experts' and the shared expert's part [T, D], for ids that `slots` describes."""
     x = machine.exact(given["x"])
     kind = machine.kind(case.activations)
     decoded = case.dtype if case.weights and not case.activations and not case.weights.startswith("mx") else ""
@@ -245,7 +240,7 @@ def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machi
     total = by_slot.sum(1)
     if case.shared:
         total = total + shared_part(case, given, x, machine)
-    return Forward(total.cast(case.out_dtype or case.dtype), made)
+    return total.cast(case.out_dtype or case.dtype)
 
 
 def shared_gate(case: Any, given: Given, x: Real, machine: Machine) -> Real:

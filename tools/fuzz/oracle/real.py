@@ -8,8 +8,10 @@ how far a right engine may be from it. This is the only place that derives a tol
 - A sum of n terms adds share(n) * sum |terms|. Rounded sums: min(n + 1, 6 sqrt(n) + 2) u, the certain bound or the
   probabilistic one at six deviations (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41(5), 2019). Tensor cores
   truncate every addend to the largest one: (n + 2) 2u (M. Fasi, N. J. Higham, M. Mikaitis and S. Pranesh, PeerJ Comput.
-  Sci. 7:e330, 2021). Products of fp8 with fp8 on Hopper keep 13 bits: 2^-13 for every 32 columns of up to 128
-  (DeepSeek-V3 technical report, section 3.3.2).
+  Sci. 7:e330, 2021). They align products by the exponents of their factors, and that of a subnormal float16 is 2^-14,
+  as an H100 shows: there "half" takes smaller factors for 2^-14. A compiler may begin a sum with the bias. Products of
+  fp8 with fp8 on Hopper keep 13 bits (DeepSeek-V3 technical report, section 3.3.2): "fp8", n 2^-13 of the largest
+  addend, which is a product in the first 32 columns and may be a partial sum behind them.
 - A cast rounds value - error, value and value + error: where no rounding boundary lies between them, the result is
   certain to the bit. So an additional or a missing rounding shows.
 
@@ -36,7 +38,7 @@ _FORMATS = {
     "e4m3": (4, -6, 448.0),
     "e2m1": (2, 0, 6.0),
 }
-_TINY = {2.0**-24: 2.0**-126, 2.0**-53: 2.0**-1022}
+TINY = {2.0**-24: 2.0**-126, 2.0**-53: 2.0**-1022}
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -56,11 +58,9 @@ def rounded(value: Tensor, dtype: str) -> Tensor:
 
 
 def share(length: int, unit: float, kind: str = "rounded") -> float:
-    """How much of the sum of |terms| a sum of `length` terms may be wrong; kind: rounded, truncated or fp8."""
-    if kind == "truncated":
+    """How much of the sum of |terms| a sum of `length` terms may be wrong; kind: rounded, or what tensor cores do."""
+    if kind != "rounded":
         return (length + 2) * 2 * unit
-    if kind == "fp8":
-        return min(length, 128) / 32 * 2.0**-13 + (length + 2) * 2 * unit
     return min(length + 1.0, 6 * math.sqrt(length) + 2) * unit
 
 
@@ -85,7 +85,7 @@ class Real:
 
     def own(self, value: Tensor, error: Tensor, roundings: float | Tensor = 1.0) -> Real:
         """`of` with the roundings of the operation itself."""
-        return self.of(value, error + roundings * self.unit * _finite(value) + _TINY[self.unit])
+        return self.of(value, error + roundings * self.unit * _finite(value) + TINY[self.unit])
 
     def __add__(self, other: Real) -> Real:
         return self.own(self.value + other.value, self.error + other.error)
@@ -116,7 +116,11 @@ class Real:
         first, second = _finite(self.value), _finite(other.value)
         length = self.value.shape[-1]
         size = first @ second
-        error = share(length, self.unit, kind) * size + length * _TINY[self.unit]
+        wide = size if kind != "half" else first.clamp(min=2.0**-14) @ second.clamp(min=2.0**-14)
+        error = share(length, self.unit, kind) * wide + length * TINY[self.unit]
+        if kind == "fp8" and length:
+            product = first.amax(-1, True) * second.amax(-2, True)
+            error = error + length * 2.0**-13 * (torch.minimum(product, size) if length <= 32 else size)
         if bool((self.error != 0).any()) or bool((other.error != 0).any()):
             error = error + first @ other.error + self.error @ (second + other.error)
         return self.of(self.value @ other.value, error)
