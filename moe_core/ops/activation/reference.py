@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -272,6 +273,7 @@ def expert_activation_backward(
     activation: Activation,
     order: str = "row",
     outputs: tuple[str, ...] = ("d_pre", "weighted_hidden", "d_weight"),
+    fill: Callable[[Callable[[slice], None] | None], object] | None = None,
 ) -> tuple[np.ndarray, ...]:
     """The activation's backward between the two matmuls, fused with the gradient of the row weight.
 
@@ -285,6 +287,7 @@ def expert_activation_backward(
     fp32 and not rounded; d_pre and weighted_hidden are rounded once, to the dtype of pre; <z, h> is summed in fp32.
     Arrays, order and outputs: `moe_core.ops.activation.backward.plan_expert_activation_backward`. A slot without a row
     has d_weight 0 and its row_weight is not read; rows that belong to no slot are never read and become exact zeros.
+    fill: what writes d_hidden, and calls its argument, unless that is None, with every slice of rows it has written.
     """
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
@@ -317,7 +320,9 @@ def expert_activation_backward(
             else:
                 d_pre[own_rows] = round_to(join(d_gate, d_up, activation), pre.dtype)
 
-    width = pre.shape[1]
-    spread(back, row_blocks(len(rows), width), 3 * elements(len(rows), width))
+    if fill is not None:
+        fill(back if dense else None)
+    if fill is None or not dense:
+        spread(back, row_blocks(*pre.shape), 3 * elements(*pre.shape))
     found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
     return tuple(found[name] for name in outputs)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_core.base.threads import blas_kernels
 from moe_core.ops.common.rounding import to_float32
 
-#: BLAS reads a large matrix as it lies faster than its transpose, which counts where few rows are multiplied with it.
-_FEW_ROWS = 64
+#: Where OpenBLAS has AVX-512 it multiplies small float32 matrices without packing them first: rows times a transposed
+#: matrix up to so many results and so many multiplications, from this depth on.
+_SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
+_MOST_RESULTS, _MOST_PRODUCTS, _LEAST_DEPTH = 1200, 1_000_000, 32
+#: Columns that one of them computes.
+_NARROW = 4
 
 
 def product(
@@ -25,11 +30,30 @@ def multiply(
     matrix = weight if weight_layout == "in_out" else weight.T
     if batch_invariant:
         result = np.matmul(rows[:, None, :], matrix)[:, 0, :]
-    elif weight_layout == "out_in" and 1 < len(rows) <= _FEW_ROWS:
-        result = (weight @ rows.T).T
-    else:
-        return np.matmul(rows, matrix, out=out)
-    if out is None:
-        return result
-    out[...] = result
-    return out
+        if out is None:
+            return result
+        out[...] = result
+        return out
+    if weight_layout == "out_in" and (step := _rows_of_small(rows, weight)):
+        out = np.empty((len(rows), len(weight)), rows.dtype) if out is None else out
+        columns = weight.reshape(-1, _NARROW, weight.shape[1]).swapaxes(1, 2)
+        for first in range(0, len(rows), step):
+            part = out[first : first + step]
+            # A stack of products in one call: it holds Python's lock once.
+            np.matmul(rows[first : first + step], columns, out=part.reshape(len(part), -1, _NARROW).swapaxes(0, 1))
+        return out
+    return np.matmul(rows, matrix, out=out)
+
+
+def _rows_of_small(rows: np.ndarray, weight: np.ndarray) -> int:
+    """Rows that a small product takes at a time where these are faster, else 0: for more than two parts they are not,
+    because each reads the whole matrix."""
+    (count, depth), width = rows.shape, len(weight)
+    if rows.dtype != np.float32 or count < 2 or depth < _LEAST_DEPTH or width % _NARROW:
+        return 0
+    if blas_kernels() not in _SMALL_KERNELS:
+        return 0
+    most = min(_MOST_RESULTS // _NARROW, _MOST_PRODUCTS // (_NARROW * depth))
+    if count <= most:
+        return count
+    return -(-count // 2) if count <= 2 * most else 0

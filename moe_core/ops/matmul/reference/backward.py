@@ -42,7 +42,7 @@ def input_gradient(
     weight of gate_layout `separate`; d_y is then `[*, 2N]`, the gate's columns first, and both products share one fp32
     sum. Rows without an expert are exact zeros. layout None: dense, weight `[D, N]`. Quantised weights are dequantised
     to the dtype of d_y: a scale is of some addends of the sum, and cannot be multiplied with it. later: what d_x may be
-    computed by.
+    computed by. where may have places and then of `matmul_ogs` too, for one weight and the fp32 sums themselves.
     """
     matrices = [weight] if up is None else [weight, up]
     if isinstance(weight, QuantizedTensor):

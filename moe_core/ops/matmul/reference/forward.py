@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.threads import Later, column_blocks, elements, products, row_blocks, spread
+from moe_core.base.threads import Later, column_blocks, elements, products, row_blocks, spread, threads_for
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
@@ -87,16 +88,17 @@ def matmul_ogs(
     spec: MatmulSpec,
     places: tuple[np.ndarray, ...] = (),
     later: Later | None = None,
+    then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
     """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
     spec.out_dtype. places: memory for y, none = a new array. later: what y may be computed by, without
-    row_weight, bias and activation.
+    row_weight, bias and activation. then: called for each slice of rows that y has, where all of them have an expert.
     """
     weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
     y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
-    return _matmul(x, weights, row_weight, layer_index, layout, groups, spec, y, later=later)
+    return _matmul(x, weights, row_weight, layer_index, layout, groups, spec, y, later=later, then=then)
 
 
 def _empty(
@@ -126,6 +128,7 @@ def _matmul(
     y: np.ndarray,
     pre: np.ndarray | None = None,
     later: Later | None = None,
+    then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
     """y, filled; what the activation is applied to is written to pre, where given."""
     weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
@@ -147,8 +150,8 @@ def _matmul(
         sides.append((before[:, width:], up, up_bias))
     row_weight = None if row_weight is None else row_weight.reshape(-1)[rows.index["slot"], None]
 
-    def multiply(piece: tuple[int, tuple[int, slice], slice]) -> None:
-        side, (expert, block), columns = piece
+    def multiply(piece: tuple[tuple[int, slice], int, slice]) -> None:
+        (expert, block), side, columns = piece
         values, matrix, _ = sides[side]
         own = matrix if layout is None else pick(matrix, expert)
         if isinstance(own, np.ndarray):
@@ -156,7 +159,7 @@ def _matmul(
         _multiply(_rows(source, block), own, spec, values[block, columns])
 
     columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(width)
-    pieces = list(itertools.product(range(len(sides)), rows.blocks(), columns))
+    blocks = rows.blocks()
 
     def finish(block: slice) -> None:
         for values, _, added in sides:
@@ -174,15 +177,27 @@ def _matmul(
         if before is not y:
             y[place] = round_to(result, y.dtype)
 
-    work = products(rows.count, x.shape[1], len(sides) * width)
     finished = before is y and row_weight is None and all(added is None for *_, added in sides)
+    steps = [step for step in (None if finished else finish, then) if step is not None]
+
+    def chain(piece: tuple[int, slice]) -> None:
+        for side, part in itertools.product(range(len(sides)), columns):
+            multiply((piece, side, part))
+        for step in steps:
+            step(piece[1])
+
+    work = products(rows.count, x.shape[1], len(sides) * width)
     with np.errstate(all="ignore"):
-        if finished and later is not None:
+        if steps and len(blocks) >= threads_for(work):
+            spread(chain, blocks, work)
+            return y
+        pieces = list(itertools.product(blocks, range(len(sides)), columns))
+        if later is not None and not steps:
             later.add(multiply, pieces, work)
             return y
         spread(multiply, pieces, work)
-        if not finished:
-            spread(finish, row_blocks(*before.shape), elements(*before.shape))
+        for step in steps:
+            spread(step, row_blocks(*before.shape), elements(*before.shape))
     return y
 
 

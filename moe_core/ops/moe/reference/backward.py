@@ -10,7 +10,7 @@ fp32.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,15 +108,20 @@ class MoEBackward:
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
 
-        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any, later: Later | None) -> np.ndarray:
+        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any = None, **options: Any) -> np.ndarray:
             matmul_spec = MatmulSpec(spec.weight_layout, "row", "row", None, dtype, spec.allow_tf32)
-            where = {"layer_index": chain.layer_index, "later": later, **chain.where}
+            where = {"layer_index": chain.layer_index, **chain.where, **options}
             return matmul.input_gradient(d_y, weight, up, spec=matmul_spec, **where)
 
-        d_hidden = back(d_out, "float32", bundle.down, None, None)
-        d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, activation=spec.activation)
+        d_hidden = np.empty((len(pre), pre.shape[1] // (2 if spec.activation.gated else 1)), working_dtype(pre))
+
+        def fill(then: Callable[[slice], None] | None) -> None:
+            back(d_out, "float32", bundle.down, places=(d_hidden,), then=then)
+
+        options = {"activation": spec.activation, "fill": fill}
+        d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, **options)
         later = Later()
-        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later)
+        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later=later)
         width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
         factors = {
             "down": (hidden, d_out),
