@@ -114,8 +114,9 @@ def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.nd
     return values[..., :half], values[..., half:]
 
 
-def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
-    """The formula of `activation` on fp32 arrays `[R, F]`; up is None for ungated activations."""
+def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: np.ndarray | None = None) -> np.ndarray:
+    """The formula of `activation` on fp32 arrays `[R, F]`; up is None for ungated activations. out: memory that the
+    result may be in."""
     with np.errstate(all="ignore"):
         if activation.name == "softcapped_silu":
             assert up is not None
@@ -142,7 +143,7 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np
         else:
             assert activation.name == "relu2"
             activated = np.square(np.maximum(gate, 0))
-        return activated if up is None else np.multiply(activated, up, out=activated)
+        return activated if up is None else np.multiply(activated, up, out=activated if out is None else out)
 
 
 def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:

@@ -36,5 +36,7 @@ def plain_name(array: np.ndarray) -> str:
 def round_to(values: np.ndarray, dtype: str | np.dtype) -> np.ndarray:
     """`values` rounded half to even to a dtype (a canonical name, see `result_dtype`, or a NumPy dtype)."""
     wanted = result_dtype(dtype, values) if isinstance(dtype, str) else dtype
+    if isinstance(values, np.ndarray) and values.dtype == wanted:
+        return values
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.asarray(values).astype(wanted, copy=False)

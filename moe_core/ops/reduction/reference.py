@@ -33,10 +33,8 @@ def reduce(
         total = np.zeros((len(own), y.shape[1]), working_dtype(y))
         with np.errstate(all="ignore"):
             for k in range(top_k):
-                if complete and order == "slot":
-                    total += to_float32(y[k::top_k][block])
-                elif complete:
-                    total += to_float32(y[own_sources[:, k]])
+                if complete:
+                    total += to_float32(y[k::top_k][block] if order == "slot" else y[own_sources[:, k]])
                 else:
                     tokens = np.flatnonzero(own[:, k] >= 0)
                     total[tokens] += to_float32(y[own_sources[tokens, k]])
@@ -45,7 +43,7 @@ def reduce(
                 total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])
         out[block] = round_to(total, out.dtype)
 
-    spread(add, row_blocks(len(rows), 4 * y.shape[1]), elements(*rows.shape, y.shape[1]))
+    spread(add, row_blocks(len(rows), 2 * y.shape[1]), elements(*rows.shape, y.shape[1]))
     return out
 
 

@@ -134,9 +134,8 @@ def _matmul(
     weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
     width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
     rows = rows_of(layout, x.shape[0], *groups)
-    source, to = _rows(x, rows.index[spec.gather]), rows.index[spec.scatter]
-    if isinstance(source, np.ndarray) and isinstance(weight, np.ndarray):
-        source = to_float32(source)
+    of, to = rows.index[spec.gather], rows.index[spec.scatter]
+    source = to_float32(x) if isinstance(x, np.ndarray) and isinstance(weight, np.ndarray) else x
     if rows.count < len(y):
         for target in (y,) if pre is None else (y, pre):
             target[...] = 0
@@ -150,16 +149,15 @@ def _matmul(
         sides.append((before[:, width:], up, up_bias))
     row_weight = None if row_weight is None else row_weight.reshape(-1)[rows.index["slot"], None]
 
-    def multiply(piece: tuple[tuple[int, slice], int, slice]) -> None:
-        (expert, block), side, columns = piece
+    columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(width)
+    blocks = rows.blocks()
+
+    def multiply(left: Matrix, expert: int, block: slice, side: int, columns: slice) -> None:
         values, matrix, _ = sides[side]
         own = matrix if layout is None else pick(matrix, expert)
         if isinstance(own, np.ndarray):
             own = own[:, columns] if spec.weight_layout == "in_out" else own[columns]
-        _multiply(_rows(source, block), own, spec, values[block, columns])
-
-    columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(width)
-    blocks = rows.blocks()
+        _multiply(left, own, spec, values[block, columns])
 
     def finish(block: slice) -> None:
         for values, _, added in sides:
@@ -167,22 +165,24 @@ def _matmul(
                 values[block] += to_float32(added if layout is None else added[rows.experts[block]])
         place = block if isinstance(to, slice) else to[block]
         result = sides[0][0][block]
+        direct = y[place] if isinstance(to, slice) and row_weight is None and y.dtype == before.dtype else None
         if spec.activation is not None:
             gate_up = (result, sides[1][0][block]) if up is not None else split(result, spec.activation)
             if pre is not None and before is not pre:
                 pre[place] = round_to(before[block], pre.dtype)
-            result = apply(*gate_up, spec.activation)
+            result = apply(*gate_up, spec.activation, direct)
         if row_weight is not None:
             result = np.multiply(result, row_weight[block], out=result)
-        if before is not y:
+        if before is not y and result is not direct:
             y[place] = round_to(result, y.dtype)
 
     finished = before is y and row_weight is None and all(added is None for *_, added in sides)
     steps = [step for step in (None if finished else finish, then) if step is not None]
 
     def chain(piece: tuple[int, slice]) -> None:
+        left = _rows(source, piece[1] if isinstance(of, slice) else of[piece[1]])
         for side, part in itertools.product(range(len(sides)), columns):
-            multiply((piece, side, part))
+            multiply(left, *piece, side, part)
         for step in steps:
             step(piece[1])
 
@@ -191,11 +191,17 @@ def _matmul(
         if steps and len(blocks) >= threads_for(work):
             spread(chain, blocks, work)
             return y
+        gathered = _rows(source, of)
+
+        def alone(piece: tuple[tuple[int, slice], int, slice]) -> None:
+            (expert, block), *rest = piece
+            multiply(_rows(gathered, block), expert, block, *rest)
+
         pieces = list(itertools.product(blocks, range(len(sides)), columns))
         if later is not None and not steps:
-            later.add(multiply, pieces, work)
+            later.add(alone, pieces, work)
             return y
-        spread(multiply, pieces, work)
+        spread(alone, pieces, work)
         for step in steps:
             spread(step, row_blocks(*before.shape), elements(*before.shape))
     return y
