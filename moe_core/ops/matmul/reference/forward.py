@@ -23,6 +23,7 @@ from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
+_FEWEST_ROWS = 32
 
 
 def pick(array: Any, index: int) -> Any:
@@ -186,7 +187,8 @@ def _matmul(
         for step in steps:
             step(piece[1])
 
-    work = products(rows.count, x.shape[1], len(sides) * width)
+    # Fewer rows of an expert take about as long: its matrix is read.
+    work = products(max(rows.count, _FEWEST_ROWS * len(blocks)), x.shape[1], len(sides) * width)
     with np.errstate(all="ignore"):
         if steps and len(blocks) >= threads_for(work):
             spread(chain, blocks, work)
