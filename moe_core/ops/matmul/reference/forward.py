@@ -181,11 +181,12 @@ def _matmul(
     steps = [step for step in (None if finished else finish, then) if step is not None]
 
     def chain(piece: tuple[int, slice]) -> None:
-        left = _rows(source, piece[1] if isinstance(of, slice) else of[piece[1]])
+        expert, block = piece
+        left = _rows(source, block if isinstance(of, slice) else of[block])
         for side, part in itertools.product(range(len(sides)), columns):
-            multiply(left, *piece, side, part)
+            multiply(left, expert, block, side, part)
         for step in steps:
-            step(piece[1])
+            step(block)
 
     # Fewer rows of an expert take about as long: its matrix is read.
     work = products(max(rows.count, _FEWEST_ROWS * len(blocks)), x.shape[1], len(sides) * width)
@@ -196,8 +197,8 @@ def _matmul(
         gathered = _rows(source, of)
 
         def alone(piece: tuple[tuple[int, slice], int, slice]) -> None:
-            (expert, block), *rest = piece
-            multiply(_rows(gathered, block), expert, block, *rest)
+            (expert, block), side, part = piece
+            multiply(_rows(gathered, block), expert, block, side, part)
 
         pieces = list(itertools.product(blocks, range(len(sides)), columns))
         if later is not None and not steps:
