@@ -126,18 +126,22 @@ class Target:
         return f"{self.kind} {self.architecture} ({self.num_sms} SMs)" if self.on_gpu else self.kind
 
 
+#: Made once: every eager call asks for one.
+_CPU_TARGETS = {kind: Target(kind) for kind in ("interpreter", "reference")}
+
+
 def cpu_target() -> Target:
     """The target for arrays on a CPU: `interpreter` under TRITON_INTERPRET=1, else `reference`; see `cpu_engine`."""
     chosen = _cpu_engine.get()
     if chosen is None:
         chosen = "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else "reference"
-    return Target(chosen)
+    return _CPU_TARGETS[chosen]
 
 
 @contextlib.contextmanager
 def cpu_engine(kind: str) -> Iterator[None]:
     """Choose the CPU engine inside a `with` block: `interpreter` or `reference`."""
-    if kind not in ("interpreter", "reference"):
+    if kind not in tuple(_CPU_TARGETS):
         raise InvalidInput(f"cpu_engine kind must be 'interpreter' or 'reference', got {kind!r}; name one of these")
     token = _cpu_engine.set(kind)
     try:
