@@ -114,8 +114,8 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec
     """ids, -1 where an expert was full.
 
     An expert keeps the first C = `spec.capacity(T)` slots in slot order, those that `make_layout(max_rows=C)` keeps. C
-    is compared with each slot's place in a layout of all slots instead of being the layout's max_rows: that is a
-    constant of its kernels, and a changing number of tokens would compile them again.
+    is compared with each slot's place in a layout of all slots, which has no E * C rows to fill and takes a symbolic
+    number of tokens.
     """
     ratio = spec.capacity_ratio()
     assert ratio is not None
