@@ -38,8 +38,8 @@ def exact_denormals() -> Iterator[None]:
     library, default = _library()
     saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
     library.fegetenv(saved)
-    library.fesetenv(default)
     try:
+        library.fesetenv(default)
         yield
     finally:
         library.fesetenv(saved)

@@ -85,13 +85,15 @@ def one_blas_thread() -> Iterator[None]:
     """
     global _runs, _before
     read, write = _blas()
-    with _lock:
-        if _runs == 0:
-            _before = read()
-            if _before != 1:
-                write(1)
-        _runs += 1
+    # An interrupt falls behind a call, so a run is counted before the first one, and what is counted ends.
     try:
+        with _lock:
+            _runs += 1
+            if _runs == 1:
+                _before = 1
+                _before = read()
+                if _before != 1:
+                    write(1)
         yield
     finally:
         with _lock:

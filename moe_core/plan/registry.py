@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_core.base import codec
+from moe_core.base.files import whole_file
 from moe_core.base.recent import Recent, process_lock
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.check import check_plan
@@ -69,7 +70,8 @@ def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) ->
     """Write registered plans (all, or those named) to a JSON file for another process; returns their keys."""
     chosen = registered_keys() if keys is None else tuple(keys)
     text = codec.dumps((FORMAT_VERSION, sources_version(), tuple((key, lookup(key)) for key in chosen)))
-    pathlib.Path(path).write_text(text)
+    with whole_file(path) as partial:
+        partial.write_text(text)
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import operator
@@ -112,6 +113,10 @@ class HostPrepared(Prepared):
         addresses = [*pointers[: self._count], *self._scratch_addresses(arena)]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
+        # In a context of its own, as NumPy's error state is the context's: an interrupt may leave it changed.
+        contextvars.copy_context().run(self._compute, addresses)
+
+    def _compute(self, addresses: list[int]) -> None:
         with exact_denormals():
             for call in self._calls:
                 call(addresses)

@@ -9,6 +9,7 @@ holds at its end for each call.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -20,15 +21,20 @@ import numpy as np
 
 from moe_core.base import recent
 
-MODES = ("eager", "compile", "train", "jax")
+_LIBRARY = ctypes.CDLL(None)
 D, F, E = 8, 8, 4
 #: Numbers of tokens of a full run; more than caches keep.
 _SIZES = 2000
-#: JAX keeps a program of a megabyte or two for every number of tokens. After so many this process tells it to forget.
+#: JAX keeps a program of 1.5 MB and more for every number of tokens, be it of one sine. After so many this process
+#: tells it to forget.
 _PROGRAMS = 25
 
 
 def resident_mb() -> float:
+    """MB that the process holds. Free pages that glibc keeps are given back first: beside XLA's compiler, whose threads
+    allocate and free a megabyte for every program, they come and go by tens of MB."""
+    if hasattr(_LIBRARY, "malloc_trim"):
+        _LIBRARY.malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
@@ -57,7 +63,8 @@ def torch_call(mode: str) -> Callable[[int], object]:
     return call
 
 
-def jax_call(lower_only: bool) -> Callable[[int], object]:
+def jax_call(lower_only: bool, plain: bool) -> Callable[[int], object]:
+    """plain: a jitted function that calls nothing of ours."""
     import jax
     import jax.numpy as jnp
 
@@ -66,7 +73,7 @@ def jax_call(lower_only: bool) -> Callable[[int], object]:
     experts = moe_jax.ExpertWeights(jnp.ones((E, D, 2 * F)), jnp.ones((E, F, D)))
     router = moe_jax.RouterWeights(jnp.ones((D, E)))
     spec = moe_jax.MoESpec(moe_jax.Activation("silu"), moe_jax.RouterSpec(top_k=2))
-    run = jax.jit(lambda x: moe_jax.moe(x, experts, router, spec).output)
+    run = jax.jit(jnp.sin if plain else lambda x: moe_jax.moe(x, experts, router, spec).output)
     seen: set[int] = set()
 
     def call(tokens: int) -> None:
@@ -83,8 +90,8 @@ def jax_call(lower_only: bool) -> Callable[[int], object]:
 
 
 def grow(mode: str, calls: int) -> dict[str, float]:
-    call = jax_call(lower_only=calls < _SIZES) if mode == "jax" else torch_call(mode)
-    sizes, short = min(_SIZES, calls), calls < _SIZES
+    sizes, short, is_jax = min(_SIZES, calls), calls < _SIZES, mode.startswith("jax")
+    call = jax_call(short, mode == "jax plain") if is_jax else torch_call(mode)
     begin = calls // 4 if short else calls // 100
     for number in range(calls):
         if number == begin:
@@ -92,7 +99,7 @@ def grow(mode: str, calls: int) -> dict[str, float]:
             if short:
                 tracemalloc.start(1)
             before = resident_mb()
-        call(1 + number * sizes // calls if mode == "jax" else 1 + number % sizes)
+        call(1 + number * sizes // calls if is_jax else 1 + number % sizes)
     gc.collect()
     found = {"grown_mb": resident_mb() - before}
     if short:
