@@ -176,7 +176,9 @@ def test_another_familys_config_is_refused() -> None:
 def test_ids_from_a_table(engine: str) -> None:
     """DeepSeek-V4's first layers look up the experts of each token; the model gives the ids to all of its blocks."""
     model = tiny("deepseek_v4", mlp_layer_types=["hash_moe", "moe"], swiglu_limit=0.5)
-    (first, block), (second, learned) = models.moe_blocks(model).items()
+    blocks: Any = models.moe_blocks(model).items()
+    (first, block), (second, learned) = blocks
+    x: Any
     x, tokens = draw().requires_grad_(), models.inputs("deepseek_v4")["input_ids"].view(2, -1)
     wanted = block(x, input_ids=tokens)
     wanted.square().sum().backward()
@@ -184,6 +186,7 @@ def test_ids_from_a_table(engine: str) -> None:
     model.zero_grad()
     with running_on(engine) as device:
         model.to(device)
+        layer: Any
         layer, other = MoE.from_block(block, model.config), MoE.from_block(learned, model.config)
         assert layer.copied == ("router.table", "shared_experts.gate_up") and layer.router.table.dtype == torch.int32
         rows, tokens = x.detach().to(device).requires_grad_(), tokens.to(device)
