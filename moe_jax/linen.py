@@ -106,6 +106,7 @@ class MoE(nn.Module):
     output: layers.OutputSpec | None = None
     latent: layers.LatentSpec | None = None
     token_table: int = 0
+    sparse_mixer: float | None = None
 
     def __post_init__(self) -> None:
         layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.

@@ -137,7 +137,7 @@ class Checkpoint:
             return kind(**{name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)})
 
         experts = bundle(ExpertWeights, "experts.")
-        router = layer_router(bundle(dict, "router."), architecture.router_norm)
+        router = layer_router(bundle(dict, "router."), architecture.router_norm, architecture.sparse_mixer)
         shared = bundle(SharedExpert, "shared.") if architecture.shared_d_ff else None
         sizes = (architecture.d_model, architecture.d_ff, architecture.num_experts)
         scheme = self.scheme if is_packed else None

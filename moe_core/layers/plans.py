@@ -17,7 +17,7 @@ from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.float64 import any_precision
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import MoESpec
+from moe_core.specs import MoESpec, RouterSpec
 from moe_core.specs.operands import MoEOperands, RouterWeights, RoutingGradients, TopK
 from moe_core.specs.routing import LayoutSpec
 
@@ -93,8 +93,14 @@ def _routing_plans(
     plans.forward.append(plan_router(*arguments))
     plans.backward.append(plan_router_backward(logits, *arguments, wanted=wanted))
     given = {"given": ids} if spec.token_table else {"correction_bias": router.correction_bias}
-    plans.forward.append(plan_routing(logits, spec.router, target, **given))
-    plans.backward.append(plan_routing_backward(RoutingGradients(weights), logits, ids, spec.router, target))
+    chosen, times = spec.router, 1
+    if spec.sparse_mixer is not None:
+        # One expert after the other.
+        chosen, times = RouterSpec(1), spec.top_k
+    one = [ArraySpec((tokens, spec.top_k // times), array.dtype) for array in (ids, weights)]
+    for _ in range(times):
+        plans.forward.append(plan_routing(logits, chosen, target, **given))
+        plans.backward.append(plan_routing_backward(RoutingGradients(one[1]), logits, one[0], chosen, target))
     if spec.expert_scale:
         plans.rows_of_bias(tokens, spec.num_experts)
     plans.forward.append(plan_layout(ids, LayoutSpec(tokens, spec.top_k, spec.num_experts), target))

@@ -13,7 +13,8 @@ from moe_core.ops.common.rounding import plain_name, round_to, to_float32
 from moe_core.ops.matmul.reference.forward import matmul_ogs
 from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, shared_output
 from moe_core.ops.norm.reference import rms_norm
-from moe_core.specs import MatmulSpec
+from moe_core.ops.routing.reference import route
+from moe_core.specs import MatmulSpec, RouterSpec
 from moe_core.specs.operands import TopK
 
 
@@ -29,7 +30,8 @@ def layer_stages(
     expert's result is normalised, matmul2 has no router weight. Raises what `moe_stages` raises.
     """
     layer, spec = weights.layer_spec(), weights.spec
-    if layer.latent is None and layer.norm_of_experts is None and input_ids is None:
+    plain_router = input_ids is None and layer.sparse_mixer is None
+    if layer.latent is None and layer.norm_of_experts is None and plain_router:
         stages = moe_stages(x, weights.experts, weights.router, spec, token_mask=token_mask, shared=weights.shared)
         return stages | {"output": _finished(stages["output"], weights)}
     ids, table = input_ids, getattr(weights.router, "table", None)
@@ -37,6 +39,8 @@ def layer_stages(
         inside = (ids >= 0) & (ids < len(table))
         ids = np.where(inside[:, None], table[np.where(inside, ids, 0)], -1)
     stages = routing_stages(x, weights.router, spec, token_mask, ids)
+    if layer.sparse_mixer is not None:
+        stages |= _sparse_mixed(stages["logits"], layer.sparse_mixer, token_mask)
     given = TopK(stages["ids"], stages["weights"])
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     rows, plain = x, dataclasses.replace(spec, router=None, shared_activation=None)
@@ -58,6 +62,20 @@ def layer_stages(
         visited = to_float32(round_to(visited if gate is None else visited * sigmoid(gate), plain_name(x)))
         routed = round_to(to_float32(routed) + visited, plain_name(x))
     return stages | {"weights": given.weights, "output": _finished(routed, weights)}
+
+
+def _sparse_mixed(logits: np.ndarray, epsilon: float, token_mask: np.ndarray | None) -> dict[str, np.ndarray]:
+    """ids and weights `[T, 2]`; see `MoELayerSpec.sparse_mixer`."""
+    left, found = logits, []
+    for _ in range(2):
+        largest = left.max(axis=-1, keepdims=True)
+        with np.errstate(all="ignore"):
+            far = (largest - logits) / np.maximum(np.abs(logits), largest) > 2 * epsilon
+        near = np.where(far, -np.inf, left).astype(logits.dtype)
+        found.append(route(near, None, token_mask, spec=RouterSpec(1)))
+        left = np.where(np.arange(logits.shape[1]) == found[-1][0], -np.inf, left).astype(logits.dtype)
+    ids, weights = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    return {"ids": ids, "weights": weights}
 
 
 def _finished(rows: np.ndarray, weights: LayerWeights) -> np.ndarray:

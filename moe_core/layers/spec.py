@@ -12,12 +12,23 @@ from fractions import Fraction
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import WEIGHT_LAYOUTS
-from moe_core.base.checks import require_at_least, require_choice, require_flag, require_flags, require_kind
+from moe_core.base.checks import (
+    finite_float,
+    require_at_least,
+    require_choice,
+    require_flag,
+    require_flags,
+    require_kind,
+)
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, Scheme
 from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.layers.parameter import Parameter, matrix, quantized_parts, table
+from moe_core.layers.storage import HUGGING_FACE as HUGGING_FACE
+from moe_core.layers.storage import MAXTEXT as MAXTEXT
+from moe_core.layers.storage import Storage as Storage
+from moe_core.layers.storage import storage_of as storage_of
 from moe_core.specs import MoESpec, NormSpec, RouterSpec, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
@@ -26,37 +37,6 @@ _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
 _UNSTATED_GATE_LAYOUT = "halves"
 #: Capacity factors are fractions with denominators up to this.
 _FACTOR_DENOMINATOR = 1000
-
-
-@plan_type
-@dataclass(frozen=True)
-class Storage:
-    """How the weights of a layer lie in memory.
-
-    weight_layout: experts and shared experts, `in_out` `[E, D, F]` or `out_in` `[E, F, D]`. gate_layout: of gated
-    activations, `halves` `[E, D, 2F]` gate first, `interleaved` gate even columns, or `separate`, two buffers.
-    router_weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`.
-    """
-
-    weight_layout: str
-    gate_layout: str
-    router_weight_layout: str
-
-    def __post_init__(self) -> None:
-        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
-        require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
-        require_choice("router_weight_layout", self.router_weight_layout, WEIGHT_LAYOUTS)
-
-
-def storage_of(spec: MoESpec) -> Storage:
-    """The layouts that an op's spec states; the gate_layout of ungated activations is nominal."""
-    return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
-
-
-#: Fused storage of Hugging Face models, the default of torch layers.
-HUGGING_FACE = Storage("out_in", "halves", "out_in")
-#: The storage of MaxText, the default of Flax layers: gate (wi_0) and up (wi_1) are two parameters.
-MAXTEXT = Storage("in_out", "separate", "in_out")
 
 
 @plan_type
@@ -147,8 +127,11 @@ class MoELayerSpec:
     routed to it, in slot order; later ones contribute nothing. router_norm: the router scores rows normalised so, with
     a factor for each column. expert_scale: an expert's weights are multiplied by a parameter of it, behind everything
     else. output: what is done to the experts' results. latent: the routed experts work in another width. token_table:
-    rows of a table, token id -> top_k experts, from which the ids of experts come (0 = the router chooses). A layer
-    with one of these runs its stages one by one, but for an output norm, scale or bias of the sum.
+    rows of a table, token id -> top_k experts, from which the ids of experts come (0 = the router chooses).
+    sparse_mixer: SparseMixer's epsilon, of a router that chooses two experts one after the other. Each weight is the
+    softmax, at the chosen one, over the logits that lie within 2 * epsilon of the largest left, in shares of it: as in
+    evaluation, without the noise of its training (source: arXiv 2409.12136, and transformers' phimoe). A layer with one
+    of these runs its stages one by one, but for an output norm, scale or bias of the sum.
     """
 
     d_model: int
@@ -173,6 +156,7 @@ class MoELayerSpec:
     output: OutputSpec | None = None
     latent: LatentSpec | None = None
     token_table: int = 0
+    sparse_mixer: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -213,6 +197,8 @@ class MoELayerSpec:
             # One spelling of each choice, so that equal choices are equal specs.
             object.__setattr__(self, "shared_experts", dataclasses.replace(self.shared_experts, activation=None))
         self._check_around()
+        if self.sparse_mixer is not None:
+            self._check_sparse_mixer()
         if self.experts.scheme is not None:
             self._check_training(self.experts.scheme)
             # Refuses sizes that the format does not take.
@@ -244,6 +230,16 @@ class MoELayerSpec:
             kind = "a latent width" if self.norm_of_experts is None else "a norm of each expert's result"
             raise InvalidInput(f"{name} must be left out beside {kind}, got True; leave one of the two out")
 
+    def _check_sparse_mixer(self) -> None:
+        object.__setattr__(self, "sparse_mixer", finite_float("sparse_mixer", self.sparse_mixer))
+        if self.sparse_mixer is not None and self.sparse_mixer < 0:
+            raise InvalidInput(f"sparse_mixer must be at least 0, got {self.sparse_mixer}; pass the jitter's epsilon")
+        if self.router != RouterSpec(2) or self.correction_bias or self.token_table:
+            raise InvalidInput(
+                f"router must be RouterSpec(2) with a sparse_mixer, and neither correction_bias nor token_table given, "
+                f"got {self.router}; leave the options out"
+            )
+
     @property
     def norm_of_experts(self) -> NormSpec | None:
         """The norm of each expert's result, None where there is none."""
@@ -261,7 +257,7 @@ class MoELayerSpec:
     @property
     def in_stages(self) -> bool:
         """Whether the stages run one by one: something lies between them."""
-        between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts
+        between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts, self.sparse_mixer
         return self.expert_scale or self.token_table > 0 or any(one is not None for one in between)
 
     def storage(self, default: Storage) -> Storage:

@@ -143,6 +143,7 @@ class LayerWeights:
             expert_scale=getattr(self.router, "expert_scale", None) is not None,
             output=self.output and self.output.spec,
             latent=self.before and self.before.spec,
+            sparse_mixer=getattr(self.router, "sparse_mixer", None),
             token_table=0 if table is None else len(table),
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
         )
@@ -185,7 +186,10 @@ class LayerWeights:
             return kind(**fields)
 
         shared = None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts.")
-        experts, router = bundle(ExpertWeights, "experts."), layer_router(bundle(dict, "router."), spec.router_norm)
+        experts, router = (
+            bundle(ExpertWeights, "experts."),
+            layer_router(bundle(dict, "router."), spec.router_norm, spec.sparse_mixer),
+        )
         return cls(spec.moe_spec(default), experts, router, shared, **layer_parts(arrays, spec))
 
     def _check_formats(self) -> None:
@@ -255,10 +259,12 @@ class LayerWeights:
                 raise InvalidInput(f"{name} must be {' or '.join(allowed)}, got {array.dtype}; cast it to {allowed[0]}")
 
 
-def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None) -> RouterWeights:
+def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None, sparse_mixer: float | None = None) -> RouterWeights:
     """The bundle of a router's arrays, by their names in it."""
     more = {"norm", "table", "expert_scale"} & arrays.keys()
-    return LayerRouter(**arrays, spec=norm) if more else RouterWeights(**arrays)
+    if not more and sparse_mixer is None:
+        return RouterWeights(**arrays)
+    return LayerRouter(**arrays, spec=norm, sparse_mixer=sparse_mixer)
 
 
 def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:

@@ -55,9 +55,10 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
         number = checkpoint.moe_layers[0]
     layer = checkpoint.layer(number, progress)
     has_table = getattr(layer.router, "table", None) is not None
-    if has_table or layer.before is not None or layer.output is not None:
+    mixes = getattr(layer.router, "sparse_mixer", None) is not None
+    if has_table or mixes or layer.before is not None or layer.output is not None:
         kind = "a latent width" if layer.before is not None else "a norm, scale or bias of its output"
-        kind = "a table of ids" if has_table else kind
+        kind = "a table of ids" if has_table else "a router by SparseMixer" if mixes else kind
         raise Unsupported(
             f"layer {number} of {source.directory} has {kind}, which no engine compares; compare the layer with the "
             "model's own block instead, as MoE.from_block makes it"

@@ -81,12 +81,16 @@ def role_of(name: str | Role) -> str | None:
     return None if role is None else role.name.lower() + (part and f".{part}")
 
 
+#: Fields of bundles that hold no array.
+_OPTIONS = ("spec", "sparse_mixer")
+
+
 def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
     """(name, value) of every array field that is not None, in field order; a quantised tensor is one value."""
     return tuple(
         (prefix + field.name, getattr(bundle, field.name))
         for field in dataclasses.fields(bundle)
-        if field.name != "spec" and getattr(bundle, field.name) is not None
+        if field.name not in _OPTIONS and getattr(bundle, field.name) is not None
     )
 
 
@@ -104,7 +108,7 @@ def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
 
 def array_fields(kind: type) -> tuple[tuple[str, bool], ...]:
     """(name, whether it must be given) of every array field of a bundle's class, in field order."""
-    fields = (field for field in dataclasses.fields(kind) if field.name != "spec")
+    fields = (field for field in dataclasses.fields(kind) if field.name not in _OPTIONS)
     return tuple((field.name, field.default is dataclasses.MISSING) for field in fields)
 
 
@@ -175,12 +179,13 @@ class RouterWeights:
 class LayerRouter(RouterWeights):
     """The router of a layer that has more than the op's. norm `[D]`: the factors of x, normalised as `spec` says, which
     it scores instead of x. table int32 `[V, K]`: the experts of each token id. expert_scale `[E]`: multiplies an
-    expert's weights, behind everything else."""
+    expert's weights, behind everything else. sparse_mixer: see `MoELayerSpec`."""
 
     norm: Any = None
     table: Any = None
     expert_scale: Any = None
     spec: NormSpec | None = None
+    sparse_mixer: float | None = None
 
 
 @dataclass(frozen=True)

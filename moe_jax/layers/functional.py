@@ -213,7 +213,7 @@ def _prepare(
     operands = MoEOperands(
         jnp.asarray(x).reshape(-1, spec.d_model).astype(dtype),
         bundle(ExpertWeights, "experts.", layer_index=index),
-        layer_router(bundle(dict, "router."), spec.router_norm),
+        layer_router(bundle(dict, "router."), spec.router_norm, spec.sparse_mixer),
         token_mask,
         shared=None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts."),
     )

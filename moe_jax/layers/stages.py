@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
-from moe_core.specs import MatmulSpec, MoESpec, NormSpec
+from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
 from moe_core.specs.routing import LogitsSpec
 from moe_jax import ops
@@ -73,6 +73,8 @@ def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> j
 
 
 def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
+    if spec.sparse_mixer is not None and by.expert_ids is not None:
+        raise InvalidInput("expert_ids must be None for a layer with a sparse_mixer, got an array; leave them out")
     if not spec.token_table and by.input_ids is not None:
         raise InvalidInput("input_ids must be None for a layer without a table of ids, got an array; leave them out")
     if spec.token_table and (by.input_ids is None) == (by.expert_ids is None):
@@ -107,7 +109,10 @@ def _run_stages(
         rows = ops.rms_norm(rows, router.norm, spec.router_norm)
     logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
     bias = router.correction_bias if by.expert_ids is None else None
-    routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
+    if spec.sparse_mixer is None:
+        routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
+    else:
+        routing = _sparse_mixed(logits, spec.sparse_mixer, mask)
     if spec.expert_scale:
         routing = routing._replace(weights=_scaled(routing, router.expert_scale))
     layout = ops.make_layout(routing.ids, spec.num_experts)
@@ -127,6 +132,17 @@ def _run_stages(
         return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
     output = _around_experts(given, around, spec, given_ids)
     return MoEOutput(output, ids, routing.weights, logits, layout.group_sizes, invalid_ids), layout.group_sizes
+
+
+def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing:
+    """ids and weights `[T, 2]`; see `MoELayerSpec.sparse_mixer`."""
+    left, found, fixed = logits, [], jax.lax.stop_gradient(logits)
+    for _ in range(2):
+        largest = jax.lax.stop_gradient(left).max(axis=-1, keepdims=True)
+        far = (largest - fixed) / jnp.maximum(jnp.abs(fixed), largest) > 2 * epsilon
+        found.append(ops.route(jnp.where(far, -jnp.inf, left), RouterSpec(1), token_mask=token_mask))
+        left = jnp.where(jnp.arange(logits.shape[1]) == found[-1].ids, -jnp.inf, left)
+    return Routing(*(jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
 
 
 def _around_experts(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 
 from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec
+from moe_core.specs import RouterSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
@@ -34,7 +36,10 @@ def run_stages(
     router = own_part(layer.router, "router")
     bias = router.correction_bias if spec.correction_bias and given is None else None
     options = {"correction_bias": bias, "token_mask": token_mask, "ids": given}
-    ids, weights = ops.route(logits, layer.moe_spec.router, **options)
+    if spec.sparse_mixer is None:
+        ids, weights = ops.route(logits, layer.moe_spec.router, **options)
+    else:
+        ids, weights = _sparse_mixed(logits, spec.sparse_mixer, token_mask)
     weights = router.scaled(weights, ids)
     layout = ops.make_layout(ids, spec.num_experts)
     kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, spec)
@@ -55,6 +60,19 @@ def run_stages(
         counted = outside if token_mask is None else outside & token_mask[:, None]
         invalid_ids = counted.sum().to(torch.int32).view(1)
     return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
+
+
+def _sparse_mixed(
+    logits: torch.Tensor, epsilon: float, token_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and weights `[T, 2]`; see `MoELayerSpec.sparse_mixer`."""
+    left, found, every = logits, [], torch.arange(logits.shape[1], device=logits.device)
+    for _ in range(2):
+        largest = left.detach().amax(-1, keepdim=True)
+        far = (largest - logits.detach()) / torch.maximum(logits.detach().abs(), largest) > 2 * epsilon
+        found.append(ops.route(left.masked_fill(far, -math.inf), RouterSpec(1), token_mask=token_mask))
+        left = left.masked_fill(every == found[-1].ids, -math.inf)
+    return torch.cat([one.ids for one in found], 1), torch.cat([one.weights for one in found], 1)
 
 
 def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +100,8 @@ def given_ids(
             f"input_ids or expert_ids must be given for a layer with a table of ids, got {which}; pass the ids of the "
             "tokens as input_ids"
         )
+    if expert_ids is not None and layer.spec.sparse_mixer is not None:
+        raise InvalidInput("expert_ids must be None for a layer with a sparse_mixer, got a tensor; leave them out")
     if expert_ids is not None:
         return ids_of_tokens(expert_ids, x, layer.spec.top_k)
     if table is None or input_ids is None:

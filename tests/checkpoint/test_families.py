@@ -29,6 +29,7 @@ from moe_core.formats import format_named
 from moe_core.layers import HUGGING_FACE, LayerWeights, OutputSpec, convert_weights
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec
+from moe_core.specs.operands import RouterWeights
 from tests.support.layers import tolerances
 
 torch = pytest.importorskip("torch", reason="the judge needs torch")
@@ -326,6 +327,7 @@ def _output(**changes: Any) -> Any:
 
 
 FAULTS = {
+    "phimoe": ("softmax over all", lambda layer: dataclasses.replace(layer, router=RouterWeights(layer.router.weight))),
     "axk1": ("norm with another epsilon", _output(norm=NormSpec(1.0))),
     "cohere2_moe": ("the sum", lambda layer: dataclasses.replace(layer, output=None)),
     "jetmoe": ("bias lost", lambda layer: dataclasses.replace(layer, output=None)),

@@ -35,6 +35,7 @@ SPECS = {
     "latent": {"latent": LatentSpec(L), "capacity_factor": 1.0},
     "both": {"output": OutputSpec(FIRST, "experts"), "latent": LATENT},
 }
+SPECS["mixer"] = {"top_k": 2, "router": RouterSpec(2), "sparse_mixer": 0.2}
 SPECS = {name: dataclasses.replace(PLAIN, **fields) for name, fields in SPECS.items()}
 rows_of = pytest.mark.parametrize("name", SPECS)
 
@@ -53,7 +54,8 @@ def inputs() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"), [*((name, "reference") for name in SPECS), ("sum", REAL_KERNELS), ("both", REAL_KERNELS)]
+    ("name", "engine"),
+    [*((name, "reference") for name in SPECS), ("sum", REAL_KERNELS), ("both", REAL_KERNELS), ("mixer", REAL_KERNELS)],
 )
 def test_both_frameworks_agree_with_the_reference(engine: str, name: str) -> None:
     """Outputs are the same bits in both, and so are gradients, but for those of the router where each expert's result
@@ -132,7 +134,13 @@ def test_what_layers_do_with_them(name: str) -> None:
         assert layer(torch.from_numpy(x)).dtype == torch.bfloat16
     assert layer.to(torch.bfloat16)(torch.from_numpy(x).bfloat16()).dtype == torch.bfloat16
     text = layer.explain(5, training=True)
-    wanted = {"sum": "rms_norm_backward", "scale": "moe_backward", "experts": "reduce", "latent": "matmul_ogs_backward"}
+    wanted = {
+        "mixer": "routing_backward",
+        "sum": "rms_norm_backward",
+        "scale": "moe_backward",
+        "experts": "reduce",
+        "latent": "matmul_ogs_backward",
+    }
     assert f"{wanted.get(name, 'rms_norm')} on " in text
     calls = []
     if spec.output is not None:
@@ -152,6 +160,12 @@ def test_a_stack_in_linen() -> None:
     assert jax.tree.structure(linen.nn.meta.unbox(made)) == jax.tree.structure(layer.load_weights(weights))
 
 
+def test_a_mixer_takes_no_ids() -> None:
+    layer = MoE.from_spec(SPECS["mixer"])
+    with pytest.raises(InvalidInput, match=r"expert_ids must be None for a layer with a sparse_mixer"):
+        layer(torch.randn(3, D), expert_ids=torch.zeros(3, 2, dtype=torch.int32))
+
+
 def test_quantised_experts_between_projections() -> None:
     experts = ExpertsSpec(scheme=scheme_named("mxfp4_w4a16"))
     spec = dataclasses.replace(PLAIN, d_ff=32, latent=LatentSpec(32), experts=experts)
@@ -165,6 +179,8 @@ def test_quantised_experts_between_projections() -> None:
     ("fields", "message"),
     [
         ({"output": NormSpec()}, "output must be an OutputSpec or None"),
+        ({"sparse_mixer": 0.1}, r"router must be RouterSpec\(2\) with a sparse_mixer"),
+        ({"sparse_mixer": -1.0}, r"sparse_mixer must be at least 0, got -1\.0"),
         ({"latent": 16}, "latent must be a LatentSpec or None"),
         ({"latent": LATENT, "main_grad": True}, "main_grad must be left out beside a latent width"),
         ({"output": SPECS["both"].output, "recompute": True}, "recompute must be left out beside a norm of each"),

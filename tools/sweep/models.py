@@ -146,6 +146,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
     },
     "openai_privacy_filter": {"id2label": {0: "O", 1: "B"}},
+    "phimoe": {"num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen4_exp": {"hc_lowrank": 8},
     "step3p7": {"mlp_layer_types": ["dense", "sparse"]},
     "switch_transformers": {

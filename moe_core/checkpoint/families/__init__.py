@@ -24,7 +24,6 @@ REFUSED: Mapping[str, str] = {
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
     "inkling_text": "a softmax over the chosen and the shared experts together",
     "nllb-moe": "a second expert chosen at random, with a capacity that depends on the batch",
-    "phimoe": "sparsemixer routing",
     "switch_transformers": "relu experts with dropout, and tokens dropped by a fixed capacity",
     "vitpose_backbone": "an expert per data set, chosen for a whole image",
     "zaya": "a router of several layers that carries a state from layer to layer",

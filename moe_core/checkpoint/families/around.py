@@ -11,6 +11,17 @@ from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.specs import NormSpec, RouterSpec
 
 
+def phi_router(config: ModelConfig) -> RouterSpec:
+    """Of the two experts that its block chooses whatever num_experts_per_tok says."""
+    config.require("num_experts_per_tok", 2, "sparsemixer routing to another number of experts")
+    return RouterSpec(2)
+
+
+def phi_mixer(config: ModelConfig) -> Mapping[str, Any]:
+    config.require("input_jitter_noise", 0.0, "noise on the input")
+    return {"sparse_mixer": config.number("router_jitter_noise", default=0.01)}
+
+
 def normalised_sum(config: ModelConfig) -> Mapping[str, Any]:
     return {"output": OutputSpec(NormSpec(config.number("rms_norm_eps", default=1e-6)))}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.families.around import phi_mixer, phi_router
 from moe_core.checkpoint.families.record import (
     NO_BIAS,
     Family,
@@ -100,6 +101,12 @@ def _aria_shared_activation(config: ModelConfig) -> Activation:
 MIXTRAL = {
     "mixtral": _MIXTRAL,
     "minimax": _MIXTRAL,
+    "phimoe": replace(
+        _MIXTRAL,
+        router=phi_router,
+        around=phi_mixer,
+        naming=replace(_NAMES, router=("router.weight", "gate.weight")),
+    ),
     "minimax_m2": replace(
         _MIXTRAL,
         router=routing("sigmoid"),

@@ -148,8 +148,8 @@ class Architecture:
     moe_layers: the layers that have one, ascending; moe_layers_rule: the settings that decided it. d_ff: width of one
     expert after gating; shared_d_ff: of the shared experts together, 0 = none. spec: weights as the family's fused
     storage lays them out, which per-expert storage is stacked into. layer_activations: layer -> its own, where they are
-    not those of `spec`; `spec_of` puts them in. output, latent: those of the layers. tables: layers whose ids come from
-    a table of vocab_size rows; they have no correction bias.
+    not those of `spec`; `spec_of` puts them in. output, latent, sparse_mixer: those of the layers. tables: layers whose
+    ids come from a table of vocab_size rows; they have no correction bias.
     """
 
     num_layers: int
@@ -169,6 +169,7 @@ class Architecture:
     latent: LatentSpec | None = None
     tables: tuple[int, ...] = ()
     vocab_size: int = 0
+    sparse_mixer: float | None = None
 
     @property
     def expert_width(self) -> int:
@@ -224,6 +225,7 @@ class Architecture:
             expert_scale=family.expert_scale,
             output=self.output,
             latent=self.latent,
+            sparse_mixer=self.sparse_mixer,
             token_table=self.vocab_size if layer in self.tables else 0,
         )
 

@@ -208,3 +208,30 @@ def test_ids_from_a_table(engine: str) -> None:
         outside[0, 0], outside[1, 1] = -1, models.VOCABULARY
         _, aux = layer(rows, input_ids=outside, return_aux=True)
         assert int(aux.invalid_ids) == 2 * models.K and (aux.ids.view(2, -1, models.K)[0, 0] == -1).all()
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.05, 0.5])
+def test_sparsemixer_in_evaluation(jitter: float) -> None:
+    """Phi's router: ids, weights and gradients of transformers' block, which draws experts only in training."""
+    model = tiny("phimoe", num_experts_per_tok=2, router_jitter_noise=jitter)
+    block: Any = next(iter(models.moe_blocks(model).values()))
+    x = draw().requires_grad_()
+    _, wanted_weights, ids = block.router(x.view(-1, models.D))
+    wanted = block(x)
+    wanted.square().sum().backward()
+    held = (block.router.weight, block.experts.down_proj, x)
+    gradients = [None if one.grad is None else one.grad.clone() for one in held]
+    model.zero_grad()
+    x.grad = None
+    with running_on("reference"):
+        layer = MoE.from_block(block, model.config)
+        y, aux = layer(x, return_aux=True)
+        y.square().sum().backward()
+    assert torch.equal(aux.ids, ids.int())
+    assert (wanted_weights < 0.99).any() == (jitter > 0)
+    torch.testing.assert_close(aux.weights, wanted_weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+    for one, expected in zip(held, gradients, strict=True):
+        torch.testing.assert_close(
+            one.grad, torch.zeros_like(one) if expected is None else expected, rtol=1e-3, atol=1e-4
+        )
