@@ -13,6 +13,7 @@ from moe_core.base.target import Target
 from moe_core.ops.routing import reference
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.reference import route
+from moe_core.ops.routing.reference_bounds import bounded, through_bounds
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs.operands import RoutingGradients, map_arrays, named_arrays
 from moe_core.specs.routing import RouterSpec
@@ -20,7 +21,7 @@ from tests.support import strategies
 from tests.support.harness import engine_target, run_plan, spec_of
 
 F32 = np.float32
-#: exp, sums over experts and slots and a few roundings, relative to the largest gradient of the token.
+#: exp, sums over experts and slots and a few roundings, relative to the largest terms of the token.
 CLOSE = Tolerance(3e-6, 1e-5)
 PARTS = ("weights", "logits", "load_balance", "z")
 
@@ -69,11 +70,49 @@ def run_both(
     return run_plan(plan, arrays)["d_logits"], expected
 
 
-def assert_rows_close(actual: np.ndarray, expected: np.ndarray, floor: float, label: str) -> None:
-    """Compare with the largest gradient of each row, at least `floor` of what comes in, as the scale."""
-    scale = np.maximum(np.max(np.abs(np.nan_to_num(expected)), axis=-1, keepdims=True, initial=0), floor)
-    zeros = ~expected.any(axis=-1)
+def term_sizes(
+    gradients: RoutingGradients, logits: np.ndarray, ids: np.ndarray, spec: RouterSpec, mask: np.ndarray | None
+) -> np.ndarray:
+    """The d_logits of `routing_backward` with plus signs alone, in float64: where terms cancel, what is left of them is
+    as wrong as they are."""
+    mask = np.ones(len(logits), bool) if mask is None else mask
+    logits = np.where(mask[:, None], logits, 0.0).astype(np.float64)
+    x, count, slots = bounded(logits, spec), max(mask.sum(), 1), np.maximum(ids, 0).astype(np.int64)
+    with np.errstate(all="ignore"):
+        scores, softmax = reference.scores_of(x, spec.scoring), reference.scores_of(x, "softmax")
+        is_softmax, last = spec.scoring == "softmax", spec.order == "topk_then_softmax"
+        derivative = np.ones_like(x) if is_softmax else reference.log_score_derivative(x, spec.scoring)
+        total = np.zeros_like(x)
+        if gradients.weights is not None:
+            given = np.abs(gradients.weights.astype(np.float64)) * spec.scale
+            picked = np.take_along_axis(x, slots, axis=-1)
+            shares = reference.scores_of(picked, "softmax") if last else np.take_along_axis(scores, slots, axis=-1)
+            if spec.renormalize:
+                shares = reference.shares_of(shares, spec.epsilon)
+            mean = (shares * given).sum(axis=-1, keepdims=True) * (is_softmax or spec.renormalize)
+            if is_softmax and not last and not spec.renormalize:
+                total += softmax * mean
+            np.put_along_axis(total, slots, shares * (given + mean), axis=-1)
+            total = np.where((ids >= 0).all(axis=-1, keepdims=True), total * derivative, 0.0)
+        if gradients.load_balance is not None:
+            share = reference.shares_of(scores)
+            slope = np.abs(gradients.load_balance) * x.shape[1] / count * gradients.tokens_per_expert
+            slope = slope / (count * spec.require_top_k())
+            total += share * derivative * (slope + (share * slope).sum(axis=-1, keepdims=True))
+        if gradients.z is not None:
+            log_sum = np.abs(x.max(axis=-1, keepdims=True)) + np.log(x.shape[1])
+            total += 2 * np.abs(gradients.z) / count * log_sum * softmax
+        total = through_bounds(total, logits, spec)
+        if gradients.logits is not None:
+            total = total + np.abs(gradients.logits)
+    return np.where(mask[:, None], total, 0.0)
+
+
+def assert_rows_close(actual: np.ndarray, expected: np.ndarray, sizes: np.ndarray, label: str) -> None:
+    """Compare with the largest of each row's term sizes as the scale."""
+    zeros = ~sizes.any(axis=-1)
     assert not actual[zeros].any(), f"{label}: rows that must be exact zeros"
+    scale = np.max(np.nan_to_num(sizes, posinf=0.0), axis=-1, keepdims=True, initial=0.0)
     assert_close(actual, expected, CLOSE, label, scale=scale)
 
 
@@ -81,7 +120,7 @@ def assert_rows_close(actual: np.ndarray, expected: np.ndarray, floor: float, la
 def test_every_rule(case: strategies.RouterCase, data: st.DataObject) -> None:
     logits, bias, mask = case.arrays()
     parts = data.draw(st.sets(st.sampled_from(PARTS), min_size=1).map(lambda names: tuple(sorted(names))))
-    ids, weights = route(logits, bias, mask, spec=case.spec)
+    ids, _ = route(logits, bias, mask, spec=case.spec)
     gradients = draw_gradients(np.random.default_rng(case.seed), ids, case.num_experts, parts)
     if mask is not None:
         logits[~mask] = np.nan
@@ -89,8 +128,7 @@ def test_every_rule(case: strategies.RouterCase, data: st.DataObject) -> None:
             if getattr(gradients, name) is not None:
                 getattr(gradients, name)[~mask] = np.nan
     actual, expected = run_both(gradients, logits, ids, case.spec, mask)
-    floor = 1e-3 * float(np.max(np.abs(np.nan_to_num(weights, posinf=0.0)), initial=1e-30))
-    assert_rows_close(actual, expected, floor, str(case.spec))
+    assert_rows_close(actual, expected, term_sizes(gradients, logits, ids, case.spec, mask), str(case.spec))
 
 
 RULES = [
@@ -114,8 +152,9 @@ def test_six_of_384_with_everything(spec: RouterSpec, masked: bool) -> None:
     logits = strategies.draw_array(rng, (70, 384), rms=2)
     mask = rng.random(70) < 0.7 if masked else None
     ids, _ = route(logits, None, mask, spec=spec)
-    actual, expected = run_both(draw_gradients(rng, ids, 384, PARTS), logits, ids, spec, mask)
-    assert_rows_close(actual, expected, 1e-4, str(spec))
+    gradients = draw_gradients(rng, ids, 384, PARTS)
+    actual, expected = run_both(gradients, logits, ids, spec, mask)
+    assert_rows_close(actual, expected, term_sizes(gradients, logits, ids, spec, mask), str(spec))
 
 
 @pytest.mark.parametrize("spec", RULES, ids=str)
@@ -144,10 +183,11 @@ def test_far_logits(scoring: str, renormalize: bool) -> None:
 def test_a_zero_sum_has_no_gradient(scoring: str) -> None:
     logits = np.array([[-1000.0, -2000.0, 0.0], [1.0, 0.5, 0.0]], F32)
     ids, spec = np.array([[0, 1], [0, 1]], np.int32), RouterSpec(2, scoring, renormalize=True)
-    actual, expected = run_both(RoutingGradients(np.array([[1, 2], [3, 4]], F32)), logits, ids, spec, None)
+    gradients = RoutingGradients(np.array([[1, 2], [3, 4]], F32))
+    actual, expected = run_both(gradients, logits, ids, spec, None)
     assert not actual[0].any() and not expected[0].any()
     assert actual[1].any()
-    assert_rows_close(actual, expected, 1e-3, scoring)
+    assert_rows_close(actual, expected, term_sizes(gradients, logits, ids, spec, None), scoring)
 
 
 def test_two_runs_are_bitwise_equal() -> None:
