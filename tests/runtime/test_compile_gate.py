@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 #: What is compiled: `cover` by `make gate`, `all` by `make gate-all`, else by the suite what SUITE names.
 EXTENT = os.environ.get("MOEBIUS_GATE", "suite")
 assert EXTENT in ("suite", "cover", "all"), f"MOEBIUS_GATE must be suite, cover or all, got {EXTENT!r}"
-SUITE = {"matmul_variants": ("90",), "gptoss120b": ("90",)}
+SUITE = {"matmul_variants": ("90",)}
 ARCHS = ("80", "90", "100")
 #: Minutes long: they begin first, so that no process waits for another's at the end.
 LONG = ("prepared_tall", "prepared_integers", "prepared", "sm90_tall")
