@@ -133,7 +133,8 @@ def routing_backward(
             result = tl.where(routed_token[:, None], found, 0.0)
         if d_load_balance is not None:
             if SCORING == "softmax":
-                result += centred(probability, coefficient)
+                # A token whose logits are all -inf has no shares.
+                result += centred(tl.where(largest == float("-inf"), 0.0, probability), coefficient)
             else:
                 scores = tl.where(real, expert_scores(x, SCORING), 0.0)
                 result += centred(shares(scores, 0.0), coefficient) * log_score_derivative(x, SCORING)
