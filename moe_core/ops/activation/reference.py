@@ -324,6 +324,6 @@ def expert_activation_backward(
     if fill is not None:
         fill(back if dense else None)
     if fill is None or not dense:
-        spread(back, row_blocks(*pre.shape), 3 * elements(*pre.shape))
+        spread(back, row_blocks(*pre.shape), elements(*pre.shape))
     found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
     return tuple(found[name] for name in outputs)

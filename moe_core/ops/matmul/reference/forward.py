@@ -23,7 +23,9 @@ from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
-_FEWEST_ROWS = 32
+_FEWEST_ROWS = 16
+#: Elements of a piece that are worth an activation of its own: threads wait for Python's lock between its operations.
+_PIECE_ELEMENTS = 65536
 
 
 def pick(array: Any, index: int) -> Any:
@@ -191,7 +193,8 @@ def _matmul(
     # Fewer rows of an expert take about as long: its matrix is read.
     work = products(max(rows.count, _FEWEST_ROWS * len(blocks)), x.shape[1], len(sides) * width)
     with np.errstate(all="ignore"):
-        if steps and len(blocks) >= threads_for(work):
+        worth_while = before.size >= _PIECE_ELEMENTS * len(blocks)
+        if steps and len(blocks) >= threads_for(work) and (worth_while or threads_for(work) == 1):
             spread(chain, blocks, work)
             return y
         gathered = _rows(source, of)
