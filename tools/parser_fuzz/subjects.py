@@ -42,6 +42,8 @@ SETTINGS = {
     "shared_intermediate_size": F, "router_scaling_factor": 1.0, "mlp_gate_softcap": 2.0, "mlp_up_softcap": 2.0,
     "moe_routed_scaling_factor": 1.0, "mlp_hidden_act": "relu2", "moe_router_scaling_factor": 1.0,
     "moe_shared_expert_intermediate_size": F, "share_expert_dim": F, "share_expert_dims": F,
+    "activation_function": "silu", "output_multiplier": 0.5, "vocab_size": 64, "post_norm_eps": 1e-6,
+    "moe_hidden_size": F,
 }  # fmt: skip
 _TABLES = Path(tile_table.__file__).parent / "tables"
 #: What some families need otherwise.
@@ -51,6 +53,7 @@ _OWN = {
         for family in ("deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text")
     },
     "axk2": {"n_group": 1, "topk_group": 1},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"], "num_hash_layers": 1},
     "llama4_text": dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 1),
 }
 #: Format -> the family that is written in it.
