@@ -53,6 +53,26 @@ def test_the_first_layers_of_minimax_m3_may_be_dense() -> None:
         assert FAMILIES["minimax_m3_vl_text"].layers(ModelConfig("x", settings | changes)).moe == layers
 
 
+def test_layers_of_step3p5() -> None:
+    settings = {
+        **text_model(settings_of(*ROWS["step3p7_shared_limit"])).settings,
+        "num_hidden_layers": 5,
+        "mlp_layer_types": None,
+    }
+    settings.pop("first_k_dense_replace", None)
+    for enumerated, layers in ((None, (3, 4)), ("1, 3", (1, 3))):
+        config = ModelConfig("step3p5", settings | {"moe_layers_enum": enumerated})
+        assert FAMILIES["step3p5"].layers(config).moe == layers
+
+
+def test_a_scale_beside_groups_of_deepseek_v2() -> None:
+    settings = text_model(settings_of(*ROWS["deepseek_v2"])).settings
+    for method in ("greedy", "group_limited_greedy"):
+        changes = {"topk_method": method, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 16.0}
+        router = FAMILIES["deepseek_v2"].router(ModelConfig("deepseek_v2", settings | changes))
+        assert (router.scale, router.num_groups) == (16.0, 1 if method == "greedy" else 2)
+
+
 def test_the_most_layers_of_a_model() -> None:
     assert ModelConfig("x", {"num_hidden_layers": 10_000}).num_layers() == 10_000
     with pytest.raises(InvalidInput, match="an integer of at most 10000, got 10001"):

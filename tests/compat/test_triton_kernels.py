@@ -166,6 +166,9 @@ def test_bitmatrix_says_which_experts_exist() -> None:
     first = int(ids[0, 0])
     words[0] &= ~(1 << first)
     assert routing_from_bitmatrix(bits, values, ids, E, TOPK)[0].expt_hist.sum() == 13
+    # Ids of the third word.
+    values, ids, bits = topk(normal(T, 70), 70)
+    assert routing_from_bitmatrix(bits, values, ids, 70, 70)[0].expt_hist.tolist() == [T] * 70
     assert (
         topk(logits, 2, apply_softmax=False)[0].tolist() == torch.gather(logits, 1, topk(logits, 2)[1].long()).tolist()
     )

@@ -201,6 +201,7 @@ def test_wrong_requests() -> None:
     for wanted in ((), ("d_x", "d_x"), ("d_experts.up",), ("x",)):
         with pytest.raises(InvalidInput, match="wanted must name at least one of d_x"):
             plan_for(problem, H200, wanted)
+    assert plan_for(problem, H200, ("d_experts.down",), accumulate=("d_experts.down",)).inputs
     for accumulate in (("d_x",), ("d_experts.down",)):
         with pytest.raises(InvalidInput, match="accumulate must name matrices"):
             plan_for(problem, H200, ("d_x",), accumulate=accumulate)

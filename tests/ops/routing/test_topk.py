@@ -147,10 +147,14 @@ def test_nan_ranks_below_numbers_above_masked_groups_and_stays_visible() -> None
 
 
 def test_given_ids_are_masked_where_invalid_and_where_the_mask_says() -> None:
-    given_ids = np.array([[0, 1], [0, 9], [1, 2], [9, 0]], np.int32)
+    given_ids = np.array([[0, 1], [0, 3], [1, 2], [9, 0]], np.int32)
     mask = np.array([True, True, False, False])
     ids, weights = reference.route(np.ones((4, 3), F32), None, mask, given_ids, spec=RouterSpec(2))
     assert (ids >= 0).all(axis=1).tolist() == [True, False, False, False]
+    arrays = {"logits": np.ones((4, 3), F32), "token_mask": mask, "given": given_ids}
+    logits, token_mask, given_spec = (ArraySpec(array.shape, array.dtype.name) for array in arrays.values())
+    plan = plan_routing(logits, RouterSpec(2), engine_target(), token_mask=token_mask, given=given_spec)
+    np.testing.assert_array_equal(run_plan(plan, arrays)["ids"], ids)
     assert (weights != 0).all(axis=1).tolist() == [True, False, False, False]
 
 

@@ -319,7 +319,7 @@ def test_wrong_products() -> None:
     for config, reason in (
         (TileConfig(64, 64, 64), "family must be 'quantized'"),
         (TileConfig(64, 64, 24, family="quantized"), "block_k must be a power of two"),
-        (TileConfig(128, 256, 128, 8, 4, family="quantized"), "bytes of shared memory"),
+        (TileConfig(128, 256, 128, 8, 4, family="quantized"), "262144 bytes exceed the 232448 bytes of shared memory"),
         (TileConfig(256, 256, 16, 4, 1, family="quantized"), "accumulator registers"),
     ):
         refused(reason, tuning=MatmulTuning(config))

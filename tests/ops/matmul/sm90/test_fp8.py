@@ -159,7 +159,7 @@ def test_other_tiles_are_refused() -> None:
     case = CASES["halves"]
     operands, layout = case.described(300), case.layout(300)
     problem = MatmulProblem(operands, layout, case.spec, SM_90)
-    assert why_illegal(sm90_fp8_config(case.spec), problem) is None
+    assert why_illegal(sm90_fp8_config(case.spec), problem) is None and sm90_fp8_config(case.spec).num_warps == 4
     for change, reason in (
         ({"block_n": 256}, "tiles of fp8 are"),
         ({"num_stages": 5}, "stages"),
