@@ -35,9 +35,10 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
-from tests.support.harness import run_plan
+from tests.support.harness import engine_target, run_plan
 from tests.support.runtime.memory import run_last_programs, sparse
 
+pytestmark = pytest.mark.skipif(engine_target().kind != "interpreter", reason="a GPU would need all of the memory")
 HERE = Target("interpreter")
 #: Rows of WIDTH elements, the last of which begin past 2**31; of a last block LAST are there, whatever its height. The
 #: second of two experts begins with row SECOND.

@@ -110,6 +110,7 @@ def test_any_number_of_experts_and_choices(num_experts: int, top_k: int) -> None
     assert_matches_reference(RouterCase(RouterSpec(top_k, renormalize=True), 3, num_experts, False, "ties", False, 2))
 
 
+@pytest.mark.skipif(engine_target().kind != "interpreter", reason="a GPU loads every row in pieces")
 @pytest.mark.parametrize("rule", [RULES[0], RULES[3]], ids=str)
 def test_rows_joined_of_pieces_have_the_bits_of_whole_ones(rule: RouterSpec) -> None:
     """The interpreter loads rows whole, a GPU in pieces of SPAN columns."""
