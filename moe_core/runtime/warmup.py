@@ -121,7 +121,7 @@ def warmup(
     """Compile every kernel of the plans and load them on the devices; running a plan afterwards compiles nothing.
 
     Args:
-        plans: of one target. Plans for a CPU have nothing to compile and are made ready.
+        plans: of one target, each counted once. Plans for a CPU have nothing to compile and are made ready.
         device_indices: CUDA devices. None given means compile only, which needs no GPU.
         workers: how many kernels are compiled at the same time.
 
@@ -132,7 +132,7 @@ def warmup(
         InvalidInput: plans of several targets, and whatever `runtime.prepare` raises.
     """
     start = time.perf_counter()
-    plans = tuple(plans)
+    plans = tuple(dict.fromkeys(plans))
     targets = {plan.target for plan in plans}
     if len(targets) > 1:
         listed = ", ".join(sorted(map(str, targets)))

@@ -208,7 +208,7 @@ def test_nested_settings_are_found(tmp_path):
         (
             {"down_proj_scales": np.zeros((E, 64, 3), np.float32)},
             Unsupported,
-            "down_proj_scales in model.safetensors must be U8 or F8_E8M0 by the quantization_config, got F32",
+            "down_proj_scales in model.safetensors must be U8 or F8_E8M0 by config.json, got F32",
         ),
         (
             {"down_proj_g_idx": np.zeros(4, np.int32)},

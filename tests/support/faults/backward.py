@@ -110,6 +110,17 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("result = value * factors * factor * SCALE", "result = value * factor * SCALE"),
         OpFault("tl.store(products + here, d_z * value", "tl.store(products + here, gradient * value"),
     ),
+    "routing.kernels.runs": (
+        OpFault("+ tl.cumsum(kept, axis=0) - kept", "+ tl.sum(kept, axis=0)[None, :] - tl.cumsum(kept, axis=0)"),
+        OpFault("tl.full((BLOCK,), 0, tl.int32) + expert,", "tl.full((BLOCK,), 0, tl.int32),"),
+        OpFault("(run_row + offsets).to(tl.int32)", "(run_row + 0 * offsets).to(tl.int32)"),
+        OpFault("(run_first + offsets).to(tl.int32)", "(run_first + 0 * offsets).to(tl.int32)"),
+        OpFault("tl.minimum(missing, 2147483647)", "tl.minimum(missing + 1, 2147483647)"),
+        OpFault("group_start + NUM_EXPERTS, filled", "group_start + NUM_EXPERTS, (filled + 1)"),
+        OpFault("fill(slot_of_row, filled + program * BLOCK, num_rows", "fill(slot_of_row, filled, filled"),
+        OpFault("fill(ids, end + expert.to(tl.int64) * BLOCK, last", "fill(ids, end, end"),
+        OpFault("fill(row_of_slot, end + expert.to(tl.int64) * BLOCK, last", "fill(row_of_slot, end, end"),
+    ),
 }
 #: By kernel file: the tests of which one must fail.
 TESTS = {
@@ -122,6 +133,7 @@ TESTS = {
     "routing.kernels.backward": "tests/ops/routing/test_backward.py",
     "routing.kernels.topk": "tests/ops/routing/test_topk.py",
     "norm.kernels.norm": "tests/ops/norm/test_norm.py",
+    "routing.kernels.runs": "tests/ops/routing/test_runs.py",
 }
 
 

@@ -110,7 +110,7 @@ def test_plain_calls_leave_the_dispatcher_out(context: str, dispatched: list[str
         logits = product()
         whole = moe_torch.moe(X, EXPERTS, ROUTING, SPEC)
     assert dispatched == []
-    require_equal(logits, torch.ops.moebius.router(X, ROUTING.weight, None, encode(LogitsSpec())), "logits")
+    require_equal(logits, torch.ops.moebius.router(X, ROUTING.weight, None, None, encode(LogitsSpec())), "logits")
     require_equal(whole.logits, logits.clone(), "logits of the whole")
 
 
