@@ -13,6 +13,7 @@ KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_fo
 	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
 	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py \
 	matmul/quantized/test_matmul.py quantize/test_rows.py)
+GATE_TESTS := tests/runtime/test_compile_gate.py tests/ops/moe/test_pdl.py::test_faults_of_the_order_are_found
 HOPPER_TESTS := tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed
 LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py test_capacity.py) tests/modular/test_kernel.py \
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py tests/jax/test_training.py
@@ -31,11 +32,11 @@ test: environment
 
 # Compiles for every architecture each kernel with every type and constant at least once, and copies with planted faults.
 gate: environment
-	MOEBIUS_GATE=cover $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/runtime/test_compile_gate.py
+	MOEBIUS_GATE=cover $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS)
 
 # Compiles every plan of every group for every architecture: three to four times as long.
 gate-all: environment
-	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/runtime/test_compile_gate.py
+	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS)
 
 lint: environment
 	$(RUN) -m ruff check .

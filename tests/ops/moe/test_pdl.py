@@ -288,6 +288,7 @@ def test_ordinary_launches_must_not_wait_nor_dependent_ones_forget_to() -> None:
     assert "never waits" in order_violation(dataclasses.replace(ordinary, dependent=True), LOAD)
 
 
+@pytest.mark.skipif("MOEBIUS_GATE" not in os.environ, reason="make gate compiles copies with planted faults")
 def test_faults_of_the_order_are_found(tmp_path: Path) -> None:
     """In copies of the kernels; the last copy of each plan has none."""
     folders = {}
