@@ -17,4 +17,5 @@ from moe_core.parallel.placement import Placement as Placement
 from moe_core.parallel.placement import PlacementTables as PlacementTables
 from moe_core.parallel.plan import ExchangePlan as ExchangePlan
 from moe_core.parallel.plan import plan_exchange as plan_exchange
+from moe_core.parallel.result import ParallelOutput as ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec as ExchangeSpec
