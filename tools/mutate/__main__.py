@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
+import time
 
 from tools.mutate import contexts, forks, sources
 from tools.mutate.run import Result, Run, draw
@@ -70,8 +72,13 @@ def main() -> int:
     parser.add_argument(
         "--as-recorded", action="store_true", help="record nothing: only what earlier runs recorded counts"
     )
+    parser.add_argument("--tests", nargs="*", default=["tests/"], help="record only test files that begin so")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="end after so long, with what there is: recording after half"
+    )
     parser.add_argument("--again", action="store_true", help="keep no earlier result, only which test killed what")
     options = parser.parse_args()
+    begin = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=FOLDER))
     forks.prepare()
@@ -81,12 +88,12 @@ def main() -> int:
         print(text, flush=True)
 
     if not options.as_recorded:
-        contexts.record(slots, scratch, FOLDER / "contexts", say, limit=900)
+        contexts.record(slots, scratch, FOLDER / "contexts", say, tuple(options.tests), begin + options.seconds / 2)
     drawn = draw(options.count, options.seed, tuple(options.paths), gpu=os.environ["TRITON_INTERPRET"] != "1")
     drawn = [(area, mutation) for area, mutation in drawn if area in options.areas]
     recorded, store = contexts.load(FOLDER / "contexts"), FOLDER / f"results-{options.seed}.json"
     run = Run(drawn, recorded, store, options.budget, again=options.again)
-    run.run(slots, scratch, say)
+    run.run(slots, scratch, say, begin + options.seconds)
     shutil.rmtree(scratch, ignore_errors=True)
     results = list(run.results.values())
     print(survivors(results))

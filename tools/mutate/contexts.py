@@ -20,6 +20,8 @@ LEFT_OUT = (
 )
 #: Folders whose tests are quick are recorded first, so that a recording that was cut short is of use.
 FIRST = ("tests/ops", "tests/plan", "tests/formats", "tests/checkpoint", "tests/specs", "tests/layers", "tests/base")
+#: Seconds of a processor that recording a file may take.
+RECORDING = 900
 
 
 def test_files() -> list[str]:
@@ -113,20 +115,25 @@ def load(folder: pathlib.Path) -> Contexts:
 
 
 def record(
-    slots: list[pathlib.Path], scratch: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None], limit: float
+    slots: list[pathlib.Path],
+    scratch: pathlib.Path,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+    tests: tuple[str, ...],
+    until: float,
 ) -> None:
-    """Record the test files that have no record, or whose text has changed since."""
+    """Record the test files that have no record, or whose text has changed since, if they begin with one of `tests`."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = {name: (recorded(folder, name) or {}).get("digest") for name in test_files()}
+    known = {name: (recorded(folder, name) or {}).get("digest") for name in test_files() if name.startswith(tests)}
     missing = [name for name in known if known[name] != digest(name)]
 
     left = iter(missing)
 
     def make(tree: pathlib.Path) -> forks.Job | None:
         name = next(left, None)
-        return forks.Job(name, tree, [name], None, limit, record=True) if name else None
+        return forks.Job(name, tree, [name], None, RECORDING, record=True) if name else None
 
-    for number, outcome in enumerate(forks.run(slots, scratch, make), 1):
+    for number, outcome in enumerate(forks.run(slots, scratch, make, until), 1):
         if outcome.status not in (0, 1, 5):
             say(f"{outcome.job.name}: status {outcome.status}, not recorded\n{outcome.log[-800:]}")
             continue

@@ -114,8 +114,9 @@ def _child(job: Job, scratch: pathlib.Path) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (ADDRESSES, ADDRESSES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.tree)
-    sys.path[:] = [str(job.tree), *(p for p in sys.path if p and not os.path.exists(os.path.join(p, "moe_core")))]
-    os.environ["PYTHONPATH"] = str(job.tree)
+    sys.path[:] = [str(job.tree), *(path for path in sys.path if path and not _has_packages(path))]
+    elsewhere = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not _has_packages(p)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(job.tree), *elsewhere])
     os.environ["TMPDIR"] = tempfile.mkdtemp(dir=scratch)
     tempfile.tempdir = None
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "tests")]:
@@ -128,6 +129,10 @@ def _child(job: Job, scratch: pathlib.Path) -> int:
     import pytest
 
     return int(pytest.main([*options, *([] if job.record or job.keep_going else ["-x"]), *job.files], plugins=[plugin]))
+
+
+def _has_packages(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "moe_core"))
 
 
 def finish(job: Job, status: int | None) -> Outcome:
@@ -153,11 +158,19 @@ def resident(pid: int) -> int:
 
 
 def run(
-    slots: list[pathlib.Path], scratch: pathlib.Path, make: Callable[[pathlib.Path], Job | None]
+    slots: list[pathlib.Path], scratch: pathlib.Path, make: Callable[[pathlib.Path], Job | None], until: float
 ) -> Iterator[Outcome]:
-    """Run jobs, one at a time in each tree, until `make`, given a tree that is free, has none and none runs."""
+    """Run jobs, one at a time in each tree, until `make`, given a tree that is free, has none and none runs.
+
+    until: the time of `time.monotonic` at which what runs is ended without an outcome.
+    """
     free, running = list(slots), {}
     while True:
+        if time.monotonic() > until:
+            for job in running.values():
+                end(job)
+                os.waitpid(job.pid, 0)
+            return
         while free and (job := make(free[-1])):
             free.pop()
             start(job, scratch)
@@ -168,7 +181,8 @@ def run(
         for job in list(running.values()):
             done, status = os.waitpid(job.pid, os.WNOHANG)
             # On a busy machine a fork has little of a processor, whose seconds have a limit of their own.
-            late = time.monotonic() - job.began > 8 * job.seconds * max(1.0, os.getloadavg()[0])
+            load = os.getloadavg()[0] / (os.cpu_count() or 1)
+            late = time.monotonic() - job.began > 4 * job.seconds * max(1.0, load)
             if not done and not late and resident(job.pid) <= MEMORY:
                 continue
             end(job)

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+#: One of the numbers that `sys.monitoring` leaves to tools that are no debugger, profiler or coverage.
+MONITOR = 3
+
 
 class Plugin:
     """order: the tests to run, in this order; None runs all. record: also note the functions that each test calls."""
@@ -22,6 +25,9 @@ class Plugin:
         self.place = None if order is None else {name: index for index, name in enumerate(order)}
         self.began = time.monotonic()
         self.called: set[CodeType] = set()
+        if record and sys.version_info >= (3, 12):
+            sys.monitoring.use_tool_id(MONITOR, "tools.mutate")
+            sys.monitoring.register_callback(MONITOR, sys.monitoring.events.PY_START, self.note)
 
     def write(self, **event: Any) -> None:
         with self.report.open("a") as file:
@@ -41,13 +47,12 @@ class Plugin:
         began = time.monotonic()
         if self.record:
             self.called = set()
-            threading.settrace(self.trace)
-            sys.settrace(self.trace)
+            self.watch(True)
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            if self.record:
+                self.watch(False)
             seconds = round(time.monotonic() - began, 4)
             functions = sorted({name for code in self.called if (name := self.name(code))})
             self.write(event="ran", test=item.nodeid, seconds=seconds, functions=functions)
@@ -55,6 +60,20 @@ class Plugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
             self.write(event=report.outcome, test=report.nodeid, text=str(report.longrepr)[-300:])
+
+    def watch(self, on: bool) -> None:
+        """Begin or end noting the functions that any thread calls."""
+        if sys.version_info >= (3, 12):
+            sys.monitoring.set_events(MONITOR, sys.monitoring.events.PY_START if on else 0)
+            sys.monitoring.restart_events()
+        else:
+            threading.settrace(self.trace if on else None)  # type: ignore[arg-type]
+            sys.settrace(self.trace if on else None)
+
+    def note(self, code: CodeType, offset: int) -> object:
+        """Called once per function until `watch` begins anew: tracing every call would take several times as long."""
+        self.called.add(code)
+        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
 
     def trace(self, frame: FrameType, event: str, argument: object) -> None:
         self.called.add(frame.f_code)

@@ -6,8 +6,10 @@ import collections
 import hashlib
 import itertools
 import json
+import math
 import pathlib
 import random
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -163,7 +165,7 @@ class Run:
         Tree.at(outcome.job.tree).restore(pathlib.Path(mutation.path))
         ran = skip + len(outcome.of("ran"))
         if outcome.status in PASSED and not skip and len(self.contexts.related(mutation)) > len(tests):
-            self.queue.appendleft((area, mutation, ran))
+            self.queue.append((area, mutation, ran))
             return None
         if outcome.status in PASSED:
             return self.keep(area, mutation, "survived", "", ran, outcome.wall)
@@ -180,18 +182,30 @@ class Run:
             by += f": {outcome.log[-500:]}"
         return self.keep(area, mutation, "killed" if killed else "unsure", by, ran, outcome.wall)
 
-    def run(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None]) -> None:
+    def run(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None], until: float) -> None:
+        """Run what is queued, and the control; from `until` on, a time of `time.monotonic`, neither goes on.
+
+        The control has the last eighth of the time that is left now.
+        """
         total = len(self.results) + len(self.queue)
-        for number, outcome in enumerate(forks.run(slots, scratch, self.make)):
+        end = until - (until - time.monotonic()) / 8 if until < math.inf else until
+        for number, outcome in enumerate(forks.run(slots, scratch, self.make, end)):
             result = self.done(outcome)
             if result is not None:
                 say(f"{len(self.results)}/{total} {result.status} {result.operator} {result.function}:{result.line}")
+                if result.status != "killed":
+                    say(f"    {result.before}\n    {result.after}")
             if number % 10 == 0:
                 self.save()
-        self.control(slots, scratch, say)
+        if len(self.results) < total:
+            say(f"out of time: {total - len(self.results)} of {total} changes have no result")
+        self.save()
+        self.control(slots, scratch, say, until)
         self.save()
 
-    def control(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None]) -> None:
+    def control(
+        self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None], until: float
+    ) -> None:
         """Run every test that killed once more, without mutations: what fails now proves nothing."""
         killers = {r.by for r in self.results.values() if r.status == "killed" and r.by in self.contexts.seconds}
         by_file: dict[str, list[str]] = {}
@@ -203,7 +217,9 @@ class Run:
             name = next(left, None)
             return forks.Job(name, tree, [name], by_file[name], 300, keep_going=True) if name else None
 
-        for outcome in forks.run(slots, scratch, make):
+        checked = 0
+        for outcome in forks.run(slots, scratch, make, until):
+            checked += 1
             bad = {event["test"] for event in outcome.of("failed")}
             if outcome.status not in (0, 1):
                 bad = set(by_file[outcome.job.name])
@@ -211,3 +227,5 @@ class Run:
                 if result.status == "killed" and result.by in bad:
                     say(f"unsure: {result.by} fails without a mutation as well")
                     self.results[key] = replace(result, status="unsure")
+        if checked < len(by_file):
+            say(f"out of time: the tests of {len(by_file) - checked} of {len(by_file)} files were not run once more")

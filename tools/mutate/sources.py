@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-AREAS = ("kernels", "planners", "reference", "front-ends", "checkpoint")
+AREAS = ("kernels", "planners", "reference", "front-ends", "checkpoint", "parallel", "base")
 #: Test support inside the packages, and code that only a GPU runs.
 LEFT_OUT = ("moe_core/parity/", "moe_torch/parity/", "moe_jax/parity", "moe_core/tools/", "moe_core/runtime/")
 
@@ -35,7 +35,9 @@ def area_of(path: str) -> str | None:
         return "checkpoint"
     if path.startswith(("moe_torch/", "moe_jax/", "moe_core/layers/", "moe_core/modular/")):
         return "front-ends"
-    return None
+    if path.startswith("moe_core/parallel/"):
+        return "parallel"
+    return "base" if path.startswith("moe_core/") else None
 
 
 def files(root: pathlib.Path, paths: tuple[str, ...], gpu: bool) -> dict[str, list[str]]:
