@@ -14,16 +14,14 @@ import pytest
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
-from moe_core.formats import QuantizedSpec, format_named, quantized_specs
+from moe_core.formats import format_named
 from moe_core.ops.activation.backward import plan_activation_backward, plan_expert_activation_backward
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.common.zero_rows import launch_zero_rows
-from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
-from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.quantize.rows import plan_quantize_rows
+from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.reduction.rowwise import plan_add, plan_bias_product, plan_cast_rows, plan_weighted_input
 from moe_core.ops.router.forward import plan_router
@@ -31,53 +29,16 @@ from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.matmul import Activation
 from moe_core.specs.norm import NormSpec
-from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
+from moe_core.specs.operands import ExpertActivationOperands, RoutingGradients
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from tests.support.harness import engine_target, run_plan
+from tests.support.runtime.far import HERE, LAST, ROWS, WIDTH, agree, draw, far, half, integers, single
 from tests.support.runtime.memory import run_last_programs, sparse
 
 pytestmark = pytest.mark.skipif(engine_target().kind != "interpreter", reason="a GPU would need all of the memory")
-HERE = Target("interpreter")
-#: Rows of WIDTH elements, the last of which begin past 2**31; of a last block LAST are there, whatever its height. The
-#: second of two experts begins with row SECOND.
-LAST, WIDTH = 5, 1040
-ROWS, SECOND = 2**21 + LAST, 2**20
-assert (ROWS - LAST) * WIDTH > 2**31
 SILU, SEPARATE, GELU = Activation("silu"), Activation("silu", gate_layout="separate"), Activation("gelu", False)
-
-
-def half(*shape: int) -> ArraySpec:
-    return ArraySpec(shape, "bfloat16")
-
-
-def single(*shape: int) -> ArraySpec:
-    return ArraySpec(shape, "float32")
-
-
-def integers(*shape: int) -> ArraySpec:
-    return ArraySpec(shape, "int32")
-
-
-def draw(spec: ArraySpec, seed: int = 0) -> np.ndarray:
-    random, kind = np.random.default_rng([seed, spec.size]), dtypes.numpy_dtype(spec.dtype)
-    if spec.dtype in ("int8", "uint8"):
-        return random.integers(0, 120, spec.shape).astype(kind)
-    return random.standard_normal(spec.shape, np.float32).astype(kind)
-
-
-def far(spec: ArraySpec, last: np.ndarray) -> np.ndarray:
-    """An array of zeros that ends in `last`."""
-    array = sparse(spec.shape, spec.dtype)
-    array[len(array) - len(last) :] = last
-    return array
-
-
-def agree(actual: np.ndarray, expected: np.ndarray) -> None:
-    found, wanted = (np.asarray(one, np.float32) for one in (actual, expected))
-    assert np.any(wanted), "the test sees nothing"
-    np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-3)
 
 
 def norm_backward(rows: int) -> LaunchPlan:
@@ -165,148 +126,20 @@ def test_reduce_by_row(top_k: int) -> None:
     agree(found["out"][:, :64], last.astype(np.float32).reshape(LAST, top_k, WIDTH).sum(1)[:, :64])
 
 
-def grouping(layout: LayoutSpec) -> dict[str, np.ndarray]:
-    """A layout whose last LAST rows, of the last expert, have the last slots; all other rows are padding."""
-    rows, slots = layout.capacity, layout.num_slots
-    slot_of_row, row_of_slot = np.full(rows, -1, np.int32), np.full(slots, -1, np.int32)
-    slot_of_row[-LAST:], row_of_slot[-LAST:] = np.arange(slots - LAST, slots), np.arange(rows - LAST, rows)
-    start, size = SECOND, rows - SECOND
-    return {
-        "group_sizes": np.array([0, size], np.int32),
-        "group_start": np.array([0, start, rows], np.int32),
-        "slot_of_row": slot_of_row,
-        "row_of_slot": row_of_slot,
-    }
-
-
-def last_block(plan: LaunchPlan, layout: LayoutSpec) -> dict[str, np.ndarray]:
-    """The schedules of a plan, in which the last entry is the last block of the last expert."""
-    found = {}
-    for buffer in plan.scratch:
-        if buffer.name.startswith("schedule"):
-            launch = next(
-                step for step in plan.steps if "schedule" in dict(step.arguments) and "D" in dict(step.arguments)
-            )
-            block_m = dict(launch.arguments)["BLOCK_M"].value
-            found[buffer.name] = np.full(buffer.spec.shape, -1, np.int32)
-            size = layout.capacity - SECOND
-            found[buffer.name][-1] = ((size - 1) // block_m, 1)
-    return found
-
-
-@pytest.mark.parametrize(("gather", "scatter"), [("row", "row"), ("slot", "slot"), ("slot", "row"), ("row", "slot")])
-def test_matmul(gather: str, scatter: str) -> None:
-    layout = LayoutSpec(ROWS, 1, 2)
-    operands = MatmulOperands(half(ROWS, WIDTH), half(2, WIDTH, WIDTH), row_weight=single(ROWS))
-    plan = plan_matmul_ogs(operands, layout, MatmulSpec("in_out", gather, scatter), HERE)
-    last, weight, row_weight = draw(half(LAST, WIDTH)), draw(half(2, WIDTH, WIDTH)), draw(single(LAST))
-    arrays = {"x": far(half(ROWS, WIDTH), last), "weight": weight, "row_weight": far(single(ROWS), row_weight)}
-    arrays |= grouping(layout) | last_block(plan, layout)
-    found = run_last_programs(plan, arrays, without=("schedule",))["y"]
-    product = last.astype(np.float32) @ weight[1].astype(np.float32) * row_weight[:, None]
-    agree(found[-LAST:, -8:] / 100, product[:, -8:] / 100)
-
-
-def test_matmul_of_tokens_far_apart() -> None:
-    layout, stride = LayoutSpec(LAST, 1, 2), 2**29 + 8
-    x = np.lib.stride_tricks.as_strided(sparse((LAST * stride,), "bfloat16"), (LAST, WIDTH), (2 * stride, 2))
-    x[...] = draw(half(LAST, WIDTH))
-    operands = MatmulOperands(ArraySpec(x.shape, "bfloat16", (stride, 1)), half(2, WIDTH, WIDTH))
-    plan = plan_matmul_ogs(operands, layout, MatmulSpec("in_out", "token", "slot"), HERE)
-    arrays = {"x": x, "weight": draw(half(2, WIDTH, WIDTH))} | grouping(layout)
-    arrays |= {"group_sizes": np.array([0, LAST], np.int32), "group_start": np.array([0, 0, LAST], np.int32)}
-    arrays |= {name: np.array([[0, 1]] * len(one), np.int32) for name, one in last_block(plan, layout).items()}
-    found = run_last_programs(plan, arrays, without=("schedule",))["y"]
-    agree(found[:, -8:] / 100, (x.astype(np.float32) @ arrays["weight"][1].astype(np.float32))[:, -8:] / 100)
-
-
-LAYERS = 4096
-
-
-def stacked(weight: object, layers: int) -> tuple[LaunchPlan, dict[str, np.ndarray]]:
-    """A product with the last of many layers, whose bias is one of many too."""
-    layout = LayoutSpec(LAST, 1, 1)
-    bias = single(layers, 1, 512)
-    operands = MatmulOperands(single(LAST, 1032), weight, bias=bias, layer_index=integers(1))
-    plan = plan_matmul_ogs(operands, layout, MatmulSpec("in_out", "token", "slot"), HERE)
-    arrays = {"x": draw(single(LAST, 1032)), "layer_index": np.array([layers - 1], np.int32)}
-    arrays |= {"bias": far(bias, draw(single(1, 1, 512)))}
-    arrays |= {"group_sizes": np.array([LAST], np.int32), "group_start": np.array([0, LAST], np.int32)}
-    arrays |= {"slot_of_row": np.arange(LAST, dtype=np.int32), "row_of_slot": np.arange(LAST, dtype=np.int32)}
-    schedules = [buffer for buffer in plan.scratch if buffer.name.startswith("schedule")]
-    return plan, arrays | {buffer.name: np.zeros(buffer.spec.shape, np.int32) for buffer in schedules}
-
-
-def test_matmul_of_the_last_layer() -> None:
-    shape = (LAYERS, 1, 1032, 512)
-    assert (LAYERS - 1) * 1032 * 512 > 2**31
-    plan, arrays = stacked(single(*shape), LAYERS)
-    arrays["weight"] = far(single(*shape), draw(single(1, *shape[1:])))
-    found = run_last_programs(plan, arrays, without=("schedule",))["y"]
-    wanted = arrays["x"] @ arrays["weight"][-1, 0] + arrays["bias"][-1, 0]
-    agree(found[:, -8:] / 100, wanted[:, -8:] / 100)
-
-
-def test_quantised_matmul_of_the_last_layer() -> None:
-    shape = (LAYERS, 1, 1032, 512)
-    weight = quantized_specs(QuantizedSpec(format_named("int8_channel"), "in_out"), shape)
-    plan, arrays = stacked(weight, LAYERS)
-    codes, scales = draw(ArraySpec((1, *shape[1:]), "int8")), np.abs(draw(single(1, *weight.scales.shape[1:])))
-    arrays |= {"weight.values": far(weight.values, codes), "weight.scales": far(weight.scales, scales)}
-    found = run_last_programs(plan, arrays, without=("schedule",))["y"]
-    wanted = arrays["x"] @ (codes * scales)[0, 0] + arrays["bias"][-1, 0]
-    agree(found[:, -8:] / 1e4, wanted[:, -8:] / 1e4)
-
-
-def test_quantised_matmul_transposed_of_the_last_layer() -> None:
-    shape, layout = (LAYERS, 1, 1032, 512), LayoutSpec(LAST, 1, 1)
-    weight = quantized_specs(QuantizedSpec(format_named("int8_channel"), "in_out"), shape)
-    operands = MatmulOperands(single(LAST, 1032), weight, layer_index=integers(1))
-    spec = MatmulSpec("in_out", "slot", "slot")
-    plan = plan_matmul_ogs_backward(single(LAST, 512), operands, layout, spec, HERE, wanted=("d_x",))
-    codes, scales = draw(ArraySpec((1, *shape[1:]), "int8")), np.abs(draw(single(1, *weight.scales.shape[1:])))
-    arrays = {"d_y": draw(single(LAST, 512)), "x": draw(single(LAST, 1032))}
-    arrays |= {"weight.values": far(weight.values, codes), "weight.scales": far(weight.scales, scales)}
-    arrays |= {"layer_index": np.array([LAYERS - 1], np.int32), "group_sizes": np.array([LAST], np.int32)}
-    arrays |= {"group_start": np.array([0, LAST], np.int32)}
-    arrays |= {name: np.arange(LAST, dtype=np.int32) for name in ("slot_of_row", "row_of_slot")}
-    schedules = [buffer for buffer in plan.scratch if buffer.name.startswith("schedule")]
-    arrays |= {buffer.name: np.zeros(buffer.spec.shape, np.int32) for buffer in schedules}
-    found = run_last_programs(plan, arrays, without=("schedule",))["d_x"]
-    wanted = arrays["d_y"] @ (codes * scales)[0, 0].T
-    agree(found[:, -8:] / 1e4, wanted[:, -8:] / 1e4)
-
-
-@pytest.mark.parametrize("gather", ["row", "slot"])
-def test_weight_gradient_of_far_rows(gather: str) -> None:
-    layout = LayoutSpec(ROWS, 1, 2)
-    operands = MatmulOperands(half(ROWS, WIDTH), half(2, WIDTH, 8), bias=single(2, 8))
-    spec = MatmulSpec("in_out", gather, gather)
-    plan = plan_matmul_ogs_backward(half(ROWS, 8), operands, layout, spec, HERE, wanted=("d_weight", "d_bias"))
-    x, d_y = draw(half(LAST, WIDTH)), draw(half(LAST, 8))
-    arrays = grouping(layout) | {"x": far(half(ROWS, WIDTH), x), "d_y": far(half(ROWS, 8), d_y)}
-    arrays |= {"weight": sparse((2, WIDTH, 8), "bfloat16"), "bias": sparse((2, 8), "float32")}
-    arrays["group_sizes"][1], arrays["group_start"][1] = LAST, ROWS - LAST
-    found = run_last_programs(plan, arrays, along=2)
-    wide = x.astype(np.float32), d_y.astype(np.float32)
-    agree(found["d_weight"][1, -8:], (wide[0].T @ wide[1])[-8:])
-
-
-def test_weight_gradient_of_the_last_expert() -> None:
-    experts = 2049
-    assert (experts - 1) * 1024 * WIDTH > 2**31
-    layout = LayoutSpec(LAST, 1, experts)
-    operands = MatmulOperands(half(LAST, 1024), half(experts, 1024, WIDTH))
-    spec = MatmulSpec("in_out", "row", "row")
-    plan = plan_matmul_ogs_backward(half(LAST, WIDTH), operands, layout, spec, HERE, wanted=("d_weight",))
-    arrays = {"x": draw(half(LAST, 1024)), "d_y": draw(half(LAST, WIDTH))}
-    arrays |= {"weight": sparse((experts, 1024, WIDTH), "bfloat16"), "group_sizes": np.zeros(experts, np.int32)}
-    arrays |= {"group_start": np.zeros(experts + 1, np.int32)}
-    arrays["group_sizes"][-1] = arrays["group_start"][-1] = LAST
-    arrays |= {name: np.arange(LAST, dtype=np.int32) for name in ("slot_of_row", "row_of_slot")}
-    found = run_last_programs(plan, arrays, along=3)["d_weight"]
-    x, d_y = (arrays[name].astype(np.float32) for name in ("x", "d_y"))
-    agree(found[-1, -8:, -8:], (x.T @ d_y)[-8:, -8:])
+@pytest.mark.parametrize("order", ["row", "slot"])
+def test_activation_between_products_whose_rows_are_slots(order: str) -> None:
+    plans = []
+    for rows in (LAST, ROWS):
+        of_slot = integers(rows) if order == "slot" else None
+        operands = ExpertActivationOperands(half(rows, WIDTH), half(rows, 2 * WIDTH), of_slot, single(rows, 1))
+        plans.append(plan_expert_activation_backward(operands, SILU, HERE, order=order))
+    near, plan = plans
+    given = {buffer.name: draw(buffer.spec) for buffer in near.inputs}
+    if order == "slot":
+        given["row_of_slot"] = np.array([0, -1, 2, 3, 1], np.int32)
+    actual = run_last_programs(plan, {name: far(plan.spec(name), one) for name, one in given.items()})
+    for name, wanted in run_plan(near, given).items():
+        agree(actual[name][-LAST:], wanted)
 
 
 def test_activation_between_products() -> None:
@@ -320,6 +153,19 @@ def test_activation_between_products() -> None:
     actual = run_last_programs(plan, given | spread | {"row_of_slot": places})
     for name, wanted in run_plan(near, given).items():
         agree(actual[name][-LAST:], wanted)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_gather_of_far_rows(top_k: int) -> None:
+    """The last rows are those of the last tokens; the first of them is padding."""
+    layout, x = LayoutSpec(ROWS, top_k, 2), draw(half(LAST, WIDTH))
+    rows, slots = integers(layout.capacity), integers(layout.num_slots)
+    plan = plan_gather_rows(half(ROWS, WIDTH), rows, slots, layout, HERE)
+    places = np.array([-1, *range(layout.num_slots - LAST + 1, layout.num_slots)], np.int32)
+    arrays = {"x": far(half(ROWS, WIDTH), x), "slot_of_row": far(rows, places)}
+    tokens = np.maximum(places // top_k - ROWS, -LAST)
+    wanted = np.where(places[:, None] < 0, 0, x.astype(np.float32)[tokens])
+    agree(run_last_programs(plan, arrays)["y"][-LAST:, :64], wanted[:, :64])
 
 
 def test_weighted_input() -> None:
