@@ -278,6 +278,15 @@ class LaunchPlan:
         ends = zip(self.scratch_offsets, self.scratch, strict=True)
         return max((offset + aligned(buffer.spec.nbytes) for offset, buffer in ends), default=0)
 
+    @property
+    def memory_note(self) -> str:
+        """What a front-end tells beside its framework's error where it gets no memory for a call."""
+        outputs = sum(buffer.spec.nbytes for buffer in self.outputs)
+        return (
+            f"{self.name} asked for {outputs} bytes for its outputs and {self.scratch_bytes} bytes of scratch memory; "
+            "pass fewer tokens in one call"
+        )
+
     def spec(self, name: str) -> ArraySpec:
         """The spec of an input, output or scratch buffer."""
         for buffer in (*self.inputs, *self.outputs, *self.scratch):

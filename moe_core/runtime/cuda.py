@@ -7,13 +7,12 @@ Both frameworks use each device's primary context, and so do we: handles made he
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from moe_core.base import dtypes
 from moe_core.base.target import Target
@@ -29,6 +28,9 @@ _FUNCTION_MAX_DYNAMIC_SHARED = 8
 _STATIC_SHARED_LIMIT = 48 * 1024
 _SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _POINTER_BYTES = 8
+#: CUDA_ERROR_INVALID_IMAGE, _INVALID_PTX and _INVALID_SOURCE: what loading damaged machine code gives.
+_DAMAGED = (200, 218, 300)
+Result = TypeVar("Result")
 
 
 class LaunchConfig(ctypes.Structure):
@@ -121,19 +123,33 @@ class Driver:
                 self._contexts[device_index] = context
             return self._contexts[device_index]
 
-    @contextlib.contextmanager
-    def activate(self, device_index: int) -> Iterator[None]:
-        """Make a device's primary context current on this thread inside a `with` block."""
-        context, current = self.context(device_index), ctypes.c_void_p()
+    def current_context(self) -> ctypes.c_void_p:
+        """The context that is current on this thread; its value is None where there is none."""
+        current = ctypes.c_void_p()
         self.check(self.lib.cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
-        if current.value == context.value:
-            yield
-            return
-        self.check(self.lib.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        return current
+
+    def make_current(self, context: ctypes.c_void_p) -> None:
+        """Make a context current on this thread instead of the one that is; doing it twice changes nothing."""
+        self.check(self.lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+    def within(self, device_index: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function with a device's primary context current on this thread, and the thread's own afterwards.
+
+        A function and no context manager: Ctrl-C between a `with` statement and its manager would leave ours current.
+        """
+        context, before = self.context(device_index), self.current_context()
+        if before.value == context.value:
+            return function(*arguments)
         try:
-            yield
+            try:
+                self.make_current(context)
+                return function(*arguments)
+            finally:
+                self.make_current(before)
         finally:
-            self.check(self.lib.cuCtxPopCurrent_v2(ctypes.byref(current)), "cuCtxPopCurrent")
+            # Again, as Ctrl-C may have come before the first.
+            self.make_current(before)
 
     def encode_tensor_map(
         self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
@@ -162,14 +178,23 @@ class Driver:
 
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
         """Load a cubin on a device and return the function, allowed its dynamic shared memory."""
+        return self.within(device_index, self._load, cubin, function_name, shared_bytes)
+
+    def _load(self, cubin: bytes, function_name: str, shared_bytes: int) -> ctypes.c_void_p:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        with self.activate(device_index):
-            self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {function_name}")
+        what, code = f"loading {function_name}", self.lib.cuModuleLoadData(ctypes.byref(module), cubin)
+        if code in _DAMAGED:
+            what += ", perhaps from a damaged file (delete Triton's cache, $TRITON_CACHE_DIR or ~/.triton/cache),"
+        self.check(code, what)
+        try:
             code = self.lib.cuModuleGetFunction(ctypes.byref(function), module, function_name.encode())
             self.check(code, f"finding {function_name}")
             if shared_bytes > _STATIC_SHARED_LIMIT:
                 code = self.lib.cuFuncSetAttribute(function, _FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes)
                 self.check(code, f"giving {function_name} {shared_bytes} bytes of shared memory")
+        except BaseException:
+            self.lib.cuModuleUnload(module)
+            raise
         return function
 
 
@@ -313,8 +338,7 @@ class CudaPrepared(Prepared):
         if code:
             self._driver.check(code, "cuCtxGetCurrent")
         if blocks.current.value != self._context:
-            with self._driver.activate(self.device_index):
-                self._launch(blocks, pointers, stream)
+            self._driver.within(self.device_index, self._launch, blocks, pointers, stream)
         else:
             self._launch(blocks, pointers, stream)
 

@@ -114,7 +114,11 @@ class HostPrepared(Prepared):
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
         # In a context of its own, as NumPy's error state is the context's: an interrupt may leave it changed.
-        contextvars.copy_context().run(self._compute, addresses)
+        try:
+            contextvars.copy_context().run(self._compute, addresses)
+        except MemoryError as error:
+            reason = f"{self.plan.name} found no memory on the CPU ({error}); pass fewer tokens in one call"
+            raise MemoryError(reason) from error
 
     def _compute(self, addresses: list[int]) -> None:
         with exact_denormals():

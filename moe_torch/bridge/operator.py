@@ -13,13 +13,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-from moe_core.base import threads
 from moe_core.base.arrays import ALIGNMENT, ArraySpec
 from moe_core.base.recent import Recent
 from moe_core.base.target import Target, cpu_target
@@ -29,10 +28,10 @@ from moe_core.plan.float64 import any_precision, require_one_precision
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
-from moe_core.runtime.prepared import Prepared
 from moe_core.specs.operands import role_of
 from moe_torch.bridge import eager
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
+from moe_torch.bridge.ready import Ready, dense
 from moe_torch.bridge.signature import Signature
 
 #: The namespace of every operator; kept for the life of the process, as its registrations are.
@@ -44,44 +43,6 @@ _FIRST = "first"
 
 #: Shape and dtype of every output.
 Outputs = list[tuple[tuple[Any, ...], torch.dtype]]
-#: Shape, strides and dtype of memory to allocate.
-Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
-    return shape, torch.empty(shape, device="meta").stride(), dtype
-
-
-class Ready(NamedTuple):
-    """A prepared plan: which arguments it reads, what to allocate, and where."""
-
-    prepared: Prepared
-    selection: tuple[int, ...]
-    outputs: tuple[Dense, ...]
-    scratch: Dense | None
-    device: torch.device
-
-    def run(self, pointers: list[int], places: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
-        """The outputs of a run on the current stream. pointers: of the inputs; the others are added. places: empty, or
-        for every output the tensor that it is written to, None = a new one."""
-        empty = eager.allocator(self.device)
-        if places:
-            given = zip(places, self.outputs, strict=True)
-            outputs = [empty(*output) if place is None else place for place, output in given]
-        else:
-            outputs = [empty(*output) for output in self.outputs]
-        pointers += [tensor.data_ptr() for tensor in outputs]
-        if self.scratch:
-            # Freed when this returns: torch reuses it in stream order, behind the launches that read it.
-            scratch = empty(*self.scratch)
-            pointers.append(scratch.data_ptr())
-        index = self.device.index
-        if index is not None:
-            self.prepared(pointers, eager.current_stream(index))
-        else:
-            with threads.use(torch.get_num_threads()):
-                self.prepared(pointers, 0)
-        return outputs
 
 
 def array_spec(name: str, tensor: Any) -> ArraySpec:
@@ -96,7 +57,7 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
             f"{name} must be one dense tensor, got a nested tensor; call .to_padded_tensor(0) or pass its .values()"
         )
     if tensor.layout != torch.strided:
-        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
+        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call todense() on it")
     if tensor.dtype not in DTYPE_NAMES:
         raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
     sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]
@@ -274,8 +235,8 @@ class Operator:
         return Ready(
             prepare(plan, device.index or 0),
             tuple(index[_argument(buffer.name)] for buffer in plan.inputs),
-            tuple(_dense(buffer.spec.shape, TORCH_DTYPES[buffer.spec.dtype]) for buffer in plan.outputs),
-            _dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None,
+            tuple(dense(buffer.spec.shape, TORCH_DTYPES[buffer.spec.dtype]) for buffer in plan.outputs),
+            dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None,
             device,
         )
 

@@ -11,7 +11,8 @@ from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_torch.bridge import eager
-from moe_torch.bridge.operator import Operator, Ready, call, call_first
+from moe_torch.bridge.operator import Operator, call, call_first
+from moe_torch.bridge.ready import Ready
 from moe_torch.operators.table import MOE, MOE_QUANTIZED, PACK_BITMATRIX
 
 _ready: Recent[Ready] = Recent()

@@ -334,10 +334,10 @@ def test_jax_refusals() -> None:
 def read_from_gpu(view: TensorView) -> list[Any]:
     """The elements of a dense view on a GPU, copied by the CUDA driver from the address the view holds."""
     driver, memory = cuda.driver(), np.empty(view.spec.nbytes, np.uint8)
-    with driver.activate(view.device[1]):
-        target, source = ctypes.c_void_p(memory.ctypes.data), ctypes.c_uint64(view.pointer)
-        code = driver.lib.cuMemcpyDtoH_v2(target, source, ctypes.c_size_t(memory.size))
-        driver.check(code, "copying from the device")
+    target, source = ctypes.c_void_p(memory.ctypes.data), ctypes.c_uint64(view.pointer)
+    size = ctypes.c_size_t(memory.size)
+    code = driver.within(view.device[1], driver.lib.cuMemcpyDtoH_v2, target, source, size)
+    driver.check(code, "copying from the device")
     return host_array(memory.ctypes.data, view.spec, owner=memory).astype(np.float64).tolist()
 
 

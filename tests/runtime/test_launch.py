@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import struct
+import sys
 import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.recent import Recent
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, LaunchPlan, Pointer, Scalar
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, Scalar
 from moe_core.runtime import cuda
-from moe_core.runtime.cuda import CudaPrepared, LaunchAttribute
+from moe_core.runtime import prepare as prepares
+from moe_core.runtime.cuda import CudaPrepared, Driver, LaunchAttribute
 
 TARGET = Target("cuda", 90, 132)
 CONTEXT, ROWS, FAILURE = 0x7000, 64, 700
@@ -40,34 +43,52 @@ class Seen(NamedTuple):
     context: int
 
 
-class FakeDriver:
-    """Records launches as a real driver would read them: from memory, when called."""
+class FakeDriver(Driver):
+    """Records launches as a real driver would read them: from memory, when called. Contexts are numbers, None = 0."""
 
     def __init__(self) -> None:
         self.launches: list[Seen] = []
         self.attributes: list[tuple[tuple[int, int], ...]] = []
         self.current = CONTEXT
-        self.pushed: list[int] = []
+        self.contexts_made_current: list[int] = []
         self.fail_at: int | None = None
-        self.lib = SimpleNamespace(cuCtxGetCurrent=self._get_current)
+        #: Codes that the next loads give, and how many modules are loaded.
+        self.load_codes: list[int] = []
+        self.loaded = 0
+        self.lib: Any = SimpleNamespace(
+            cuCtxGetCurrent=self._get_current, cuCtxSetCurrent=self._set_current, cuGetErrorString=self._explain,
+            cuModuleLoadData=self._load_module, cuModuleGetFunction=self._find, cuModuleUnload=self._unload,
+        )  # fmt: skip
 
     def _get_current(self, reference: Any) -> int:
         reference._obj.value = self.current
         return 0
 
+    def _set_current(self, context: ctypes.c_void_p) -> int:
+        self.current = context.value or 0
+        self.contexts_made_current.append(self.current)
+        return 0
+
+    def _explain(self, code: int, reference: Any) -> int:
+        reference._obj.value = {2: b"out of memory", 200: b"device kernel image is invalid"}.get(code)
+        return 0
+
+    def _load_module(self, reference: Any, cubin: bytes) -> int:
+        assert self.current == CONTEXT
+        code = self.load_codes.pop(0) if self.load_codes else 0
+        self.loaded += not code
+        return code
+
+    def _find(self, reference: Any, module: ctypes.c_void_p, name: bytes) -> int:
+        reference._obj.value = int(name.decode().removeprefix("kernel_"))
+        return self.load_codes.pop(0) if self.load_codes else 0
+
+    def _unload(self, module: ctypes.c_void_p) -> int:
+        self.loaded -= 1
+        return 0
+
     def context(self, device_index: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(CONTEXT)
-
-    @contextlib.contextmanager
-    def activate(self, device_index: int) -> Iterator[None]:
-        before, self.current = self.current, CONTEXT
-        self.pushed.append(device_index)
-        yield
-        self.current = before
-
-    def check(self, code: int, what: str) -> None:
-        if code:
-            raise RuntimeError(f"{what} failed with CUDA error {code}")
 
     def launch(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
         if self.fail_at == function.value:
@@ -102,10 +123,16 @@ def chain_plan(with_scratch: bool = True) -> LaunchPlan:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver, numbers = FakeDriver(), itertools.count(1)
+
+    class Compiled:
+        def __init__(self, plan: LaunchPlan, step: KernelLaunch, target: Target) -> None:
+            self.metadata = SimpleNamespace(name=f"kernel_{next(numbers)}", shared=0, num_warps=4)
+            self.asm = {"cubin": b""}
+
     monkeypatch.setattr(cuda, "driver", lambda: driver)
     monkeypatch.setattr(cuda, "cuda_target", lambda index: TARGET)
-    monkeypatch.setattr(cuda, "compile_launch", lambda plan, step, target: None)
-    monkeypatch.setattr(cuda, "_load", lambda compiled, index: (ctypes.c_void_p(next(numbers)), 0, 4))
+    monkeypatch.setattr(cuda, "compile_launch", functools.cache(Compiled))
+    monkeypatch.setattr(cuda, "_load", functools.cache(cuda._load.__wrapped__))
     return driver
 
 
@@ -168,11 +195,93 @@ def test_another_context_is_replaced_for_the_launches(fake: FakeDriver) -> None:
     prepared = CudaPrepared(chain_plan(), 3)
     for current in (0x9000, 0):
         fake.launches.clear()
+        fake.contexts_made_current.clear()
         fake.current = current
         prepared([X, Y, ARENA], 4)
         assert fake.launches == expected(X, Y, ARENA, 4)
+        assert fake.contexts_made_current == [CONTEXT, current, current] and fake.current == current
+
+
+def interrupted_everywhere(function: Callable[[], Any], check: Callable[[], None]) -> int:
+    """Call a function until it ends, with Ctrl-C before its first instruction, its second, ...; `check` follows each.
+
+    Instructions count in everything of Python that it calls. Returns how many there were.
+    """
+    for place in itertools.count():
+        left = place
+
+        def press(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left -= 1
+                if left < 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return press
+
+        before = sys.gettrace()
+        sys.settrace(press)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        else:
+            return place
+        finally:
+            sys.settrace(before)
+            check()
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("current", [0x9000, 0, CONTEXT])
+def test_an_interrupt_at_any_instruction_of_a_launch_leaves_the_context(current: int, fake: FakeDriver) -> None:
+    prepared = CudaPrepared(chain_plan(), 3)
+    prepared([X, Y, ARENA], 4)
+    calls = itertools.cycle(([X, OTHER_Y, OTHER_ARENA], [X, Y, ARENA]))
+    fake.current = current
+
+    def check() -> None:
         assert fake.current == current
-    assert fake.pushed == [3, 3]
+        fake.launches.clear()
+        prepared([X, Y, OTHER_ARENA], 5)
+        assert fake.launches == expected(X, Y, OTHER_ARENA, 5) and fake.current == current
+
+    assert interrupted_everywhere(lambda: prepared(next(calls), 4), check) > 200
+
+
+def test_an_interrupt_while_a_kernel_is_loaded_leaves_the_context(fake: FakeDriver) -> None:
+    fake.current, count = 0x9000, itertools.count(1)
+
+    def check() -> None:
+        assert fake.current == 0x9000
+        assert fake.load(b"", f"kernel_{next(count)}", 0, 0).value == next(count) - 1
+
+    assert interrupted_everywhere(lambda: fake.load(b"", "kernel_9", 0, 0), check) > 50
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        ([2], r"loading kernel_1 failed with CUDA error 2: out of memory"),
+        (
+            [200],
+            r"loading kernel_1, perhaps from a damaged file \(delete Triton's cache, .* failed with CUDA error 200",
+        ),
+        ([0, 500], r"finding kernel_1 failed with CUDA error 500"),
+        ([0, 0, 2], r"loading kernel_2 failed with CUDA error 2: out of memory"),
+    ],
+)
+def test_a_kernel_that_fails_to_load_is_named_and_loaded_by_the_next_call(
+    codes: list[int], message: str, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepares, "_prepared", Recent())
+    plan, fake.load_codes, fake.current = chain_plan(), list(codes), 0x9000
+    with pytest.raises(RuntimeError, match=message):
+        prepares.prepare(plan)
+    assert fake.current == 0x9000 and fake.loaded == codes.count(0) // 2
+    prepares.prepare(plan)([X, Y, ARENA], 4)
+    assert fake.launches == expected(X, Y, ARENA, 4) and fake.loaded == 3
 
 
 def test_a_failed_launch_names_its_kernel_and_leaves_the_plan_usable(fake: FakeDriver) -> None:

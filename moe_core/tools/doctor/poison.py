@@ -56,5 +56,4 @@ def _fill(prepared: Prepared, pointer: int, size: int, stream: int) -> None:
     if not prepared.plan.target.on_gpu:
         ctypes.memset(pointer, POISON, size)
         return
-    with driver().activate(prepared.device_index):
-        driver().fill(pointer, size, POISON, stream)
+    driver().within(prepared.device_index, driver().fill, pointer, size, POISON, stream)

@@ -28,12 +28,12 @@ class Device:
         self._lib, self.check, self.fill = self._driver.lib, self._driver.check, self._driver.fill
         self._addresses: list[int] = []
         self._events: list[ctypes.c_void_p] = []
-        self._scope: Any = None
+        self._before = ctypes.c_void_p()
         self._flush = 0
 
     def __enter__(self) -> Device:
-        self._scope = self._driver.activate(self.index)
-        self._scope.__enter__()
+        self._before = self._driver.current_context()
+        self._driver.make_current(self._driver.context(self.index))
         self._flush = self.allocate(_FLUSH_BYTES)
         return self
 
@@ -41,7 +41,7 @@ class Device:
         for event in self._events:
             self._lib.cuEventDestroy_v2(event)
         self.free(0)
-        self._scope.__exit__(*error)
+        self._driver.make_current(self._before)
 
     def mark(self) -> int:
         """What has been allocated so far, for `free`."""

@@ -16,26 +16,29 @@ class DeviceBytes:
         assert data.dtype == np.uint8 and data.flags.c_contiguous and data.size
         self._driver, self._device_index, self._size = driver(), device_index, data.size
         self._lib = self._driver.lib
-        pointer = ctypes.c_uint64()
-        with self._driver.activate(device_index):
-            code = self._lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(data.size))
-            self._driver.check(code, f"allocating {data.size} bytes")
-            self.address = pointer.value
-            source = ctypes.c_void_p(data.ctypes.data)
-            code = self._lib.cuMemcpyHtoD_v2(pointer, source, ctypes.c_size_t(data.size))
-            self._driver.check(code, f"copying {data.size} bytes to the device")
+        self._driver.within(device_index, self._upload, data)
 
     def read(self) -> np.ndarray:
         """The bytes as they are after all work on the device."""
         data = np.empty(self._size, np.uint8)
-        with self._driver.activate(self._device_index):
-            self._driver.check(self._lib.cuCtxSynchronize(), "waiting for the device")
-            target, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(self._size)
-            code = self._lib.cuMemcpyDtoH_v2(target, ctypes.c_uint64(self.address), size)
-            self._driver.check(code, f"copying {self._size} bytes from the device")
+        self._driver.within(self._device_index, self._download, data)
         return data
 
     def free(self) -> None:
         """Return the memory; the object is of no use afterwards."""
-        with self._driver.activate(self._device_index):
-            self._driver.check(self._lib.cuMemFree_v2(ctypes.c_uint64(self.address)), "freeing device memory")
+        code = self._driver.within(self._device_index, self._lib.cuMemFree_v2, ctypes.c_uint64(self.address))
+        self._driver.check(code, "freeing device memory")
+
+    def _upload(self, data: np.ndarray) -> None:
+        pointer, source = ctypes.c_uint64(), ctypes.c_void_p(data.ctypes.data)
+        code = self._lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(data.size))
+        self._driver.check(code, f"allocating {data.size} bytes")
+        self.address = pointer.value
+        code = self._lib.cuMemcpyHtoD_v2(pointer, source, ctypes.c_size_t(data.size))
+        self._driver.check(code, f"copying {data.size} bytes to the device")
+
+    def _download(self, data: np.ndarray) -> None:
+        self._driver.check(self._lib.cuCtxSynchronize(), "waiting for the device")
+        target, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(self._size)
+        code = self._lib.cuMemcpyDtoH_v2(target, ctypes.c_uint64(self.address), size)
+        self._driver.check(code, f"copying {self._size} bytes from the device")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 from moe_core.runtime.cuda import Driver
@@ -105,8 +103,11 @@ class FakeDriver:
     def name(self, device_index: int) -> str:
         return f"Fake GPU {device_index}"
 
-    @contextlib.contextmanager
-    def activate(self, device_index: int) -> Iterator[None]:
-        self.active += 1
-        yield
-        self.active -= 1
+    def context(self, device_index: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(1)
+
+    def current_context(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.active)
+
+    def make_current(self, context: ctypes.c_void_p) -> None:
+        self.active = context.value or 0
