@@ -14,8 +14,8 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call_first, target_of_device
-from moe_torch.bridge.ready import Ready
 from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.ready import Ready
 from moe_torch.operators.requests import moe_request, routing_arrays
 
 

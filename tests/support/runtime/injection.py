@@ -16,6 +16,8 @@ from moe_core.base.recent import PLANS_KEPT, Recent
 from tests.support.paths import ROOT
 
 _OURS = tuple(f"{ROOT}/{name}/" for name in ("moe_core", "moe_torch", "moe_jax"))
+#: The files of Triton between a request and the kernel that it keeps on the disk count as ours.
+_COMPILES = ("/triton/compiler/compiler.py", "/triton/runtime/cache.py")
 #: C functions that end with an error where memory is short.
 _ALLOCATES = frozenset((
     "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided", "copy", "astype", "clone",
@@ -29,7 +31,7 @@ press_key = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.py_object, ctypes.p
 
 
 def is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OURS)
+    return frame.f_code.co_filename.startswith(_OURS) or frame.f_code.co_filename.endswith(_COMPILES)
 
 
 class _Place:

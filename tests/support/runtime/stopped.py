@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -75,6 +76,35 @@ def torch_layer() -> Callable[[], bytes]:
     return call
 
 
+def torch_arena() -> Callable[[], bytes]:
+    """A layer whose scratch memory is so large that the allocator asks the system for it."""
+    import torch
+
+    import moe_torch
+
+    x, *weights = (torch.from_numpy(array) for array in _arena_arrays())
+    experts, router = moe_torch.ExpertWeights(*weights[:2]), moe_torch.RouterWeights(weights[2])
+    spec = moe_torch.MoESpec(moe_torch.Activation("silu"), moe_torch.RouterSpec(top_k=4))
+    return lambda: moe_torch.moe(x, experts, router, spec).output.numpy().tobytes()
+
+
+def jax_arena() -> Callable[[], bytes]:
+    """The same in JAX."""
+    import jax
+
+    import moe_jax
+
+    x, *weights = (jax.numpy.asarray(array) for array in _arena_arrays())
+    experts, router = moe_jax.ExpertWeights(*weights[:2]), moe_jax.RouterWeights(weights[2])
+    spec = moe_jax.MoESpec(moe_jax.Activation("silu"), moe_jax.RouterSpec(top_k=4))
+    return lambda: np.asarray(moe_jax.moe(x, experts, router, spec).output).tobytes()
+
+
+def _arena_arrays() -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.standard_normal(shape, np.float32) for shape in ((12000, 8), (E, 8, 1024), (E, 512, 8), (8, E))]
+
+
 def jax_layer() -> Callable[[], bytes]:
     """A layer and its gradients, compiled anew in every call."""
     import jax
@@ -98,21 +128,25 @@ def jax_layer() -> Callable[[], bytes]:
 
 
 def compiled() -> Callable[[], bytes]:
-    """A kernel's machine code, by Triton with an empty cache."""
+    """A kernel's machine code, by Triton with an empty cache: what a killed process left there is the next call's."""
     from moe_core.base.arrays import ArraySpec
     from moe_core.base.target import Target
     from moe_core.ops.reduction.reduce import plan_scale_rows
     from moe_core.plan.steps import KernelLaunch
     from moe_core.runtime.compiler import compile_launch
 
+    folder, calls = tempfile.mkdtemp(), 0
+
     def call() -> bytes:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["TRITON_CACHE_DIR"] = folder
-            target = Target("cuda", 90, 132)
-            found = plan_scale_rows(ArraySpec((10, 8), "float32"), ArraySpec((10, 1), "float32"), target)
-            (launch,) = found.steps
-            assert isinstance(launch, KernelLaunch)
-            return compile_launch(found, launch, target).asm["cubin"]
+        nonlocal calls
+        os.environ["TRITON_CACHE_DIR"] = f"{folder}/{calls}"
+        target = Target("cuda", 90, 132)
+        found = plan_scale_rows(ArraySpec((10, 8), "float32"), ArraySpec((10, 1), "float32"), target)
+        (launch,) = found.steps
+        assert isinstance(launch, KernelLaunch)
+        cubin = compile_launch(found, launch, target).asm["cubin"]
+        calls += 1
+        return cubin
 
     return call
 
@@ -161,7 +195,8 @@ def checkpoint() -> Callable[[], bytes]:
     return call
 
 
-WORK = {function.__name__: function for function in (plan, torch_layer, jax_layer, compiled, checkpoint)}
+_FUNCTIONS = (plan, torch_layer, torch_arena, jax_layer, jax_arena, compiled, checkpoint)
+WORK = {function.__name__: function for function in _FUNCTIONS}
 
 
 def settings() -> tuple[object, ...]:
@@ -212,7 +247,31 @@ def _full_disk(call: Callable[[], bytes], place: int, draw: random.Random) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-HOW = {"interrupt": _interrupt, "allocation": _allocation, "kill": _kill, "full_disk": _full_disk}
+def _arena(call: Callable[[], bytes], place: int, draw: random.Random) -> None:
+    """The process gets next to no more memory: the error says how much was asked for and, in torch, by which op."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**22, hard))
+    try:
+        call()
+    except Exception as error:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        notes = " ".join(getattr(error, "__notes__", ()))
+        named = re.search(r"allocat\w+ (\d+) bytes", str(error)) and (
+            "RESOURCE_EXHAUSTED" in str(error) or re.match(r"moe asked for \d+ bytes .* of scratch memory", notes)
+        )
+        if not named:
+            print(f"what was asked for is not named: {error!r} {notes}", file=sys.stderr, flush=True)
+            os._exit(1)  # no exception, all of which count as broken off
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+HOW = {
+    "interrupt": _interrupt, "allocation": _allocation, "kill": _kill, "full_disk": _full_disk, "arena": _arena
+}  # fmt: skip
 
 
 def main(what: str, how: str, trials: int, seed: int) -> int:
