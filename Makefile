@@ -60,12 +60,13 @@ bench-training: environment
 # that nothing wrote. The second knows barriers of threads, not those that TMA completes, so the hopper families are left
 # out of it (docs/developer/testing.md says what stands in for it). The third sees the frameworks' own memory, taken
 # anew for every tensor. Planted faults are left out of all: a kernel that orders its steps wrongly may wait forever
-# when a checker slows it down. The findings of all processes lie in one file per checker: one with findings, or none at
-# all, fails.
+# when a checker slows it down. Each of CHECKERS workers has a checker of its own, because one that follows them all
+# may crash. Each writes its findings to a file: a file with findings or without a summary fails, and so does none.
+CHECKERS ?= $(shell nproc)
 SANITIZE = MOEBIUS_EXAMPLES=3 PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform \
-	compute-sanitizer --target-processes all --log-file build/sanitizer/$(1)-%p --tool $(1) \
-	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --timeout 900 -k "not fault" $(2)
-CLEAN = grep -rhE "SUMMARY: 0 " build/sanitizer && ! grep -rlE "SUMMARY: [1-9]" build/sanitizer
+	$(RUN) -m pytest -q --dist worksteal --timeout 900 -k "not fault" \
+	--tx "$(CHECKERS)*popen//python=compute-sanitizer --log-file build/sanitizer/$(1)-%p --tool $(1) $(RUN)" $(2)
+CLEAN = [ -n "$$(ls build/sanitizer)" ] && ! grep -rL "SUMMARY: 0 " build/sanitizer | grep .
 memcheck: environment
 	rm -rf build/sanitizer && mkdir -p build/sanitizer
 	$(call SANITIZE,memcheck,$(KERNEL_TESTS) $(HOPPER_TESTS) $(LAYER_TESTS))

@@ -36,8 +36,8 @@ def quantize_rows(
         format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or
             for all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
         scales: fp32 `[1]`, a static scale, of formats with one per tensor. None = found from x.
-        used_by: int32 `[R * n]`, where one scale is found from x: rows all of whose n entries are negative are not
-            read, and become zeros (a layout's row_of_slot for tokens, slot_of_row for its rows).
+        used_by: int32 `[R * n]`: rows all of whose n entries are negative are not read, and become zeros (a layout's
+            row_of_slot for tokens, slot_of_row for its rows).
 
     Returns:
         the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.

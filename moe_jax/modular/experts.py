@@ -99,9 +99,10 @@ def _product(
     format = activation_quantization(quant_config)
     if format is not None:
         spec = dataclasses.replace(spec, out_dtype=operands.x.dtype.name)
-        # One scale is found from rows that a slot reads: what else lies in memory must not have a say.
-        slots = layout.slot_of_row if spec.gather == "row" else layout.row_of_slot
-        used_by = slots if chooses_one_scale(format, scale is not None) else None
+        # Nothing wrote rows of no slot. One scale is found from rows that a slot reads, of x as well.
+        used_by = layout.slot_of_row if spec.gather == "row" else None
+        if used_by is None and chooses_one_scale(format, scale is not None):
+            used_by = layout.row_of_slot
         operands = dataclasses.replace(operands, x=ops.quantize_rows(operands.x, format, scales=scale, used_by=used_by))
     return ops.matmul_ogs(operands, layout, spec)
 

@@ -157,9 +157,10 @@ class Stages:
             dtype = memory["y"].dtype
         elif self.activations is not None:
             dtype = x.dtype
-            # One scale is found from rows that a slot reads: what else lies in memory must not have a say.
-            slots = layout.slot_of_row if places[0] == "row" else layout.row_of_slot
-            used_by = slots if chooses_one_scale(self.activations, scale is not None) else None
+            # Nothing wrote rows of no slot. One scale is found from rows that a slot reads, of x as well.
+            used_by = layout.slot_of_row if places[0] == "row" else None
+            if used_by is None and chooses_one_scale(self.activations, scale is not None):
+                used_by = layout.row_of_slot
             x = ops.quantize_rows(x, self.activations, scales=scale, used_by=used_by)
         spec = MatmulSpec(self.weight_layout, *places, activation, tuning=self.tunings[number - 1])
         if dtype is not None:

@@ -259,9 +259,10 @@ class _MoEPlanner:
         the static scale, if it was given. users: the layout's array that tells which rows a slot reads."""
         builder, quantized = self.builder, f"quantized_{name}"
         given = {"static_scale": scale} if builder.has(scale) else {}
-        if chooses_one_scale(rows.format, bool(given)):
-            # It is found from rows that something reads: those of masked tokens, and of no slot, may hold anything.
-            given = {"used_by": getattr(self.arrays, users)}
+        if users == "slot_of_row" or chooses_one_scale(rows.format, bool(given)):
+            # Nothing wrote hidden rows of no slot, and one scale is found from rows that something reads: those of
+            # masked tokens may hold anything.
+            given |= {"used_by": getattr(self.arrays, users)}
         scales, used_by = (builder.spec(given[key]) if key in given else None for key in ("static_scale", "used_by"))
         plan = plan_quantize_rows(builder.spec(source), rows.format, self.target, scales=scales, used_by=used_by)
         made = {p: builder.scratch(f"{quantized}.{p}", array, f"x.{p}") for p, array in named_arrays(rows)}

@@ -323,10 +323,10 @@ def quantize_rows(
     Under a static scale every element stands alone: a NaN stays one where the element has it (e4m3) and becomes 0
     elsewhere, an infinity becomes the largest number, and a scale of zero or NaN gives codes of zero.
     """
+    if used_by is not None:
+        used = np.any(used_by.reshape(len(x), len(used_by) // max(1, len(x))) >= 0, axis=1)
+        x = np.where(used[:, None], x, np.zeros((), x.dtype))
     if static_scale is None:
-        if used_by is not None:
-            used = np.any(used_by.reshape(len(x), len(used_by) // max(1, len(x))) >= 0, axis=1)
-            x = np.where(used[:, None], x, np.zeros((), x.dtype))
         tensor = quantize(x, format)
         return tensor.values, tensor.scales
     with np.errstate(all="ignore"):

@@ -43,11 +43,11 @@ def plan_quantize_rows(
 
     x: bf16, fp16 or fp32, rows may be strided. format: of e4m3, e2m1 or int8, whose scales are of one row, of groups of
     its columns, or of all. scales: fp32 `[1]`, a static scale for all elements, of formats with one scale per tensor;
-    None = chosen from x. used_by: int32 `[R * n]`, of formats whose one scale is chosen from x: a row all of whose n
-    entries are negative is not read, has no part in the scale and gets codes of zero (row_of_slot of a layout for
-    tokens, slot_of_row for its rows); None = every row counts. Inputs: x, [static_scale], [used_by]; outputs: values,
-    scales. Bit by bit what `moe_core.ops.quantize.reference.quantize_rows` gives. Raises InvalidInput, and Unsupported
-    for other formats and, on compiled targets, groups of more than 16384 columns.
+    None = chosen from x. used_by: int32 `[R * n]`: a row all of whose n entries are negative is not read, and is
+    quantised as zeros (row_of_slot of a layout for tokens, slot_of_row for its rows); None = every row counts. Inputs:
+    x, [static_scale], [used_by]; outputs: values, scales. Bit by bit what
+    `moe_core.ops.quantize.reference.quantize_rows` gives. Raises InvalidInput, and Unsupported for other formats and,
+    on compiled targets, groups of more than 16384 columns.
     """
     require_kind("format", format, Format)
     require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
@@ -70,7 +70,7 @@ def plan_quantize_rows(
                 "one fp32 scale per tensor"
             )
     if used_by is not None:
-        _require_users(used_by, x, format, scales)
+        _require_users(used_by, x)
     builder = PlanBuilder("quantize_rows", target)
     inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by})
     values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), "x.values")
@@ -87,10 +87,7 @@ def chooses_one_scale(format: Format, static: bool) -> bool:
     return format.group_rows is None and not static
 
 
-def _require_users(used_by: ArraySpec, x: ArraySpec, format: Format, scales: ArraySpec | None) -> None:
-    if not chooses_one_scale(format, scales is not None):
-        why = "given" if scales is not None else "found row by row"
-        raise InvalidInput(f"used_by must be None for {format.name} where scales are {why}, got an array; leave it out")
+def _require_users(used_by: ArraySpec, x: ArraySpec) -> None:
     require_spec("used_by", used_by, ("entries",), "int32")
     rows, entries = x.shape[0], used_by.shape[0]
     if entries % max(rows, 1) or (rows > 0 and entries < rows):
@@ -98,6 +95,11 @@ def _require_users(used_by: ArraySpec, x: ArraySpec, format: Format, scales: Arr
             f"used_by must have as many entries for every one of the {rows} rows of x, got {entries}; pass row_of_slot "
             "of a layout for its tokens, slot_of_row for its rows"
         )
+
+
+def _users(builder: PlanBuilder) -> int:
+    """Entries of used_by for a row of x."""
+    return builder.spec("used_by").shape[0] // max(builder.spec("x").shape[0], 1) if builder.has("used_by") else 0
 
 
 def _rule(format: Format, target: Target) -> dict[str, Argument]:
@@ -137,8 +139,8 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
     block_m = _rows_of_tile(block_k, rows, builder.target)
     num_warps = min(16, max(4, block_k // 512))
     arguments = {
-        **builder.pointers("x", "values", "scales"),
-        **passed(num_rows=rows, WIDTH=width, STRIDE=stride, GROUP=group, GROUPS=groups),
+        **builder.pointers("x", "used_by", "values", "scales"),
+        **passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=_users(builder), GROUP=group, GROUPS=groups),
         **_rule(format, builder.target),
         **passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None),
     }
@@ -150,8 +152,7 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     whole = format.group_rows is None
     block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
     partials = 1 if builder.target.interpreted else _MAXIMA
-    users = builder.spec("used_by").shape[0] // max(rows, 1) if builder.has("used_by") else 0
-    shape = passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=users)
+    shape = passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=_users(builder))
     tile = passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None)
     if chooses_one_scale(format, builder.has("static_scale")):
         builder.scratch("partials", ArraySpec((partials,), "int32"))

@@ -50,41 +50,43 @@ def test_a_static_scale_stands_for_all(format: Format) -> None:
         assert_same_bits(x, format, np.array([scale], np.float32))
 
 
-@pytest.mark.parametrize(("format", "users"), [(FP8_TENSOR, 3), (E2M1_TENSOR, 1)], ids=str)
-def test_rows_that_nothing_reads_have_no_part_in_the_scale(format: Format, users: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "users", "static"),
+    [
+        ("fp8_tensor", 3, None),
+        ("e2m1_tensor", 1, None),
+        ("fp8_tensor", 2, 0.5),
+        ("fp8_token", 2, None),
+        ("fp8_group", 1, None),
+        ("mxfp4", 3, None),
+    ],
+)
+def test_rows_that_nothing_reads_become_zeros(name: str, users: int, static: float | None) -> None:
+    format = E2M1_TENSOR if name == "e2m1_tensor" else format_named(name)
+    scale = None if static is None else np.array([static], np.float32)
+    given = {} if scale is None else {"static_scale": scale}
+    scales = None if scale is None else ArraySpec((1,), "float32")
     for rows in (20, 0):
-        x, used_by = hard_rows(rows, 38, "bfloat16", whole=True), np.full((rows, users), -1, np.int32)
+        x, used_by = hard_rows(rows, 160, "bfloat16", format.group_rows is None), np.full((rows, users), -1, np.int32)
         used_by[::3, users - 1] = np.arange(len(used_by[::3]))
         x[1::3], x[2::3] = np.nan, np.inf
         described = ArraySpec(x.shape, "bfloat16"), ArraySpec((rows * users,), "int32")
-        plan = plan_quantize_rows(described[0], format, engine_target(), used_by=described[1])
-        found = run_plan(plan, {"x": x, "used_by": used_by.reshape(-1)})
-        expected = quantize_rows(x, used_by=used_by.reshape(-1), format=format)
-        for name, wanted in zip(("values", "scales"), expected, strict=True):
-            assert found[name].tobytes() == wanted.tobytes(), name
+        plan = plan_quantize_rows(described[0], format, engine_target(), scales=scales, used_by=described[1])
+        found = run_plan(plan, {"x": x, "used_by": used_by.reshape(-1)} | given)
         zeroed = np.where(used_by.max(axis=1, initial=-1)[:, None] >= 0, x, np.zeros((), x.dtype))
-        assert expected[1].tobytes() == quantize_rows(zeroed, format=format)[1].tobytes()
+        expected = quantize_rows(zeroed, scale, format=format)
+        of_reference = quantize_rows(x, scale, used_by.reshape(-1), format=format)
+        for part, wanted, other in zip(("values", "scales"), expected, of_reference, strict=True):
+            assert found[part].tobytes() == wanted.tobytes() == other.tobytes(), part
 
 
-@pytest.mark.parametrize(
-    ("format", "entries", "options", "words"),
-    [
-        (FP8_TOKEN, 4, {}, "used_by must be None for fp8_token where scales are found row by row"),
-        (
-            FP8_TENSOR,
-            4,
-            {"scales": ArraySpec((1,), "float32")},
-            "used_by must be None for fp8_tensor where scales are given",
-        ),
-        (FP8_TENSOR, 6, {}, "used_by must have as many entries for every one of the 4 rows of x, got 6"),
-        (FP8_TENSOR, 0, {}, "used_by must have as many entries for every one of the 4 rows of x, got 0"),
-    ],
-    ids=str,
-)
-def test_users_that_do_not_fit(format: Format, entries: int, options: dict[str, ArraySpec], words: str) -> None:
+@pytest.mark.parametrize("entries", [6, 0])
+@pytest.mark.parametrize("format", [FP8_TENSOR, FP8_TOKEN], ids=str)
+def test_users_that_do_not_fit(format: Format, entries: int) -> None:
+    words = f"used_by must have as many entries for every one of the 4 rows of x, got {entries}"
     with pytest.raises(InvalidInput, match=words):
         used_by = ArraySpec((entries,), "int32")
-        plan_quantize_rows(ArraySpec((4, 64), "bfloat16"), format, engine_target(), used_by=used_by, **options)
+        plan_quantize_rows(ArraySpec((4, 64), "bfloat16"), format, engine_target(), used_by=used_by)
 
 
 @pytest.mark.parametrize("format", [FP8_TENSOR, FP8_TOKEN, INT8_TOKEN, E2M1_TENSOR, MXFP4], ids=str)

@@ -166,15 +166,29 @@ def load_rows(x, rows, columns, inside, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
+    """Which of these rows exist and have an entry of used_by `[num_rows, USERS]` that is not negative."""
+    exists = rows < num_rows
+    if used_by is None:
+        return exists
+    else:
+        last = tl.full(rows.shape, -1, tl.int32)
+        for user in range(USERS):
+            last = tl.maximum(last, tl.load(used_by + rows * USERS + user, mask=exists, other=-1))
+        return last >= 0
+
+
+@triton.jit
 def quantize_groups(
-    x, values, scales, num_rows,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    x, used_by, values, scales, num_rows,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows in groups of GROUP columns, of which there are GROUPS; one group of each of BLOCK_M rows at a time.
 
-    BLOCK_K: GROUP rounded up to a power of two. PDL: see `kernels.pdl`."""
+    Rows that are not used (`used_rows`) are not read: they are quantised as zeros. BLOCK_K: GROUP rounded up to a power
+    of two. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -183,7 +197,8 @@ def quantize_groups(
     within = tl.arange(0, BLOCK_K)
     columns = group * GROUP + within
     inside = exists[:, None] & ((within < GROUP) & (columns < WIDTH))[None, :]
-    tile = load_rows(x, rows, columns, inside, STRIDE)
+    used = used_rows(used_by, rows, num_rows, USERS)
+    tile = load_rows(x, rows, columns, inside & used[:, None], STRIDE)
     bits = tl.max(magnitude_bits(tile), axis=1)
     scale = choose_scale(bits, RULE, LARGEST, TOP_EXPONENT)
     tl.store(scales + rows * GROUPS + group, scale, mask=exists)
@@ -200,19 +215,6 @@ def row_maxima(x, rows, exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK
         inside = exists[:, None] & (columns < WIDTH)[None, :]
         bits = tl.maximum(bits, tl.max(magnitude_bits(load_rows(x, rows, columns, inside, STRIDE)), axis=1))
     return bits
-
-
-@triton.jit
-def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
-    """Which of these rows exist and have an entry of used_by `[num_rows, USERS]` that is not negative."""
-    exists = rows < num_rows
-    if used_by is None:
-        return exists
-    else:
-        last = tl.full(rows.shape, -1, tl.int32)
-        for user in range(USERS):
-            last = tl.maximum(last, tl.load(used_by + rows * USERS + user, mask=exists, other=-1))
-        return last >= 0
 
 
 @triton.jit
@@ -246,7 +248,7 @@ def quantize_whole_rows(
 ):  # fmt: skip
     """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`.
 
-    Rows that are not used (`used_rows`) are not read: they get codes of zero. PDL: see `kernels.pdl`."""
+    Rows that are not used (`used_rows`) are not read: they are quantised as zeros. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -262,7 +264,7 @@ def quantize_whole_rows(
         usable = bits < 0x7F800000
         tl.store(scales, scale)
     else:
-        bits = row_maxima(x, rows, exists, WIDTH, STRIDE, BLOCK_K)
+        bits = row_maxima(x, rows, used, WIDTH, STRIDE, BLOCK_K)
         scale = choose_scale(bits, RULE, LARGEST, TOP_EXPONENT)
         tl.store(scales + rows, scale, mask=exists)
         scale = scale[:, None]
