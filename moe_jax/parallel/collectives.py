@@ -1,0 +1,57 @@
+"""Rows that move between the ranks of a mesh axis, inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.parallel.exchange import Splits, take
+
+
+class _Rows(NamedTuple):
+    """What is static: rows of the result, what those hold that nothing comes into, the axis."""
+
+    count: int
+    unused: float
+    axis_name: str
+
+
+def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
+    """`[count, N]` of what the peers send: rows `[S, N]`, of which every peer gets those that splits says.
+
+    XLA has no ragged all-to-all on CPUs: there every rank gathers all rows and keeps its own.
+    """
+    static = _Rows(count, unused, axis_name)
+    return jax.lax.platform_dependent(
+        rows,
+        splits,
+        cpu=lambda rows, splits: _gathered(rows, splits, static),
+        default=lambda rows, splits: _exchanged(rows, splits, static),
+    )
+
+
+def _exchanged(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
+    into = jnp.full((static.count, rows.shape[1]), static.unused, rows.dtype)
+    into = varying_over(into, static.axis_name)
+    offsets = splits.sent_start, splits.sent, splits.peer_start, splits.received
+    return jax.lax.ragged_all_to_all(rows, into, *offsets, axis_name=static.axis_name)
+
+
+def _gathered(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
+    rank = jax.lax.axis_index(static.axis_name)
+    table = jnp.stack([splits.sent_start, splits.sent, splits.peer_start])
+    first, sent, begins = jax.lax.all_gather(table, static.axis_name)[:, :, rank].T[:, :, None]
+    number = jnp.arange(static.count, dtype=jnp.int32) - begins
+    source = jnp.arange(len(begins), dtype=jnp.int32)[:, None] * rows.shape[0] + first + number
+    # Of every row at most one peer is the source.
+    found = jnp.where((number >= 0) & (number < sent), source, -1).max(axis=0)
+    return take(jax.lax.all_gather(rows, static.axis_name, tiled=True), found, static.unused)
+
+
+def varying_over(array: jax.Array, axis_name: str) -> jax.Array:
+    """An array whose type says that it differs between the ranks of an axis; collectives want that."""
+    if axis_name in jax.typeof(array).manual_axis_type.varying:
+        return array
+    return jax.lax.pcast(array, (axis_name,), to="varying")

@@ -1,0 +1,173 @@
+"""The expert-parallel forward of one rank, for `jax.shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import plan_exchange
+from moe_core.parallel.result import ParallelOutput
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
+from moe_core.specs.tuning import Tuning
+from moe_jax import ops
+from moe_jax.autodiff.function import varying_alike
+from moe_jax.bridge.calls import Array, require_array, require_type
+from moe_jax.parallel import exchange as arithmetic
+from moe_jax.parallel.collectives import varying_over
+from moe_jax.parallel.function import combine, dispatch, untrained, used
+from moe_jax.parallel.routes import Sizes, make_routes
+
+_PLAIN_EXCHANGE = ExchangeSpec()
+
+
+def moe(
+    x: Array,
+    experts: ExpertWeights,
+    routing: RouterWeights | RouterLogits | TopK,
+    spec: MoESpec,
+    *,
+    axis_name: str = "ep",
+    placement: Placement,
+    exchange: ExchangeSpec = _PLAIN_EXCHANGE,
+    token_mask: Array | None = None,
+) -> ParallelOutput:
+    """`moe_jax.moe` over the ranks of a mesh axis, which share the experts: called inside `jax.shard_map`.
+
+    Output and gradients are, bit by bit, those of `moe_jax.moe` on one device with the tokens of all ranks, in the
+    order of ranks, and all experts (`moe_core.parallel.plan_exchange` says when they are not). Gradients of a router's
+    parameters are sums over ranks, added up in another order.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank. Every rank has as many.
+        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. What an empty place
+            holds is not read.
+        routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
+        spec: as for `moe_jax.moe`.
+        axis_name: the mesh axis of the ranks. It must be manual in the `shard_map`.
+        placement: which experts lie on which rank.
+        exchange: how rows travel. `all_to_all` sends as many rows as there are into buffers for the most there can be;
+            `padded` sends blocks of that size; `all_gather` sends every token to every rank. `receive` makes buffers
+            and blocks smaller.
+        token_mask: bool `[T]`, as for `moe_jax.moe`.
+
+    Returns:
+        a ParallelOutput. Rows beyond a bound are counted in its `overflow`, and their tokens' output is NaN, or lacks
+        them with `exchange.on_overflow="drop"`.
+
+    Raises:
+        InvalidInput: outside of a shard_map over that axis; another number of ranks or experts than the placement's.
+        Unsupported: what exchanges cannot do yet, and gradients of experts with replicas, when they are taken.
+    """
+    for name, value, kind in (("spec", spec, MoESpec), ("placement", placement, Placement)):
+        require_type(name, value, kind)
+    x = _require_x(x)
+    require_type("exchange", exchange, ExchangeSpec)
+    require_ranks(axis_name, placement, exchange, spec)
+    _require_experts(experts, placement)
+    mask = None if token_mask is None else jnp.asarray(token_mask)
+    x, rank = varying_over(x, axis_name), jax.lax.axis_index(axis_name)
+    require_type("routing", routing, RouterWeights, RouterLogits, TopK)
+    # The gradient of x is that of its slots and, where they are routed here, the router's.
+    wide = used(x, 1 + isinstance(routing, RouterWeights), jnp.float32)
+    group = placement.num_ranks * x.shape[0]
+    ids, weights, logits, traveling = _route(x, wide[-1], routing, spec, mask, group)
+    plan_exchange(x.shape[0], ids.shape[1], x.shape[1], x.dtype.name, placement, exchange)
+    places, invalid_ids = arithmetic.physical_ids(ids, placement, first_token=rank * x.shape[0], token_mask=mask)
+    sizes = Sizes(axis_name, placement, exchange, x.shape[0], ids.shape[1])
+    routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(traveling))
+    sent: Any = dispatch(sizes, routes, jax.lax.stop_gradient(x), wide[0], traveling)
+    if placement.has_replicas:
+        experts = jax.tree.map(untrained, experts)
+    own = owner_spec(spec, group * ids.shape[1], placement)
+    found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), own)
+    output = combine(sizes, spec.out_dtype, routes, found.output)
+    counts = jnp.zeros(placement.num_experts, jnp.int32)
+    counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
+    counts = counts.at[chosen].add(1, mode="drop")
+    received = found.tokens_per_expert
+    return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
+
+
+def _route(
+    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None, group_tokens: int
+) -> tuple[Any, Any, Any, jax.Array]:
+    """ids, weights and logits as returned, and the weights that travel."""
+    if isinstance(routing, TopK):
+        return routing.ids, routing.weights, None, jnp.asarray(routing.weights)
+    if spec.router is None:
+        raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
+    if isinstance(routing, RouterWeights):
+        if token_mask is not None:
+            # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+            x, wide = (jnp.where(token_mask[:, None], rows, 0) for rows in (x, wide))
+        options = dataclasses.replace(spec.logits_spec(), expected_tokens=max(1, group_tokens))
+        found = ops.router(x, routing.weight, bias=routing.bias, spec=options, wide=wide)
+        for_routing, logits = used(found, 2, jnp.float32)
+    else:
+        for_routing = logits = routing.logits
+    bias = routing.correction_bias
+    ids, weights = ops.route(for_routing, spec.router, correction_bias=bias, token_mask=token_mask)
+    traveling, weights = used(weights, 2, jnp.float32)
+    return ids, weights, logits, traveling
+
+
+def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:
+    """The options of the experts, whose rows are slots: tiles and sums are those of all ranks' slots and experts."""
+    tuning = Tuning() if spec.tuning is None else spec.tuning
+    expected = {"expected_tokens": max(1, group_slots), "expected_experts": placement.num_experts}
+    tuning = dataclasses.replace(tuning, **expected)
+    return dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None, tuning=tuning)
+
+
+def require_ranks(axis_name: str, placement: Placement, exchange: ExchangeSpec, spec: MoESpec) -> None:
+    """Raise InvalidInput unless the axis is manual here and has the placement's ranks, Unsupported for what exchanges
+    in JAX do not do."""
+    try:
+        size = jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise InvalidInput(
+            f"axis_name must be a mesh axis that is manual here, got {axis_name!r}; call this inside jax.shard_map "
+            "over that axis, with the local tokens and the local experts"
+        ) from error
+    if size != placement.num_ranks:
+        raise InvalidInput(
+            f"placement must be of the {size} ranks of the axis {axis_name!r}, got {placement}; make it for {size}"
+        )
+    refused = (
+        ("exchange.mode", exchange.mode, exchange.mode == "peer", "all_to_all"),
+        ("exchange.sums", exchange.sums, exchange.sums != "slots", "slots"),
+        ("exchange.format", exchange.format, exchange.format is not None, None),
+        ("exchange.chunks", exchange.chunks, exchange.chunks != 1, 1),
+        ("spec.apply_router_weight_on_input", True, spec.apply_router_weight_on_input, False),
+    )
+    for name, value, wrong, instead in refused:
+        if wrong:
+            raise Unsupported(
+                f"{name} must not be {value!r} in moe_jax.parallel, which has no such exchange; pass {instead!r}"
+            )
+
+
+def _require_x(x: Any) -> jax.Array:
+    require_array("x", x)
+    if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise InvalidInput(
+            f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype}{list(x.shape)}; flatten the batch axes first"
+        )
+    return jnp.asarray(x)
+
+
+def _require_experts(experts: Any, placement: Placement) -> None:
+    require_type("experts", experts, ExpertWeights)
+    held, stacked = experts.down.shape, experts.layer_index is not None
+    if len(held) < 3 + stacked or held[stacked] != placement.per_rank:
+        raise InvalidInput(
+            f"experts must be the {placement.per_rank} places of this rank, got down {list(held)}; split them over the "
+            "axis with in_specs, in the order of placement.owners"
+        )

@@ -1,0 +1,99 @@
+"""Dispatch and combine, each with the other's way as its backward, and the sums of gradients in a fixed order.
+
+Forward: rows of tokens go out, rows of slots come home and are added up in the order k = 0..K-1. Backward: the gradient
+of the output goes out, the gradients of slots come home and are added up in the same order, in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import Unsupported
+from moe_jax import ops
+from moe_jax.parallel.exchange import take
+from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
+    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`).
+
+    x `[T, D]`: what travels. wide: x in fp32, which gets its gradient, unrounded. weights fp32 `[T, K]`: the routes'
+    own, for their gradient.
+    """
+    return push(sizes, routes, x), routes.weights
+
+
+def _dispatch_forward(sizes: Sizes, routes: Routes, x: Any, wide: Any, weights: Any) -> Any:
+    return dispatch(sizes, routes, x, wide, weights), routes
+
+
+def _dispatch_backward(sizes: Sizes, routes: Routes, gradients: Any) -> Any:
+    d_rows, d_weights = gradients
+    d_wide = ops.reduce(pull(sizes, routes, d_rows), at_home(sizes, routes), order="row", out_dtype="float32")
+    by_slot = take(pull(sizes, routes, d_weights), routes.row_of_slot, 0)
+    return None, None, d_wide, by_slot.reshape(sizes.tokens, sizes.top_k)
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def combine(sizes: Sizes, out_dtype: str | None, routes: Routes, rows: jax.Array) -> jax.Array:
+    """y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners. NaN where a slot did not fit."""
+    y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), order="row", out_dtype=out_dtype)
+    return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow == "error" else y
+
+
+def _combine_forward(sizes: Sizes, out_dtype: str | None, routes: Routes, rows: Any) -> Any:
+    return combine(sizes, out_dtype, routes, rows), (routes, jnp.zeros(0, rows.dtype))
+
+
+def _combine_backward(sizes: Sizes, out_dtype: str | None, saved: Any, d_y: Any) -> Any:
+    routes, like = saved
+    return None, push(sizes, routes, d_y.astype(like.dtype))
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
+    """x for each of `count` uses, in a dtype; their gradients are added in that order, in that dtype, and cast once."""
+    found: Any = _used(x, count, dtype)
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
+    return (x.astype(dtype),) * count
+
+
+def _used_forward(x: jax.Array, count: int, dtype: Any) -> Any:
+    return _used(x, count, dtype), jnp.zeros(0, x.dtype)
+
+
+def _used_backward(count: int, dtype: Any, like: jax.Array, gradients: Any) -> Any:
+    return (functools.reduce(jnp.add, gradients).astype(like.dtype),)
+
+
+_used.defvjp(_used_forward, _used_backward)
+
+
+@jax.custom_vjp
+def untrained(array: jax.Array) -> jax.Array:
+    """An array of experts that lie on several ranks: what is asked for its gradient raises Unsupported."""
+    return array
+
+
+def _refuse(array: jax.Array) -> Any:
+    raise Unsupported(
+        "experts must lie on one rank each where they are trained, got a placement with replicas, whose gradients "
+        "would be parts of one; use Placement.balanced(..., max_replicas=1), or jax.lax.stop_gradient of the experts"
+    )
+
+
+untrained.defvjp(_refuse, lambda _, gradient: (gradient,))

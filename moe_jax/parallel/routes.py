@@ -1,0 +1,245 @@
+"""Which row becomes which row of another rank, and the two ways on which rows move: of tokens out, of slots back.
+
+At an owner there is one row for each slot, whatever travelled: its op has K = 1, and gives back a row for each slot.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.parallel.bounds import bounds_of
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.specs.routing import LayoutSpec
+from moe_jax import ops
+from moe_jax.autodiff.function import varying_alike
+from moe_jax.ops import RaggedLayout
+from moe_jax.parallel import exchange
+from moe_jax.parallel.collectives import ragged_all_to_all
+from moe_jax.parallel.exchange import Splits, take
+
+#: What rows hold that nothing was received into; tests put NaN here.
+UNUSED = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is static of an exchange. tokens: T, of each rank."""
+
+    axis_name: str
+    placement: Placement
+    spec: ExchangeSpec
+    tokens: int
+    top_k: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ranks tell each other how many rows come; blocks have one size otherwise."""
+        return self.spec.mode == "all_to_all"
+
+    @property
+    def nearest(self) -> int:
+        """The most experts of one owner that distinct ids of a token may name."""
+        return min(self.top_k, self.placement.per_rank)
+
+    @functools.cached_property
+    def most_out(self) -> int:
+        """Rows that a block takes; without blocks, that an owner takes of all homes."""
+        bounds = bounds_of(self.spec, self.tokens, self.top_k, self.placement)
+        if bounds.block is not None:
+            return bounds.block
+        worst = self.num_ranks * self.tokens * (self.nearest if self.spec.rows == "slots" else 1)
+        return worst if bounds.receive is None else min(worst, bounds.receive)
+
+    @functools.cached_property
+    def most_back(self) -> int:
+        """Slots that a block takes on the way back; without blocks, that an owner has of all homes."""
+        back = bounds_of(self.spec, self.tokens, self.top_k, self.placement).back
+        return self.most_out * (self.nearest if self.spec.rows == "tokens" else 1) if back is None else back
+
+    # Arrays have a row at least, which nothing may be in.
+    @property
+    def out(self) -> int:
+        """Rows of memory for most_out."""
+        return max(1, self.most_out)
+
+    @property
+    def back(self) -> int:
+        """Rows of memory for most_back."""
+        return max(1, self.most_back)
+
+    @property
+    def at_home(self) -> LayoutSpec:
+        """The layout of the rows that come back: one for each slot, or blocks of the owners."""
+        return LayoutSpec(self.tokens, self.top_k, self.num_ranks, max_rows=None if self.is_exact else self.back)
+
+
+class Routes(NamedTuple):
+    """The routes of one rank.
+
+    send int32 `[S]`: the slot whose row, or whose token's row, goes out at each place, -1 = none; None = every token.
+    slots int32 `[R]`: the received row * K + k of every row of slots at the owner, -1 = none; None = what is received
+    are slots. out, home: splits of both ways where counts are exact.
+    ids int32 and weights fp32 `[R, 1]`: what the owner's op is given. row_of_slot int32 `[T * K]`: where the result of
+    a slot comes home, -1 = nowhere. lost bool `[T]`: whether a slot of the token did not fit. overflow int32 `[1]`:
+    rows of all ranks that did not.
+    """
+
+    send: jax.Array | None
+    slots: jax.Array | None
+    out: Splits | None
+    home: Splits | None
+    ids: jax.Array
+    weights: jax.Array
+    row_of_slot: jax.Array
+    lost: jax.Array
+    overflow: jax.Array
+
+
+def push(sizes: Sizes, routes: Routes, values: jax.Array) -> jax.Array:
+    """Rows of slots at their owners, `[R, N]`, of rows of tokens at home, `[T, N]`."""
+    send, slots = routes.send, routes.slots
+    came = _go_out(sizes, routes.out, values if send is None else take(values, _tokens(sizes, send), UNUSED))
+    return came if slots is None else take(came, _tokens(sizes, slots), UNUSED)
+
+
+def pull(sizes: Sizes, routes: Routes, rows: jax.Array) -> jax.Array:
+    """Rows of slots at home, of the capacity of `sizes.at_home`, of rows of slots at their owners, `[R, N]`."""
+    if routes.home is None:
+        return jax.lax.all_to_all(rows, sizes.axis_name, 0, 0, tiled=True)
+    return ragged_all_to_all(rows, routes.home, sizes.at_home.num_slots, UNUSED, sizes.axis_name)
+
+
+def at_home(sizes: Sizes, routes: Routes) -> RaggedLayout:
+    """The layout by which `reduce` adds up what `pull` gives."""
+    nothing = jnp.zeros(0, jnp.int32)
+    return RaggedLayout(sizes.at_home, nothing, nothing, nothing, routes.row_of_slot, None)
+
+
+def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
+    """From the places of this rank's slots, int32 `[T, K]`, and their weights, fp32 `[T, K]`.
+
+    Where rows are bounded by what distinct ids need, repeated ids may be one too many: these are lost too.
+    """
+    owners = exchange.owners_of(places, sizes.placement.per_rank)
+    if sizes.is_exact:
+        owners = jnp.where(exchange.nearest_slots(owners, sizes.nearest), owners, -1)
+    kept = jnp.where(owners < 0, -1, places)
+    of_rows = _of_slots if sizes.spec.rows == "slots" else _of_tokens
+    routes = of_rows(sizes, kept, owners, weights)
+    row_of_slot = routes.row_of_slot
+    lost = (places >= 0) & (row_of_slot < 0)
+    # Lost slots are lost rows, but for slots whose token's row is lost.
+    rows = lost.sum(dtype=jnp.int32) + routes.overflow
+    overflow = jax.lax.psum(rows, sizes.axis_name).reshape(1)
+    return routes._replace(row_of_slot=row_of_slot.reshape(-1), lost=lost.any(axis=1), overflow=overflow)
+
+
+def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
+    """Rows are slots. Every rank sends those of a place, one place after another."""
+    ranks, each = sizes.num_ranks, sizes.placement.per_rank
+    sent = ops.make_layout(places, ranks * each)
+    number = exchange.rows_in_runs(sent, places, ranks)
+    out = home = None
+    if sizes.is_exact:
+        counts, rank = jax.lax.all_gather(sent.group_sizes, sizes.axis_name), jax.lax.axis_index(sizes.axis_name)
+        pairs, send = exchange.pair_counts(counts, ranks), sent.slot_of_row
+        out, home = (of(pairs, rank, sizes.most_out) for of in (exchange.splits, exchange.returning))
+        fits, begins = out.sent[jnp.maximum(owners, 0)], out.sent_start[jnp.maximum(owners, 0)]
+        # The counts say which expert each row is for.
+        runs = exchange.first_rows(counts.reshape(ranks, ranks, each)[:, rank], sizes.most_out)
+        ids, _ = ops.layout_of_runs(runs, sizes.out)
+        came = _go_out(sizes, out, take(weights.reshape(-1, 1), send, 0))
+    else:
+        send = exchange.rows_of_blocks(sent, ranks, sizes.out, sizes.most_out)
+        fits, begins = sizes.most_out, owners * sizes.back
+        local = jnp.where(places < 0, -1, places % each)
+        table = take(_table(local.reshape(-1, 1), weights.reshape(-1, 1)), send, -1)
+        ids, came = _ids_and_weights(_go_out(sizes, None, table))
+    row_of_slot = jnp.where((number >= 0) & (number < fits), begins + number, -1)
+    return Routes(send, None, out, home, ids, came, row_of_slot, row_of_slot, jnp.zeros((), jnp.int32))
+
+
+def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
+    """Rows are tokens. An owner makes of them the rows of slots that it has, in the order (home, slot)."""
+    ranks, rank = sizes.num_ranks, jax.lax.axis_index(sizes.axis_name)
+    first, overflow = exchange.first_owners(owners), jnp.zeros((), jnp.int32)
+    send = out = home = arrives = None
+    table = _table(places, weights)
+    if sizes.spec.mode == "all_gather":
+        arrived = owners
+    else:
+        sent = ops.make_layout(first, ranks)
+        number, fits = exchange.rows_in_runs(sent, first, ranks), sizes.most_out
+        if sizes.is_exact:
+            out = exchange.splits(jax.lax.all_gather(sent.group_sizes, sizes.axis_name), rank, sizes.most_out)
+            send, fits = sent.slot_of_row[: sizes.tokens * min(sizes.top_k, ranks)], out.sent[jnp.maximum(first, 0)]
+            arrives = out.received.sum()
+        else:
+            send = exchange.rows_of_blocks(sent, ranks, sizes.out, sizes.most_out)
+        lost = number >= fits
+        arrived = jnp.where(exchange.same_owner(owners, jnp.where(lost, first, -2)).any(axis=2), -1, owners)
+        overflow = lost.sum(dtype=jnp.int32) - ((owners >= 0) & (arrived < 0)).sum(dtype=jnp.int32)
+        table = take(table, _tokens(sizes, send), -1)
+    came, came_weights = _ids_and_weights(_go_out(sizes, out, table))
+    local = came - rank * sizes.placement.per_rank
+    valid = (came >= 0) & (local >= 0) & (local < sizes.placement.per_rank)
+    if arrives is not None:
+        valid &= (jnp.arange(len(came)) < arrives)[:, None]
+    slots = _rows_of_slots(sizes, valid)
+    ids, own_weights = (take(array.reshape(-1, 1), slots, fill) for array, fill in ((local, -1), (came_weights, 0)))
+    back = ops.make_layout(arrived, ranks)
+    number = exchange.rows_in_runs(back, arrived, ranks)
+    if sizes.is_exact:
+        home = exchange.returning(jax.lax.all_gather(back.group_sizes, sizes.axis_name), rank)
+        row_of_slot = jnp.where(number >= 0, back.row_of_slot.reshape(number.shape), -1)
+    else:
+        fits = (number >= 0) & (number < sizes.most_back)
+        row_of_slot = jnp.where(fits, owners * sizes.back + number, -1)
+    return Routes(send, slots, out, home, ids, own_weights, row_of_slot, row_of_slot, overflow)
+
+
+def _rows_of_slots(sizes: Sizes, valid: jax.Array) -> jax.Array:
+    """int32 `[R]`: the received row * K + k of each row of slots, of valid bool `[*, K]`."""
+    flat, blocks = valid.reshape(-1), 1 if sizes.is_exact else sizes.num_ranks
+    by_block = valid.reshape(blocks, -1)
+    number = jnp.cumsum(by_block, axis=1, dtype=jnp.int32) - 1
+    begins = jnp.arange(blocks, dtype=jnp.int32)[:, None] * sizes.back
+    total = blocks * sizes.back
+    # Slots without a row write past the end, which is dropped.
+    row = jnp.where(by_block & (number < sizes.most_back), begins + number, total).reshape(-1)
+    nothing = jnp.full(total, -1, jnp.int32)
+    nothing, row, slot = varying_alike((nothing, row, jnp.arange(len(flat), dtype=jnp.int32)))
+    return nothing.at[row].set(slot, mode="drop")
+
+
+def _tokens(sizes: Sizes, slots: jax.Array) -> jax.Array:
+    return jnp.where(slots < 0, -1, slots // sizes.top_k)
+
+
+def _table(ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """ids and the bits of weights beside each other, int32: one message."""
+    return jnp.concatenate([ids, jax.lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
+
+
+def _ids_and_weights(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    ids, bits = jnp.split(table, 2, axis=1)
+    return ids, jnp.where(ids < 0, 0, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _go_out(sizes: Sizes, out: Splits | None, sent: jax.Array) -> jax.Array:
+    if sizes.spec.mode == "all_gather":
+        return jax.lax.all_gather(sent, sizes.axis_name, tiled=True)
+    if out is None:
+        return jax.lax.all_to_all(sent, sizes.axis_name, 0, 0, tiled=True)
+    unused = UNUSED if jnp.issubdtype(sent.dtype, jnp.floating) else 0
+    return ragged_all_to_all(sent, out, sizes.out, unused, sizes.axis_name)

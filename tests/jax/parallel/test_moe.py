@@ -1,0 +1,138 @@
+"""Expert parallelism on four host devices against one device: forward and every gradient, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moe_core.parallel import ExchangeSpec
+from moe_core.parallel import exchange as arithmetic
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import TopK
+from moe_core.specs.routing import RouterSpec
+from moe_core.specs.tuning import Tuning
+from moe_jax.parallel import routes
+from tests.support.jax import REAL_KERNELS
+from tests.support.parallel.jax import compare_with_one_device, compare_with_twin, run_group
+from tests.support.parallel.placements import placement_of
+from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
+
+WAYS = (
+    ExchangeSpec("padded", "slots"),
+    ExchangeSpec("padded"),
+    ExchangeSpec("all_gather"),
+    ExchangeSpec("all_to_all", "slots"),
+    ExchangeSpec("all_to_all"),
+)
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that nothing was received into hold NaN, which no result may show."""
+    monkeypatch.setattr(routes, "UNUSED", np.nan)
+
+
+#: placement, E, W, T of a rank, K
+SIZES = (
+    ("linear", 6, 4, 5, 3),
+    ("round_robin", 7, 4, 4, 3),
+    ("balanced", 7, 3, 6, 2),
+    ("linear", 8, 2, 1, 4),
+    ("round_robin", 5, 3, 1, 2),
+    ("linear", 3, 4, 3, 2),
+    ("balanced", 4, 1, 7, 2),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_way
+def test_every_bit_of_one_device(way: ExchangeSpec, dtype: str) -> None:
+    number = 2 * WAYS.index(way) + (dtype == "bfloat16")
+    kind, experts, ranks, tokens, top_k = SIZES[number % len(SIZES)]
+    placement = placement_of(kind, experts, ranks, number)
+    for seed, load in enumerate(LOADS):
+        if load == "repeated":  # below
+            continue
+        problem = draw_problem(seed, placement, (tokens,) * ranks, top_k, load, dtype, PLAIN)
+        compare_with_one_device(problem, way, f"{placement}, {load}", check_vma=number % 3 != 0)
+
+
+@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="host devices run kernels in the interpreter alone")
+@pytest.mark.parametrize("number, dtype", [(0, "bfloat16"), (4, "float32")])
+def test_interpreted_kernels_give_every_bit_of_one_device(number: int, dtype: str) -> None:
+    """Two ranks whose experts are loaded unevenly: an owner's tiles are those of all tokens."""
+    placement = placement_of("round_robin", 3, 2)
+    problem = draw_problem(number, placement, (4, 4), 2, "hot_rank", dtype, PLAIN)
+    compare_with_one_device(problem, WAYS[number], "interpreter", engine="interpreter")
+
+
+#: What stays at home or is stored in another way: routers, biases, layouts, dtypes.
+SPECS = (
+    MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(2, renormalize=True)),
+    MoESpec(Activation("silu", gate_layout="separate"), RouterSpec(3, "sigmoid", scale=2.5), out_dtype="float32"),
+    MoESpec(Activation("relu2", gated=False), RouterSpec(2), "out_in", "out_in", recompute=True),
+)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_routers_and_biases(number: int) -> None:
+    spec, dtype = SPECS[number], ("bfloat16", "bfloat16", "float32")[number]
+    assert spec.router is not None
+    placement = placement_of(("linear", "round_robin", "balanced")[number], 6, 2 + number % 3)
+    top_k = spec.router.require_top_k()
+    problem = draw_problem(number, placement, (5,) * placement.num_ranks, top_k, "masked", dtype, spec, extras=True)
+    compare_with_one_device(dataclasses.replace(problem, shared=None), WAYS[2 * number], f"{spec}")
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_replicas_give_the_bits_of_one_device(number: int) -> None:
+    """With one order of sums for every number of rows, since an expert's rows are at several ranks."""
+    spec = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    placement = placement_of("replicas", 5, 4, number)
+    assert placement.has_replicas
+    for seed, load in enumerate(LOADS):
+        problem = draw_problem(seed, placement, (5,) * 4, 3, load, "bfloat16", spec)
+        compare_with_one_device(problem, WAYS[number], load, differentiated=False)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.mode != "all_gather"], ids=str)
+def test_overflow_is_counted_exactly(way: ExchangeSpec) -> None:
+    """At bounds around the rows of the rank that has most, NaN and all, and where rows are dropped."""
+    placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    problem = draw_problem(11, placement, (5, 5, 5), 3, "hot_rank", "float32", spec)
+    most = most_received(problem, way)
+    bounds = (0, 1, most - 1, most) if way.rows == "tokens" else (most - 1,)
+    found = [compare_with_twin(problem, dataclasses.replace(way, receive=receive), f"{receive}") for receive in bounds]
+    assert found[-1:] == [0] if way.rows == "tokens" else found[0] > 0
+    assert all(found[:-1]) and sorted(found, reverse=True) == found
+    dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
+    assert compare_with_twin(problem, dropped, "drop") > 0
+
+
+def most_received(problem: Problem, way: ExchangeSpec) -> int:
+    """The least bound at which nothing overflows, counted slot by slot."""
+    ranks, each = problem.placement.num_ranks, problem.placement.per_rank
+    owners = arithmetic.physical_ids(problem.routing.ids, problem.placement).places // each
+    rows = np.zeros((ranks, ranks), int)
+    for token, own in enumerate(owners):
+        for owner in own if way.rows == "slots" else set(own):
+            rows[token // problem.tokens[0], owner] += 1
+    return int(rows.sum(axis=0).max()) if way.mode == "all_to_all" else ranks * int(rows.max())
+
+
+def test_repeated_ids_beyond_the_worst_case_are_counted() -> None:
+    """Memory is for distinct ids: of a token whose two slots want one expert of a rank with one place, one is lost."""
+    placement = placement_of("linear", 2, 2)
+    problem = draw_problem(0, placement, (2, 2), 2, "random", "float32", PLAIN)
+    ids = np.array([[0, 0], [0, 0], [0, 1], [1, 0]], np.int32)
+    problem = dataclasses.replace(problem, routing=TopK(ids, problem.routing.weights))
+    for way in WAYS[:3]:
+        assert compare_with_twin(problem, way, way.mode) == 2
+    for way in WAYS[3:]:
+        found = run_group(problem, way, differentiated=False)
+        assert found["overflow"].tolist() == [2]
+        assert np.isnan(found["output"]).any(axis=1).tolist() == [True, True, False, False]
