@@ -197,6 +197,7 @@ class Exporter:
             raise TypeError(f"__dlpack__() got unexpected keyword arguments {sorted(options)}")
         self.streams.append(stream)
         if self.versioned:
+            assert options == {"max_version": (1, 0), "copy": False}
             capsule = self.array.__dlpack__(max_version=(1, 0))
             managed = dlpack._Versioned.from_address(dlpack._get_pointer(capsule, b"dltensor_versioned"))
             managed.major = self.changes.get("major", managed.major)
@@ -238,7 +239,14 @@ def test_page_locked_memory_is_host_memory() -> None:
     assert exporter.streams == [None]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(10, "ROCm"), (8, "Metal"), (13, "CUDA managed"), (99, "unknown")])
+#: DLDeviceType of dlpack.h.
+OTHER_DEVICES = {
+    **{4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 11: "ROCm host", 13: "CUDA managed", 14: "oneAPI"},
+    **{0: "unknown", 99: "unknown"},
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), OTHER_DEVICES.items())
 def test_other_devices_are_refused(kind: int, name: str) -> None:
     with pytest.raises(Unsupported, match=rf"on a CPU or a CUDA device, got {name} \(DLPack device {kind}\); move"):
         TensorView.from_dlpack(Exporter(device=(kind, 0)))

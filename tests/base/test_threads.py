@@ -24,15 +24,15 @@ def test_every_piece_is_worked_on_once(count, pieces):
 
 
 def test_several_threads_take_part_and_keep_numpys_error_state():
-    seen, barrier = set(), threading.Barrier(3, timeout=30)
+    seen, barrier = set(), threading.Barrier(8, timeout=30)
 
     def piece(_: int) -> None:
         barrier.wait()
         seen.add((threading.get_ident(), np.geterr()["over"]))
 
-    with threads.use(3), np.errstate(over="ignore"):
-        threads.spread(piece, range(3))
-    assert len(seen) == 3 and {state for _, state in seen} == {"ignore"}
+    with threads.use(8), np.errstate(over="ignore"):
+        threads.spread(piece, range(8))
+    assert len(seen) == 8 and {state for _, state in seen} == {"ignore"}
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -115,10 +115,25 @@ def test_blas_has_one_thread_inside_and_its_own_number_behind():
     before = read()
     first, second = threads.one_blas_thread(), threads.one_blas_thread()
     with first:
+        assert read() == 1
         with second:
             assert read() == 1
         assert read() == 1
     assert read() == before
+
+
+def test_an_interrupt_before_blas_said_its_number_sets_none(monkeypatch):
+    def read() -> int:
+        raise KeyboardInterrupt
+
+    written = []
+    monkeypatch.setattr(threads, "_blas", lambda: (read, written.append))
+    with pytest.raises(KeyboardInterrupt), threads.one_blas_thread():
+        raise AssertionError("the block must not run")
+    assert written == []
+    monkeypatch.setattr(threads, "_blas", lambda: (lambda: 1, written.append))
+    with threads.one_blas_thread():
+        assert written == [], "it has one thread already"
 
 
 def test_the_default_follows_omp_num_threads():

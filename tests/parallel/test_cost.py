@@ -10,7 +10,7 @@ import pytest
 
 from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
-from moe_core.layers.spec import MoELayerSpec
+from moe_core.layers.spec import MoELayerSpec, SharedExpertsSpec
 from moe_core.parallel import ExchangeSpec, Link, Machine, Placement, Zipf, predict, simulate
 from moe_core.parallel.cost import traffic_of
 from moe_core.parallel.machine import H200
@@ -84,6 +84,45 @@ def test_a_prediction_by_hand() -> None:
     assert few.us == pytest.approx(1000 * 2 * 2 / 1e6) and few.efficiency == 1.0
 
 
+def test_the_busiest_of_uneven_domains_by_hand() -> None:
+    """Ranks 0 and 1 share a domain, rank 2 is alone; rank 0 computes a half of all slots, the others a quarter each."""
+    layer, spec = MoELayerSpec(1000, 500, 3, 1), ExchangeSpec("peer", "slots")
+    slow, fast = Link(0.0, 1.0), Link(0.0, 1e9)
+    rows = 200 * 2000 / 1e3
+
+    def dispatch(near: Link, far: Link | None, ranks: int = 3, domain: int = 2) -> float:
+        machine = Machine(near, far, domain, 1.0, 1000.0)
+        return dict(predict(layer, 200, ranks, machine, spec, imbalance=1.5).stages)["dispatch"]
+
+    # Over the network rank 2 sends what ranks 0 and 1 compute; within the domain rank 0 receives most.
+    assert dispatch(fast, slow) == pytest.approx(rows * 3 / 4)
+    assert dispatch(slow, fast) == pytest.approx(rows / 2)
+    # Alone in its domain every rank has the network only; with all in one, rank 0 receives from two.
+    assert dispatch(slow, fast, domain=1) < 1e-3 < dispatch(slow, fast, domain=3) == pytest.approx(rows)
+    assert dispatch(slow, None, domain=3) == pytest.approx(rows)
+
+
+def test_counts_are_read_over_the_slowest_link_in_use() -> None:
+    layer, machine = MoELayerSpec(64, 32, 8, 2), Machine(Link(3.0, 100.0), Link(7.0, 10.0), 4, 1.0, 1000.0)
+    found = {
+        ranks: dict(predict(layer, 4, ranks, machine, ExchangeSpec()).stages).get("counts") for ranks in (1, 2, 4, 8)
+    }
+    assert found == {1: None, 2: 3.0, 4: 3.0, 8: 7.0}
+
+
+def test_shared_experts_and_few_tokens_by_hand() -> None:
+    """Operations of a shared expert and its gate; the bytes of the experts that few tokens touch."""
+    shared = SharedExpertsSpec(300, gate=True)
+    layer, machine = MoELayerSpec(1000, 500, 8, 2, shared_experts=shared), Machine(Link(0, 1), None, 2, 1.0, 1000.0)
+    operations = 4096 * (2 * 6 * 1000 * 500 + 2 * 1000 * 8 + 6 * 1000 * 300 + 2 * 1000)
+    assert predict(layer, 4096, 1, machine, ExchangeSpec()).alone_us == pytest.approx(operations / 1e6)
+    fast = Machine(Link(0, 1), None, 2, 1e9, 1000.0)
+    others = 2 * (8 * 1000 + 3 * 1000 * 300 + 1000)
+    for tokens, touched in ((1, 2), (3, 6), (9, 8)):
+        size = touched * 3 * 1000 * 500 * 2 + others
+        assert predict(layer, tokens, 1, fast, ExchangeSpec()).alone_us == pytest.approx(size / 1e6)
+
+
 def test_static_blocks_send_as_much_for_any_routing() -> None:
     layer, machine = MoELayerSpec(1000, 500, 8, 2), Machine(Link(0.0, 100.0), None, 4, 1.0, 1000.0)
     per_row = 2000 / 100e3
@@ -116,6 +155,23 @@ def test_shares_of_ranks_in_a_routing() -> None:
     sparse = traffic_of(np.array([[0, 1], [2, -1]], np.int32), Placement.linear(4, 2))
     np.testing.assert_allclose(sparse.slots, [2 / 3, 1 / 3])
     np.testing.assert_allclose(sparse.tokens, [1 / 2, 1 / 2])
+    # An empty place computes nothing.
+    hole = traffic_of(np.array([[0], [1], [2], [2]], np.int32), Placement(3, ((0, 1), (2, -1))))
+    np.testing.assert_allclose([*hole.slots, *hole.tokens], 1 / 2)
+
+
+def test_a_routing_of_nothing_is_bound_by_compute() -> None:
+    trace = RoutingTrace((LayerRouting(np.full((4, 2), -1, np.int32), np.ones((4, 2), np.float32), 8),))
+    layer, machine = MoELayerSpec(64, 32, 8, 2), Machine(Link(1e-6, 1e9), None, 4, 620.0, 4500.0)
+    found = simulate(layer, trace, 4, Placement.linear(8, 4), machine, ExchangeSpec("peer"))
+    assert (found.imbalance, found.bound) == (0.0, "compute")
+
+
+def test_laws_count_experts_that_are_never_drawn() -> None:
+    assert Zipf(0.5).seed == 0 and Zipf(0.5) != Zipf(0.5, 1)
+    for seed in range(4):
+        load = Zipf(40.0, seed).load(1, 8)
+        assert len(load) == 8 and load.sum() == load.max() == 8192
 
 
 def test_simulated_loads() -> None:
