@@ -197,6 +197,8 @@ class Run:
                     say(f"    {result.before}\n    {result.after}")
             if number % 10 == 0:
                 self.save()
+        for tree, (_, mutation, _, _) in self.running.items():
+            Tree.at(pathlib.Path(tree)).restore(pathlib.Path(mutation.path))
         if len(self.results) < total:
             say(f"out of time: {total - len(self.results)} of {total} changes have no result")
         self.save()
