@@ -186,6 +186,7 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
             failures.append(error)
 
     given: list[tuple[_Helper, _Task]] = []
+    handed = 0
 
     def wake(first: int) -> None:
         for helper, _ in given[first : first + 2]:
@@ -205,8 +206,10 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
     try:
         while len(given) < wanted and (helper := _hire()) is not None:
             # NumPy's error state is the context's.
-            task = contextvars.copy_context(), help_out, len(given)
-            given.append((helper, task))
+            given.append((helper, (contextvars.copy_context(), help_out, len(given))))
+        # Only now: a thread that is still awake begins at once, and wakes two of those that are given.
+        for helper, task in given:
+            handed += 1
             helper.box.append(task)
         # Each wakes two others: one thread that wakes all keeps Python's lock from those that are awake.
         wake(0)
@@ -223,8 +226,9 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
                 alone = True
             except BaseException as error:  # KeyboardInterrupt in this thread
                 failures.append(error)
-        for helper, task in given:
+        for helper, task in given[:handed]:
             helper.take_back(task)
+        _idle.extend(helper for helper, _ in given[handed:])
     if failures:
         raise failures[0]
 

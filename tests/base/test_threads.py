@@ -108,6 +108,43 @@ def test_a_thread_that_begins_late_does_not_end_the_waiting_for_others(monkeypat
     assert len(done) == 3
 
 
+def test_a_thread_that_begins_early_wakes_others_all_the_same(monkeypatch):
+    class Awake(threads._Helper):
+        def run(self) -> None:
+            while not self.box:
+                time.sleep(0)
+            context, help_out, number = self.box.pop()
+            context.run(help_out, self, number)
+
+    def hire_slowly():
+        time.sleep(0.005)
+        return hire()
+
+    awake, hire, every = Awake(), threads._hire, threading.Barrier(8, timeout=30)
+    awake.start()
+    monkeypatch.setattr(threads, "_idle", [awake])
+    monkeypatch.setattr(threads, "_hire", hire_slowly)
+    with threads.use(8):
+        threads.spread(lambda _: every.wait(), range(8))
+    assert awake in threads._idle
+
+
+def test_threads_are_idle_again_after_an_interrupt_before_they_had_work(monkeypatch):
+    monkeypatch.setattr(threads, "_idle", [])
+
+    def interrupted():
+        if len(hired) == 2:
+            raise KeyboardInterrupt
+        hired.append(hire())
+        return hired[-1]
+
+    hired, hire = [], threads._hire
+    monkeypatch.setattr(threads, "_hire", interrupted)
+    with threads.use(8), pytest.raises(KeyboardInterrupt):
+        threads.spread(lambda _: None, range(8))
+    assert threads._idle == hired and len(hired) == 2
+
+
 def test_blas_has_one_thread_inside_and_its_own_number_behind():
     read, write = threads._blas()
     if read() == 1:
