@@ -69,6 +69,7 @@ def test_require_spec_says_what_is_wrong() -> None:
 def test_numpy_through_dlpack(name: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(name)
     view = TensorView.from_dlpack(array)
+    assert "owner" not in repr(view) and "dltensor" not in repr(view)
     assert (view.data_ptr(), view.device, view.read_only) == (array.ctypes.data, ("cpu", 0), False)
     assert view.spec == ArraySpec((2, 3), name)
     view.numpy()[0, 0] = 1
@@ -231,6 +232,12 @@ def test_cuda_exporters_hear_the_stream(given: int | None, passed: int) -> None:
     assert view.device == ("cuda", 3)
     with pytest.raises(Unsupported, match=r"numpy\(\) needs an array on the CPU, got device \('cuda', 3\); copy it"):
         view.numpy()
+
+
+@pytest.mark.parametrize(("field", "values"), [("shape", (2.5,)), ("shape", 3), ("strides", ("1",))])
+def test_shapes_are_integers(field: str, values: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"{field} must be a tuple of integers, got {type(values).__name__}; pass"):
+        ArraySpec(**{"shape": (3,), "dtype": "int32", field: values})
 
 
 def test_page_locked_memory_is_host_memory() -> None:

@@ -120,12 +120,15 @@ def test_a_thread_that_begins_early_wakes_others_all_the_same(monkeypatch):
         time.sleep(0.005)
         return hire()
 
+    def piece(_: int) -> None:
+        every.wait()
+
     awake, hire, every = Awake(), threads._hire, threading.Barrier(8, timeout=30)
     awake.start()
     monkeypatch.setattr(threads, "_idle", [awake])
     monkeypatch.setattr(threads, "_hire", hire_slowly)
     with threads.use(8):
-        threads.spread(lambda _: every.wait(), range(8))
+        threads.spread(piece, range(8))
     assert awake in threads._idle
 
 
@@ -178,6 +181,54 @@ def test_the_default_follows_omp_num_threads():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "1"
+
+
+@pytest.mark.parametrize(
+    ("stated", "cores", "expected"),
+    [("", 4, 4), ("3", 8, 3), ("3,1", 8, 3), ("8", 2, 2), ("0", 4, 4), ("many", 4, 4), ("100", 200, 64), ("", 100, 64)],
+)
+def test_threads_without_a_limit(monkeypatch, stated, cores, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", stated)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores) if process == 0 else (), raising=False)
+    assert threads._default_count.__wrapped__() == expected
+
+
+def test_limits_hold_inside_their_block(monkeypatch):
+    before = threads.count()
+    with threads.use(200):
+        assert threads.count() == 64
+        with threads.use(0):
+            assert threads.count() == 1
+        assert threads.count() == 64
+    assert threads.count() == before
+    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(threads, "_hired", 64)
+    assert threads._hire() is None
+    monkeypatch.setattr(threads, "_hired", 63)
+    assert threads._hire() is not None and threads._hired == 64
+
+
+def test_pieces_of_columns_and_rows():
+    def ends(pieces):
+        return [(piece.start, piece.stop) for piece in pieces]
+
+    assert ends(threads.column_blocks(1025)) == [(0, 512), (512, 1024), (1024, 1025)]
+    assert ends(threads.row_blocks(300)) == [(0, 256), (256, 512)]
+    with threads.use(1):
+        assert ends(threads.row_blocks(9, 8192)) == [(0, 4), (4, 8), (8, 12)]
+        assert ends(threads.row_blocks(2, 10**6)) == [(0, 1), (1, 2)]
+        assert threads.row_blocks(0, 8) == []
+    with threads.use(3):
+        # 0.3 ns an element: 1.2 million make a third thread worth while, 0.4 million none.
+        assert ends(threads.row_blocks(100, 12_000)) == [(0, 34), (34, 68), (68, 102)]
+        assert ends(threads.row_blocks(10, 40_000)) == [(row, row + 1) for row in range(10)]
+        assert [threads.threads_for(work) for work in (0, 239_999, 240_000, 1e9)] == [1, 1, 2, 3]
+
+
+def test_blas_is_reached():
+    assert threads.why_blas_is_free() is None or threads._blas() is threads._UNKNOWN
+    config = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+    assert config != "scipy-openblas" or (threads._blas() is not threads._UNKNOWN and threads.blas_kernels())
 
 
 _FORK = """

@@ -110,6 +110,16 @@ def test_counts_are_read_over_the_slowest_link_in_use() -> None:
     assert found == {1: None, 2: 3.0, 4: 3.0, 8: 7.0}
 
 
+def test_one_rank_exchanges_nothing() -> None:
+    layer, machine = MoELayerSpec(8, 4, 2, 1), Machine(Link(3.0, 1.0), None, 2, 1.0, 1e9)
+    found = predict(layer, 1000, 1, machine, ExchangeSpec())
+    # A slot of one expert, and the router of two.
+    operations = 1000 * (2 * 3 * 8 * 4 + 2 * 8 * 2)
+    assert found.stages == (("dispatch", 0.0), ("compute", pytest.approx(operations / 1e6)), ("combine", 0.0))
+    assert found.alone_us == found.us == pytest.approx(operations / 1e6, rel=1e-12)
+    assert (found.exchange_us, found.efficiency, found.hidden_for(0.85)) == (0.0, 1.0, 0.0)
+
+
 def test_shared_experts_and_few_tokens_by_hand() -> None:
     """Operations of a shared expert and its gate; the bytes of the experts that few tokens touch."""
     shared = SharedExpertsSpec(300, gate=True)
@@ -222,6 +232,9 @@ def test_wrong_simulations_are_refused() -> None:
         Zipf(-1)
     with pytest.raises(InvalidInput, match="exponent must be finite, got inf"):
         Zipf(math.inf)
+    with pytest.raises(InvalidInput, match="seed must be an integer of at least 0, got -1"):
+        Zipf(1, -1)
+    assert type(Zipf(1, np.int64(3)).seed) is int  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="placement must be of the layer's 128 experts, got 64 experts on 2 ranks"):
         simulate(LAYERS["qwen3"], Zipf(1), 9, Placement.linear(64, 2), H200, ExchangeSpec())
     with pytest.raises(InvalidInput, match="routing must be a RoutingTrace, got str"):

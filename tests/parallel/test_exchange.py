@@ -32,6 +32,10 @@ def test_worked_examples() -> None:
     assert bounded.row.tolist() == [[0, -1], [0, 1]] and bounded.overflow.tolist() == [1]
     beside = arithmetic.token_ids(places, np.array([0, 1]), 1, 2)
     assert beside.tolist() == [[0, 1], [-1, 0]] and beside.dtype == np.int32
+    table = arithmetic.token_rows(np.array([[7, -1], [8, 9]]), np.array([[1, -1], [0, 2]]), 3)
+    assert table.tolist() == [[-1, 7, -1], [8, -1, 9]] and table.dtype == np.int32
+    assert arithmetic.slot_rows(table, np.array([[1, 1, -1], [0, 2, 1]])).tolist() == [[7, 7, -1], [8, 9, -1]]
+    assert arithmetic.received_ids(np.array([[1, 2], [0, 1]]), "source").tolist() == [0, 1, 1, 1]
     small = np.array([[2, 1], [3, 0]], np.int32)
     assert arithmetic.run_starts(small, "expert").tolist() == [[0, 0], [2, 1]]
     assert arithmetic.run_starts(small, "padded", 4).tolist() == [[0, 0], [4, 4]]

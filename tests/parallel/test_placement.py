@@ -32,6 +32,9 @@ def test_worked_examples() -> None:
     assert hot.owners == ((0, 1, 3), (0, 2, 3)), "experts 0 and 3 are the hottest, and have a replica"
     assert hot.places_of(0) == (0, 3) and hot.places_of(1) == (1,) and hot.has_replicas
     assert str(hot) == "4 experts on 2 ranks of 3, 2 replicas, 0 empty, version 0"
+    for make in (Placement.linear, Placement.round_robin):
+        with pytest.raises(InvalidInput, match="num_experts must be an integer of at least 1, got 0"):
+            make(0, 2)
     alone = Placement.balanced([8, 1, 1, 2], 2, 3, max_replicas=1)
     assert alone.owners == ((0, -1, -1), (1, 2, 3)) and not alone.has_replicas
 

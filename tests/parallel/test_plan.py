@@ -34,6 +34,8 @@ from tests.support.parallel.twins import draw_ids_of
 from tests.support.strategies import seeds
 
 LINEAR = Placement.linear(8, 4)
+#: Fewer ranks than a token has slots.
+TWO = Placement.linear(8, 2)
 
 
 def plan_of(spec: ExchangeSpec, placement: Placement = LINEAR, **options: Any) -> ExchangePlan:
@@ -42,6 +44,36 @@ def plan_of(spec: ExchangeSpec, placement: Placement = LINEAR, **options: Any) -
 
 def kinds(plan: ExchangePlan) -> list[str]:
     return [f"{message.kind} {message.what}" for message in (*plan.forward, *plan.backward)]
+
+
+def test_rows_of_messages_and_buffers_by_hand() -> None:
+    """16 tokens of 4 slots on each of two ranks: a token goes to both at most, and comes back once from each, or once
+    for every slot; an owner hands in what both ranks get."""
+
+    def rows(spec: ExchangeSpec) -> list[int]:
+        plan = plan_of(spec, TWO)
+        sizes = {buffer.name: buffer.bytes // (64 * 2) for buffer in plan.buffers}
+        sent = [message.rows for message in plan.forward if message.what in ("rows", "results")]
+        return [*sent, sizes["sent rows"], sizes["received rows"], sizes["results"], sizes["returned results"]]
+
+    assert rows(ExchangeSpec()) == [32, 128, 32, 32, 128, 64]
+    assert rows(ExchangeSpec(sums="ranks")) == [32, 32, 32, 32, 32, 32]
+    assert rows(ExchangeSpec(rows="slots")) == [64, 128, 64, 128, 128, 64]
+    assert rows(ExchangeSpec("padded")) == [32, 128, 32, 32, 128, 128]
+    assert rows(ExchangeSpec("padded", sums="ranks")) == [32, 32, 32, 32, 32, 32]
+
+
+def test_modes_are_chosen_for_placements_and_machines_alone() -> None:
+    for arguments, name in (((LINEAR, 3), "machine"), (("linear", H200), "placement")):
+        with pytest.raises(InvalidInput, match=f"{name} must be a "):
+            choose_mode(8, *arguments)  # type: ignore[arg-type]
+
+
+def test_too_many_rows_of_all_ranks_are_refused() -> None:
+    for tokens, group in ((16, 2**29), (2**28, None)):
+        with pytest.raises(Unsupported, match="rows of all ranks must stay below 2\\*\\*31"):
+            plan_exchange(tokens, 4, 64, "bfloat16", TWO, ExchangeSpec(), group_tokens=group)
+    assert plan_exchange(16, 4, 64, "bfloat16", TWO, ExchangeSpec(), group_tokens=2**29 - 1).expected_rows == 2**31 - 4
 
 
 def test_messages_of_each_mode_in_order() -> None:
