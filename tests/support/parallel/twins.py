@@ -14,7 +14,15 @@ from moe_core.parallel import Placement
 from moe_core.parallel.shards import shard_experts
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MoEOperands,
+    OutputGradients,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+)
 from tests.support.strategies import draw_array
 
 #: Loads of `draw_ids_of`; `masked` also has a token mask.
@@ -67,6 +75,8 @@ class Problem:
             routing = self.routing
             if isinstance(routing, TopK):
                 routing = TopK(self.of_rank(rank, routing.ids), self.of_rank(rank, routing.weights))
+            elif isinstance(routing, RouterLogits):
+                routing = dataclasses.replace(routing, logits=self.of_rank(rank, routing.logits))
             found.append(MoEOperands(self.of_rank(rank, self.x), experts, routing, mask, None, self.shared))
         return found
 

@@ -1,0 +1,82 @@
+"""The index arithmetic of `moe_core.parallel.exchange` on tensors; both give the same numbers.
+
+Letters as there: W ranks, L places per rank, T tokens of a rank, K top-k, G groups of rows that a home sends (places or
+owners), G / W of them to each owner.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.parallel.placement import Placement
+from moe_core.specs.operands import RaggedLayout
+
+
+class Places(NamedTuple):
+    """places int32 `[T, K]`: physical ids, -1 = no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+
+    places: torch.Tensor
+    invalid_ids: torch.Tensor
+
+
+def physical_ids(
+    ids: torch.Tensor, placement: Placement, *, first_token: Any = 0, token_mask: torch.Tensor | None = None
+) -> Places:
+    """The place of every slot, from ids int32 `[T, K]`; first_token: the number of the first token in the group."""
+    _, places, start = (torch.tensor(table, device=ids.device) for table in placement.tables)
+    known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)
+    invalid = (known < -1) | (known >= placement.num_experts)
+    valid = ~invalid & (known >= 0)
+    expert = torch.where(valid, known, 0).long()
+    first = start[expert]
+    if placement.has_replicas:
+        token = first_token + torch.arange(len(ids), device=ids.device)[:, None]
+        number = (token + torch.arange(ids.shape[1], device=ids.device)) % (start[expert + 1] - first)
+        first = first + number
+    found = torch.where(valid, places[first.long()], -1)
+    return Places(found, invalid.sum().to(torch.int32).view(1))
+
+
+def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:
+    """The rank of every place, int32; -1 stays."""
+    return torch.where(places < 0, -1, places // per_rank)
+
+
+def earlier(owners: torch.Tensor) -> torch.Tensor:
+    """bool `[T, K, K]`: whether slot j < k of a token has the owner of slot k."""
+    same = (owners[:, :, None] == owners[:, None, :]) & (owners >= 0)[:, :, None]
+    return same.tril(-1)
+
+
+def first_owners(owners: torch.Tensor) -> torch.Tensor:
+    """int32 `[T, K]`: the owners of slots, -1 where an earlier slot of the token has it too."""
+    return torch.where(earlier(owners).any(dim=2), -1, owners)
+
+
+def rows_in_runs(sent: RaggedLayout, groups: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """int32 `[T, K]`: the number of each row among those that the home sends to its owner, -1 = no row."""
+    each = sent.group_sizes.shape[0] // num_ranks
+    begins = sent.group_start[:-1:each]
+    number = sent.row_of_slot.view(groups.shape) - begins[groups.clamp(min=0).long() // each]
+    return torch.where(groups < 0, -1, number)
+
+
+def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> torch.Tensor:
+    """int32 `[W * block]`: the slot of each row in blocks of one size, of which `fits` are used at most; -1 = unused.
+
+    sent: the layout of what a home sends, by (group, slot).
+    """
+    begins = sent.group_start[:: sent.group_sizes.shape[0] // num_ranks]
+    number = torch.arange(block, dtype=torch.int32, device=begins.device)
+    used = number < (begins[1:] - begins[:-1]).clamp(max=fits)[:, None]
+    return take(sent.slot_of_row, torch.where(used, begins[:-1, None] + number, -1).view(-1), -1)
+
+
+def take(values: torch.Tensor, rows: torch.Tensor, fill: float) -> torch.Tensor:
+    """values `[R, ...]` of rows int32 `[S]`; `fill` for those below 0."""
+    if len(values) == 0:
+        return values.new_full((len(rows), *values.shape[1:]), fill)
+    found = values[rows.clamp(min=0).long()]
+    return torch.where((rows < 0).view(-1, *[1] * (values.dim() - 1)), fill, found)

@@ -1,0 +1,239 @@
+"""The expert-parallel forward of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_core.base.checks import finite_float, set_integer
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import ExchangePlan, plan_exchange
+from moe_core.parallel.result import ParallelOutput
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK, named_arrays
+from moe_core.specs.tuning import Tuning
+from moe_torch import ops
+from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
+from moe_torch.parallel.exchange import physical_ids
+from moe_torch.parallel.function import Combine, Dispatch, uses_of
+from moe_torch.parallel.group import Ranks, ranks_of
+from moe_torch.parallel.routes import check_headers, make_routes, tell_failure
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Which ranks share the experts, and how rows travel between them.
+
+    Args:
+        mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group. Its ranks share the experts.
+        exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
+        max_tokens: the most tokens that a rank has in one call; more raise InvalidInput. None = any number.
+        tensor: a second axis, which would split each expert. Unsupported yet.
+        timeout: seconds that a message may take on a CPU. None = what the process group was made with. On a GPU that
+            always counts.
+
+    Raises:
+        InvalidInput: a mesh of several axes, wrong numbers.
+        Unsupported: tensor, mode `peer`, `sums="ranks"`, quantised rows and chunks.
+    """
+
+    mesh: Any
+    exchange: ExchangeSpec = dataclasses.field(default_factory=ExchangeSpec)
+    max_tokens: int | None = None
+    tensor: Any = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        require_instance("exchange", self.exchange, ExchangeSpec)
+        ranks_of(self.mesh, None, "")
+        if self.max_tokens is not None:
+            set_integer(self, "max_tokens", 1)
+        if self.timeout is not None and finite_float("timeout", self.timeout) <= 0:
+            raise InvalidInput(f"timeout must be above 0 seconds, got {self.timeout}; leave it out for the group's")
+        if self.tensor is not None:
+            raise Unsupported("tensor must be None: splitting each expert over a second axis is not supported yet")
+        exchange = self.exchange
+        for name, refused, instead in (
+            ("mode", exchange.mode == "peer", "all_to_all"),
+            ("sums", exchange.sums != "slots", "slots"),
+            ("format", exchange.format is not None, None),
+            ("chunks", exchange.chunks != 1, 1),
+        ):
+            if refused:
+                raise Unsupported(
+                    f"exchange.{name} must not be {getattr(exchange, name)!r} in moe_torch.parallel, which has no such "
+                    f"exchange; pass {instead!r}"
+                )
+
+    def ranks(self, where: str = "") -> Ranks:
+        """The group, for messages; where: what errors add to the mode."""
+        return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
+
+
+def moe(
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    routing: RouterWeights | RouterLogits | TopK,
+    spec: MoESpec,
+    *,
+    parallel: ExpertParallel,
+    placement: Placement,
+    token_mask: torch.Tensor | None = None,
+) -> ParallelOutput:
+    """`moe_torch.moe` over ranks that share the experts; all of them call it, in the same order.
+
+    Output and gradients are, bit by bit, those of `moe_torch.moe` on one device with the tokens of all ranks, in the
+    order of ranks, and all experts (`moe_core.parallel.plan_exchange` says when they are not). Gradients of a router's
+    parameters are of this rank's tokens: add them up over ranks, as data parallelism does. Ranks may have different
+    numbers of tokens with mode `all_to_all`; tiles of the router are then those of W times this rank's, unless
+    `spec.tuning` says expected_tokens.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
+        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. What an empty place
+            holds is not read.
+        routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
+        spec: as for `moe_torch.moe`.
+        parallel: the ranks, and how rows travel.
+        placement: which experts lie on which rank.
+        token_mask: bool `[T]`, as for `moe_torch.moe`.
+
+    Returns:
+        a ParallelOutput. Rows beyond a bound are counted in its `overflow`, and their tokens' output is NaN, or lacks
+        them with `exchange.on_overflow="drop"`.
+
+    Raises:
+        InvalidInput: ranks that disagree about sizes, options or the placement; wrong arguments.
+        PeerFailed: another rank raised before the exchange; its own error says why.
+        Unsupported: what exchanges cannot do yet, and training of experts with replicas.
+        RuntimeError: a message that failed, because a rank died or is late.
+    """
+    require_instance("parallel", parallel, ExpertParallel)
+    require_instance("placement", placement, Placement)
+    ranks = parallel.ranks()
+    if placement.num_ranks != ranks.size:
+        raise InvalidInput(
+            f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
+        )
+    return Exchange(parallel, placement, ranks).run(x, experts, routing, spec, token_mask)
+
+
+class Exchange:
+    """One call. A rank that raises before the first message sends its peers a header of zeros, so that none waits."""
+
+    def __init__(self, parallel: ExpertParallel, placement: Placement, ranks: Ranks) -> None:
+        self.parallel, self.placement, self.ranks = parallel, placement, ranks
+        self.plan: ExchangePlan | None = None
+
+    def run(
+        self, x: torch.Tensor, experts: ExpertWeights, routing: Any, spec: MoESpec, mask: torch.Tensor | None
+    ) -> ParallelOutput:
+        try:
+            self._check(x, experts, routing, spec)
+            wide = uses_of(x, 1 + isinstance(routing, RouterWeights))
+            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
+            self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
+            first_token = 0
+        except Exception:
+            self._tell(x if isinstance(x, torch.Tensor) else torch.empty(0))
+            raise
+        plan, placement = self.plan, self.placement
+        if plan.spec.mode != "all_to_all" and not x.is_cuda:
+            # Where waiting costs nothing, the host compares before anything else is sent.
+            check_headers(self.ranks, plan.header, x.device)
+        if placement.has_replicas:
+            tokens = self.ranks.all_gather(torch.tensor([len(x)], device=x.device), "tokens")
+            first_token = tokens[: self.ranks.rank].sum()
+        places, invalid_ids = physical_ids(ids, placement, first_token=first_token, token_mask=mask)
+        routes = make_routes(self.ranks, plan, places, weights)
+        rows, row_weights = Dispatch.apply(routes, x.detach(), wide[0], weights)
+        own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
+        found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
+        dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
+        output = Combine.apply(routes, found.output, None, dtype)
+        chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
+        counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=x.device)
+        counts = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1]
+        received = found.tokens_per_expert
+        return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
+
+    def _check(self, x: Any, experts: Any, routing: Any, spec: Any) -> None:
+        require_instance("x", x, torch.Tensor)
+        require_instance("experts", experts, ExpertWeights)
+        require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
+        require_instance("spec", spec, MoESpec)
+        if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise InvalidInput(
+                f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
+            )
+        most = self.parallel.max_tokens
+        if most is not None and len(x) > most:
+            raise InvalidInput(f"x must have at most max_tokens = {most} tokens, got {len(x)}; raise max_tokens")
+        held, stacked = list(experts.down.shape), experts.layer_index is not None
+        if len(held) < 3 + stacked or held[stacked] != self.placement.per_rank:
+            raise InvalidInput(
+                f"experts must be the {self.placement.per_rank} places of this rank, got down {held}; take those of "
+                "placement.owners[rank], in that order"
+            )
+        if spec.apply_router_weight_on_input:
+            raise Unsupported("apply_router_weight_on_input must be False across ranks, got True; weight x beforehand")
+        activations = spec.activations
+        if activations is not None and activations.group_rows is None and experts.gate_up_input_scale is None:
+            raise Unsupported(
+                f"activations must have a scale for each row across ranks, or given scales, got {activations}: one of "
+                "all rows would be each rank's own; pass experts.gate_up_input_scale and down_input_scale"
+            )
+
+    def _route(
+        self, x: torch.Tensor, wide: torch.Tensor, routing: Any, spec: MoESpec, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """ids, weights and logits."""
+        if isinstance(routing, TopK):
+            return routing.ids, routing.weights, None
+        if spec.router is None:
+            raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
+        if isinstance(routing, RouterWeights):
+            rows = x.detach()
+            if mask is not None:
+                # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+                rows, wide = rows.masked_fill(~mask[:, None], 0), wide.masked_fill(~mask[:, None], 0)
+            options = spec.logits_spec()
+            if options.expected_tokens is None:
+                group = max(1, len(x) * self.ranks.size)
+                options = dataclasses.replace(options, expected_tokens=group)
+            logits = ops.router(rows, routing.weight, bias=routing.bias, spec=options, wide=wide)
+        else:
+            logits = routing.logits
+        ids, weights = ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask)
+        return ids, weights, logits
+
+    def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...]) -> ExchangePlan:
+        if ids.dim() != 2 or len(ids) != len(x):
+            raise InvalidInput(f"routing.ids must be int32 [{len(x)}, top_k], got {list(ids.shape)}; one row per token")
+        asked = torch.is_grad_enabled() and any(
+            isinstance(array, torch.Tensor) and array.requires_grad for array in arrays
+        )
+        sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
+        return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked)
+
+    def _tell(self, x: torch.Tensor) -> None:
+        """Best effort: the error at hand is what the caller has to see."""
+        exchange = self.parallel.exchange
+        if exchange.mode == "all_to_all" or not x.is_cuda:
+            try:
+                tell_failure(self.ranks, exchange, self.placement, x.device)
+            except RuntimeError:
+                return
+
+
+def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:
+    """The options of the experts, whose rows are slots: tiles and sums are those of all ranks' slots and experts."""
+    tuning = Tuning() if spec.tuning is None else spec.tuning
+    expected: dict[str, Any] = {"expected_tokens": max(1, group_slots), "expected_experts": placement.num_experts}
+    tuning = dataclasses.replace(tuning, **expected)
+    return dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None, tuning=tuning)

@@ -1,0 +1,96 @@
+"""Dispatch and combine, each with the other's way as its backward, and the sum of gradients in a fixed order.
+
+Forward: rows of tokens go out, rows of slots come home and are added up in the order k = 0..K-1. Backward: the gradient
+of the output goes out, the gradients of slots come home and are added up in the same order, in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moe_torch import ops
+from moe_torch.parallel.exchange import take
+from moe_torch.parallel.routes import Routes
+
+
+class Dispatch(torch.autograd.Function):
+    """`(routes, x, wide, weights) -> (rows [R, D] of slots at their owners, their weights fp32 [R, 1])`.
+
+    x `[T, D]` travels and has no gradient; wide fp32 `[T, D]`, which is not read, gets it unrounded. weights fp32
+    `[T, K]` are those that `routes` has sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, routes: Routes, x: torch.Tensor, wide: torch.Tensor, weights: torch.Tensor) -> Any:
+        ctx.routes, ctx.shape = routes, weights.shape
+        return routes.push(x, "rows"), routes.weights.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: torch.Tensor, d_weights: torch.Tensor) -> Any:
+        routes, wide, by_slot = ctx.routes, None, None
+        if ctx.needs_input_grad[2]:
+            rows = routes.pull(d_rows.contiguous(), "d_x")
+            wide = ops.reduce(rows, routes.at_home, order="row", out_dtype=torch.float32)
+        if ctx.needs_input_grad[3]:
+            came = routes.pull(d_weights.contiguous(), "d_weights")
+            by_slot = take(came, routes.at_home.row_of_slot, 0).view(ctx.shape)
+        return None, None, wide, by_slot
+
+
+class Combine(torch.autograd.Function):
+    """`(routes, rows, shared, out_dtype) -> y [T, D]`: the sum of each token's slots, then shared `[T, D]` or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routes: Routes, rows: torch.Tensor, shared: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
+        came = routes.pull(rows.contiguous(), "results")
+        y = ops.reduce(came, routes.at_home, order="row", shared=shared, out_dtype=out_dtype)
+        if routes.lost is not None and routes.plan.spec.on_overflow == "error":
+            y = y.masked_fill_(routes.lost[:, None], torch.nan)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: torch.Tensor) -> Any:
+        rows = shared = None
+        if ctx.needs_input_grad[1]:
+            rows = ctx.routes.push(d_y.to(ctx.dtype).contiguous(), "d_output")
+        if ctx.needs_input_grad[2]:
+            shared = d_y.to(ctx.shared)
+        return None, rows, shared, None
+
+
+class Uses(torch.autograd.Function):
+    """`(x, count) -> count` stand-ins fp32 of the shape of x, without memory of their own, one for each use of x.
+
+    Their gradients are added in that order in fp32, and cast once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        return tuple(x.new_zeros(1, dtype=torch.float32).expand(x.shape) for _ in range(count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = [one for one in gradients if one is not None]
+        if not given:
+            return None, None
+        total = given[0]
+        for one in given[1:]:
+            total = total + one
+        return total.to(ctx.dtype), None
+
+
+def uses_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """See `Uses`."""
+    found: Any = Uses.apply(x, count)
+    return found

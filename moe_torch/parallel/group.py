@@ -1,0 +1,100 @@
+"""Messages between the ranks that share experts: collectives of torch, whose errors say what failed and where."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_core.errors import InvalidInput
+from moe_torch.bridge.options import require_instance
+
+
+def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that a message is received into."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group. timeout: seconds that a message on a CPU may take, None = the group's; on a GPU the
+    group's own watchdog counts. where: for errors, such as the mode and the layer."""
+
+    group: Any
+    timeout: float | None = None
+    where: str = "the exchange"
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def all_gather(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """`[W, ...]` of values of the same shape on all ranks."""
+        found = buffer((self.size, *values.shape), values.dtype, values.device)
+        into, sent = (_as_bytes(array).view(-1) for array in (found, values.contiguous()))
+        self._wait("all_gather", what, lambda: _all_gather(into, sent, self.group, async_op=True))
+        return found
+
+    def all_to_all(
+        self, rows: torch.Tensor, what: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """`[R, ...]`: the rows that come from every rank, one rank after another. sent, received: how many go to and
+        come from each, None = equally many."""
+        count = len(rows) if received is None else sum(received)
+        found = buffer((count, *rows.shape[1:]), rows.dtype, rows.device)
+        into, source = _as_bytes(found), _as_bytes(rows.contiguous())
+        splits = (None, None) if sent is None or received is None else (list(received), list(sent))
+        self._wait(
+            "all_to_all",
+            what,
+            lambda: dist.all_to_all_single(into, source, *splits, group=self.group, async_op=True),
+        )
+        return found
+
+    def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over ranks of integers, in place."""
+        self._wait("all_reduce", what, lambda: dist.all_reduce(values, group=self.group, async_op=True))
+        return values
+
+    def _wait(self, collective: str, what: str, start: Any) -> None:
+        try:
+            work = start()
+            # On a GPU the stream waits, not the host.
+            if self.timeout is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{collective} of {what} in {self.where} failed on rank {self.rank} of {self.size}: {error}; another "
+                "rank died, is late or called something else"
+            ) from error
+
+
+#: torch calls it so from 2.13 on.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as rows of bytes, which every backend moves; NaN and fp8 stay what they are."""
+    return values.view(len(values), values[:1].numel() if len(values) else 0).view(torch.uint8)
+
+
+def ranks_of(mesh: Any, timeout: float | None, where: str) -> Ranks:
+    """The ranks of a DeviceMesh of one axis, or of a process group."""
+    if hasattr(mesh, "get_group"):
+        if mesh.ndim != 1:
+            raise InvalidInput(
+                f"mesh must have one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; pass one, such as mesh['ep']"
+            )
+        return Ranks(mesh.get_group(), timeout, where)
+    require_instance("mesh", mesh, dist.ProcessGroup)
+    return Ranks(mesh, timeout, where)

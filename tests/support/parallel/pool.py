@@ -1,0 +1,108 @@
+"""Four processes that are the ranks of gloo groups, started once for all tests of a module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+MOST_RANKS = 4
+#: Seconds until a call of the ranks counts as hanging, and until gloo gives up.
+TIMEOUT, GLOO_TIMEOUT = 60, 40
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Any, timeout: float) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    options = {"timeout": datetime.timedelta(seconds=timeout)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, **options)
+    groups = {size: dist.new_group(list(range(size)), **options) for size in range(1, ranks + 1)}
+    pipe.send("ready")
+    while (call := pipe.recv()) is not None:
+        function, size, arguments = call
+        try:
+            pipe.send((True, function(groups[size], *arguments)))
+        except BaseException as error:
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    os._exit(0)
+
+
+class Failed(AssertionError):
+    """A rank raised. errors: (name of the class, text) by rank."""
+
+    def __init__(self, errors: dict[int, tuple[str, str]], text: str) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+class Pool:
+    """Ranks that call functions. timeout: of gloo's messages, in seconds."""
+
+    def __init__(self, ranks: int = MOST_RANKS, timeout: float = GLOO_TIMEOUT) -> None:
+        # Forks of a process that has imported everything and has run nothing.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.parallel.torch"])
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(pathlib.Path(self.folder.name) / "store")
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, ranks, store, there, timeout), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            assert pipe.poll(120) and pipe.recv() == "ready", "a rank does not start"
+
+    def start(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> None:
+        """Begin `function(group, *arguments[rank])` on as many ranks as there are arguments."""
+        for rank, given in enumerate(arguments):
+            self.pipes[rank].send((function, len(arguments), tuple(given)))
+
+    def result(self, rank: int, timeout: float = TIMEOUT) -> tuple[bool, Any]:
+        """(whether it returned, what it returned or its error); a rank that is gone has raised `Gone`."""
+        pipe = self.pipes[rank]
+        if not pipe.poll(timeout):
+            self.close()
+            raise AssertionError(f"rank {rank} hangs: nothing after {timeout} s")
+        try:
+            return pipe.recv()
+        except EOFError:
+            return False, ("Gone", f"the process of rank {rank} is gone", "")
+
+    def call(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """The results of all ranks. Raises Failed where one raised."""
+        self.start(function, arguments)
+        found = [self.result(rank) for rank in range(len(arguments))]
+        wrong = {rank: error for rank, (good, error) in enumerate(found) if not good}
+        if wrong:
+            text = "\n".join(f"rank {rank}: {trace}" for rank, (*_, trace) in wrong.items())
+            raise Failed({rank: error[:2] for rank, error in wrong.items()}, text)
+        return [value for _, value in found]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join(10)
+            pipe.close()
+        self.folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """A pool for a module's tests."""
+    pool = Pool()
+    yield pool
+    pool.close()

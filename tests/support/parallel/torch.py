@@ -1,0 +1,194 @@
+"""Expert-parallel calls on gloo ranks, and what they are compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import moe_torch
+from moe_core.parallel import ExchangeSpec
+from moe_core.parallel.reference import moe as twin
+from moe_core.parallel.shards import gather_experts
+from moe_core.specs.operands import named_fields
+from moe_torch.parallel import ExpertParallel, exchange, function, group, routes
+from moe_torch.parallel import moe as parallel_moe
+from tests.support.parallel.pool import Pool
+from tests.support.parallel.twins import Problem
+from tests.support.torch import running_on, to_numpy, to_torch
+
+#: Gradients of what every rank has a part of.
+_SUMMED = ("d_routing.weight", "d_routing.bias", "d_shared.")
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that messages are received into holds NaN, and -1 in integers."""
+    real = group.buffer
+
+    def filled(*arguments: Any) -> torch.Tensor:
+        found = real(*arguments)
+        return found.fill_(torch.nan if found.is_floating_point() else -1)
+
+    with mock.patch.object(group, "buffer", filled):
+        yield
+
+
+def trained(bundle: Any) -> dict[str, torch.Tensor]:
+    """The arrays of a bundle that have gradients."""
+    return {
+        name: array.requires_grad_() for name, array in named_fields(bundle) if name not in ("ids", "correction_bias")
+    }
+
+
+@contextlib.contextmanager
+def broken(fault: str | None) -> Iterator[None]:
+    """A planted fault, by name."""
+    if fault is None:
+        yield
+        return
+    owner, name = {
+        "wrong_place": (exchange, "rows_in_runs"),
+        "wrong_rows": (exchange, "rows_of_blocks"),
+        "other_owner": (exchange, "owners_of"),
+        "permuted_weights": (routes._Planner, "local"),
+        "counts_off_by_one": (routes, "splits"),
+        "slots_not_in_order": (function.Combine, "forward"),
+        "gradient_not_returned": (routes.Routes, "pull"),
+        "output_gradient_of_another": (routes.Routes, "push"),
+    }[fault]
+    real = getattr(owner, name)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        if fault == "counts_off_by_one":
+            counts, *rest = arguments
+            return real(np.roll(counts, 1, axis=1), *rest)
+        if fault == "slots_not_in_order":
+            ctx, at_home, *rest = arguments
+            order = at_home.at_home.row_of_slot.view(at_home.plan.tokens, -1).flip(1).reshape(-1)
+            layout = dataclasses.replace(at_home.at_home, row_of_slot=order)
+            return real(ctx, dataclasses.replace(at_home, at_home=layout), *rest)
+        found = real(*arguments, **options)
+        if fault == "wrong_place":
+            return found.flip(0)
+        if fault == "wrong_rows":
+            return found.roll(1)
+        if fault == "other_owner":
+            return torch.where(found < 0, -1, found ^ 1)
+        if fault == "permuted_weights":
+            return found[0], found[1].flip(0)
+        what = {"gradient_not_returned": "d_x", "output_gradient_of_another": "d_output"}[fault]
+        return found.flip(0) if arguments[-1] == what else found
+
+    with mock.patch.object(owner, name, staticmethod(wrong) if name == "forward" else wrong):
+        yield
+
+
+def run_rank(
+    ranks: Any, problem: Problem, way: ExchangeSpec, engine: str, differentiated: bool, fault: str | None
+) -> dict[str, Any]:
+    """Every result and gradient of one rank, in NumPy, by the names of the twins."""
+    rank = torch.distributed.get_rank(ranks)
+    own = problem.ranks()[rank]
+    with running_on(engine), poisoned(), broken(fault):
+        given: Any = to_torch((own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output))
+        x, experts, routing, mask, d_output = given
+        leaves = {}
+        if differentiated:
+            leaves = {"x": x.requires_grad_()}
+            leaves |= {f"experts.{name}": array for name, array in trained(experts).items()}
+            leaves |= {f"routing.{name}": array for name, array in trained(routing).items()}
+        parallel = ExpertParallel(ranks, way)
+        options = {"parallel": parallel, "placement": problem.placement, "token_mask": mask}
+        found = parallel_moe(x, experts, routing, problem.spec, **options)
+        if differentiated:
+            found.output.backward(d_output.to(found.output.dtype))
+        results = {name: to_numpy(array) for name, array in found._asdict().items() if array is not None}
+        return results | {f"d_{name}": to_numpy(array.grad) for name, array in leaves.items()}
+
+
+def run_group(
+    pool: Pool,
+    problem: Problem,
+    exchange: ExchangeSpec,
+    engine: str = "reference",
+    *,
+    differentiated: bool = True,
+    fault: str | None = None,
+) -> dict[str, Any]:
+    """Of all ranks: by token, by place, or summed; gradients of experts are of all experts."""
+    placement = problem.placement
+    arguments = (problem, exchange, engine, differentiated, fault)
+    ranks = pool.call(run_rank, [arguments] * placement.num_ranks)
+    results = {}
+    for name in ranks[0]:
+        parts = [rank[name] for rank in ranks]
+        if name.startswith("d_experts."):
+            results[name] = gather_experts(parts, placement)
+        elif name.startswith(_SUMMED) and name != "d_routing.weights":
+            results[name] = np.sum([part.astype(np.float32) for part in parts], axis=0)
+        elif name == "overflow":
+            assert len({part.item() for part in parts}) == 1, "ranks disagree about the overflow"
+            results[name] = parts[0]
+        else:
+            results[name] = np.concatenate(parts)
+    return results
+
+
+def run_alone(problem: Problem, engine: str) -> dict[str, np.ndarray]:
+    """Output and gradients of all tokens and experts, by `moe_torch.moe` on an engine."""
+    with running_on(engine):
+        given: Any = to_torch((problem.x, problem.experts, problem.routing, problem.token_mask, problem.d_output))
+        x, experts, routing, mask, d_output = given
+        leaves = {"x": x.requires_grad_()}
+        leaves |= {f"experts.{name}": array for name, array in trained(experts).items()}
+        leaves |= {f"routing.{name}": array for name, array in trained(routing).items()}
+        output = moe_torch.moe(x, experts, routing, problem.spec, token_mask=mask).output
+        output.backward(d_output.to(output.dtype))
+        return {"output": to_numpy(output)} | {f"d_{name}": to_numpy(array.grad) for name, array in leaves.items()}
+
+
+def require_same(found: np.ndarray, expected: np.ndarray, label: str) -> None:
+    """Equal numbers, NaN where NaN is expected, of one dtype."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32), label)
+
+
+def compare_with_one_device(pool: Pool, problem: Problem, exchange: ExchangeSpec, label: str, **options: Any) -> None:
+    """Raise unless every result is the one of all tokens and experts on one device."""
+    found, stages = run_group(pool, problem, exchange, **options), problem.alone()
+    alone = stages if (engine := options.get("engine")) is None else run_alone(problem, engine)
+    require_same(found["output"], alone["output"], f"output, {label}")
+    assert found["overflow"].tolist() == [0], label
+    counts = found["tokens_per_expert"].reshape(-1, problem.placement.num_experts).sum(axis=0)
+    np.testing.assert_array_equal(counts, stages["tokens_per_expert"], label)
+    assert found["invalid_ids"].sum() == stages["invalid_ids"][0], label
+    held, received = problem.placement.tables.expert_of_place, found["received_per_expert"]
+    by_expert = np.bincount(held[held >= 0], received[held >= 0], problem.placement.num_experts)
+    np.testing.assert_array_equal(by_expert, stages["tokens_per_expert"], label)
+    if "d_x" not in found:
+        return
+    expected = problem.alone_backward(stages) if alone is stages else alone
+    for name in expected:
+        if name in ("d_x", "d_routing.weights", "d_routing.logits") or name.startswith("d_experts."):
+            require_same(found[name], expected[name], f"{name}, {label}")
+        elif name.startswith("d_routing."):
+            scale = np.abs(expected[name].astype(np.float32)).max() + 1e-3
+            slack = (2e-6 if problem.x.dtype == np.float32 else 2e-2) * len(problem.x) * scale
+            np.testing.assert_allclose(
+                found[name].astype(np.float32), expected[name].astype(np.float32), 0, slack, err_msg=f"{name}, {label}"
+            )
+
+
+def compare_with_twin(pool: Pool, problem: Problem, exchange: ExchangeSpec, label: str) -> int:
+    """Raise unless the forward is the twin's, NaN and all; returns the overflow."""
+    expected = twin(problem.ranks(), problem.spec, problem.placement, exchange)
+    found = run_group(pool, problem, exchange, differentiated=False)
+    require_same(found["output"], np.concatenate([own.output for own in expected.outputs]), f"output, {label}")
+    assert found["overflow"].tolist() == expected.overflow.tolist(), label
+    return int(found["overflow"][0])

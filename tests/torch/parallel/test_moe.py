@@ -1,0 +1,170 @@
+"""Expert parallelism on gloo ranks against one device: forward and every gradient, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import moe_torch
+from moe_core.parallel import ExchangeSpec
+from moe_core.parallel import exchange as arithmetic
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import RouterLogits, TopK
+from moe_core.specs.routing import RouterSpec
+from moe_core.specs.tuning import Tuning
+from tests.support.parallel.placements import placement_of
+from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_group
+from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
+from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
+
+__all__ = ["ranks"]
+
+WAYS = (
+    ExchangeSpec("all_to_all", "slots"),
+    ExchangeSpec("all_to_all"),
+    ExchangeSpec("all_gather"),
+    ExchangeSpec("padded", "slots"),
+    ExchangeSpec("padded"),
+)
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
+#: placement, E, W, tokens of ranks, K
+SIZES = (
+    ("linear", 6, 4, (5, 5, 5, 5), 3),
+    ("round_robin", 7, 4, (9, 0, 3, 1), 3),
+    ("balanced", 7, 3, (6, 6, 6), 2),
+    ("linear", 8, 2, (1, 1), 4),
+    ("round_robin", 5, 3, (0, 1, 0), 2),
+    ("linear", 3, 4, (3, 3, 3, 3), 2),
+    ("balanced", 4, 1, (7,), 2),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_way
+def test_every_bit_of_one_device(ranks: Pool, way: ExchangeSpec, dtype: str) -> None:
+    number = 2 * WAYS.index(way) + (dtype == "bfloat16")
+    for seed, load in enumerate(LOADS):
+        kind, experts, size, tokens, top_k = SIZES[(number + seed) % len(SIZES)]
+        if way.mode != "all_to_all":
+            tokens = (max(tokens),) * size
+            if load == "repeated":
+                continue
+        placement = placement_of(kind, experts, size, number)
+        problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN)
+        compare_with_one_device(ranks, problem, way, f"{placement}, {load}, {tokens}")
+
+
+@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
+@pytest.mark.parametrize("number, dtype", [(0, "bfloat16"), (4, "float32"), (2, "bfloat16")])
+def test_interpreted_kernels_give_every_bit_of_one_device(ranks: Pool, number: int, dtype: str) -> None:
+    """Two ranks whose experts are loaded unevenly: an owner's tiles are those of all tokens."""
+    placement = placement_of("round_robin", 3, 2)
+    problem = draw_problem(number, placement, (4, 4), 2, "hot_rank", dtype, PLAIN)
+    compare_with_one_device(ranks, problem, WAYS[number], "interpreter", engine="interpreter")
+
+
+#: What stays at home or is stored in another way: routers, biases, layouts, dtypes.
+SPECS = (
+    MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(2, renormalize=True)),
+    MoESpec(Activation("silu", gate_layout="separate"), RouterSpec(3, "sigmoid", scale=2.5), out_dtype="float32"),
+    MoESpec(Activation("relu2", gated=False), RouterSpec(2), "out_in", "out_in", recompute=True),
+)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_routers_and_biases(ranks: Pool, number: int) -> None:
+    spec, dtype = SPECS[number], ("bfloat16", "bfloat16", "float32")[number]
+    assert spec.router is not None
+    placement = placement_of(("linear", "round_robin", "balanced")[number], 6, 2 + number % 3)
+    top_k = spec.router.require_top_k()
+    tokens = (5,) * placement.num_ranks if number else (5, 3)
+    problem = draw_problem(number, placement, tokens, top_k, "masked", dtype, spec, extras=True)
+    problem = dataclasses.replace(problem, shared=None)
+    compare_with_one_device(ranks, problem, WAYS[(2 * number) % 5 if number else 1], f"{spec}")
+    logits = to_numpy(moe_torch.router(*to_torch((problem.x, problem.routing.weight)), spec=spec.logits_spec()))
+    given = dataclasses.replace(problem, routing=RouterLogits(logits, problem.routing.correction_bias))
+    compare_with_one_device(ranks, given, WAYS[1], f"{spec}, logits")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_replicas_give_the_bits_of_one_device(ranks: Pool, number: int) -> None:
+    """With one order of sums for every number of rows, since an expert's rows are at several ranks."""
+    spec = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    placement = placement_of("replicas", 5, 4, number)
+    assert placement.has_replicas
+    tokens = (5,) * 4 if number == 2 else (4, 0, 7, 1)
+    for seed, load in enumerate(LOADS):
+        if load != "repeated":
+            problem = draw_problem(seed, placement, tokens, 3, load, "bfloat16", spec)
+            compare_with_one_device(ranks, problem, WAYS[number], load, differentiated=False)
+
+
+@pytest.mark.parametrize(
+    "way", [way for way in WAYS if way.mode != "all_gather"], ids=lambda way: f"{way.mode}-{way.rows}"
+)
+@pytest.mark.parametrize("load", ["hot_rank", "masked"])
+def test_overflow_is_counted_exactly(ranks: Pool, way: ExchangeSpec, load: str) -> None:
+    """At bounds around the rows of the rank that has most, NaN and all, and where rows are dropped."""
+    placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    problem = draw_problem(11, placement, (5, 5, 5), 3, load, "float32", spec)
+    most = most_received(problem, way)
+    found = []
+    for receive in (0, 1, most - 1, most):
+        found.append(compare_with_twin(ranks, problem, dataclasses.replace(way, receive=receive), f"{receive}"))
+    assert found[-1] == 0 and all(found[:-1]) and sorted(found, reverse=True) == found
+    dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
+    assert compare_with_twin(ranks, problem, dropped, "drop") > 0
+    # Gradients of what is dropped are those without these slots.
+    run_group(ranks, problem, dropped)
+
+
+def most_received(problem: Problem, way: ExchangeSpec) -> int:
+    """The least bound at which nothing overflows, counted slot by slot."""
+    count, each = problem.placement.num_ranks, problem.placement.per_rank
+    mask = problem.token_mask
+    owners = arithmetic.physical_ids(problem.routing.ids, problem.placement, token_mask=mask).places // each
+    rows = np.zeros((count, count), int)
+    for token, own in enumerate(owners):
+        for owner in own if way.rows == "slots" else set(own):
+            rows[token // problem.tokens[0], owner] += owner >= 0
+    return int(rows.sum(axis=0).max()) if way.mode == "all_to_all" else count * int(rows.max())
+
+
+def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
+    """Blocks are for distinct ids: of a token whose two slots want one expert of a rank with one place, one is lost."""
+    placement = placement_of("linear", 2, 2)
+    problem = draw_problem(0, placement, (2, 2), 2, "random", "float32", PLAIN)
+    ids = np.array([[0, 0], [0, 0], [0, 1], [1, 0]], np.int32)
+    problem = dataclasses.replace(problem, routing=TopK(ids, problem.routing.weights))
+    for way in WAYS[2:]:
+        assert compare_with_twin(ranks, problem, way, way.mode) == 2
+    for way in WAYS[:2]:
+        compare_with_one_device(ranks, problem, way, "exact counts")
+
+
+FAULTS = (
+    ("wrong_place", 3),
+    ("wrong_rows", 4),
+    ("other_owner", 1),
+    ("other_owner", 2),
+    ("permuted_weights", 1),
+    ("permuted_weights", 3),
+    ("counts_off_by_one", 0),
+    ("slots_not_in_order", 1),
+    ("gradient_not_returned", 0),
+    ("output_gradient_of_another", 2),
+)
+
+
+@pytest.mark.parametrize("fault, number", FAULTS)
+def test_planted_faults_are_found(ranks: Pool, fault: str, number: int) -> None:
+    problem = draw_problem(5, placement_of("linear", 6, 2), (5, 5), 3, "random", "float32", PLAIN)
+    compare_with_one_device(ranks, problem, WAYS[number], "without a fault")
+    with pytest.raises(AssertionError):
+        compare_with_one_device(ranks, problem, WAYS[number], "with a fault", fault=fault)
