@@ -146,8 +146,8 @@ class _Planner:
         found = layout(ids)
         capacity = len(found.slot_of_row)
         slots = _layout(len(ids), self.top_k, capacity, found.slot_of_row, found.row_of_slot)
-        own = [take(array.reshape(-1, 1), found.slot_of_row, fill) for array, fill in ((ids, -1), (weights, 0.0))]
-        return slots, *own
+        own = take(ids.reshape(-1, 1), found.slot_of_row, -1)
+        return slots, own, take(weights.reshape(-1, 1), found.slot_of_row, 0.0)
 
 
 class _Counted(_Planner):

@@ -24,7 +24,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any, timeout: float) -> None
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    options = {"timeout": datetime.timedelta(seconds=timeout)}
+    options: Any = {"timeout": datetime.timedelta(seconds=timeout)}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, **options)
     groups = {size: dist.new_group(list(range(size)), **options) for size in range(1, ranks + 1)}
     pipe.send("ready")

@@ -112,6 +112,20 @@ def run_rank(
         return results | {f"d_{name}": to_numpy(array.grad) for name, array in leaves.items()}
 
 
+def parallel_call(ranks: Any, options: dict[str, Any], problem: Problem) -> tuple[str, str]:
+    """What a call with other options of ExpertParallel, or another placement, raises: its class and text."""
+    options = dict(options)
+    own = problem.ranks()[torch.distributed.get_rank(ranks)]
+    placement = options.pop("placement", problem.placement)
+    try:
+        parallel = ExpertParallel(ranks, **options)
+        x, experts, routing = to_torch((own.x, own.experts, own.routing))
+        parallel_moe(x, experts, routing, problem.spec, parallel=parallel, placement=placement)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def run_group(
     pool: Pool,
     problem: Problem,

@@ -1,0 +1,144 @@
+"""Ranks that raise, disagree, die or are late: the others find out at once, or when their time is up, and say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from moe_core.parallel import ExchangeSpec, Placement
+from tests.support.parallel.pool import Failed, Pool, ranks
+from tests.support.parallel.torch import parallel_call, run_rank
+from tests.support.parallel.twins import PLAIN, Problem, draw_problem
+
+__all__ = ["ranks"]
+
+WAYS = (ExchangeSpec(), ExchangeSpec("padded", "slots"), ExchangeSpec("all_gather"))
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.mode)
+#: Seconds in which a failure is known everywhere.
+SOON = 5
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 20
+
+
+def problem_of(tokens: tuple[int, ...] = (4, 4), top_k: int = 2) -> Problem:
+    return draw_problem(1, Placement.linear(6, len(tokens)), tokens, top_k, "random", "float32", PLAIN)
+
+
+def arguments(problem: Problem, way: ExchangeSpec) -> list[Any]:
+    return [(problem, way, "reference", True, None)] * problem.placement.num_ranks
+
+
+@every_way
+def test_a_rank_that_raises_is_named_at_once(ranks: Pool, way: ExchangeSpec) -> None:
+    given = arguments(problem_of((4, 4, 4)), way)
+    broken = dataclasses.replace(given[1][0], spec=dataclasses.replace(PLAIN, apply_router_weight_on_input=True))
+    given[1] = (broken, *given[1][1:])
+    start = time.monotonic()
+    with pytest.raises(Failed) as caught:
+        ranks.call(run_rank, given)
+    assert time.monotonic() - start < SOON
+    kinds = {rank: kind for rank, (kind, _) in caught.value.errors.items()}
+    assert kinds == {0: "PeerFailed", 1: "Unsupported", 2: "PeerFailed"}
+    assert caught.value.errors[0][1].startswith(f"rank 1 failed before mode {way.mode}")
+    # The group goes on.
+    ranks.call(run_rank, arguments(problem_of((4, 4, 4)), way))
+
+
+@every_way
+@pytest.mark.parametrize("what", ["top_k", "placement", "way", "gradients"])
+def test_ranks_that_disagree_all_raise(ranks: Pool, way: ExchangeSpec, what: str) -> None:
+    given = arguments(problem_of(), way)
+    problem, *rest = given[1]
+    if what == "top_k":
+        problem = problem_of(top_k=3)
+    elif what == "placement":
+        problem = dataclasses.replace(problem, placement=Placement.round_robin(6, 2))
+    elif what == "way":
+        rest[0] = dataclasses.replace(way, on_overflow="drop")
+    else:
+        rest[2] = False
+    given[1] = (problem, *rest)
+    with pytest.raises(Failed) as caught:
+        ranks.call(run_rank, given)
+    for kind, text in caught.value.errors.values():
+        assert kind == "InvalidInput" and f"all ranks must agree before mode {way.mode}, got another" in text
+    assert len(caught.value.errors) == 2
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.mode)
+def test_tokens_differ_where_messages_have_one_size(ranks: Pool, way: ExchangeSpec) -> None:
+    with pytest.raises(Failed, match="got another tokens"):
+        ranks.call(run_rank, arguments(problem_of((4, 3)), way))
+
+
+def test_wrong_arguments_are_named(ranks: Pool) -> None:
+    problem = problem_of()
+    found = ranks.call(parallel_call, [({"placement": Placement.linear(6, 4)}, problem)] * 2)
+    assert all(kind == "InvalidInput" for kind, _ in found)
+    assert found[0][1].startswith("placement must be of the 2 ranks of the mesh, got 6 experts on 4 ranks of 2")
+    found = ranks.call(parallel_call, [({"max_tokens": 3}, problem)] * 2)
+    assert found == [("InvalidInput", "x must have at most max_tokens = 3 tokens, got 4; raise max_tokens")] * 2
+    for options, text in (
+        ({"exchange": ExchangeSpec("peer")}, "exchange.mode must not be 'peer' in moe_torch.parallel"),
+        ({"exchange": ExchangeSpec(sums="ranks")}, "exchange.sums must not be 'ranks'"),
+        ({"exchange": ExchangeSpec(chunks=2)}, "exchange.chunks must not be 2"),
+        ({"tensor": "tp"}, "tensor must be None: splitting each expert"),
+    ):
+        kind, message = ranks.call(parallel_call, [(options, problem)])[0]
+        assert kind == "Unsupported" and text in message
+    kind, message = ranks.call(parallel_call, [({"timeout": 0}, problem)])[0]
+    assert kind == "InvalidInput" and "timeout must be above 0" in message
+
+
+def die(group: Any, *arguments: Any) -> Any:
+    os._exit(3)
+
+
+def sleep(group: Any, seconds: float) -> Any:
+    time.sleep(seconds)
+
+
+def test_a_rank_that_dies_is_an_error_elsewhere() -> None:
+    pool = Pool(2)
+    try:
+        pool.start(run_rank, arguments(problem_of(), WAYS[0]))
+        assert all(pool.result(rank)[0] for rank in range(2))
+        pool.pipes[1].send((die, 2, ()))
+        pool.pipes[0].send((run_rank, 2, arguments(problem_of(), WAYS[0])[0]))
+        good, (kind, text, _) = pool.result(0)
+        assert not good and kind == "RuntimeError"
+        assert text.startswith("all_gather of header and counts in mode all_to_all failed on rank 0 of 2")
+        assert "another rank died, is late" in text
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("timeout", [None, 1.5])
+def test_a_rank_that_is_late_is_an_error_elsewhere(timeout: float | None) -> None:
+    """After the time of the group, or of ExpertParallel."""
+    pool = Pool(2, timeout=2 if timeout is None else 30)
+    try:
+        given = arguments(problem_of(), WAYS[0])[0]
+        pool.start(run_rank, [given] * 2)
+        assert all(pool.result(rank)[0] for rank in range(2))
+        pool.pipes[1].send((sleep, 2, (8,)))
+        pool.pipes[0].send((parallel_call, 2, ({"timeout": timeout}, given[0])))
+        start = time.monotonic()
+        good, (kind, text) = pool.result(0)
+        assert time.monotonic() - start < SOON
+        assert good and kind == "RuntimeError"
+        assert text.startswith("all_gather of header and counts in mode all_to_all failed on rank 0 of 2")
+    finally:
+        pool.close()
