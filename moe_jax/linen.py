@@ -49,6 +49,7 @@ from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
+from moe_jax.parallel.axis import ExpertAxis
 
 try:
     import flax.linen as nn
@@ -75,7 +76,8 @@ class MoE(nn.Module):
     Fields: those of `MoELayerSpec`, by the same names; dtype: computed in and returned, None = the promotion of x and
     the parameters; param_dtype: parameters are made in; kernel_init: draws one matrix `[inputs, outputs]` at a time;
     num_layers: None, or L for a stack `[L, ...]` whose calls name a layer; logical_axes: what the parameters' axes are
-    called. Raises InvalidInput, also in calls inside `nn.logical_axis_rules` that do not know these names.
+    called; expert_axis: the mesh axis over which experts are split, see `moe_jax.layers.forward`. Raises InvalidInput,
+    also in calls inside `nn.logical_axis_rules` that do not know these names.
     """
 
     d_model: int
@@ -91,6 +93,7 @@ class MoE(nn.Module):
     kernel_init: Initializer = DEFAULT_KERNEL_INIT
     num_layers: int | None = None
     logical_axes: layers.LogicalAxes = layers.LogicalAxes()
+    expert_axis: Any = None
     router_bias: bool = False
     correction_bias: bool = False
     apply_router_weight_on_input: bool = False
@@ -109,13 +112,15 @@ class MoE(nn.Module):
     sparse_mixer: float | None = None
 
     def __post_init__(self) -> None:
-        layers.leaves(self.spec, self.num_layers)  # Wrong fields are refused here, not in the first call.
+        # Wrong fields are refused here, not in the first call.
+        layers.leaves(self.spec, self.num_layers)
+        ExpertAxis.of(self.expert_axis)
         super().__post_init__()
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
         """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
-        num_layers, name."""
+        num_layers, expert_axis, name."""
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
@@ -147,9 +152,13 @@ class MoE(nn.Module):
                 "module_path that leaves this layer out"
             )
         prepacked = layers.is_prepacked(self.variables.get(QUANTIZED, {}))
-        places = tuple((leaf.path, leaf) for leaf in layers.leaves(spec, self.num_layers, prepacked))
+        every, axis = layers.leaves(spec, self.num_layers, prepacked), ExpertAxis.of(self.expert_axis)
+        if axis is not None and axis.is_manual:
+            every = tuple(layers.local_leaf(leaf, axis) for leaf in every)
+        places = tuple((leaf.path, leaf) for leaf in every)
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
+        options["expert_axis"] = None if self.is_initializing() else axis
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())

@@ -46,6 +46,7 @@ from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
+from moe_jax.parallel.axis import ExpertAxis
 
 try:
     from flax import nnx
@@ -114,7 +115,8 @@ class MoE(nnx.Module):
 
     logical_axes: the names of the parameters' axes (`out_sharding`), MaxText's ("exp", "embed_moe", "mlp_moe") for
     `wi_0` unless given. Parameters are made sharded under a mesh with `nnx.logical_axis_rules` for those names, and
-    otherwise left where JAX puts them. Raises InvalidInput, also for rules that do not know the names.
+    otherwise left where JAX puts them. expert_axis: the mesh axis over which experts are split, see
+    `moe_jax.layers.forward`. Raises InvalidInput, also for rules that do not know the names.
     """
 
     gate: ParameterGroup
@@ -147,6 +149,7 @@ class MoE(nnx.Module):
         kernel_init: Initializer = DEFAULT_KERNEL_INIT,
         num_layers: int | None = None,
         logical_axes: layers.LogicalAxes = _MAXTEXT_AXES,
+        expert_axis: str | ExpertAxis | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -156,6 +159,7 @@ class MoE(nnx.Module):
         self.spec = layers.MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
         self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
         self.logical_axes = logical_axes
+        self.expert_axis: str | ExpertAxis | None = ExpertAxis.of(expert_axis)
         for leaf in layers.leaves(self.spec, num_layers):
             place = self
             for key in leaf.path[:-1]:
@@ -168,7 +172,7 @@ class MoE(nnx.Module):
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
         """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
-        num_layers."""
+        num_layers, expert_axis."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
@@ -209,6 +213,7 @@ class MoE(nnx.Module):
         if scheme is not None:
             self.quantize_experts(scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
+        options["expert_axis"] = self.expert_axis
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
 

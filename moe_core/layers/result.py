@@ -12,7 +12,8 @@ class MoEAux(NamedTuple):
     expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the
     slot. weights fp32 `[T, K]`: of the router, 0 where masked. invalid_ids int32 `[1]`: ids outside [-1, E), always
     zero where the layer's own router chose. logits fp32 `[T, E]`: differentiable, for losses of other formulas;
-    anything where masked. T counts the tokens of all leading axes.
+    anything where masked. T counts the tokens of all leading axes. overflow int32 `[1]` or None: of expert-parallel
+    layers, rows of all ranks that did not fit.
     """
 
     load_balance_loss: Any
@@ -22,3 +23,4 @@ class MoEAux(NamedTuple):
     weights: Any
     invalid_ids: Any
     logits: Any
+    overflow: Any = None

@@ -39,13 +39,14 @@ from moe_jax.layers.parameters import (
     nested,
 )
 from moe_jax.layers.qwix import current_rule, scheme_of_rule
+from moe_jax.layers.sharded import expert_sharding, expert_specs, local_leaf
 from moe_jax.layers.stages import RoutedBy
 from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, quantize_experts, restore_weights
 
 __all__ = [
     "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "RoutedBy", "current_rule",
-    "explain",
-    "export_weights", "find", "forward", "initialize", "is_prepacked", "leaves", "load_weights", "nested",
+    "expert_sharding", "expert_specs", "explain", "export_weights", "find", "forward", "initialize", "is_prepacked",
+    "leaves", "load_weights", "local_leaf", "nested",
     "prepack_weights", "quantize_experts", "require_rules", "restore_weights", "router_losses", "scheme_of_rule",
     "warmup",
 ]  # fmt: skip

@@ -25,9 +25,11 @@ from moe_core.specs.operands import MoEOperands
 from moe_jax.bridge.calls import moe_request
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
+from moe_jax.layers.sharded import over_mesh
 from moe_jax.layers.stages import RoutedBy, of_rows, run_layer
 from moe_jax.layers.weights import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, RouterWeights, SharedExpert
+from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.warmup import make_ready
 
 #: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
@@ -47,6 +49,7 @@ def forward(
     token_mask: Array | None = None,
     layer_index: Array | int | None = None,
     routed_by: RoutedBy = _BY_X,
+    expert_axis: str | ExpertAxis | None = None,
     return_aux: bool = False,
 ) -> Any:
     """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
@@ -58,11 +61,28 @@ def forward(
     compute dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack
     is refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place
     on a CPU, raises. With a capacity limit the slots past it are dropped. The op runs in stages then,
-    for a router with a norm or expert scales, and where routed_by says what the router goes by. Raises InvalidInput,
-    Unsupported.
+    for a router with a norm or expert scales, and where routed_by says what the router goes by.
+
+    expert_axis: the mesh axis over which experts are split (docs/user/parallel.md). Inside a `jax.shard_map` over it, x
+    and parameters are local parts, the losses' mean over ranks is that of all tokens, and the rest of MoEAux is of the
+    local ones. Outside, with a mesh set that has the axis, they are the whole, and the layer runs in a shard_map of its
+    own. With neither it is a layer like any other. Raises InvalidInput, Unsupported.
     """
+    axis = ExpertAxis.of(expert_axis)
+    if axis is not None and not axis.is_manual:
+        if (mesh := axis.mesh()) is not None:
+            by_token = {"x": x, "token_mask": token_mask} | vars(routed_by)
+
+            def local(parameters: Parameters, layer_index: Any, given: dict[str, Any], axis: ExpertAxis) -> Any:
+                of_x = {name: given.pop(name, None) for name in ("x", "token_mask")}
+                options = {"dtype": dtype, "layer_index": layer_index, "return_aux": return_aux, "expert_axis": axis}
+                return forward(parameters, spec=spec, routed_by=RoutedBy(**given), **of_x, **options)
+
+            return over_mesh(local, axis, mesh, spec, (parameters, layer_index), by_token, return_aux)
+        axis = None
     operands, around, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
-    result, tokens_per_expert = run_layer(operands, around, spec, of_rows(routed_by, x, operands, spec))
+    by = of_rows(routed_by, x, operands, spec)
+    result, tokens_per_expert = run_layer(operands, around, spec, by, axis)
     y = result.output.reshape(x.shape)
     if layer_exists is not None:
         y = jnp.where(layer_exists, y, jnp.nan)
@@ -70,8 +90,10 @@ def forward(
         y = checkpoint_name(y, name)
     if not return_aux:
         return y
-    losses = router_losses(result.logits, tokens_per_expert, operands.token_mask, spec=spec.router)
-    return y, MoEAux(*losses, tokens_per_expert, result.ids, result.weights, result.invalid_ids, result.logits)
+    over = () if axis is None else axis.over
+    losses = router_losses(result.logits, tokens_per_expert, operands.token_mask, spec=spec.router, over=over)
+    of_tokens = result.ids, result.weights, result.invalid_ids, result.logits
+    return y, MoEAux(*losses, tokens_per_expert, *of_tokens, getattr(result, "overflow", None))
 
 
 def explain(

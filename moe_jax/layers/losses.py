@@ -14,12 +14,19 @@ from moe_jax.ops import Array
 
 
 def router_losses(
-    logits: Array, tokens_per_expert: Array, token_mask: Array | None = None, *, spec: RouterSpec
+    logits: Array,
+    tokens_per_expert: Array,
+    token_mask: Array | None = None,
+    *,
+    spec: RouterSpec,
+    over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference.router_losses` has the
     formulas.
 
-    Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py.
+    Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py. over: mesh axes
+    of a shard_map, over whose ranks the mean of either result is then the loss of all their tokens; no gradient needs a
+    message for that.
     """
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
@@ -29,7 +36,14 @@ def router_losses(
         logits = logits * spec.logit_scale
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
-    num_tokens = jnp.maximum(kept.sum(), 1).astype(logits.dtype)
+    num_tokens = kept.sum(dtype=jnp.int32)
+    if over:  # a rank's share of the tokens, so that the mean is that of all
+        tokens_per_expert, num_tokens = jax.lax.psum((jnp.asarray(tokens_per_expert), num_tokens), over)
+        ranks = jax.lax.axis_size(over)
+        tokens_per_expert, num_tokens = tokens_per_expert / ranks, jnp.maximum(num_tokens, 1) / ranks
+    else:
+        num_tokens = jnp.maximum(num_tokens, 1)
+    num_tokens = jnp.asarray(num_tokens, logits.dtype)
     slot_share = jnp.asarray(tokens_per_expert, logits.dtype) / (num_tokens * spec.require_top_k())
     mean_share = _shares(logits, spec.scoring, kept).sum(axis=0) / num_tokens
     squares = jnp.where(kept, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0)

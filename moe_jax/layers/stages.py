@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
+from moe_core.parallel import ParallelOutput
 from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
 from moe_core.specs.routing import LogitsSpec
 from moe_jax import ops
 from moe_jax.ops import MoEOutput, Routing, TopK
+from moe_jax.parallel.axis import ExpertAxis
+from moe_jax.parallel.forward import run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +88,62 @@ def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
         )
 
 
+class _Experts:
+    """The experts of a layer: on this device, or of the ranks of an axis."""
+
+    def __init__(self, spec: MoELayerSpec, axis: ExpertAxis | None) -> None:
+        self.axis, self.group = axis, None if axis is None else axis.group(spec.num_experts)
+        if axis is not None and spec.norm_of_experts is not None:
+            raise Unsupported(
+                "expert_axis must be None for a layer with a norm of each expert's result, which is between what ranks "
+                f"exchange, got {axis.name!r}; leave it out"
+            )
+
+    def spec(self, spec: MoELayerSpec, tokens: int) -> MoESpec:
+        """The options of the layer's ops, with tiles as for all ranks' tokens."""
+        own = spec.moe_spec(MAXTEXT)
+        return own if self.group is None else self.group.whole(own, tokens)
+
+    def run(
+        self, x: Any, experts: Any, routing: Any, spec: MoESpec, token_mask: Any = None, shared: Any = None
+    ) -> MoEOutput | ParallelOutput:
+        if self.group is None:
+            return ops.moe(x, experts, routing, spec, token_mask=token_mask, shared=shared)
+        return run(x, experts, routing, spec, self.group, token_mask, shared)
+
+    def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
+        """Whether slots, numbered among their expert's here, are within the capacity for all ranks' tokens."""
+        if self.axis is None:
+            return rank < spec.capacity(ids.shape[0])
+        ranks = jax.lax.axis_size(self.axis.over)
+        earlier = jnp.arange(ranks) < jax.lax.axis_index(self.axis.over)
+        before = jnp.where(earlier[:, None], jax.lax.all_gather(counts, self.axis.over), 0).sum(axis=0)
+        return rank + before[ids] < spec.capacity(ranks * ids.shape[0])
+
+
 def run_layer(
-    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy
-) -> tuple[MoEOutput, jax.Array]:
+    given: MoEOperands,
+    around: Mapping[str, LayerPart],
+    spec: MoELayerSpec,
+    by: RoutedBy,
+    axis: ExpertAxis | None = None,
+) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """The result of a layer and the slots routed to each expert, `[E]`, before any capacity limit."""
-    moe_spec, x, mask = spec.moe_spec(MAXTEXT), given.x, given.token_mask
+    x, mask, of_layer = given.x, given.token_mask, _Experts(spec, axis)
     if not spec.in_stages and by.gate_inputs is None and by.expert_ids is None:
-        result = ops.moe(x, given.experts, given.routing, moe_spec, token_mask=mask, shared=given.shared)
+        moe_spec = of_layer.spec(spec, x.shape[0])
+        result = of_layer.run(x, given.experts, given.routing, moe_spec, mask, given.shared)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
-    result, counts = _run_stages(given, around, spec, by)
+    result, counts = _run_stages(given, around, spec, by, of_layer)
     return result._replace(output=_finished(result.output, around, spec)), counts
 
 
 def _run_stages(
-    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy
-) -> tuple[MoEOutput, jax.Array]:
+    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy, of_layer: _Experts
+) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """As `run_layer`, up to the sum of the experts."""
-    moe_spec, x, router, mask = spec.moe_spec(MAXTEXT), given.x, given.routing, given.token_mask
+    x, router, mask = given.x, given.routing, given.token_mask
+    moe_spec = of_layer.spec(spec, x.shape[0])
     scored = x if by.gate_inputs is None else by.gate_inputs
     # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
@@ -120,7 +162,7 @@ def _run_stages(
     if spec.capacity_factor is not None:
         # A slot's place among its expert's; slots without a row have the id -1 and stay so.
         rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
-        ids = jnp.where(rank < spec.capacity(x.shape[0]), ids, -1)
+        ids = jnp.where(of_layer.kept(rank, ids, spec, layout.group_sizes), ids, -1)
     if by.expert_ids is not None:
         outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
         outside = outside if mask is None else outside & mask[:, None]
@@ -128,10 +170,10 @@ def _run_stages(
     given_ids = TopK(ids, routing.weights)
     if spec.latent is None and spec.norm_of_experts is None:
         moe_spec = dataclasses.replace(moe_spec, router=None)
-        result = ops.moe(x, given.experts, given_ids, moe_spec, shared=given.shared)
-        return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
-    output = _around_experts(given, around, spec, given_ids)
-    return MoEOutput(output, ids, routing.weights, logits, layout.group_sizes, invalid_ids), layout.group_sizes
+        result = of_layer.run(x, given.experts, given_ids, moe_spec, shared=given.shared)
+    else:
+        result = _around_experts(given, around, spec, given_ids, of_layer)
+    return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
 
 
 def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing:
@@ -146,10 +188,11 @@ def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing
 
 
 def _around_experts(
-    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK
-) -> jax.Array:
+    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
+) -> MoEOutput | ParallelOutput:
     """The sum of experts with a latent width, or with a norm of each one's result, and of shared experts."""
-    moe_spec, x, experts = spec.moe_spec(MAXTEXT), given.x, given.experts
+    x, experts = given.x, given.experts
+    moe_spec = of_layer.spec(spec, x.shape[0])
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
     rows = x
     if spec.latent is not None:
@@ -158,16 +201,17 @@ def _around_experts(
             rows = ops.rms_norm(rows, around["before"].norm, spec.latent.norm)
     if spec.norm_of_experts is None:
         plain = dataclasses.replace(moe_spec, router=None, shared_activation=None)
-        output = ops.moe(rows, experts, routing, plain).output
+        result = of_layer.run(rows, experts, routing, plain)
     else:
         output = _normalised(rows, experts, routing, moe_spec, (around["output"].norm, spec.norm_of_experts))
+        result = MoEOutput(output, routing.ids, routing.weights, None, None, None)
+    output = result.output
     if spec.latent is not None:
         output = ops.matmul_ogs(MatmulOperands(output, around["after"].weight), None, product)
-    if given.shared is None:
-        return output
-    visited = _shared(x, given.shared, moe_spec, product, experts.layer_index)
-    total = at_least_float32(output) + at_least_float32(visited)
-    return total.astype(output.dtype)
+    if given.shared is not None:
+        visited = _shared(x, given.shared, moe_spec, product, experts.layer_index)
+        output = (at_least_float32(output) + at_least_float32(visited)).astype(output.dtype)
+    return result._replace(output=output)
 
 
 def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[Any, NormSpec]) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moe_jax.autodiff.function import varying_alike
 from moe_jax.parallel.exchange import Splits, take
 
 
@@ -34,8 +35,9 @@ def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float
 
 def _exchanged(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
     into = jnp.full((static.count, rows.shape[1]), static.unused, rows.dtype)
-    into = varying_over(into, static.axis_name)
-    offsets = splits.sent_start, splits.sent, splits.peer_start, splits.received
+    rows, into, *own = varying_alike((rows, into, *splits))
+    sent, received, sent_start, peer_start = own
+    offsets = sent_start, sent, peer_start, received
     return jax.lax.ragged_all_to_all(rows, into, *offsets, axis_name=static.axis_name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from moe_core.parallel.plan import plan_exchange
 from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.specs.tuning import Tuning
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
@@ -65,29 +66,65 @@ def moe(
         InvalidInput: outside of a shard_map over that axis; another number of ranks or experts than the placement's.
         Unsupported: what exchanges cannot do yet, and gradients of experts with replicas, when they are taken.
     """
-    for name, value, kind in (("spec", spec, MoESpec), ("placement", placement, Placement)):
-        require_type(name, value, kind)
-    x = _require_x(x)
+    require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
-    require_ranks(axis_name, placement, exchange, spec)
+    return run(x, experts, routing, spec, Group(axis_name, placement, exchange), token_mask)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share experts, and how they exchange rows."""
+
+    axis_name: str
+    placement: Placement
+    exchange: ExchangeSpec
+
+    def whole(self, spec: MoESpec, tokens: int) -> MoESpec:
+        """The options with tiles as for so many tokens on each rank, and all experts."""
+        tuning = Tuning() if spec.tuning is None else spec.tuning
+        expected: dict[str, Any] = {"expected_tokens": max(1, self.placement.num_ranks * tokens)}
+        expected["expected_experts"] = self.placement.num_experts
+        return dataclasses.replace(spec, tuning=dataclasses.replace(tuning, **expected))
+
+    def owner(self, spec: MoESpec, slots: int) -> MoESpec:
+        """The options of the experts, whose rows are slots of which every rank has so many."""
+        plain = dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None)
+        return self.whole(plain, slots)
+
+
+def run(
+    x: Any,
+    experts: ExpertWeights,
+    routing: Any,
+    spec: MoESpec,
+    group: Group,
+    token_mask: Any = None,
+    shared: SharedExpert | None = None,
+) -> ParallelOutput:
+    """`moe` with a shared expert, which every rank has whole and runs on its own tokens."""
+    require_type("spec", spec, MoESpec)
+    require_type("routing", routing, RouterWeights, RouterLogits, TopK)
+    x, placement, axis_name = _require_x(x), group.placement, group.axis_name
+    _require_ranks(group, spec)
     _require_experts(experts, placement)
     mask = None if token_mask is None else jnp.asarray(token_mask)
-    x, rank = varying_over(x, axis_name), jax.lax.axis_index(axis_name)
-    require_type("routing", routing, RouterWeights, RouterLogits, TopK)
-    # The gradient of x is that of its slots and, where they are routed here, the router's.
-    wide = used(x, 1 + isinstance(routing, RouterWeights), jnp.float32)
-    group = placement.num_ranks * x.shape[0]
-    ids, weights, logits, traveling = _route(x, wide[-1], routing, spec, mask, group)
-    plan_exchange(x.shape[0], ids.shape[1], x.shape[1], x.dtype.name, placement, exchange)
-    places, invalid_ids = arithmetic.physical_ids(ids, placement, first_token=rank * x.shape[0], token_mask=mask)
-    sizes = Sizes(axis_name, placement, exchange, x.shape[0], ids.shape[1])
+    x, rank, tokens = varying_over(x, axis_name), jax.lax.axis_index(axis_name), x.shape[0]
+    # The gradient of x: what is beside the slots is added up first.
+    scored = isinstance(routing, RouterWeights)
+    *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
+    ids, weights, logits, traveling = _route(x, others[-1] if scored else x, routing, group.whole(spec, tokens), mask)
+    plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange)
+    places, invalid_ids = arithmetic.physical_ids(ids, placement, first_token=rank * tokens, token_mask=mask)
+    sizes = Sizes(axis_name, placement, group.exchange, tokens, ids.shape[1])
     routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(traveling))
-    sent: Any = dispatch(sizes, routes, jax.lax.stop_gradient(x), wide[0], traveling)
+    sent: Any = dispatch(sizes, routes, jax.lax.stop_gradient(x), wide, traveling)
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
-    own = owner_spec(spec, group * ids.shape[1], placement)
-    found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), own)
-    output = combine(sizes, spec.out_dtype, routes, found.output)
+    found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
+    beside = None
+    if shared is not None:
+        beside = _visited(others[0].astype(x.dtype), experts, shared, group.whole(spec, tokens))
+    output: Any = combine(sizes, spec.out_dtype or x.dtype.name, routes, found.output, beside)
     counts = jnp.zeros(placement.num_experts, jnp.int32)
     counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
     counts = counts.at[chosen].add(1, mode="drop")
@@ -95,8 +132,16 @@ def moe(
     return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
 
 
+def _visited(x: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec) -> jax.Array:
+    """The rows of the shared expert, times its gate, in fp32: of a forward in which no token has an expert."""
+    tokens = x.shape[0]
+    nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
+    spec = dataclasses.replace(spec, router=None, out_dtype="float32")
+    return ops.moe(x, jax.tree.map(jax.lax.stop_gradient, experts), nowhere, spec, shared=shared).output
+
+
 def _route(
-    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None, group_tokens: int
+    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None
 ) -> tuple[Any, Any, Any, jax.Array]:
     """ids, weights and logits as returned, and the weights that travel."""
     if isinstance(routing, TopK):
@@ -107,8 +152,7 @@ def _route(
         if token_mask is not None:
             # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
             x, wide = (jnp.where(token_mask[:, None], rows, 0) for rows in (x, wide))
-        options = dataclasses.replace(spec.logits_spec(), expected_tokens=max(1, group_tokens))
-        found = ops.router(x, routing.weight, bias=routing.bias, spec=options, wide=wide)
+        found = ops.router(x, routing.weight, bias=routing.bias, spec=spec.logits_spec(), wide=wide)
         for_routing, logits = used(found, 2, jnp.float32)
     else:
         for_routing = logits = routing.logits
@@ -118,17 +162,10 @@ def _route(
     return ids, weights, logits, traveling
 
 
-def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:
-    """The options of the experts, whose rows are slots: tiles and sums are those of all ranks' slots and experts."""
-    tuning = Tuning() if spec.tuning is None else spec.tuning
-    expected = {"expected_tokens": max(1, group_slots), "expected_experts": placement.num_experts}
-    tuning = dataclasses.replace(tuning, **expected)
-    return dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None, tuning=tuning)
-
-
-def require_ranks(axis_name: str, placement: Placement, exchange: ExchangeSpec, spec: MoESpec) -> None:
+def _require_ranks(group: Group, spec: MoESpec) -> None:
     """Raise InvalidInput unless the axis is manual here and has the placement's ranks, Unsupported for what exchanges
     in JAX do not do."""
+    axis_name, placement, exchange = group.axis_name, group.placement, group.exchange
     try:
         size = jax.lax.axis_size(axis_name)
     except NameError as error:

@@ -43,19 +43,23 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def combine(sizes: Sizes, out_dtype: str | None, routes: Routes, rows: jax.Array) -> jax.Array:
-    """y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners. NaN where a slot did not fit."""
-    y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), order="row", out_dtype=out_dtype)
+def combine(sizes: Sizes, out_dtype: str, routes: Routes, rows: jax.Array, beside: jax.Array | None) -> jax.Array:
+    """y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners, plus beside fp32 `[T, D]`. NaN where
+    a slot did not fit."""
+    options = {"order": "row", "shared": beside, "out_dtype": out_dtype}
+    y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), **options)
     return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow == "error" else y
 
 
-def _combine_forward(sizes: Sizes, out_dtype: str | None, routes: Routes, rows: Any) -> Any:
-    return combine(sizes, out_dtype, routes, rows), (routes, jnp.zeros(0, rows.dtype))
+def _combine_forward(sizes: Sizes, out_dtype: str, routes: Routes, rows: Any, beside: Any) -> Any:
+    likes = jax.tree.map(lambda array: jnp.zeros(0, array.dtype), (rows, beside))
+    return combine(sizes, out_dtype, routes, rows, beside), (routes, *likes)
 
 
-def _combine_backward(sizes: Sizes, out_dtype: str | None, saved: Any, d_y: Any) -> Any:
-    routes, like = saved
-    return None, push(sizes, routes, d_y.astype(like.dtype))
+def _combine_backward(sizes: Sizes, out_dtype: str, saved: Any, d_y: Any) -> Any:
+    routes, rows, beside = saved
+    d_beside = None if beside is None else d_y.astype(beside.dtype)
+    return None, push(sizes, routes, d_y.astype(rows.dtype)), d_beside
 
 
 combine.defvjp(_combine_forward, _combine_backward)

@@ -23,7 +23,7 @@ from moe_core.specs.tuning import Tuning
 from moe_jax import parallel
 from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel import function, routes
-from moe_jax.parallel.forward import owner_spec
+from moe_jax.parallel.forward import Group
 from tests.support.jax import running_on, to_jax
 from tests.support.parallel.jax import RANKS, by_place, compare_with_one_device, ep_mesh, group_step, run_group
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
@@ -151,7 +151,7 @@ def test_owners_have_the_tiles_of_all_ranks() -> None:
     """Whatever travels, their rows are slots: as where a plan sends slots."""
     plan = plan_exchange(4, 2, 12, "float32", PLACEMENT, PADDED)
     spec = MoESpec(PLAIN.activation, RouterSpec(2), tuning=Tuning(batch_invariant=True))
-    found = owner_spec(spec, 2 * 4 * 2, PLACEMENT)
+    found = Group("ep", PLACEMENT, ExchangeSpec()).owner(spec, 4 * 2)
     assert found.router is None and found.tuning == Tuning(
         batch_invariant=True, expected_tokens=plan.expected_tokens, expected_experts=plan.expected_experts
     )

@@ -78,14 +78,16 @@ SPECS = (
 )
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_routers_and_biases(number: int) -> None:
-    spec, dtype = SPECS[number], ("bfloat16", "bfloat16", "float32")[number]
+@pytest.mark.parametrize("number, dtype", [(0, "float32"), (1, "bfloat16"), (2, "float32")])
+def test_routers_biases_and_shared_experts(number: int, dtype: str) -> None:
+    spec = SPECS[number]
     assert spec.router is not None
     placement = placement_of(("linear", "round_robin", "balanced")[number], 6, 2 + number % 3)
     top_k = spec.router.require_top_k()
     problem = draw_problem(number, placement, (5,) * placement.num_ranks, top_k, "masked", dtype, spec, extras=True)
-    compare_with_one_device(dataclasses.replace(problem, shared=None), WAYS[2 * number], f"{spec}")
+    # d_x of the shared expert, which has the dtype of x, is rounded before it is added.
+    problem = problem if dtype == "float32" else dataclasses.replace(problem, shared=None)
+    compare_with_one_device(problem, WAYS[2 * number], f"{spec}")
 
 
 @pytest.mark.parametrize("number", [0, 4])

@@ -18,6 +18,7 @@ from moe_core.parallel.shards import gather_experts, shard_experts
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, named_fields
 from moe_jax import parallel
+from moe_jax.parallel.forward import Group, run
 from tests.support.jax import running_on, to_jax
 from tests.support.parallel.twins import Problem
 
@@ -39,12 +40,12 @@ def by_place(experts: ExpertWeights, placement: Placement) -> ExpertWeights:
 def group_step(
     spec: MoESpec, placement: Placement, exchange: ExchangeSpec, *, differentiated: bool = True, check_vma: bool = True
 ) -> Any:
-    """The jitted call `(x, experts, routing, mask, d_output) -> (outputs, gradients)` of all ranks."""
+    """The jitted call `(x, experts, routing, mask, d_output, shared) -> (outputs, gradients)` of all ranks."""
 
-    def step(x: Any, experts: Any, routing: Any, mask: Any, d_output: Any) -> Any:
+    def step(x: Any, experts: Any, routing: Any, mask: Any, d_output: Any, shared: Any) -> Any:
         def forward(x: Any, experts: Any, weights: Any) -> Any:
             given = dataclasses.replace(routing, **weights)
-            found = parallel.moe(x, experts, given, spec, placement=placement, exchange=exchange, token_mask=mask)
+            found = run(x, experts, given, spec, Group("ep", placement, exchange), mask, shared)
             return found.output, found
 
         if not differentiated:
@@ -59,7 +60,7 @@ def group_step(
         jax.shard_map(
             step,
             mesh=ep_mesh(placement.num_ranks),
-            in_specs=(RANKS, RANKS, of_routing, RANKS, RANKS),
+            in_specs=(RANKS, RANKS, of_routing, RANKS, RANKS, P()),
             out_specs=(parallel.ParallelOutput(**fields), gradients),
             check_vma=check_vma,
         )
@@ -93,7 +94,8 @@ def run_group(problem: Problem, exchange: ExchangeSpec, engine: str = "reference
     placement = problem.placement
     mask = problem.token_mask if problem.token_mask is not None else np.ones(len(problem.x), bool)
     with running_on(engine):
-        given = to_jax((problem.x, by_place(problem.experts, placement), problem.routing, mask, problem.d_output))
+        arrays = problem.x, by_place(problem.experts, placement), problem.routing, mask, problem.d_output
+        given = to_jax((*arrays, problem.shared))
         found, gradients = group_step(problem.spec, placement, exchange, **options)(*given)
     results = {name: np.asarray(array) for name, array in found._asdict().items() if array is not None}
     if gradients:

@@ -85,7 +85,9 @@ class MoEBackward:
         self.gradients, self.request = gradients, request
         self.found: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
+        # What flows into x through the experts, and through all else, which is added up first, as kernels do.
         self.d_x = np.zeros(self.x.shape, working_dtype(self.x))
+        self.d_rest: np.ndarray | None = None
         self.by_row: dict[str, np.ndarray] = {}
         self.row_of_slot = np.zeros(0, np.int32)
 
@@ -95,8 +97,14 @@ class MoEBackward:
         if self.shared is not None:
             self.through_shared(self.shared)
         self.through_router(d_weights)
-        self.found["d_x"] = round_to(self.d_x, self.x.dtype)
+        with np.errstate(all="ignore"):
+            total = self.d_x if self.d_rest is None else self.d_x + self.d_rest
+        self.found["d_x"] = round_to(total, self.x.dtype)
         return self.found
+
+    def _add(self, d_x: np.ndarray) -> None:
+        with np.errstate(all="ignore"):
+            self.d_rest = d_x if self.d_rest is None else self.d_rest + d_x
 
     def _through(
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, **weighting: Any
@@ -193,13 +201,13 @@ class MoEBackward:
         chain = _Chain(shared, "d_shared.", layer_index, x, self.d_out, {"layout": None})
         weight = None if gate is None else sigmoid(gate)
         *_, d_sigmoid, d_x = self._through(chain, pre, "float32", row_weight=weight)
-        with np.errstate(all="ignore"):
-            self.d_x += d_x
-            if gate is not None and shared.gate is not None:
+        self._add(d_x)
+        if gate is not None and shared.gate is not None:
+            with np.errstate(all="ignore"):
                 d_gate = d_sigmoid[:, None] * (sigmoid(gate) * sigmoid(-gate))
                 found = router_backward(d_gate, x, shared.gate, spec=LogitsSpec(spec.weight_layout))
-                self.found["d_shared.gate"] = found.weight
-                self.d_x += found.x
+            self.found["d_shared.gate"] = found.weight
+            self._add(found.x)
 
     def through_router(self, d_weights: np.ndarray) -> None:
         """From the weights, the losses and the logits' own gradient to the logits, and to x where they come from it."""
@@ -229,8 +237,7 @@ class MoEBackward:
         self.found["d_routing.weight"] = found.weight
         if found.bias is not None:
             self.found["d_routing.bias"] = found.bias
-        with np.errstate(all="ignore"):
-            self.d_x += found.x
+        self._add(found.x)
 
 
 def moe_backward_stages(
@@ -256,9 +263,9 @@ def moe_backward_stages(
     every array of the bundles that has a gradient (correction_bias, ids and layer_index have none), with its shape and
     dtype.
 
-    d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), + the shared
-    expert's, + its gate's, + the router's; one cast. A stacked array has a zero gradient but for the layer used.
-    Quantised matrices have none; what goes back through them is `input_gradient`'s.
+    d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), + the sum of
+    the shared expert's, its gate's and the router's; one cast. A stacked array has a zero gradient but for the layer
+    used. Quantised matrices have none; what goes back through them is `input_gradient`'s.
     Raises InvalidInput where ids are given and a gradient of what comes before them is too.
     """
     backward = MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)

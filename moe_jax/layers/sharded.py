@@ -1,0 +1,116 @@
+"""Layers whose experts are split over an axis of a mesh: where their parameters are, and a forward over the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_core.errors import InvalidInput
+from moe_core.layers import MoEAux, MoELayerSpec
+from moe_jax.layers.parameters import Leaf, Parameters, is_prepacked, leaves, nested
+from moe_jax.parallel.axis import ExpertAxis, require_divisible
+
+
+def expert_specs(
+    spec: MoELayerSpec, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
+) -> dict[str, Any]:
+    """The PartitionSpecs of a layer's parameters: experts over a mesh axis, everything else whole.
+
+    num_layers: of a stack. prepacked: of parameters that `prepack_weights` gave. For `in_specs` of `jax.shard_map`, for
+    example.
+    """
+    every = leaves(spec, num_layers, prepacked)
+    return nested((leaf.path, P(*(axis if split else None for split in _split(leaf)))) for leaf in every)
+
+
+def expert_sharding(
+    spec: MoELayerSpec, mesh: Mesh, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
+) -> dict[str, Any]:
+    """`expert_specs` as NamedShardings of a mesh: for `jax.device_put`, `out_shardings` and checkpoints.
+
+    Raises InvalidInput where the mesh has no such axis or it does not divide the experts.
+    """
+    if axis not in mesh.shape or spec.num_experts % mesh.shape[axis]:
+        raise InvalidInput(
+            f"axis must be one of the mesh's {dict(mesh.shape)} that divides the {spec.num_experts} experts, got "
+            f"{axis!r}; name another axis, or make a mesh with one"
+        )
+    specs = expert_specs(spec, axis, num_layers=num_layers, prepacked=prepacked)
+    return jax.tree.map(lambda one: NamedSharding(mesh, one), specs, is_leaf=lambda one: isinstance(one, P))
+
+
+def local_leaf(leaf: Leaf, axis: ExpertAxis) -> Leaf:
+    """An array of a layer as a rank has it, inside a shard_map over the axis."""
+    ranks = jax.lax.axis_size(axis.name)
+    sizes = zip(leaf.shape, _split(leaf), strict=True)
+    return dataclasses.replace(leaf, shape=tuple(size // ranks if split else size for size, split in sizes))
+
+
+def _split(leaf: Leaf) -> list[bool]:
+    """Which axes of an array are split: that of the experts, where it is theirs."""
+    axes = (*(None,) * (len(leaf.shape) - len(leaf.parameter.axes)), *leaf.parameter.axes)
+    return [axis == "experts" and leaf.parameter.name.startswith("experts.") for axis in axes]
+
+
+def over_mesh(
+    forward: Callable[..., Any],
+    axis: ExpertAxis,
+    mesh: AbstractMesh,
+    spec: MoELayerSpec,
+    whole: tuple[Parameters, Any],
+    by_token: dict[str, Any],
+    return_aux: bool,
+) -> Any:
+    """`forward(parameters, layer_index, by_token)` of local parts, in a shard_map over every axis of the mesh.
+
+    whole: parameters and layer_index. by_token: arrays whose first axis is the batch. The results are those of the
+    whole batch.
+    """
+    axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
+    ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
+    for name in axis.over:
+        if name not in mesh.shape:
+            raise InvalidInput(f"tokens must name axes of the mesh {dict(mesh.shape)}, got {name!r}; leave it out")
+        ranks *= mesh.shape[name]
+    if rows % ranks or not rows:
+        raise InvalidInput(
+            f"x must have a first axis that the {ranks} devices of {axis.over} divide, got {by_token['x'].shape}; pad "
+            "it and pass a token_mask, or name fewer axes as ExpertAxis(tokens=...)"
+        )
+    require_divisible(spec.num_experts, mesh.shape[axis.name], axis.name)
+    parameters, layer_index = whole
+    num_layers = None if layer_index is None else 1  # of which only the leading axis counts
+    specs = expert_specs(spec, axis.name, num_layers=num_layers, prepacked=is_prepacked(parameters))
+    tokens = P(axis.over)
+    aux = MoEAux(*(tokens if name in ("ids", "weights", "logits") else P() for name in MoEAux._fields))
+
+    def local(parameters: Parameters, layer_index: Any, by_token: dict[str, Any]) -> Any:
+        result = forward(parameters, layer_index, by_token, axis)
+        return (result[0], of_batch(result[1], axis)) if return_aux else result
+
+    given = {name: array for name, array in by_token.items() if array is not None}
+    if mesh.are_all_axes_explicit:
+        # The types of arrays say where they are, and shard_map moves none.
+        given = jax.tree.map(lambda array: jax.sharding.reshard(array, tokens), given)
+        parameters = jax.tree.map(jax.sharding.reshard, parameters, specs)
+    call = jax.shard_map(
+        local, in_specs=(specs, P(), tokens), out_specs=(tokens, aux) if return_aux else tokens, mesh=mesh
+    )
+    return call(parameters, layer_index, given)
+
+
+def of_batch(aux: MoEAux, axis: ExpertAxis) -> MoEAux:
+    """Statistics of all ranks' tokens from those of a rank."""
+    others = tuple(name for name in axis.over if name != axis.name)
+    return aux._replace(
+        load_balance_loss=jax.lax.pmean(aux.load_balance_loss, axis.over),
+        z_loss=jax.lax.pmean(aux.z_loss, axis.over),
+        tokens_per_expert=jax.lax.psum(aux.tokens_per_expert, axis.over),
+        invalid_ids=jax.lax.psum(aux.invalid_ids, axis.over),
+        overflow=jax.lax.psum(aux.overflow, others) if others else aux.overflow,
+    )

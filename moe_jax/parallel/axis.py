@@ -1,0 +1,83 @@
+"""The mesh axis over which a layer's experts are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from moe_core.base.checks import require_kind
+from moe_core.errors import InvalidInput
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+from moe_jax.parallel.forward import Group
+
+
+@dataclass(frozen=True)
+class ExpertAxis:
+    """The `expert_axis` of layers.
+
+    name: the mesh axis. exchange: how rows travel. tokens: the mesh axes over which the batch is split, major first:
+    losses and capacities are those of all their tokens. None = every axis of the mesh, or, inside a `jax.shard_map` of
+    the caller's, `name` alone. Raises InvalidInput.
+    """
+
+    name: str = "ep"
+    exchange: ExchangeSpec = field(default_factory=ExchangeSpec)
+    tokens: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require_kind("exchange", self.exchange, ExchangeSpec)
+        names = (self.name,) if self.tokens is None else self.tokens
+        if self.name not in names or not all(isinstance(name, str) for name in names):
+            raise InvalidInput(
+                f"tokens must be names of mesh axes with {self.name!r} among them, got {self.tokens!r}; the ranks of "
+                "that axis have tokens of their own"
+            )
+
+    @staticmethod
+    def of(value: Any) -> ExpertAxis | None:
+        """What an `expert_axis` means: a name, an ExpertAxis or None. Raises InvalidInput."""
+        if value is None or isinstance(value, ExpertAxis):
+            return value
+        if not isinstance(value, str):
+            raise InvalidInput(
+                f"expert_axis must be the name of a mesh axis or an ExpertAxis, got {value!r}; pass 'ep', for example"
+            )
+        return ExpertAxis(value)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether this is traced inside a shard_map over the axis."""
+        try:
+            jax.lax.axis_size(self.name)
+        except NameError:
+            return False
+        return True
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The mesh axes of the batch, inside a shard_map."""
+        return (self.name,) if self.tokens is None else self.tokens
+
+    def mesh(self) -> AbstractMesh | None:
+        """The mesh that is set, if it has the axis."""
+        mesh = jax.sharding.get_abstract_mesh()
+        return mesh if self.name in mesh.shape else None
+
+    def group(self, num_experts: int) -> Group:
+        """The ranks, each with equally many consecutive experts. Raises InvalidInput."""
+        ranks = jax.lax.axis_size(self.name)
+        require_divisible(num_experts, ranks, self.name)
+        return Group(self.name, Placement.linear(num_experts, ranks), self.exchange)
+
+
+def require_divisible(num_experts: int, ranks: int, name: str) -> None:
+    """Raise InvalidInput unless every rank gets equally many experts."""
+    if num_experts % ranks:
+        raise InvalidInput(
+            f"num_experts must be a multiple of the {ranks} devices of the axis {name!r}, got {num_experts}; use fewer "
+            "devices, or moe_jax.parallel.moe, whose placement may have empty places"
+        )

@@ -1,0 +1,105 @@
+"""Flax layers with their experts over a mesh axis, and their checkpoints on fewer devices."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_core.layers import MoELayerSpec, SharedExpertsSpec
+from moe_jax import layers, linen
+from moe_jax.nnx import MoE
+from tests.support.jax import running_on
+from tests.support.parallel.jax import ep_mesh
+
+SPEC = MoELayerSpec(8, 12, 8, 2, correction_bias=True, shared_experts=SharedExpertsSpec(4))
+RULES = (("exp", "ep"), ("embed_moe", None), ("mlp_moe", None), ("embed_router", None), ("mlp", None), ("embed", None))
+
+
+def tokens() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (8, 8))
+
+
+def test_nnx_layers_follow_logical_rules() -> None:
+    """Made, called and differentiated under a mesh as on one device, and called as such without one."""
+
+    def loss(layer: MoE, x: jax.Array) -> jax.Array:
+        y, aux = layer(x, return_aux=True)
+        return jnp.sin(y).sum() + aux.load_balance_loss
+
+    gradient = nnx.jit(nnx.grad(loss), graph_updates=False)
+    x = tokens()
+    with running_on("reference"):
+        with jax.set_mesh(ep_mesh(4)), nnx.logical_axis_rules(RULES):
+            layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(0), expert_axis="ep")
+            assert layer.parameters()["wi_0"].sharding.spec[0] == "ep"
+            found, output = gradient(layer, x), nnx.jit(lambda layer, x: layer(x), graph_updates=False)(layer, x)
+        weights: Any = layer.export_weights()
+        alone = MoE.from_weights(weights)
+        expected = gradient(alone, x)
+        np.testing.assert_array_equal(output, alone(x))
+        alone.expert_axis = "ep"
+        np.testing.assert_array_equal(output, alone(x))
+    for name in ("wi_0", "wi_1", "wo"):
+        own, other = (np.asarray(state[name].get_value()) for state in (found, expected))
+        np.testing.assert_array_equal(own, other, name)
+    np.testing.assert_allclose(found.gate.kernel.get_value(), expected.gate.kernel.get_value(), 1e-5, 1e-6)
+
+
+def is_spec(value: Any) -> bool:
+    return isinstance(value, P)
+
+
+@pytest.mark.parametrize("whose", ["the layer's own shard_map", "the caller's shard_map"])
+def test_linen_layers(whose: str) -> None:
+    """In the caller's shard_map the parameters have the shapes of a rank."""
+    module, mesh, x = linen.MoE.from_spec(SPEC, expert_axis="ep"), ep_mesh(4), tokens()
+    with running_on("reference"):
+        variables = nn.unbox(module.init(jax.random.key(1), x))
+        expected = linen.MoE.from_spec(SPEC).apply(variables, x)
+        specs: Any = layers.expert_specs(SPEC)
+        state = {"gate": {"correction_bias": specs["gate"].pop("correction_bias")}}
+        specs = {"params": specs, linen.STATE: state}
+        if whose == "the caller's shard_map":
+            call = jax.shard_map(module.apply, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
+            found = jax.jit(call)(variables, x)
+        else:
+            with jax.set_mesh(mesh):
+                places = jax.tree.map(
+                    lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda one: isinstance(one, P)
+                )
+                found = jax.jit(module.apply)(jax.device_put(variables, places), x)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_checkpoints_move_between_numbers_of_devices(tmp_path: pathlib.Path) -> None:
+    """Saved by four, loaded by two and by one, each rank reading its own experts, and by four again."""
+    x = tokens()
+    with running_on("reference"):
+        with jax.set_mesh(ep_mesh(4)), nnx.logical_axis_rules(RULES):
+            layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(3), expert_axis="ep")
+            expected = np.asarray(jax.jit(lambda layer, x: layer(x))(layer, x))
+            with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+                checkpointer.save(tmp_path / "layer", layer.parameters())
+        for ranks in (2, 1, 4):
+            mesh = ep_mesh(ranks)
+            places = layers.expert_sharding(SPEC, mesh)
+            wanted = jax.tree.map(
+                lambda array, place: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
+                layer.parameters(), places,
+            )  # fmt: skip
+            with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+                loaded = checkpointer.restore(tmp_path / "layer", wanted)
+            assert loaded["wi_0"].addressable_shards[0].data.shape == (8 // ranks, 8, 12)
+            with jax.set_mesh(mesh):
+                found = jax.jit(lambda parameters, x: layers.forward(parameters, x, SPEC, expert_axis="ep"))(loaded, x)
+            np.testing.assert_array_equal(found, expected, f"{ranks} devices")

@@ -1,0 +1,239 @@
+"""Layers with their experts on four devices against the same layers on one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moe_jax
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import scheme_named
+from moe_core.layers import ExpertsSpec, LatentSpec, MoELayerSpec, OutputSpec, SharedExpertsSpec
+from moe_core.parallel import ExchangeSpec
+from moe_core.specs import Activation, NormSpec
+from moe_jax import layers
+from moe_jax.parallel import ExpertAxis
+from tests.support.jax import running_on
+from tests.support.parallel.jax import ep_mesh
+
+D = 8
+PLAIN = MoELayerSpec(D, 12, 8, 2)
+SPECS = {
+    "shared experts and biases": MoELayerSpec(
+        D, 12, 8, 3, experts=ExpertsSpec(Activation("swiglu_oai", gate_layout="interleaved"), bias=True),
+        shared_experts=SharedExpertsSpec(4, gate=True), router_bias=True,
+    ),
+    "a correction bias": MoELayerSpec(D, 12, 12, 2, correction_bias=True),
+    "a capacity": MoELayerSpec(D, 12, 8, 2, capacity_factor=0.75, expert_scale=True, router_norm=NormSpec(1e-5)),
+    "a latent width": MoELayerSpec(D, 12, 4, 2, latent=LatentSpec(6), output=OutputSpec(bias=True)),
+}  # fmt: skip
+EXCHANGES = dict(zip(SPECS, (ExchangeSpec("padded", "slots"), ExchangeSpec(), ExchangeSpec("all_gather"),
+                             ExchangeSpec("all_to_all", "slots")), strict=True))  # fmt: skip
+#: Parameters whose gradients are sums over ranks in another order.
+WHOLE = ("gate", "shared_experts", "before", "after", "output")
+
+
+def draw(spec: MoELayerSpec, dtype: Any = jnp.float32, **options: Any) -> tuple[Any, ...]:
+    """parameters, x `[8, 3, D]` and a mask."""
+    parameters = layers.initialize(spec, jax.random.key(0), **options)
+    if spec.correction_bias:
+        parameters["gate"]["correction_bias"] = 0.1 * jax.random.normal(jax.random.key(2), (spec.num_experts,))
+    x = jax.random.normal(jax.random.key(1), (8, 3, D), dtype)
+    return parameters, x, jnp.arange(24).reshape(8, 3) % 5 > 0
+
+
+def loss_of(forward: Callable[..., Any]) -> Any:
+    """The gradients of a loss of y and of both losses of the router."""
+
+    def loss(parameters: Any, x: jax.Array, mask: jax.Array) -> Any:
+        y, aux = forward(parameters, x, token_mask=mask, return_aux=True)
+        return jnp.sin(y.astype(jnp.float32)).sum() + 0.1 * aux.load_balance_loss + 0.01 * aux.z_loss, (y, aux)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True))
+
+
+def compare(spec: MoELayerSpec, one: Any, found: Any) -> None:
+    """Raise unless everything but sums over ranks has the same bits; these are equal up to rounding."""
+    (loss, (y, aux)), (d_parameters, d_x) = one
+    (own_loss, (own_y, own_aux)), (own_d_parameters, own_d_x) = found
+    np.testing.assert_array_equal(own_y, y)
+    np.testing.assert_array_equal(own_d_x, d_x)
+    for name in ("tokens_per_expert", "ids", "weights", "invalid_ids"):
+        np.testing.assert_array_equal(getattr(own_aux, name), getattr(aux, name), name)
+    for name in ("load_balance_loss", "z_loss"):
+        np.testing.assert_allclose(getattr(own_aux, name), getattr(aux, name), 1e-6, err_msg=name)
+    np.testing.assert_allclose(own_loss, loss, 1e-6)
+    assert own_aux.overflow.tolist() == [0] and aux.overflow is None
+    for leaf in layers.leaves(spec):
+        if leaf.is_state:
+            continue
+        own, other = layers.find(own_d_parameters, leaf.path), layers.find(d_parameters, leaf.path)
+        if leaf.path[0] in WHOLE:
+            np.testing.assert_allclose(own, other, 1e-5, 1e-6, err_msg=str(leaf.path))
+        else:
+            np.testing.assert_array_equal(own, other, str(leaf.path))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_layers_on_a_mesh_have_the_bits_of_one_device(name: str) -> None:
+    """A layer opens its own shard_map under the mesh that is set, whose axes XLA or the types of arrays follow."""
+    spec, number = SPECS[name], list(SPECS).index(name)
+    mesh = ep_mesh(4, AxisType.Explicit if number == 1 else AxisType.Auto)
+    with running_on("reference"):
+        parameters, x, mask = draw(spec)
+        one = loss_of(functools.partial(layers.forward, spec=spec))(parameters, x, mask)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(parameters, layers.expert_sharding(spec, mesh))
+            tokens = (x, mask) if number == 1 else jax.device_put((x, mask), NamedSharding(mesh, P("ep")))
+            axis = ExpertAxis(exchange=EXCHANGES[name])
+            found = loss_of(functools.partial(layers.forward, spec=spec, expert_axis=axis))(placed, *tokens)
+        assert found[1][0]["wo"].sharding.spec[0] == "ep"
+    compare(spec, one, found)
+
+
+def test_a_stack_in_a_scan_beside_data_parallelism() -> None:
+    """The batch is over both axes of the mesh, and bf16 parameters are read in place."""
+    mesh = jax.make_mesh((2, 2), ("data", "ep"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+    forward = functools.partial(layers.forward, spec=PLAIN)
+
+    def stack(parameters: Any, x: jax.Array, *, return_aux: bool, **options: Any) -> Any:
+        def layer(x: jax.Array, index: jax.Array) -> Any:
+            y, aux = forward(parameters, x, layer_index=index, return_aux=True, **options)
+            return (x + y).astype(x.dtype), aux
+
+        x, aux = jax.lax.scan(jax.checkpoint(layer), x, jnp.arange(2))
+        return x, jax.tree.map(lambda one: one[-1], aux)
+
+    with running_on("reference"):
+        parameters, x, mask = draw(PLAIN, jnp.bfloat16, param_dtype=jnp.bfloat16, num_layers=2)
+        one = loss_of(stack)(parameters, x, mask)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(parameters, layers.expert_sharding(PLAIN, mesh, num_layers=2))
+            found = loss_of(functools.partial(stack, expert_axis="ep"))(placed, x, mask)
+    for own, other in ((found[0][1][0], one[0][1][0]), (found[1][1], one[1][1])):
+        np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(other, np.float32))
+    np.testing.assert_array_equal(one[0][1][1].tokens_per_expert, found[0][1][1].tokens_per_expert)
+    # Over the data axis the gradients of experts are added up too.
+    for own, other in zip(jax.tree.leaves(found[1][0]), jax.tree.leaves(one[1][0]), strict=True):
+        own, other = (np.asarray(array, np.float32) for array in (own, other))
+        np.testing.assert_allclose(own, other, 2e-2, 1e-2 * np.abs(other).max())
+
+
+def test_a_layer_in_the_callers_shard_map() -> None:
+    """Losses are shares, whose mean over ranks is the loss of all tokens, as are their gradients."""
+    spec, mesh = SPECS["a correction bias"], ep_mesh(4)
+    with running_on("reference"):
+        parameters, x, mask = draw(spec)
+        one = loss_of(functools.partial(layers.forward, spec=spec))(parameters, x, mask)
+
+        def local(parameters: Any, x: jax.Array, mask: jax.Array) -> Any:
+            y, aux = layers.forward(parameters, x, spec, token_mask=mask, return_aux=True, expert_axis="ep")
+            losses = jax.lax.pmean(0.1 * aux.load_balance_loss + 0.01 * aux.z_loss, "ep")
+            counts = jax.lax.psum(aux.tokens_per_expert, "ep")
+            return jax.lax.psum(jnp.sin(y).sum(), "ep") + losses, y, counts
+
+        specs = layers.expert_specs(spec)
+        call = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("ep"), P("ep")), out_specs=(P(), P("ep"), P()))
+        value = jax.jit(
+            jax.value_and_grad(lambda *given: (lambda loss, *more: (loss, more))(*call(*given)), has_aux=True)
+        )
+        (loss, (y, counts)), gradients = value(parameters, x, mask)
+    np.testing.assert_array_equal(y, one[0][1][0])
+    np.testing.assert_array_equal(counts, one[0][1][1].tokens_per_expert)
+    np.testing.assert_allclose(loss, one[0][0], 1e-6)
+    np.testing.assert_array_equal(gradients["wi_0"], one[1][0]["wi_0"])
+    np.testing.assert_allclose(gradients["gate"]["kernel"], one[1][0]["gate"]["kernel"], 1e-5, 1e-6)
+
+
+def test_twenty_training_steps() -> None:
+    """From the state of one device every step's gradients of experts are its bits; a run of its own follows it to
+    rounding, correction bias and all."""
+    spec, mesh = SPECS["a correction bias"], ep_mesh(4)
+
+    def step(parameters: Any, x: jax.Array, mask: jax.Array, grad: Any) -> Any:
+        (loss, (_, aux)), (gradients, _) = grad(parameters, x, mask)
+        bias = layers.update_correction_bias(parameters["gate"].pop("correction_bias"), aux.tokens_per_expert, 1e-3)
+        gradients["gate"].pop("correction_bias")
+        parameters = jax.tree.map(lambda old, gradient: old - 1e-3 * gradient, parameters, gradients)
+        return loss, gradients, {**parameters, "gate": {**parameters["gate"], "correction_bias": bias}}
+
+    with running_on("reference"):
+        alone, x, mask = draw(spec)
+        with jax.set_mesh(mesh):
+            group = jax.device_put(alone, layers.expert_sharding(spec, mesh))
+        grads = [loss_of(functools.partial(layers.forward, spec=spec, expert_axis=axis)) for axis in (None, "ep")]
+        one, many = (jax.jit(functools.partial(step, grad=grad)) for grad in grads)
+        for number in range(20):
+            x = jnp.roll(x, number, axis=0) * 1.01
+            with jax.set_mesh(mesh):
+                _, same, _ = many(jax.device_put(alone, layers.expert_sharding(spec, mesh)), x, mask)
+                loss, _, group = many(group, x, mask)
+            expected, gradients, alone = one(alone, x, mask)
+            for name in ("wi_0", "wi_1", "wo"):
+                np.testing.assert_array_equal(same[name], gradients[name], f"{name}, step {number}")
+            np.testing.assert_allclose(loss, expected, 1e-5, err_msg=f"step {number}")
+    for own, other in zip(jax.tree.leaves(group), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(own, other, 1e-4, 1e-6)
+
+
+def test_where_parameters_are() -> None:
+    spec = MoELayerSpec(64, 64, 8, 2, experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")), correction_bias=True)
+    specs = layers.expert_specs(spec, "model", num_layers=3)
+    assert specs["wo"]["values"] == P(None, "model", None, None) and specs["gate"]["kernel"] == P(None, None, None)
+    assert specs["gate"]["correction_bias"] == P(None, None)
+    held = layers.expert_sharding(SPECS["shared experts and biases"], ep_mesh(4))
+    assert held["wi_bias"].spec == P("ep", None) and held["shared_experts"]["wo"]["kernel"].spec == P(None, None)
+    for axis, mesh in (("model", ep_mesh(4)), ("ep", ep_mesh(3))):
+        with pytest.raises(InvalidInput, match=r"axis must be one of the mesh's .* that divides the 8 experts, got"):
+            layers.expert_sharding(PLAIN, mesh, axis)
+
+
+def test_quantised_experts() -> None:
+    spec, mesh = MoELayerSpec(128, 128, 4, 2), ep_mesh(2)
+    with running_on("reference"):
+        parameters = layers.initialize(spec, jax.random.key(0))
+        parameters, spec = layers.quantize_experts(parameters, spec, scheme_named("int8_w8a16"))
+        x = jax.random.normal(jax.random.key(1), (6, 128))
+        one = layers.forward(parameters, x, spec, dtype=jnp.float32)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(parameters, layers.expert_sharding(spec, mesh))
+            found = jax.jit(functools.partial(layers.forward, spec=spec, dtype=jnp.float32, expert_axis="ep"))(
+                placed, x
+            )
+    np.testing.assert_array_equal(found, one)
+
+
+def test_wrong_layers_are_refused() -> None:
+    normed = MoELayerSpec(D, 12, 8, 2, output=OutputSpec(norm=NormSpec(1e-5), of="experts"))
+    cases: Any = (
+        (MoELayerSpec(D, 12, 6, 2), "ep", (8, D), InvalidInput, "num_experts must be a multiple of the 4 devices"),
+        (PLAIN, "ep", (6, D), InvalidInput, r"x must have a first axis that the 4 devices of \('ep',\) divide, got"),
+        (PLAIN, ExpertAxis(tokens=("data", "ep")), (8, D), InvalidInput, "tokens must name axes of the mesh .*'data'"),
+        (normed, "ep", (8, D), Unsupported, "expert_axis must be None for a layer with a norm of each expert's result"),
+        (PLAIN, 3, (8, D), InvalidInput, "expert_axis must be the name of a mesh axis or an ExpertAxis, got 3"),
+    )
+    for spec, axis, shape, error, message in cases:
+        with running_on("reference"), jax.set_mesh(ep_mesh(4)), pytest.raises(error, match=message):
+            parameters = jax.eval_shape(lambda spec=spec: layers.initialize(spec, jax.random.key(0)))
+            call = functools.partial(layers.forward, spec=spec, expert_axis=axis)
+            jax.eval_shape(call, parameters, jax.ShapeDtypeStruct(shape, jnp.float32))
+    with pytest.raises(InvalidInput, match=r"tokens must be names of mesh axes with 'ep' among them, got \('data',\)"):
+        ExpertAxis(tokens=("data",))
+
+
+def test_without_a_mesh_a_layer_runs_on_one_device() -> None:
+    with running_on("reference"):
+        parameters, x, mask = draw(PLAIN)
+        one = layers.forward(parameters, x, PLAIN, token_mask=mask)
+        np.testing.assert_array_equal(layers.forward(parameters, x, PLAIN, token_mask=mask, expert_axis="ep"), one)
+        split = jax.device_put(x, NamedSharding(ep_mesh(4), P("ep")))
+        with pytest.raises(moe_jax.Unsupported, match="runs on one device at a time"):
+            jax.jit(functools.partial(layers.forward, spec=PLAIN, expert_axis="ep"))(parameters, split)
