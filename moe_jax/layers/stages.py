@@ -196,7 +196,9 @@ def _around_experts(
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
     rows = x
     if spec.latent is not None:
-        rows = ops.matmul_ogs(MatmulOperands(x, around["before"].weight), None, product)
+        # The projection's backward multiplies every row by its gradient, which is zero without an expert.
+        rows = jnp.where((routing.ids >= 0).any(axis=1, keepdims=True), x, 0)
+        rows = ops.matmul_ogs(MatmulOperands(rows, around["before"].weight), None, product)
         if spec.latent.norm is not None:
             rows = ops.rms_norm(rows, around["before"].norm, spec.latent.norm)
     if spec.norm_of_experts is None:
@@ -256,7 +258,7 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
     if output.norm is not None and not output.of_experts:
         rows = ops.rms_norm(rows, part.norm, output.norm)
     if output.scale != 1:
-        rows = (rows * output.scale).astype(rows.dtype)
+        rows = (at_least_float32(rows) * output.scale).astype(rows.dtype)
     return rows if part.bias is None else _added(rows, part.bias)
 
 

@@ -46,7 +46,13 @@ def run_stages(
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
     if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
         norm = (own_part(layer.output, "output").norm,) if normed else ()
-        output = experts(x if spec.latent is None else layer.before(x), kept, weights, *norm)
+        entering = x
+        if spec.latent is not None:
+            if torch.is_grad_enabled():
+                # The projection's backward multiplies every row by its gradient, which is zero without an expert.
+                entering = x.masked_fill((kept < 0).all(1, keepdim=True), 0)
+            entering = layer.before(entering)
+        output = experts(entering, kept, weights, *norm)
         output = output if spec.latent is None else layer.after(output)
         if shared is not None:
             output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)

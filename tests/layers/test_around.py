@@ -160,6 +160,38 @@ def test_a_stack_in_linen() -> None:
     assert jax.tree.structure(linen.nn.meta.unbox(made)) == jax.tree.structure(layer.load_weights(weights))
 
 
+def test_rows_of_tokens_without_an_expert_are_not_projected() -> None:
+    """Their NaN stays out of the gradients in both frameworks."""
+    nnx = pytest.importorskip("moe_jax.nnx")
+    spec = dataclasses.replace(SPECS["both"], shared_experts=None)
+    x, _ = masked_rows(D)
+    x[1, 3] = np.nan
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(E, dtype=np.int32), (2, 7, 1)), axis=-1)[..., :K]
+    ids[1, 3] = -1
+    rows = np.nan_to_num(x)
+    layer = MoE.from_spec(spec)
+    weights = draw_weights(spec, 3)
+    layer.load_weights(weights)
+    layer(torch.from_numpy(x), gate_inputs=torch.from_numpy(rows), expert_ids=torch.from_numpy(ids)).sum().backward()
+    other = nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))
+    other.load_weights(weights)
+    by_jax = nnx.nnx.grad(lambda layer: layer(x, gate_inputs=rows, expert_ids=ids).sum())(other)
+    found = (layer.before.weight.grad.numpy(), layer.before.norm.grad.numpy())  # type: ignore[union-attr]
+    flat = {leaf.shape: leaf for leaf in jax.tree.leaves(by_jax)}
+    assert all(np.isfinite(one).all() and one.any() for one in (*found, flat[L, D], flat[L,]))
+
+
+def test_a_layer_scales_its_output_before_it_is_rounded() -> None:
+    nnx = pytest.importorskip("moe_jax.nnx")
+    spec, (x, _) = dataclasses.replace(PLAIN, output=OutputSpec(scale=0.3)), masked_rows(D)
+    layer = MoE.from_spec(spec, dtype=torch.bfloat16)
+    weights = draw_weights(spec, 3, "bfloat16")
+    layer.load_weights(weights)
+    other = nnx.MoE.from_weights(weights)
+    y = other(jax.numpy.asarray(x, "bfloat16")).astype("float32")
+    np.testing.assert_array_equal(y, layer(torch.from_numpy(x).bfloat16()).float().detach())
+
+
 def test_a_mixer_takes_no_ids() -> None:
     layer = MoE.from_spec(SPECS["mixer"])
     with pytest.raises(InvalidInput, match=r"expert_ids must be None for a layer with a sparse_mixer"):
