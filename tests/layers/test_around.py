@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from moe_core.layers.reference import layer_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
 from moe_torch import LatentSpec, MoE, MoELayerSpec, OutputSpec, SharedExpertsSpec
+from tests.support.jax import on_a_cpu as on_a_cpu
 from tests.support.jax import running_on as jax_running_on
-from tests.support.layers import draw_weights, tolerances
+from tests.support.layers import draw_weights, masked_rows, tolerances
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
 D, E, K, L = 24, 6, 3, 16
@@ -40,19 +40,6 @@ SPECS = {name: dataclasses.replace(PLAIN, **fields) for name, fields in SPECS.it
 rows_of = pytest.mark.parametrize("name", SPECS)
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu() -> Iterator[None]:
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def inputs() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(2).standard_normal((2, 7, D)).astype(np.float32)
-    mask = np.ones((2, 7), bool)
-    mask[1, 3] = False
-    return x, mask
-
-
 @pytest.mark.parametrize(
     ("name", "engine"),
     [*((name, "reference") for name in SPECS), ("sum", REAL_KERNELS), ("both", REAL_KERNELS), ("mixer", REAL_KERNELS)],
@@ -61,7 +48,7 @@ def test_both_frameworks_agree_with_the_reference(engine: str, name: str) -> Non
     """Outputs are the same bits in both, and so are gradients, but for those of the router where each expert's result
     is normalised: there the framework sums over columns."""
     nnx = pytest.importorskip("moe_jax.nnx")
-    spec, (x, mask) = SPECS[name], inputs()
+    spec, (x, mask) = SPECS[name], masked_rows(D)
     weights = draw_weights(spec, 3)
     d_y = np.random.default_rng(4).standard_normal(x.shape).astype(np.float32)
     with running_on(engine) as device:
@@ -117,7 +104,7 @@ def test_gradients_are_derivatives(name: str) -> None:
 
 @rows_of
 def test_what_layers_do_with_them(name: str) -> None:
-    spec, (x, _) = SPECS[name], inputs()
+    spec, (x, _) = SPECS[name], masked_rows(D)
     layer = MoE.from_spec(spec, dtype=torch.float32)
     norms = {"before.norm": spec.latent and spec.latent.norm, "output.norm": spec.output and spec.output.norm}
     for key, norm in norms.items():
@@ -151,7 +138,7 @@ def test_what_layers_do_with_them(name: str) -> None:
 
 def test_a_stack_in_linen() -> None:
     linen = pytest.importorskip("moe_jax.linen")
-    (x, mask), spec = inputs(), SPECS["both"]
+    (x, mask), spec = masked_rows(D), SPECS["both"]
     weights = [draw_weights(spec, seed) for seed in (3, 4)]
     layer, one = linen.MoE.from_spec(spec, num_layers=2), linen.MoE.from_spec(spec)
     y = layer.apply(layer.load_weights(weights), x, token_mask=mask, layer_index=1)

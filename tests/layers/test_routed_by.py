@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from moe_core.ops.routing import reference
 from moe_core.specs import RouterSpec
 from moe_jax.layers import RoutedBy
 from moe_torch import MoE, MoELayerSpec, SharedExpertsSpec
+from tests.support.jax import on_a_cpu as on_a_cpu
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
 T, D, E, K = 9, 16, 12, 3
@@ -33,13 +33,6 @@ ROUTERS = (
     RouterSpec(K, scoring="sqrt_softplus", renormalize=True, slot_order="expert"),
 )
 SPEC = MoELayerSpec(D, 8, E, K, RouterSpec(renormalize=True), shared_experts=SharedExpertsSpec(8))
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu() -> Iterator[None]:
-    """Both frameworks on one device, whose bits are compared."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def drawn() -> tuple[np.ndarray, np.ndarray]:

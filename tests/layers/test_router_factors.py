@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
 from moe_torch import MoE, MoELayerSpec, SharedExpertsSpec
+from tests.support.jax import on_a_cpu as on_a_cpu
 from tests.support.jax import running_on as jax_running_on
-from tests.support.layers import draw_weights, tolerances
+from tests.support.layers import draw_weights, masked_rows, tolerances
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
 D, E, K = 24, 6, 3
@@ -28,19 +28,6 @@ NORM = NormSpec(1e-5, D**-0.5)
 SPEC = MoELayerSpec(
     D, 16, E, K, RouterSpec(renormalize=True), shared_experts=SharedExpertsSpec(8), router_norm=NORM, expert_scale=True
 )
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu() -> Iterator[None]:
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def inputs() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(2).standard_normal((2, 7, D)).astype(np.float32)
-    mask = np.ones((2, 7), bool)
-    mask[1, 3] = False
-    return x, mask
 
 
 def weights_of(spec: MoELayerSpec) -> LayerWeights:
@@ -62,7 +49,7 @@ def plain(weights: LayerWeights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 @pytest.mark.parametrize("engine", ["reference", REAL_KERNELS])
 def test_forward(engine: str) -> None:
-    weights, (x, mask) = weights_of(SPEC), inputs()
+    weights, (x, mask) = weights_of(SPEC), masked_rows(D)
     with running_on(engine) as device, torch.no_grad():
         layer = MoE.from_weights(weights, device=device)
         assert layer.spec.router_norm == NORM and layer.spec.expert_scale
@@ -87,7 +74,7 @@ def test_forward(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["reference", REAL_KERNELS])
 def test_both_frameworks_train_to_the_same_bits(engine: str, limit: float | None) -> None:
     nnx = pytest.importorskip("moe_jax.nnx")
-    weights, (x, mask) = weights_of(SPEC), inputs()
+    weights, (x, mask) = weights_of(SPEC), masked_rows(D)
     spec = dataclasses.replace(SPEC, capacity_factor=limit)
     d_y = np.random.default_rng(4).standard_normal(x.shape).astype(np.float32)
     with running_on(engine) as device:
@@ -149,13 +136,13 @@ def test_what_layers_do_with_them() -> None:
     with pytest.raises(InvalidInput, match=r"router\.spec must be a NormSpec where router\.norm is given"):
         dataclasses.replace(weights, router=dataclasses.replace(weights.router, spec=None))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.from_numpy(inputs()[0])
+    x = torch.from_numpy(masked_rows(D)[0])
     torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
 
 
 def test_a_stack_in_linen() -> None:
     linen = pytest.importorskip("moe_jax.linen")
-    x, mask = inputs()
+    x, mask = masked_rows(D)
     layer = linen.MoE.from_spec(SPEC, num_layers=2)
     variables = layer.load_weights([weights_of(SPEC), weights_of(SPEC)])
     y = layer.apply(variables, x, token_mask=mask, layer_index=1)

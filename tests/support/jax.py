@@ -40,6 +40,13 @@ def running_on(engine: str) -> Iterator[None]:
             yield
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> Iterator[None]:
+    """Of modules that import it: both frameworks are on one device, whose bits are compared."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def to_jax(tree: Any) -> Any:
     """NumPy arrays in any bundle as JAX arrays on the default device."""
     return jax.tree.map(jnp.asarray, tree)

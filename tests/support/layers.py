@@ -91,6 +91,14 @@ def draw_x(shape: tuple[int, ...], seed: int = 0, dtype: str = "float32", d_mode
     return draw_array(np.random.default_rng([seed, 1]), (*shape, d_model), dtype)
 
 
+def masked_rows(d_model: int) -> tuple[np.ndarray, np.ndarray]:
+    """(x `[2, 7, d_model]`, a mask bool `[2, 7]` that leaves one token out)."""
+    x = np.random.default_rng(2).standard_normal((2, 7, d_model)).astype(np.float32)
+    mask = np.ones((2, 7), bool)
+    mask[1, 3] = False
+    return x, mask
+
+
 def tolerances(spec: MoELayerSpec, dtype: str) -> dict[str, Tolerance]:
     """The tolerance of every stage of a forward from x."""
     return stage_tolerances(
