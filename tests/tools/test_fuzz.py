@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,26 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
 import moe_torch
-import moe_torch.layers.moe as torch_layer
 from moe_core.formats import format_names
-from moe_core.ops.routing import reference
-from moe_core.specs.operands import ExpertWeights
 from tests.support.paths import ROOT
 from tools.fuzz import __main__ as command
-from tools.fuzz import engines, run, run_jax, run_torch
+from tools.fuzz import run, run_jax, run_torch
 from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case, parse, why_illegal
 from tools.fuzz.data import draw
 from tools.fuzz.draw import Drawn, draw_static, packed_sets, sets_of
 from tools.fuzz.oracle import formats, routing
+from tools.fuzz.oracle.around import backward_around, run_around
 from tools.fuzz.oracle.backward import Backward
-from tools.fuzz.oracle.layer import Machine, choice_of, forward, router_logits, slots_of
+from tools.fuzz.oracle.layer import (
+    Machine,
+    choice_of,
+    expert_scales,
+    forward,
+    router_logits,
+    slots_of,
+    table_ids,
+)
+from tools.fuzz.oracle.mixer import mixed_gradient, mixed_weights
 from tools.fuzz.oracle.real import Real, rounded
 
 ORACLE = ROOT / "tools" / "fuzz" / "oracle"
@@ -98,6 +104,13 @@ FLOAT64 = (
     "T=4 K=2 E=4 D=5 F=4 source=logits order=topk_then_softmax activation=gelu gated=False stack=2",
     "T=4 K=2 E=4 D=5 F=4 gate_layout=separate activation=softcapped_silu bias=True id_kind=duplicates",
     "T=4 K=2 E=4 D=5 F=4 source=logits scoring=sigmoid activation=clamped_silu limit=0.75 logit_scale=0.5",
+    "kind=layer T=4 K=2 E=4 D=5 F=4 source=x latent=3 latent_norm=True out_norm=experts out_scale=0.3 out_bias=True "
+    "norm_epsilon=0.125 weight_first=True centred=True shared=3 bias=True expert_scale=True",
+    "kind=layer T=4 K=2 E=4 D=5 F=4 source=x latent=3 out_norm=sum out_bias=True norm_epsilon=0.125 shared=3 "
+    "gate_layout=separate weight_layout=out_in bias=True router_norm=0.25",
+    "kind=layer T=4 K=2 E=4 D=5 F=4 source=x out_norm=experts gate_layout=separate norm_epsilon=0.125 centred=True",
+    "kind=layer T=4 K=2 E=4 D=5 F=4 source=x mixer=0.2 out_norm=sum out_scale=2.0 shared=2 shared_gate=True z=0.25",
+    "kind=layer T=5 K=2 E=4 D=5 F=4 source=x table=3 router_norm=1.0 weight_first=True norm_epsilon=0.125 balance=0.5",
 )
 
 
@@ -115,25 +128,45 @@ def test_the_gradients_of_the_oracle_are_those_of_its_forward(text: str) -> None
 
     logits = logits_of(given)
     ids = given["ids"] if logits is None else logits.value.topk(case.K).indices
+    if case.table:
+        ids = table_ids(case, given)
+        ids = torch.where(ids < case.E, ids, -1)
     ids = ids if mask is None else torch.where(mask[:, None], ids, -1)
     plain = {name: array for name, array in given.items() if name != "token_mask"}
     slots = slots_of(case, ids, plain)
 
+    def weights_of(logits: Real | None, arrays: dict[str, Any]) -> Real:
+        """Before the scales of experts."""
+        if logits is None:
+            return machine.exact(arrays["weights"])
+        return mixed_weights(logits, ids, case.mixer) if case.mixer else routing.weights(logits, ids.long(), choice)
+
     def objective(arrays: dict[str, Any]) -> float:
         logits = logits_of(arrays)
-        weights = machine.exact(arrays["weights"]) if logits is None else routing.weights(logits, ids.long(), choice)
-        total = (forward(case, arrays, slots, weights, machine).value * given["d_output"]).sum()
+        weights = weights_of(logits, arrays)
+        if case.expert_scale:
+            weights = weights * expert_scales(arrays, ids, machine)
+        if case.kind == "layer":
+            output = run_around(case, arrays, slots, weights, machine).y
+        else:
+            output = forward(case, arrays, slots, weights, machine)
+        total = (output.value * given["d_output"]).sum()
         if logits is not None:
             total = total + (weights.value * given["d_weights"]).sum()
             balance, z = routing.losses(routing.LossInputs(logits, slots.counts.double(), mask), choice)
             total = total + case.balance * balance.value + case.z * z.value
         return float(total)
 
-    weights = machine.exact(given["weights"]) if logits is None else routing.weights(logits, ids.long(), choice)
-    backward = Backward(case, given, slots, weights, machine)
+    unscaled = weights_of(logits, given)
+    weights = unscaled * expert_scales(given, ids, machine) if case.expert_scale else unscaled
+    backward = (backward_around if case.kind == "layer" else Backward)(case, given, slots, weights, machine)
     if logits is not None:
         d_weights = backward.found.pop("weights") + machine.exact(given["d_weights"])
-        d_logits = routing.logits_gradient(logits, ids.long(), choice, d_weights)
+        d_weights = backward.add_expert_scale(d_weights, ids, unscaled)
+        if case.mixer:
+            d_logits = mixed_gradient(logits, ids, case.mixer, d_weights)
+        else:
+            d_logits = routing.logits_gradient(logits, ids.long(), choice, d_weights)
         inputs = routing.LossInputs(logits, slots.counts.double(), mask)
         d_logits = d_logits + routing.losses_gradient(inputs, choice, case.balance, case.z)
         if case.source == "x":
@@ -207,97 +240,6 @@ def test_other_processes_examine_sets() -> None:
     drawn = Drawn(parse("kind=route T=3 K=2 E=4 source=logits"), "", 3)
     (report,) = run._side_by_side([drawn], "reference", None, True, 1)
     assert (report.count(False), report.failures) == (3, [])
-
-
-def _without(spec: Callable[[Case], Any], **changes: Any) -> Callable[[Case], Any]:
-    return lambda case: dataclasses.replace(spec(case), **changes)
-
-
-def _missing_scale(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engines, "router_spec", _without(engines.router_spec, scale=1.0))
-
-
-def _dropped_bias(patch: pytest.MonkeyPatch) -> None:
-    experts = engines.Bundles.experts
-
-    def without(self: engines.Bundles) -> ExpertWeights:
-        return dataclasses.replace(experts(self), down_bias=None)
-
-    patch.setattr(engines.Bundles, "experts", without)
-
-
-def _one_group_less(patch: pytest.MonkeyPatch) -> None:
-    plain = reference._mask_groups
-
-    def off_by_one(scores: Any, keys: Any, spec: Any, pairs: bool) -> Any:
-        return plain(scores, keys, dataclasses.replace(spec, topk_group=max(1, spec.topk_group - 1)), pairs)
-
-    patch.setattr(reference, "_mask_groups", off_by_one)
-
-
-def _ties_to_the_higher_id(patch: pytest.MonkeyPatch) -> None:
-    plain = reference._best
-    patch.setattr(reference, "_best", lambda keys, count: keys.shape[-1] - 1 - plain(keys[..., ::-1], count))
-
-
-def _weight_after_the_cast(patch: pytest.MonkeyPatch) -> None:
-    plain = moe_torch.ops.moe
-
-    def rounds_twice(x: Any, experts: Any, routing: Any, spec: Any, **options: Any) -> Any:
-        if not isinstance(routing, moe_torch.TopK) or routing.ids.shape[1] != 1:
-            return plain(x, experts, routing, spec, **options)
-        ones = torch.ones_like(routing.weights)
-        found = plain(x, experts, moe_torch.TopK(routing.ids, ones), spec, **options)
-        return found._replace(output=(found.output.float() * routing.weights).to(found.output.dtype))
-
-    patch.setattr(moe_torch.ops, "moe", rounds_twice)
-
-
-def _lost_gradient_of_a_loss(patch: pytest.MonkeyPatch) -> None:
-    plain = torch_layer.router_losses
-    patch.setattr(torch_layer, "router_losses", lambda *given: (plain(*given)[0].detach(), plain(*given)[1]))
-
-
-#: fault -> (what plants it, cases among which it must be found, an option that the smallest case must keep)
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool], str]] = {
-    "missing scale": (_missing_scale, lambda case: case.kind == "route", "scale"),
-    "dropped bias": (_dropped_bias, lambda case: case.kind == "moe", "bias"),
-    "off by one group": (_one_group_less, lambda case: case.kind == "route", "num_groups"),
-    "wrong tie order": (_ties_to_the_higher_id, lambda case: case.kind == "route", ""),
-    "rounded before the weight": (
-        _weight_after_the_cast,
-        lambda case: (case.kind, case.K, case.on_input, case.weights) == ("moe", 1, False, "") and "16" in case.dtype,
-        "dtype",
-    ),
-    "lost gradient of a loss": (
-        _lost_gradient_of_a_loss,
-        lambda case: case.kind == "layer" and case.balance > 0,
-        "balance",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found_and_made_small(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plant, among, kept = FAULTS[name]
-    # torch alone: programs of JAX take longer to compile than all the rest.
-    monkeypatch.setattr(run, "FRONT_ENDS", {"torch": run_torch.run})
-    sets = (drawn for drawn in sets_of(1, "reference") if among(drawn.static))
-    with monkeypatch.context() as patch:
-        plant(patch)
-        report = run.fuzz(itertools.islice(sets, 40), "reference", most_failures=1)
-        assert report.failures, "not found"
-        smallest = report.failures[0].smallest
-        line = str(report.failures[0]).splitlines()[-1]
-        text = line.split('--case "')[1].rstrip('"')
-        assert parse(text) == smallest
-        assert command.main(["--engines", "reference", "--case", text]) == 1
-    assert command.main(["--engines", "reference", "--case", text]) == 0
-    assert "FAILED on reference" in capsys.readouterr().out
-    sizes = smallest.T, smallest.K, smallest.E, smallest.D, smallest.F
-    assert max(sizes) <= 8 and (not kept or getattr(smallest, kept) != getattr(Case, kept)), str(smallest)
 
 
 def test_front_ends_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,9 @@ class Case:
     or `x`. mapped: number of global experts, 0 = no map. stack: number of stacked layers, 0 = none. shared: width of
     the shared expert, 0 = none. alpha, limit: 0 = the default. weights, activations: formats, "" = plain. balance, z:
     factors of the losses in the objective of a layer's gradient. router_norm: the norm's constant factor, 0 = no norm.
-    alignment, max_rows: of a layout.
+    norm_epsilon, centred, weight_first: of every norm. latent: width between projections, 0 = none. out_norm: `sum`,
+    `experts` or none. table: rows of a token table. mixer: SparseMixer's epsilon, 0 = none. static_scales: activations
+    have a scale each that the caller gives. alignment, max_rows: of a layout.
     """
 
     kind: str = "moe"
@@ -79,6 +81,15 @@ class Case:
     correction_bias: bool = False
     router_norm: float = 0.0
     norm_epsilon: float = 1e-6
+    centred: bool = False
+    weight_first: bool = False
+    latent: int = 0
+    latent_norm: bool = False
+    out_norm: str = ""
+    out_scale: float = 1.0
+    out_bias: bool = False
+    table: int = 0
+    mixer: float = 0.0
     gate_inputs: bool = False
     given_ids: bool = False
     row_order: bool = False
@@ -102,6 +113,10 @@ class Case:
     capacity: float = 0.0
     weights: str = ""
     activations: str = ""
+    static_scales: bool = False
+    prepacked: bool = False
+    tf32: bool = False
+    main_grad: bool = False
     gradient: bool = False
     recompute: bool = False
     batch_invariant: bool = False
@@ -139,10 +154,19 @@ class Case:
         return 2 * self.F if self.gated else self.F
 
     @property
+    def inner(self) -> int:
+        """Columns of the rows that experts take and give."""
+        return self.latent or self.D
+
+    @property
+    def between(self) -> bool:
+        """Whether a layer has something between its experts and what is before or behind them."""
+        return self.latent > 0 or self.out_norm == "experts"
+
+    @property
     def is_differentiable(self) -> bool:
-        return not (self.activations or self.row_order or self.kind == "layout") and (
-            self.kind != "stages" or not self.on_input
-        )
+        undifferentiable = self.activations or self.prepacked or self.row_order or self.kind == "layout"
+        return not undifferentiable and (self.kind != "stages" or not self.on_input)
 
 
 def parse(text: str) -> Case:
@@ -192,11 +216,36 @@ def why_illegal(case: Case) -> str | None:
         and (case.kind != "moe" or case.source == "x" or case.mapped > 0 or case.correction_bias or case.stack > 0),
         "only layers have these": case.kind != "layer" and (case.expert_scale or case.gate_inputs or case.given_ids),
         "a norm is of layers or alone": case.router_norm != 0 and case.kind not in ("layer", "norm"),
-        "a norm has a factor": case.router_norm == 0 and (case.kind == "norm" or case.norm_epsilon != 1e-6),
+        "a norm has a factor": case.router_norm == 0 and case.kind == "norm",
+        "no norm": not (case.router_norm or case.latent_norm or case.out_norm)
+        and (case.norm_epsilon, case.centred, case.weight_first) != (1e-6, False, False),
+        "only layers have something around": case.kind != "layer" and (case.between or _around(case)),
+        "a latent norm is of latent rows": case.latent_norm and not case.latent,
+        "nothing weighs what is between": case.between and (case.on_input or case.main_grad),
+        "a norm of each result": case.out_norm == "experts" and (case.recompute or bool(case.activations)),
+        "each framework has its own sigmoid": case.between and case.shared_gate,
+        "ids come from one place": case.given_ids and case.table > 0,
+        "a mixer chooses two by logits alone": case.mixer != 0
+        and (
+            case.K != 2
+            or _has_rules(case)
+            or case.correction_bias
+            or case.capacity != 0
+            or case.given_ids
+            or case.table > 0
+        ),
+        "TF32 is of plain float32": case.tf32
+        and (case.dtype != "float32" or bool(case.weights) or case.kind not in ("moe", "layer", "stages")),
+        "main_grad is of trained matrices": case.main_grad
+        and (not case.gradient or case.kind not in ("moe", "layer") or bool(case.weights)),
+        "main_grad is float32, and of one problem": case.main_grad and (case.dtype == "float64" or case.packs > 1),
+        "static scales are of tensors": case.static_scales
+        and (case.kind != "moe" or not case.activations.startswith("fp8_tensor")),
+        "prepacked": case.prepacked and not is_prepackable(case),
         "the order of rows is that of stages": case.row_order and case.kind != "stages",
         "no experts in a norm": case.kind == "norm"
         and (case.F, case.K, case.E, case.bias, case.masked) != (1, 1, 1, False, False),
-        "a stack is of moe": case.stack > 0 and case.kind != "moe",
+        "a stack is of moe and layers": case.stack > 0 and case.kind not in ("moe", "layer"),
         "nothing to gate": case.shared == 0 and (case.shared_gate or bool(case.shared_activation)),
         "no shared expert here": case.shared > 0 and case.kind not in ("moe", "layer"),
         "the shared expert is gated alike": case.shared_activation in ALWAYS_GATED and not case.gated,
@@ -204,6 +253,7 @@ def why_illegal(case: Case) -> str | None:
         "recompute is of training": case.recompute and (not case.gradient or case.kind not in ("moe", "layer")),
         "batch_invariant and capacity": case.batch_invariant and case.capacity != 0,
         "one scale for all rows varies with the batch": case.activations.startswith("fp8_tensor")
+        and not case.static_scales
         and (case.batch_invariant or case.packs > 1),
         "batch_invariant is of moe and layer": case.batch_invariant and case.kind not in ("moe", "layer"),
         "float64 is plain": case.dtype == "float64" and bool(case.weights or case.out_dtype),
@@ -212,8 +262,7 @@ def why_illegal(case: Case) -> str | None:
         "activations go with weights": bool(case.activations)
         and case.activations not in ACTIVATION_FORMATS.get(case.weights, ()),
         "a layer's out_dtype is that of x": bool(case.out_dtype) and case.kind != "moe",
-        "rules belong to a router": not routes
-        and any(getattr(case, name) != getattr(Case, name) for name in ROUTER_FIELDS),
+        "rules belong to a router": not routes and _has_rules(case),
         "biases belong to a router": (case.router_bias and case.source != "x")
         or (case.correction_bias and case.source == "ids"),
         "logits are computed from x": case.logits_dtype != "float32" and (case.source != "x" or case.kind == "stages"),
@@ -224,6 +273,22 @@ def why_illegal(case: Case) -> str | None:
         "distinct ids for route": case.kind == "route" and case.source == "ids" and case.num_groups > 1,
     }
     return next((reason for reason, wrong in checks.items() if wrong), why_no_groups(case))
+
+
+def _has_rules(case: Case) -> bool:
+    return any(getattr(case, name) != getattr(Case, name) for name in ROUTER_FIELDS)
+
+
+def _around(case: Case) -> bool:
+    """Whether a layer has something before its experts or behind their sum."""
+    return bool(case.out_norm or case.out_scale != 1 or case.out_bias or case.table or case.mixer)
+
+
+def is_prepackable(case: Case) -> bool:
+    """What kernels of prepacked weights take."""
+    packed = case.weights.startswith(("mxfp4", "int4", "int8")) and not case.activations
+    sizes = case.D % 32 == 0 and case.F % 32 == 0 and case.weight_layout == "out_in" and case.gate_layout != "separate"
+    return packed and sizes and (case.kind, case.dtype) == ("moe", "bfloat16")
 
 
 def _pairs(case: Case) -> bool:
@@ -242,6 +307,6 @@ def unit_of(format: str) -> int:
 def why_no_groups(case: Case) -> str | None:
     """Why a format cannot hold matrices of these widths."""
     for format in filter(None, (case.weights, case.activations)):
-        if case.D % unit_of(format) or case.F % unit_of(format):
+        if case.inner % unit_of(format) or case.F % unit_of(format):
             return f"{format} needs widths that are multiples of {unit_of(format)}"
     return None

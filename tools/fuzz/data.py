@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -66,13 +68,15 @@ def draw(case: Case, device: str = "cpu") -> Arrays:
     if case.gate_inputs:
         plain["gate_inputs"] = draw.normal(T, case.D)
     if case.kind == "norm":
-        plain["weight"] = (draw.normal(case.D, rms=0.3) + 1).to(TORCH[case.dtype])
+        plain["weight"] = _factors(draw, case, case.D)
     else:
         _draw_routing(draw, case, plain, single)
     if case.packs > 1:
         plain["pack_start"] = _pack_start(case, device)
     if case.kind in ("moe", "layer", "stages"):
         _draw_experts(draw, case, arrays)
+    if case.kind == "layer":
+        _draw_around(draw, case, plain)
     if case.mapped:
         order = torch.randperm(case.mapped, generator=draw.random, device=device)
         local = torch.full((case.mapped,), -1, dtype=torch.int32, device=device)
@@ -105,18 +109,23 @@ def _rows(draw: _Draw, case: Case) -> Tensor:
 def _draw_routing(draw: _Draw, case: Case, plain: dict[str, Tensor], single: str) -> None:
     T, K, E = case.num_tokens, case.K, case.num_ids
     routed = case.E if case.packs > 1 else E
+    lead = _layers(case)
     if case.source == "x":
-        plain["routing.weight"] = draw.matrix(case.D, E, layout=case.router_layout)
+        plain["routing.weight"] = draw.matrix(case.D, E, *lead, layout=case.router_layout)
         if case.router_bias:
-            plain["routing.bias"] = draw.normal(E, rms=0.3)
+            plain["routing.bias"] = draw.normal(*lead, E, rms=0.3)
         if case.router_norm:
-            plain["routing.norm"] = (draw.normal(case.D, rms=0.3) + 1).to(TORCH[case.dtype])
+            plain["routing.norm"] = _factors(draw, case, *lead, case.D)
         if case.expert_scale:
-            plain["routing.expert_scale"] = (draw.normal(E, rms=0.3) + 1).to(TORCH[case.dtype])
+            plain["routing.expert_scale"] = (draw.normal(*lead, E, rms=0.3) + 1).to(TORCH[case.dtype])
     if case.source == "logits" or case.kind == "route":
         plain["logits"] = _logits(draw, case, T, routed, single)
     if case.correction_bias:
-        plain["correction_bias"] = draw.normal(E, rms=0.2, dtype=single)
+        plain["correction_bias"] = draw.normal(*lead, E, rms=0.2, dtype=single)
+    if case.table:
+        order = torch.argsort(draw.uniform(*lead, case.table, E), -1)[..., :K]
+        plain["routing.table"] = order.to(torch.int32).contiguous()
+        plain["input_ids"] = draw.integers(-2, case.table + 2, T).to(torch.int32)
     if case.source == "ids" or case.given_ids:
         plain["ids"] = _ids(draw, case, T, K, routed)
         if case.kind == "moe":
@@ -178,9 +187,9 @@ def _draw_experts(draw: _Draw, case: Case, arrays: Arrays) -> None:
     separate = case.gated and case.gate_layout == "separate"
     width = case.F if separate else case.width
     lead = ((case.stack,) if case.stack else ()) + (case.E * case.packs,)
-    sizes = {"gate_up": (case.D, width), "down": (case.F, case.D)}
+    sizes = {"gate_up": (case.inner, width), "down": (case.F, case.inner)}
     if separate:
-        sizes["up"] = (case.D, case.F)
+        sizes["up"] = (case.inner, case.F)
     for name, (inside, outside) in sizes.items():
         matrix = draw.matrix(inside, outside, *lead, layout=case.weight_layout)
         arrays.plain[f"experts.{name}"] = matrix
@@ -199,4 +208,52 @@ def _draw_experts(draw: _Draw, case: Case, arrays: Arrays) -> None:
         if case.shared_gate:
             shared["gate"] = (case.D, 1)
         for name, (inside, outside) in shared.items():
-            arrays.plain[f"shared.{name}"] = draw.matrix(inside, outside, layout=case.weight_layout)
+            arrays.plain[f"shared.{name}"] = draw.matrix(inside, outside, *_layers(case), layout=case.weight_layout)
+    if case.static_scales:
+        for name in ("gate_up", "down"):
+            arrays.plain[f"experts.{name}_input_scale"] = draw.uniform(1) * 2.0**-6 + 2.0**-9
+    if case.main_grad:
+        for name in [name for name in arrays.plain if name.split(".")[-1] in ("gate_up", "up", "down")]:
+            arrays.plain[f"main_grad.{name}"] = draw.normal(*arrays.plain[name].shape, dtype="float32")
+
+
+def _draw_around(draw: _Draw, case: Case, plain: dict[str, Tensor]) -> None:
+    """What a layer has around its experts."""
+    lead, layout = _layers(case), case.weight_layout
+    if case.latent:
+        plain["before.weight"] = draw.matrix(case.D, case.latent, *lead, layout=layout)
+        plain["after.weight"] = draw.matrix(case.latent, case.D, *lead, layout=layout)
+        if case.latent_norm:
+            plain["before.norm"] = _factors(draw, case, *lead, case.latent)
+    if case.out_norm:
+        plain["output.norm"] = _factors(draw, case, *lead, case.inner if case.out_norm == "experts" else case.D)
+    if case.out_bias:
+        plain["output.bias"] = draw.normal(*lead, case.D, rms=0.3)
+
+
+def _factors(draw: _Draw, case: Case, *shape: int) -> Tensor:
+    """Parameters of a norm, whose factors lie around 1."""
+    return (draw.normal(*shape, rms=0.3) + (0 if case.centred else 1)).to(TORCH[case.dtype])
+
+
+def _layers(case: Case) -> tuple[int, ...]:
+    """The leading axis of what a stack of layers has beside experts."""
+    return (case.stack,) if case.stack and case.kind == "layer" else ()
+
+
+def is_parameter(name: str) -> bool:
+    """Whether an array is a layer's own."""
+    parts = ("experts.", "shared.", "routing.", "before.", "after.", "output.")
+    return name.startswith(parts) or name == "correction_bias"
+
+
+def one_layer(case: Case, arrays: Mapping[str, Tensor]) -> tuple[Case, dict[str, Tensor]]:
+    """The layer of a stack that the case runs, as a case of its own."""
+    if not case.stack:
+        return case, dict(arrays)
+    index, found = int(arrays["experts.layer_index"]), dict(arrays)
+    del found["experts.layer_index"]
+    for name in found:
+        if is_parameter(name.removeprefix("main_grad.")):
+            found[name] = found[name][index]
+    return dataclasses.replace(case, stack=0), found

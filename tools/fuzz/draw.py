@@ -119,6 +119,11 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         if choice.get("weights", "") and not choice["weights"].startswith("fp8"):
             widths = [width for width in (32, 64, 128) if width % cases.unit_of(choice["weights"]) == 0]
             choice |= {"D": rng.choice(widths), "F": rng.choice(widths)}
+    if kind == "moe" and engine != "interpreter" and rng.random() < 0.3 and choice.get("weights"):
+        # No kernel of the interpreter takes prepacked weights.
+        prepacked = {"prepacked": True, "dtype": "bfloat16", "weight_layout": "out_in", "activations": ""}
+        if cases.is_prepackable(Case(**choice | prepacked)):
+            choice |= prepacked
     if kind == "moe":
         choice["source"] = rng.choice(("ids", "logits", "x"))
         choice["mapped"] = E + rng.choice((0, 1, 5)) if rng.random() < 0.3 else 0
@@ -144,18 +149,42 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         choice |= {"gate_inputs": rng.random() < 0.2, "given_ids": rng.random() < 0.2}
         choice["expert_scale"] = rng.random() < 0.2
         choice["capacity"] = rng.choice((0.0, 0.0, 1.0, 1.25, 0.5))
+        choice |= _around(rng, choice)
     case = Case(**choice)
     if case.source == "x" and kind != "stages" and rng.random() < 0.2:
         case = dataclasses.replace(case, logits_dtype="bfloat16")
     if case.is_differentiable and rng.random() < 0.35:
         case = dataclasses.replace(case, gradient=True, recompute=kind in ("moe", "layer") and rng.random() < 0.2)
+        if kind in ("moe", "layer") and rng.random() < 0.2:
+            case = dataclasses.replace(case, main_grad=True)
         if kind == "layer":
             case = dataclasses.replace(case, balance=rng.choice((0.0, 0.5)), z=rng.choice((0.0, 0.25)))
     return case
 
 
+def _around(rng: random.Random, choice: dict[str, Any]) -> dict[str, Any]:
+    """What a layer has before its experts, behind them, and in its router's place."""
+    found: dict[str, Any] = {"stack": 2 if rng.random() < 0.15 else 0}
+    if rng.random() < 0.3:
+        widths = (32, 64) if choice.get("weights", "") else _WIDTHS
+        found |= {"latent": rng.choice(widths), "latent_norm": rng.random() < 0.5}
+    if rng.random() < 0.35:
+        found |= {"out_norm": rng.choice(("", "sum", "experts", "experts")), "out_scale": rng.choice((1.0, 0.3, 2.0))}
+        found["out_bias"] = rng.random() < 0.5
+    if found.get("latent_norm") or found.get("out_norm"):
+        found |= {name: value for name, value in _norm_options(rng).items() if name != "router_norm"}
+    if rng.random() < 0.12:
+        found |= {"table": rng.choice((1, 2, 17)), "given_ids": False}
+    elif rng.random() < 0.12 and choice["E"] > 1:
+        found |= {name: getattr(Case, name) for name in cases.ROUTER_FIELDS}
+        found |= {"mixer": rng.choice((0.01, 0.2)), "K": 2, "capacity": 0.0, "given_ids": False}
+        found |= {"correction_bias": False, "on_input": False}
+    return found
+
+
 def _norm_options(rng: random.Random) -> dict[str, Any]:
-    return {"router_norm": rng.choice((1.0, 0.25)), "norm_epsilon": rng.choice((1e-6, 0.125))}
+    options = {"router_norm": rng.choice((1.0, 0.25)), "norm_epsilon": rng.choice((1e-6, 0.125))}
+    return options | {"centred": rng.random() < 0.3, "weight_first": rng.random() < 0.3}
 
 
 def _norm(rng: random.Random, engine: str) -> Case:
@@ -187,6 +216,10 @@ def _arithmetic(rng: random.Random, kind: str, engine: str) -> dict[str, Any]:
         if choice["dtype"] != "float64" and rng.random() < 0.3:
             choice["weights"] = rng.choice(cases.WEIGHT_FORMATS)
             choice["activations"] = rng.choice(("", *cases.ACTIVATION_FORMATS.get(choice["weights"], ())))
+    if choice["dtype"] == "float32" and not choice.get("weights"):
+        choice["tf32"] = rng.random() < 0.3
+    if kind == "moe" and choice.get("activations", "").startswith("fp8_tensor"):
+        choice["static_scales"] = rng.random() < 0.5
     return choice
 
 

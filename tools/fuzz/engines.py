@@ -13,6 +13,7 @@ import torch
 import moe_torch
 from moe_core.formats import QuantizedSpec, QuantizedTensor, Scheme, format_named
 from moe_core.layers import ExpertsSpec, LayerWeights, MoELayerSpec, SharedExpertsSpec, Storage
+from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.norm import NormSpec
@@ -20,7 +21,7 @@ from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, 
 from moe_core.specs.routing import LogitsSpec
 from moe_core.specs.tuning import Tuning
 from tools.fuzz.case import ROUTER_FIELDS, Case
-from tools.fuzz.data import Arrays
+from tools.fuzz.data import Arrays, is_parameter
 
 Results = dict[str, torch.Tensor]
 
@@ -60,8 +61,8 @@ def activation_spec(case: Case, name: str = "") -> Activation:
     return Activation(name or case.activation, case.gated, **options)
 
 
-def norm_spec(case: Case) -> NormSpec:
-    return NormSpec(case.norm_epsilon, case.router_norm)
+def norm_spec(case: Case, scale: float = 1.0) -> NormSpec:
+    return NormSpec(case.norm_epsilon, scale, case.centred, case.weight_first)
 
 
 def moe_spec(case: Case) -> MoESpec:
@@ -72,6 +73,8 @@ def moe_spec(case: Case) -> MoESpec:
         router_weight_layout=case.router_layout,
         apply_router_weight_on_input=case.on_input,
         logits_dtype=case.logits_dtype,
+        allow_tf32=case.tf32,
+        main_grad=case.main_grad,
         out_dtype=case.out_dtype or None,
         tuning=Tuning(batch_invariant=True) if case.batch_invariant else None,
         recompute=case.recompute,
@@ -94,6 +97,10 @@ def layer_spec(case: Case) -> MoELayerSpec:
         plain = dataclasses.replace(case, gate_layout="halves")
         other = activation_spec(plain, case.shared_activation) if case.shared_activation else None
         shared = SharedExpertsSpec(case.shared, case.shared_gate, other)
+    output = None
+    if case.out_norm or case.out_scale != 1 or case.out_bias:
+        norm = norm_spec(case) if case.out_norm else None
+        output = OutputSpec(norm, case.out_norm or "sum", case.out_scale, case.out_bias)
     return MoELayerSpec(
         case.D,
         case.F,
@@ -104,10 +111,16 @@ def layer_spec(case: Case) -> MoELayerSpec:
         shared,
         router_bias=case.router_bias,
         correction_bias=case.correction_bias,
-        router_norm=norm_spec(case) if case.router_norm else None,
+        router_norm=norm_spec(case, case.router_norm) if case.router_norm else None,
         expert_scale=case.expert_scale,
         apply_router_weight_on_input=case.on_input,
         logits_dtype=case.logits_dtype,
+        allow_tf32=case.tf32,
+        main_grad=case.main_grad,
+        output=output,
+        latent=LatentSpec(case.latent, norm_spec(case) if case.latent_norm else None) if case.latent else None,
+        token_table=case.table,
+        sparse_mixer=case.mixer or None,
         capacity_factor=case.capacity or None,
         tuning=Tuning(batch_invariant=True) if case.batch_invariant else None,
         recompute=case.recompute,
@@ -175,7 +188,7 @@ def trained(case: Case, names: Mapping[str, Any]) -> list[str]:
     incoming gradient."""
     if case.kind in ("route", "norm"):
         return ["logits"] if case.kind == "route" else ["x", "weight"]
-    no = ("correction_bias", "experts.layer_index")
+    no = ("correction_bias", "experts.layer_index", "routing.table")
     plain = (name for name in names if name in _TRAINED or is_parameter(name))
     return [name for name in plain if name not in no and not name.endswith((".values", ".scales", ".zero_points"))]
 
@@ -183,14 +196,17 @@ def trained(case: Case, names: Mapping[str, Any]) -> list[str]:
 def run_moe(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     bundles = Bundles(case, arrays)
     spec, extras = moe_spec(case), {"expert_map": arrays.get("expert_map"), "shared": bundles.shared()}
+    experts = bundles.experts()
+    if case.prepacked:
+        experts = ops.prepack_weights(experts, spec)
     if case.packs > 1 and case.source == "logits":
         routed = ops.route(arrays["logits"], router_spec(case), token_mask=arrays.get("token_mask"))
         first = arrays["pack_start"]
         ids = routed.ids + first * (routed.ids >= 0)
         spec = dataclasses.replace(spec, router=None)
-        out = ops.moe(arrays["x"], bundles.experts(), TopK(ids, routed.weights), spec, **extras)
+        out = ops.moe(arrays["x"], experts, TopK(ids, routed.weights), spec, **extras)
         return {"output": out.output, "ids": routed.ids, "weights": routed.weights} | _counts(out)
-    out = ops.moe(arrays["x"], bundles.experts(), bundles.routing(), spec, **bundles.mask(), **extras)
+    out = ops.moe(arrays["x"], experts, bundles.routing(), spec, **bundles.mask(), **extras)
     found = {"output": out.output} | _counts(out)
     if case.source != "ids":
         found |= {"ids": out.ids, "weights": out.weights, "logits": out.logits}
@@ -232,7 +248,7 @@ def run_stages(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any
     options = {"correction_bias": arrays.get("correction_bias"), "token_mask": arrays.get("token_mask")}
     ids, weights = ops.route(logits, router_spec(case), **options)
     layout = ops.make_layout(ids, case.E, alignment=case.alignment, max_rows=case.max_rows or None)
-    first = MatmulSpec(case.weight_layout, gather="token")
+    first = MatmulSpec(case.weight_layout, gather="token", allow_tf32=case.tf32)
     x = ops.scale_rows(arrays["x"], weights) if case.on_input else arrays["x"]
 
     def multiply(x: Any, weight: Any, bias: Any, spec: MatmulSpec, row_weight: Any = None) -> Any:
@@ -242,17 +258,17 @@ def run_stages(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any
     up = None if experts.up is None else multiply(x, experts.up, experts.up_bias, first)
     hidden = ops.activation(gate, activation, up=up)
     order = "row" if case.row_order else "slot"
-    second = MatmulSpec(case.weight_layout, scatter=order)
+    second = MatmulSpec(case.weight_layout, scatter=order, allow_tf32=case.tf32)
     slots = multiply(hidden, experts.down, experts.down_bias, second, None if case.on_input else weights)
     return {"output": ops.reduce(slots, layout, order=order), "ids": ids, "weights": weights, "logits": logits}
 
 
 def run_norm(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {"output": ops.rms_norm(arrays["x"], arrays["weight"], norm_spec(case))}
+    return {"output": ops.rms_norm(arrays["x"], arrays["weight"], norm_spec(case, case.router_norm))}
 
 
 def _logits_spec(case: Case) -> LogitsSpec:
-    return LogitsSpec(case.router_layout)
+    return LogitsSpec(case.router_layout, allow_tf32=case.tf32)
 
 
 OPS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -274,10 +290,6 @@ def layer_name(name: str) -> str:
         if name.startswith(own):
             return other + name.removeprefix(own)
     return name
-
-
-def is_parameter(name: str) -> bool:
-    return name.startswith(("experts.", "shared.", "routing.")) or name == "correction_bias"
 
 
 def layer_weights(case: Case, arrays: Mapping[str, Any]) -> LayerWeights:

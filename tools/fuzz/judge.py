@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tools.fuzz.case import Case
-from tools.fuzz.data import Arrays, offset_ids
+from tools.fuzz.data import Arrays, offset_ids, one_layer
 from tools.fuzz.oracle import routing
+from tools.fuzz.oracle.around import backward_around, run_around
 from tools.fuzz.oracle.backward import Backward
 from tools.fuzz.oracle.layer import (
     Machine,
@@ -19,10 +20,12 @@ from tools.fuzz.oracle.layer import (
     forward,
     router_logits,
     slots_of,
+    table_ids,
     within_capacity,
 )
 from tools.fuzz.oracle.layout import layout_of
-from tools.fuzz.oracle.norm import rms_norm, rms_norm_gradient
+from tools.fuzz.oracle.mixer import mixed_gradient, mixed_weights
+from tools.fuzz.oracle.norm import norm_of, rms_norm, rms_norm_gradient
 from tools.fuzz.oracle.real import Real
 from tools.fuzz.oracle.stages import StageBackward
 
@@ -101,8 +104,13 @@ FRAMEWORKS_OWN = ("load_balance_loss", "z_loss")
 
 def judge(case: Case, arrays: Arrays, results: Results, engine: str) -> Verdict:
     """What is wrong with the results of one case on one engine."""
-    machine, verdict = Machine(case.dtype, truncated=engine == "cuda"), Verdict()
+    # NumPy multiplies all bits; the interpreter cuts off what TF32 has not.
+    machine, verdict = Machine(case.dtype, engine == "cuda", case.tf32 and engine != "reference"), Verdict()
     given = arrays.numbers()
+    if case.kind == "layer":
+        case, given = one_layer(case, given)
+    if case.table:
+        given["ids"] = table_ids(case, given)
     if case.kind == "layout":
         for name, expected in layout_of(case, given).items():
             verdict.equal(name, results[name], expected)
@@ -143,11 +151,14 @@ class _Judge:
         counts = slots.counts if case.kind != "layer" else slots_of(case, ids, masked).counts
         if case.kind != "stages":
             verdict.equal("tokens_per_expert", results["tokens_per_expert"], counts)
-            invalid = slots_of(case, given["ids"], given).invalid if case.given_ids else slots.invalid
+            known = case.given_ids or case.table
+            invalid = slots_of(case, given["ids"], given).invalid if known else slots.invalid
             verdict.equal("invalid_ids", results["invalid_ids"], [invalid])
-        verdict.compare("output", results["output"], forward(case, given, slots, weights, self.machine))
         if case.kind == "layer":
+            verdict.compare("output", results["output"], run_around(case, given, slots, weights, self.machine).y)
             self._losses(counts)
+        else:
+            verdict.compare("output", results["output"], forward(case, given, slots, weights, self.machine))
         if case.gradient:
             self._gradients(slots, weights, ids, counts)
 
@@ -164,13 +175,16 @@ class _Judge:
             self.logits = self.machine.exact(results["logits"].to(torch.float64))
         else:
             self.logits = self.machine.exact(given["logits"])
-        if case.given_ids or (case.kind == "route" and case.source == "ids"):
+        if case.given_ids or case.table or (case.kind == "route" and case.source == "ids"):
             ids = self._known(given["ids"])
             if case.kind == "route":
                 verdict.equal("ids", results["ids"], ids)
         else:
             ids = self._chosen()
-        weights = routing.weights(self.logits, ids.long(), self.choice)
+        if case.mixer:
+            weights = mixed_weights(self.logits, ids, case.mixer)
+        else:
+            weights = routing.weights(self.logits, ids.long(), self.choice)
         if case.expert_scale:
             self.unscaled = weights
             weights = weights * expert_scales(given, ids, self.machine)
@@ -191,6 +205,8 @@ class _Judge:
         # What a layer with a capacity returns lacks the slots that were dropped.
         ids = results["routed_ids" if case.capacity else "ids"].long()
         wrong = routing.complaints(ids, self.logits, self.choice, self.given.get("correction_bias"), self.mask)
+        if case.mixer:  # which looks at differences of logits, that infinities do not have
+            wrong = wrong & torch.isfinite(self.logits.value).all(1)
         self.verdict.elements += ids.numel()
         if bool(wrong.any()):
             token = int(torch.nonzero(wrong)[0])
@@ -203,11 +219,11 @@ class _Judge:
 
     def _norm(self) -> None:
         case, given, verdict, results = self.case, self.given, self.verdict, self.results
-        x, weight = self.machine.exact(given["x"]), given["weight"]
-        verdict.compare("output", results["output"], rms_norm(x, weight, case))
+        x, norm = self.machine.exact(given["x"]), norm_of(case, given["weight"], case.router_norm)
+        verdict.compare("output", results["output"], rms_norm(x, norm))
         if case.gradient:
             bad = ~torch.isfinite(x.value).all(1, True)
-            d_x, d_weight = rms_norm_gradient(self.machine.exact(given["d_output"]), x, weight, case)
+            d_x, d_weight = rms_norm_gradient(self.machine.exact(given["d_output"]), x, norm)
             verdict.compare("d x", results["d x"], d_x.cast(case.dtype).unknown(bad.expand_as(d_x.value)))
             unknown = bad.any().expand_as(d_weight.value)
             verdict.compare("d weight", results["d weight"], d_weight.cast(case.dtype).unknown(unknown))
@@ -229,13 +245,17 @@ class _Judge:
 
     def _gradients(self, slots: Any, weights: Real, ids: torch.Tensor, counts: torch.Tensor) -> None:
         case, given = self.case, self.given
-        backward = (StageBackward if case.kind == "stages" else Backward)(case, given, slots, weights, self.machine)
+        kinds: dict[str, Any] = {"stages": StageBackward, "layer": backward_around}
+        backward = kinds.get(case.kind, Backward)(case, given, slots, weights, self.machine)
         d_weights = backward.found.pop("weights")
         if self.logits is not None:
             d_weights = d_weights + self.machine.exact(given["d_weights"])
             if self.unscaled is not None:
                 d_weights = backward.add_expert_scale(d_weights, ids, self.unscaled)
-            d_logits = routing.logits_gradient(self.logits, ids.long(), self.choice, d_weights)
+            if case.mixer:
+                d_logits = mixed_gradient(self.logits, ids, case.mixer, d_weights)
+            else:
+                d_logits = routing.logits_gradient(self.logits, ids.long(), self.choice, d_weights)
             bad = ~torch.isfinite(self.logits.value).all(1, True) & (ids >= 0).any(1, True)
             d_logits = d_logits.unknown(bad.expand_as(d_logits.value))
             if case.balance or case.z:

@@ -14,11 +14,11 @@ import moe_jax
 import moe_torch
 from moe_jax import layers
 from tools.fuzz.case import Case
+from tools.fuzz.data import is_parameter
 from tools.fuzz.engines import (
     OPS,
     Results,
     device_of,
-    is_parameter,
     layer_name,
     layer_spec,
     routed_ids,
@@ -62,21 +62,31 @@ def _outputs_and_gradients(case: Case, arrays: dict[str, Any]) -> dict[str, Any]
     if case.kind == "layer":
         names = [name for name in names if name in ("x", "gate_inputs") or is_parameter(name)]
 
+    factors = {"load_balance_loss": case.balance, "z_loss": case.z}
+    losses = {name: factor for name, factor in factors.items() if factor}
+
     def objective(own: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         outputs = call(arrays | own)
         wanted = [outputs[name] for name in ("output", "weights") if f"d_{name}" in arrays]
-        if case.kind == "layer":
-            wanted += [outputs["load_balance_loss"], outputs["z_loss"]]
-        return wanted, outputs
+        return wanted + [outputs[name] for name in losses], outputs
 
-    outputs, pull, found = jax.vjp(objective, {name: arrays[name] for name in names}, has_aux=True)
+    _, pull, found = jax.vjp(objective, {name: arrays[name] for name in names}, has_aux=True)
     flowing = [arrays[f"d_{name}"] for name in ("output", "weights") if f"d_{name}" in arrays]
-    if case.kind == "layer":
-        flowing += [
-            jnp.asarray(factor, one.dtype) for factor, one in zip((case.balance, case.z), outputs[-2:], strict=True)
-        ]
+    flowing += [jnp.asarray(factor, found[name].dtype) for name, factor in losses.items()]
     (gradients,) = pull(flowing)
+    if case.kind == "layer" and case.stack:
+        index = arrays["experts.layer_index"][0]
+        gradients = {
+            name: _of_layer(one, index) if is_parameter(name) else one for name, one in gradients.items()
+        }  # fmt: skip
     return found | {f"d {name}": gradient for name, gradient in gradients.items()}
+
+
+def _of_layer(gradient: jax.Array, index: jax.Array) -> jax.Array:
+    """The part of one layer of a stack, NaN where another layer has a gradient as well."""
+    others = jnp.arange(len(gradient)).reshape(-1, *[1] * (gradient.ndim - 1)) != index
+    stray = (others & (gradient != 0)).any()
+    return jnp.where(stray, jnp.nan, gradient[index]).astype(gradient.dtype)
 
 
 def _op(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -87,14 +97,17 @@ def _layer(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
     spec = layer_spec(case)
     named = {layer_name(name): array for name, array in arrays.items() if is_parameter(name)}
     if case.router_layout == "out_in":  # Flax stores [D, E]
-        named["router.weight"] = named["router.weight"].T
+        named["router.weight"] = named["router.weight"].swapaxes(-1, -2)
     tree = layers.nested((leaf.path, named[leaf.parameter.name]) for leaf in layers.leaves(spec))
     dtype = jnp.dtype(case.dtype)
     options: dict[str, Any] = {"token_mask": arrays.get("token_mask")}
-    options["routed_by"] = layers.RoutedBy(arrays.get("gate_inputs"), arrays.get("ids"))
+    options["routed_by"] = layers.RoutedBy(arrays.get("gate_inputs"), arrays.get("ids"), arrays.get("input_ids"))
+    options["layer_index"] = arrays.get("experts.layer_index")
     y, aux = layers.forward(tree, arrays["x"], spec, dtype=dtype, return_aux=True, **options)
     found = {"output": y} | aux._asdict()
     if case.capacity:
         logits = jax.lax.stop_gradient(aux.logits)
+        if case.stack and case.correction_bias:
+            arrays = arrays | {"correction_bias": arrays["correction_bias"][arrays["experts.layer_index"][0]]}
         found["routed_ids"] = routed_ids(case, moe_jax.ops, arrays, logits)
     return found

@@ -11,10 +11,10 @@ import torch
 
 import moe_torch
 from tools.fuzz.case import Case
+from tools.fuzz.data import is_parameter, one_layer
 from tools.fuzz.engines import (
     OPS,
     Results,
-    is_parameter,
     layer_name,
     layer_spec,
     layer_weights,
@@ -41,9 +41,10 @@ def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
     """The outputs by name, and the gradients as `d name`."""
     with running_on(engine):
         if case.kind == "layer":
-            return _layer(case, arrays)
+            return _layer(*one_layer(case, arrays))
         names = trained(case, arrays) if case.gradient else []
         inputs = dict(arrays) | {name: arrays[name].detach().requires_grad_() for name in names}
+        _give_main_grads(inputs, arrays)
         with torch.set_grad_enabled(case.gradient):
             outputs = OPS[case.kind](case, moe_torch.ops, inputs)
         found = _detached(outputs)
@@ -57,8 +58,20 @@ def _detached(outputs: Mapping[str, Any]) -> Results:
     return {name: array.detach() for name, array in outputs.items() if array is not None}
 
 
+def _give_main_grads(inputs: Mapping[str, torch.Tensor], arrays: Mapping[str, torch.Tensor]) -> None:
+    """What the backward adds the gradients of matrices to, in the attribute that Megatron has for it."""
+    for name in inputs:
+        if f"main_grad.{name}" in arrays:
+            inputs[name].main_grad = arrays[f"main_grad.{name}"].clone()  # type: ignore[attr-defined]
+
+
 def _gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]], inputs: Mapping[str, torch.Tensor]) -> Results:
     outputs, flowing = zip(*pairs, strict=True)
+    if any(hasattr(own, "main_grad") for own in inputs.values()):
+        torch.autograd.backward(outputs, flowing)
+        given = {name: getattr(own, "main_grad", own.grad) for name, own in inputs.items()}
+        assert all(own.grad is None for own in inputs.values() if hasattr(own, "main_grad"))
+        return {f"d {name}": torch.zeros_like(inputs[name]) if one is None else one for name, one in given.items()}
     found = torch.autograd.grad(outputs, tuple(inputs.values()), flowing, allow_unused=True)
     zeros = (torch.zeros_like(own) if one is None else one for own, one in zip(inputs.values(), found, strict=True))
     return {f"d {name}": gradient for name, gradient in zip(inputs, zeros, strict=True)}
@@ -77,10 +90,12 @@ def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
     rows = {name: arrays[name].clone() for name in ("x", "gate_inputs") if name in arrays}
     rows = {name: own.requires_grad_(case.gradient) for name, own in rows.items()}
     others = {"gate_inputs": rows.get("gate_inputs"), "expert_ids": arrays.get("ids")}
+    others["input_ids"] = arrays.get("input_ids")
     layer.requires_grad_(False)
     names = [name for name in trained(case, arrays) if is_parameter(name)] if case.gradient else []
     parameters = dict(layer.named_parameters())
     wanted = {name: parameters[layer_name(name)].requires_grad_() for name in names}
+    _give_main_grads(wanted, arrays)
     with torch.set_grad_enabled(case.gradient):
         y, aux = layer(rows["x"], arrays.get("token_mask"), **others, return_aux=True)
         found = _detached({"output": y} | aux._asdict())
@@ -88,9 +103,8 @@ def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
             found["routed_ids"] = routed_ids(case, moe_torch.ops, arrays, found["logits"])
         if case.gradient:
             pairs = [(y, arrays["d_output"]), (aux.weights, arrays["d_weights"])]
-            like = aux.load_balance_loss
-            pairs.append((like, torch.full_like(like, case.balance)))
-            pairs.append((aux.z_loss, torch.full_like(like, case.z)))
+            for loss, factor in ((aux.load_balance_loss, case.balance), (aux.z_loss, case.z)):
+                pairs += [(loss, torch.full_like(loss, factor))] if factor else []
             pairs = [pair for pair in pairs if pair[0].requires_grad]
             found |= _gradients(pairs, rows | wanted)
             if case.router_layout == "in_out":  # torch stores [E, D]

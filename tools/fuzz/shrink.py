@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from tools.fuzz.case import Case, why_illegal
 
-_SIZES = ("packs", "T", "E", "K", "D", "F", "mapped", "stack", "shared", "num_groups", "topk_group")
+_SIZES = ("packs", "T", "E", "K", "D", "F", "mapped", "stack", "shared", "latent", "table", "num_groups", "topk_group")
 
 
 def _simpler(case: Case) -> Iterator[Case]:
@@ -26,6 +26,10 @@ def _simpler(case: Case) -> Iterator[Case]:
     yield dataclasses.replace(case, correction_bias=False, bias_on="scores")
     yield dataclasses.replace(case, renormalize=False, epsilon=0.0)
     yield dataclasses.replace(case, scoring="softmax", order="", epsilon=0.0)
+    plain_norms = {"norm_epsilon": 1e-6, "centred": False, "weight_first": False}
+    yield dataclasses.replace(case, latent=0, latent_norm=False, out_norm="", **plain_norms)
+    yield dataclasses.replace(case, latent_norm=False, **plain_norms)
+    yield dataclasses.replace(case, out_norm="", **plain_norms)
     for name in _SIZES:
         value = getattr(case, name)
         for smaller in sorted({value // 4, value // 2, value - 1}):

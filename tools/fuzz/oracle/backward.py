@@ -5,7 +5,7 @@ A test holds them, in float64 and so without rounding, to differences of the ora
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +25,8 @@ from tools.fuzz.oracle.layer import (
     sigmoid,
     weighted_input,
 )
-from tools.fuzz.oracle.norm import rms_norm_gradient
-from tools.fuzz.oracle.real import Real, Tensor, rounded, share
+from tools.fuzz.oracle.norm import norm_of, rms_norm_gradient
+from tools.fuzz.oracle.real import UNIT, Real, Tensor, cut_off, rounded, share
 
 
 def outer_sum(left: Real, right: Real, index: Tensor, count: int, kind: str) -> Real:
@@ -39,7 +39,7 @@ def outer_sum(left: Real, right: Real, index: Tensor, count: int, kind: str) -> 
     a, b = torch.nan_to_num(left.value.abs(), posinf=0.0), torch.nan_to_num(right.value.abs(), posinf=0.0)
     longest = int(torch.bincount(index, minlength=1).max()) if index.numel() else 0
     least = 2.0**-14 if kind == "half" else 0.0
-    error = share(longest, left.unit, kind) * summed(a.clamp(min=least), b.clamp(min=least))
+    error = (share(longest, left.unit, kind) + cut_off(kind)) * summed(a.clamp(min=least), b.clamp(min=least))
     error = error + summed(a, right.error) + summed(left.error, b + right.error)
     return left.of(summed(left.value, right.value), error)
 
@@ -78,14 +78,24 @@ def _stored(matrix: Real, layout: str) -> Real:
     return matrix if layout == "in_out" else matrix.map(lambda part: part.transpose(-1, -2))
 
 
-class Backward:
-    """Gradients of one call by the names of its arguments, and `weights` [T, K]; sum of parts of x in `finish`."""
+class Ends(NamedTuple):
+    x: Real
+    d_out: Real
 
-    def __init__(self, case: Any, given: Given, slots: Slots, weights: Real, machine: Machine) -> None:
+
+class Backward:
+    """Gradients of one call by the names of its arguments, and `weights` [T, K]; sum of parts of x in `finish`.
+
+    ends: (x, the gradient of the output) of experts that take other rows than x, or whose output is changed.
+    """
+
+    def __init__(
+        self, case: Any, given: Given, slots: Slots, weights: Real, machine: Machine, ends: Ends | None = None
+    ) -> None:
         self.case, self.given, self.slots, self.weights, self.machine = case, given, slots, weights, machine
         self.found: dict[str, Real] = {}
-        self.x = machine.exact(given["x"])
-        self.d_out = machine.exact(rounded(given["d_output"], case.dtype))
+        plain = Ends(machine.exact(given["x"]), machine.exact(rounded(given["d_output"], case.dtype)))
+        self.x, self.d_out = plain if ends is None else ends
         self.parts: list[Real] = []
         self.experts()
         if case.shared:
@@ -140,12 +150,17 @@ class Backward:
         case, given, layout = self.case, self.given, self.case.weight_layout
         up = found.get("up")
         matrices = {"gate_up": _join_gate(found["gate"], up, case), "down": found["down"]}
-        biases = {"gate_up_bias": _join_gate(found["gate_bias"], found.get("up_bias"), case)}
-        biases["down_bias"] = found["down_bias"]
+        biases: dict[str, Real] = {}
+        if "gate_bias" in found:
+            biases["gate_up_bias"] = _join_gate(found["gate_bias"], found.get("up_bias"), case)
+            biases["down_bias"] = found["down_bias"]
         if up is not None and case.gate_layout == "separate":
-            matrices["up"], biases["up_bias"] = up, found["up_bias"]
+            matrices["up"] = up
+            if "up_bias" in found:
+                biases["up_bias"] = found["up_bias"]
         for name, matrix in matrices.items():
-            result = _stored(matrix, layout).cast(case.dtype)
+            result = _stored(matrix, layout)
+            result = result if case.main_grad else result.cast(case.dtype)  # which is added to before any rounding
             if prefix == "shared.":
                 result = result.map(lambda part: part[0])
             self.found[prefix + name] = self._in_stack(result) if prefix == "experts." else result
@@ -214,11 +229,11 @@ class Backward:
         return d_weights * expert_scales(given, ids, machine)
 
     def add_router(self, d_logits: Real) -> None:
-        """The router's part, from d_logits [T, E]. Rows whose gradient is zero take no part."""
+        """The router's part, from d_logits [T, E]. Rows of masked tokens take no part."""
         case, given, machine, found = self.case, self.given, self.machine, self.found
-        used = ((d_logits.value != 0) | (d_logits.error != 0)).any(1, True)
-        if case.kind == "stages":  # the op alone multiplies every row
-            used = torch.ones_like(used)
+        used = torch.ones_like(d_logits.value[:, :1], dtype=torch.bool)
+        if "token_mask" in given and case.kind != "stages":  # the op alone multiplies every row
+            used = given["token_mask"].unsqueeze(1)
         source = "gate_inputs" if case.gate_inputs else "x"
         x = machine.exact(torch.where(used, given[source], 0.0))
         bad = used & ~torch.isfinite(x.value).all(1, True)
@@ -233,7 +248,7 @@ class Backward:
         part = d_logits.matmul(machine.exact(weight.transpose(0, 1)), "truncated")
         if case.router_norm:
             part = part.cast(case.dtype).where(used.expand_as(x.value))
-            part, d_norm = rms_norm_gradient(part, x, given["routing.norm"], case)
+            part, d_norm = rms_norm_gradient(part, x, norm_of(case, given["routing.norm"], case.router_norm))
             unknown = bad.any().expand_as(d_norm.value)
             found["routing.norm"] = d_norm.unknown(unknown).cast(case.dtype)
             part = part.unknown(bad.expand_as(part.value))
@@ -244,9 +259,14 @@ class Backward:
             self.parts.append(part.either(case.dtype))
 
     def finish(self) -> dict[str, Real]:
-        total = self.parts[0]
+        total, unit = self.parts[0], UNIT[self.case.dtype]
         for part in self.parts[1:]:
             # Parts may be added one after the other, each sum stored in the dtype of x.
             total = (total + part).either(self.case.dtype)
+        if len(self.parts) > 2 and unit > total.unit:  # in any order, so that a sum of two may be larger than all
+            size = sum((torch.nan_to_num(part.value.abs(), posinf=0.0) for part in self.parts), torch.zeros(()))
+            total = total.of(total.value, total.error + (len(self.parts) - 2) * unit * size)
         self.found["x"] = total.cast(self.case.dtype)
+        for name in [name for name in self.found if f"main_grad.{name}" in self.given]:
+            self.found[name] = self.found[name] + self.machine.exact(self.given[f"main_grad.{name}"])
         return self.found

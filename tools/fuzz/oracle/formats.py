@@ -209,3 +209,16 @@ def requantized(rows: Real, name: str) -> Real:
     growth = torch.where(ratio < 1, 1.0, ratio - 1)
     extra = torch.where(moved, (step + growth) * (size + rows.error) + 2 * width, 0.0)
     return rows.of(value, error + extra)
+
+
+def clamped(rows: Real, scale: Tensor) -> Real:
+    """Rows after quantising them to e4m3 with a given scale [1]: each element by itself, a NaN stays in its own."""
+    divisor = scale.double()
+
+    def decode(value: Tensor) -> Tensor:
+        quotient = rounded(value / divisor, "float32").clamp(-_LARGEST["e4m3"], _LARGEST["e4m3"])
+        return rounded(rounded(quotient, "e4m3") * divisor, "float32")
+
+    value = decode(rows.value)
+    ends = [decode(rows.value + sign * rows.error) for sign in (-1, 1)]
+    return rows.of(value, torch.maximum((ends[0] - value).abs(), (ends[1] - value).abs()).nan_to_num(0.0))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tools.fuzz.oracle.activations import DEFAULTS, Rule, activate
-from tools.fuzz.oracle.formats import requantized
-from tools.fuzz.oracle.norm import rms_norm
+from tools.fuzz.oracle.formats import clamped, requantized
+from tools.fuzz.oracle.norm import norm_of, rms_norm
 from tools.fuzz.oracle.real import UNIT, Real, Tensor, rounded, share
 from tools.fuzz.oracle.routing import Choice
 
@@ -26,16 +26,19 @@ Given = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Machine:
-    """How an engine adds up. truncated: tensor cores (16-bit products on a GPU)."""
+    """How an engine adds up. truncated: tensor cores (16-bit products on a GPU). tf32: their factors may be TF32."""
 
     dtype: str
     truncated: bool = False
+    tf32: bool = False
 
     @property
     def unit(self) -> float:
         return UNIT["float64" if self.dtype == "float64" else "float32"]
 
     def kind(self, activations: str = "") -> str:
+        if self.tf32:
+            return "tf32"
         if not self.truncated:
             return "rounded"
         if activations.startswith(("fp8", "mxfp8")):
@@ -67,7 +70,7 @@ def rule_of(case: Any, shared: bool = False) -> Rule:
 def router_rows(case: Any, given: Given, machine: Machine) -> Real:
     """What the router scores: x, or x normalised."""
     x = machine.exact(given.get("gate_inputs", given["x"]))
-    return rms_norm(x, given["routing.norm"], case) if case.router_norm else x
+    return rms_norm(x, norm_of(case, given["routing.norm"], case.router_norm)) if case.router_norm else x
 
 
 def expert_scales(given: Given, ids: Tensor, machine: Machine) -> Real:
@@ -139,6 +142,13 @@ def expert_of(case: Any, given: Given, prefix: str, machine: Machine, decoded_to
     if case.gated and case.gate_layout == "separate":
         up, biases = matrix("up"), (biases[0], bias("up_bias"))
     return Expert(gate, up, down, *biases, bias("down_bias"))
+
+
+def table_ids(case: Any, given: Given) -> Tensor:
+    """int32 [T, K]: what the layer's table has for the tokens; of tokens outside of it ids that no expert has."""
+    tokens, table = given["input_ids"].long(), given["routing.table"]
+    inside = (tokens >= 0) & (tokens < case.table)
+    return torch.where(inside[:, None], table[tokens.where(inside, 0)], case.E).int()
 
 
 @dataclass(frozen=True)
@@ -213,9 +223,13 @@ def weighted_input(case: Any, x: Real, weights: Real, slots: Slots) -> Real:
     return (x.map(lambda part: part[slots.token]) * w).cast(case.dtype)
 
 
-def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machine) -> Real:
-    """The experts' and the shared expert's part [T, D], for ids that `slots` describes."""
-    x = machine.exact(given["x"])
+def _quantized(case: Any, rows: Real, scale: Tensor | None) -> Real:
+    return requantized(rows, case.activations) if scale is None else clamped(rows, scale)
+
+
+def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machine, x: Real | None = None) -> Real:
+    """The experts' and the shared expert's part [T, D], for ids that `slots` describes. x: other rows than given."""
+    x = machine.exact(given["x"]) if x is None else x
     kind = machine.kind(case.activations)
     decoded = case.dtype if case.weights and not case.activations and not case.weights.startswith("mx") else ""
     experts = expert_of(case, given, "experts.", machine, decoded)
@@ -224,13 +238,13 @@ def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machi
     else:
         rows = x.map(lambda part: part[slots.token])
     if case.activations:
-        rows = requantized(rows, case.activations)
+        rows = _quantized(case, rows, given.get("experts.gate_up_input_scale"))
     gate, up = pre_activation(rows, experts, slots.expert, machine, kind)
     if case.kind == "stages":
         gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
     hidden = activate(rule_of(case), gate, up).cast(case.dtype)
     if case.activations:
-        hidden = requantized(hidden, case.activations)
+        hidden = _quantized(case, hidden, given.get("experts.down_input_scale"))
     made = product(hidden, experts.down, experts.down_bias, slots.expert, machine, kind)
     if not case.on_input:
         made = made * weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand_as(made.value))

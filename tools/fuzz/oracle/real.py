@@ -11,7 +11,8 @@ how far a right engine may be from it. This is the only place that derives a tol
   Sci. 7:e330, 2021). They align products by the exponents of their factors, and that of a subnormal float16 is 2^-14,
   as an H100 shows: there "half" takes smaller factors for 2^-14. A compiler may begin a sum with the bias. Products of
   fp8 with fp8 on Hopper keep 13 bits (DeepSeek-V3 technical report, section 3.3.2): "fp8", n 2^-13 of the largest
-  addend, which is a product in the first 32 columns and may be a partial sum behind them.
+  addend, which is a product in the first 32 columns and may be a partial sum behind them. TF32 keeps 10 bits behind
+  the leading one, and may cut off the others (PTX ISA, section 9.7.14): "tf32", 2^-10 of each factor more.
 - A cast rounds value - error, value and value + error: where no rounding boundary lies between them, the result is
   certain to the bit. So an additional or a missing rounding shows.
 
@@ -62,6 +63,11 @@ def share(length: int, unit: float, kind: str = "rounded") -> float:
     if kind != "rounded":
         return (length + 2) * 2 * unit
     return min(length + 1.0, 6 * math.sqrt(length) + 2) * unit
+
+
+def cut_off(kind: str) -> float:
+    """How much of a product's size is lost with its factors' bits before they are multiplied."""
+    return 2 * 2.0**-10 + 2.0**-20 if kind == "tf32" else 0.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Real:
         length = self.value.shape[-1]
         size = first @ second
         wide = size if kind != "half" else first.clamp(min=2.0**-14) @ second.clamp(min=2.0**-14)
-        error = share(length, self.unit, kind) * wide + length * TINY[self.unit]
+        error = (share(length, self.unit, kind) + cut_off(kind)) * wide + length * TINY[self.unit]
         if kind == "fp8" and length:
             product = first.amax(-1, True) * second.amax(-2, True)
             error = error + length * 2.0**-13 * (torch.minimum(product, size) if length <= 32 else size)

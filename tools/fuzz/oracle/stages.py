@@ -18,7 +18,10 @@ class StageBackward(Backward):
 
     def experts(self) -> None:
         case, slots, machine = self.case, self.slots, self.machine
-        expert, index = expert_of(case, self.given, "experts.", machine), slots.expert
+        expert, index = (
+            expert_of(case, self.given, "experts.", machine, case.dtype if case.weights else ""),
+            slots.expert,
+        )
         rows = self.x.map(lambda part: part[slots.token])
         gate, up = pre_activation(rows, expert, index, machine, machine.kind())
         gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
@@ -29,11 +32,9 @@ class StageBackward(Backward):
             return real.unknown(bad.expand_as(real.value))
 
         hidden = sound(activate(rule_of(case), gate, up).cast(case.dtype))
-        c = self.d_out.map(lambda part: part[slots.token])
-        w = self.weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1))
-        g = sound((c * w.map(lambda part: part.expand_as(c.value))).cast(case.dtype))
         made = product(hidden, expert.down, expert.down_bias, index, machine, machine.kind())
-        d_w = (c * made).sum(1, True, "truncated")
+        g, d_w = self.behind(made)
+        g, d_w = sound(g), sound(d_w)
         d_hidden = transposed(g, expert.down, index, machine).cast(case.dtype)
         by_gate, by_up = differentiate(rule_of(case), gate, up)
         d_gate = sound((by_gate * d_hidden).cast(case.dtype))
@@ -59,3 +60,11 @@ class StageBackward(Backward):
         for d_rows in products:  # one for each call of matmul_ogs
             total = d_rows.cast(case.dtype).map(lambda part: by_slot(part, D)).sum(1)
             self.parts.append(total.cast(case.dtype))
+
+    def behind(self, made: Real) -> tuple[Real, Real]:
+        """(the gradient of what product 2 makes, with the weight in it, that of the weight [R, 1]) of its fp32 rows."""
+        slots, dtype = self.slots, self.case.dtype
+        c = self.d_out.map(lambda part: part[slots.token])
+        w = self.weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1))
+        weighted = (c * w.map(lambda part: part.expand_as(c.value))).cast(dtype)
+        return weighted, (c * made).sum(1, True, "truncated")

@@ -1,0 +1,224 @@
+"""Planted faults, which the fuzzer must find: drawn, made small and repeated by their line, or in a stated case."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+import moe_torch
+import moe_torch.layers.around as around
+import moe_torch.layers.moe as torch_layer
+import moe_torch.layers.routing as torch_routing
+from moe_core.ops.routing import reference
+from moe_jax.layers import functional
+from moe_torch.autograd import moe as autograd_moe
+from tools.fuzz import __main__ as command
+from tools.fuzz import engines, run, run_jax, run_torch
+from tools.fuzz.case import Case, parse
+from tools.fuzz.draw import sets_of
+from tools.fuzz.oracle.real import Real, rounded
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    run_jax.program.cache_clear()
+
+
+def _without(spec: Callable[[Case], Any], **changes: Any) -> Callable[[Case], Any]:
+    return lambda case: dataclasses.replace(spec(case), **changes)
+
+
+def _missing_scale(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engines, "router_spec", _without(engines.router_spec, scale=1.0))
+
+
+def _dropped(field: str) -> Callable[[pytest.MonkeyPatch], None]:
+    experts = engines.Bundles.experts
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(engines.Bundles, "experts", lambda self: dataclasses.replace(experts(self), **{field: None}))
+
+    return plant
+
+
+def _one_group_less(patch: pytest.MonkeyPatch) -> None:
+    plain = reference._mask_groups
+
+    def off_by_one(scores: Any, keys: Any, spec: Any, pairs: bool) -> Any:
+        return plain(scores, keys, dataclasses.replace(spec, topk_group=max(1, spec.topk_group - 1)), pairs)
+
+    patch.setattr(reference, "_mask_groups", off_by_one)
+
+
+def _ties_to_the_higher_id(patch: pytest.MonkeyPatch) -> None:
+    plain = reference._best
+    patch.setattr(reference, "_best", lambda keys, count: keys.shape[-1] - 1 - plain(keys[..., ::-1], count))
+
+
+def _weight_after_the_cast(patch: pytest.MonkeyPatch) -> None:
+    plain = moe_torch.ops.moe
+
+    def rounds_twice(x: Any, experts: Any, routing: Any, spec: Any, **options: Any) -> Any:
+        if not isinstance(routing, moe_torch.TopK) or routing.ids.shape[1] != 1:
+            return plain(x, experts, routing, spec, **options)
+        ones = torch.ones_like(routing.weights)
+        found = plain(x, experts, moe_torch.TopK(routing.ids, ones), spec, **options)
+        return found._replace(output=(found.output.float() * routing.weights).to(found.output.dtype))
+
+    patch.setattr(moe_torch.ops, "moe", rounds_twice)
+
+
+def _lost_gradient_of_a_loss(patch: pytest.MonkeyPatch) -> None:
+    plain = torch_layer.router_losses
+    patch.setattr(torch_layer, "router_losses", lambda *given: (plain(*given)[0].detach(), plain(*given)[1]))
+
+
+#: fault -> (what plants it, cases among which it must be found, an option that the smallest case must keep)
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool], str]] = {
+    "missing scale": (_missing_scale, lambda case: case.kind == "route", "scale"),
+    "dropped bias": (_dropped("down_bias"), lambda case: case.kind == "moe", "bias"),
+    "off by one group": (_one_group_less, lambda case: case.kind == "route", "num_groups"),
+    "wrong tie order": (_ties_to_the_higher_id, lambda case: case.kind == "route", ""),
+    "rounded before the weight": (
+        _weight_after_the_cast,
+        lambda case: (case.kind, case.K, case.on_input, case.weights) == ("moe", 1, False, "") and "16" in case.dtype,
+        "dtype",
+    ),
+    "lost gradient of a loss": (
+        _lost_gradient_of_a_loss,
+        lambda case: case.kind == "layer" and case.balance > 0,
+        "balance",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found_and_made_small(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, among, kept = FAULTS[name]
+    # torch alone: programs of JAX take longer to compile than all the rest.
+    monkeypatch.setattr(run, "FRONT_ENDS", {"torch": run_torch.run})
+    sets = (drawn for drawn in sets_of(1, "reference") if among(drawn.static))
+    with monkeypatch.context() as patch:
+        plant(patch)
+        report = run.fuzz(itertools.islice(sets, 40), "reference", most_failures=1)
+        assert report.failures, "not found"
+        smallest = report.failures[0].smallest
+        line = str(report.failures[0]).splitlines()[-1]
+        text = line.split('--case "')[1].rstrip('"')
+        assert parse(text) == smallest
+        assert command.main(["--engines", "reference", "--case", text]) == 1
+    assert command.main(["--engines", "reference", "--case", text]) == 0
+    assert "FAILED on reference" in capsys.readouterr().out
+    sizes = smallest.T, smallest.K, smallest.E, smallest.D, smallest.F
+    assert max(sizes) <= 8 and (not kept or getattr(smallest, kept) != getattr(Case, kept)), str(smallest)
+
+
+def _uncentred(patch: pytest.MonkeyPatch) -> None:
+    plain = engines.norm_spec
+    patch.setattr(engines, "norm_spec", lambda *given: dataclasses.replace(plain(*given), centred=False))
+
+
+def _no_latent_norm(patch: pytest.MonkeyPatch) -> None:
+    forward = around.ProjectionParameters.forward
+
+    def without(self: Any, x: Any) -> Any:
+        norm, self.norm = self.norm, None
+        try:
+            return forward(self, x)
+        finally:
+            self.norm = norm
+
+    patch.setattr(around.ProjectionParameters, "forward", without)
+
+
+def _no_scale_of_the_sum(patch: pytest.MonkeyPatch) -> None:
+    plain = engines.OutputSpec
+    patch.setattr(engines, "OutputSpec", lambda norm, of, scale, bias: plain(norm, of, 1.0, bias))
+
+
+def _another_row_of_the_table(patch: pytest.MonkeyPatch) -> None:
+    plain = torch_layer.given_ids
+    patch.setattr(torch_layer, "given_ids", lambda *given: plain(*given).clamp(max=given[0].spec.num_experts - 1))
+
+
+def _wider_mixer(patch: pytest.MonkeyPatch) -> None:
+    plain = torch_routing._sparse_mixed
+    patch.setattr(torch_routing, "_sparse_mixed", lambda logits, epsilon, mask: plain(logits, 3 * epsilon, mask))
+
+
+def _overwritten_main_grad(patch: pytest.MonkeyPatch) -> None:
+    plain = autograd_moe.main_grads
+    patch.setattr(autograd_moe, "main_grads", lambda given: {name: own.zero_() for name, own in plain(given).items()})
+
+
+def _rows_swapped_by_prepacking(patch: pytest.MonkeyPatch) -> None:
+    plain = moe_torch.ops.prepack_weights
+
+    def swapped(experts: Any, spec: Any) -> Any:
+        down = dataclasses.replace(experts.down, values=experts.down.values.roll(1, 1))
+        return plain(dataclasses.replace(experts, down=down), spec)
+
+    patch.setattr(moe_torch.ops, "prepack_weights", swapped)
+
+
+def _another_layer_of_the_stack(patch: pytest.MonkeyPatch) -> None:
+    plain = functional._one_layer
+    patch.setattr(functional, "_one_layer", lambda arrays, dtype, index, axes: plain(arrays, dtype, 1 - index, axes))
+
+
+MOE = "T=3 E=2 D=4 F=4"
+LAYER = "kind=layer T=5 K=2 E=4 D=8 F=8 source=x"
+#: fault -> (what plants it, the front-end that has it, a case in which it must be found).
+STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "norm not centred": (_uncentred, "torch", f"{LAYER} out_norm=sum centred=True"),
+    "no norm of latent rows": (_no_latent_norm, "torch", f"{LAYER} latent=4 latent_norm=True"),
+    "no scale of the sum": (_no_scale_of_the_sum, "torch", f"{LAYER} out_norm=sum out_scale=0.3"),
+    "another row of the table": (_another_row_of_the_table, "torch", f"{LAYER} table=2 seed=3"),
+    "wider mixer": (_wider_mixer, "torch", f"{LAYER} mixer=0.2"),
+    "overwritten main_grad": (_overwritten_main_grad, "torch", f"{MOE} gradient=True main_grad=True"),
+    "forgotten static scale": (
+        _dropped("down_input_scale"), "torch", f"{MOE} weights=fp8_tensor activations=fp8_tensor static_scales=True"
+    ),
+    "rows swapped by prepacking": (
+        _rows_swapped_by_prepacking, "torch",
+        "T=3 E=2 D=32 F=32 dtype=bfloat16 weights=mxfp4 weight_layout=out_in prepacked=True",
+    ),
+    "another layer of the stack": (_another_layer_of_the_stack, "jax", f"{LAYER} stack=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_planted_faults_are_found_in_their_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, front_end, text = STATED[name]
+    monkeypatch.setattr(run, "FRONT_ENDS", {front_end: {"torch": run_torch.run, "jax": run_jax.run}[front_end]})
+    case = parse(text)
+    assert not run.examine(case, "reference").complaints
+    run_jax.program.cache_clear()
+    with monkeypatch.context() as patch:
+        plant(patch)
+        assert run.examine(case, "reference").complaints, "not found"
+
+
+def test_one_bit_less_than_tf32_is_found() -> None:
+    a, b = (torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    allowed = Real.exact(a).matmul(Real.exact(b), "tf32")
+
+    def cut_off(number: Any, bits: int) -> Any:
+        step = torch.exp2(torch.frexp(number)[1] - 1.0 - bits)
+        return torch.trunc(number / step) * step
+
+    for bits, fine in ((10, True), (7, False)):
+        product = rounded(cut_off(a, bits) @ cut_off(b, bits), "float32")
+        assert bool(((product - allowed.value).abs() <= allowed.error).all()) == fine
