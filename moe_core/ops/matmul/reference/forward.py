@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from moe_core.ops.activation.reference import apply, split
 from moe_core.ops.common.product import product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.quantized import quantized_product
-from moe_core.ops.matmul.reference.rows import rows_of
+from moe_core.ops.matmul.reference.rows import Rows, rows_of
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import LayoutSpec
@@ -101,7 +102,8 @@ def matmul_ogs(
     """
     weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
     y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
-    return _matmul(x, weights, row_weight, layer_index, layout, groups, spec, y, later=later, then=then)
+    Product(x, weights, row_weight, layer_index, (layout, None, groups), spec, y).run(later, then)
+    return y
 
 
 def _empty(
@@ -120,97 +122,119 @@ def _num_rows(x: Matrix, layout: LayoutSpec | None, spec: MatmulSpec) -> int:
     return layout.capacity if spec.scatter == "row" else layout.num_slots
 
 
-def _matmul(
-    x: Matrix,
-    weights: tuple[Any, ...],
-    row_weight: np.ndarray | None,
-    layer_index: np.ndarray | None,
-    layout: LayoutSpec | None,
-    groups: tuple[Any, ...],
-    spec: MatmulSpec,
-    y: np.ndarray,
-    pre: np.ndarray | None = None,
-    later: Later | None = None,
-    then: Callable[[slice], None] | None = None,
-) -> np.ndarray:
-    """y, filled; what the activation is applied to is written to pre, where given."""
-    weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
-    width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
-    rows = rows_of(layout, x.shape[0], *groups)
-    of, to = rows.index[spec.gather], rows.index[spec.scatter]
-    source = to_float32(x) if isinstance(x, np.ndarray) and isinstance(weight, np.ndarray) else x
-    if rows.count < len(y):
-        for target in (y,) if pre is None else (y, pre):
-            target[...] = 0
-    # Gate and up behind each other, as pre has them, and if they can be in the place of a result.
-    shape, dtype = (rows.count, width if up is None else 2 * width), working_dtype(source)
-    before = pre if spec.activation is not None else y
-    if before is None or not isinstance(to, slice) or (before.shape, before.dtype) != (shape, dtype):
-        before = np.empty(shape, dtype)
-    sides = [(before[:, :width], weight, bias)]
-    if up is not None:
-        sides.append((before[:, width:], up, up_bias))
-    row_weight = None if row_weight is None else row_weight.reshape(-1)[rows.index["slot"], None]
+class Product:
+    """One product of the rows of a layout, in pieces: `run` computes all of it, `chain` one block of an expert's rows
+    with everything that follows its sums, so that blocks of two products can follow each other in one thread.
 
-    columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(width)
-    blocks = rows.blocks()
+    y is filled, and pre, where given, with what the activation is applied to. blocks: what `chain` takes, the largest
+    first. nanoseconds: of all of them. rows: those of the layout, None = found here.
+    """
 
-    def multiply(left: Matrix, expert: int, block: slice, side: int, columns: slice) -> None:
-        values, matrix, _ = sides[side]
-        own = matrix if layout is None else pick(matrix, expert)
+    def __init__(
+        self,
+        x: Matrix,
+        weights: tuple[Any, ...],
+        row_weight: np.ndarray | None,
+        layer_index: np.ndarray | None,
+        where: tuple[LayoutSpec | None, Rows | None, tuple[Any, ...]],
+        spec: MatmulSpec,
+        y: np.ndarray,
+        pre: np.ndarray | None = None,
+    ) -> None:
+        self.layout, rows, groups = where
+        weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
+        self.spec, self.y, self.pre = spec, y, pre
+        self.rows = rows_of(self.layout, x.shape[0], *groups) if rows is None else rows
+        self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
+        self.source = to_float32(x) if isinstance(x, np.ndarray) and isinstance(weight, np.ndarray) else x
+        if self.rows.count < len(y):
+            for target in (y,) if pre is None else (y, pre):
+                target[...] = 0
+        self.width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
+        self.sides = [(weight, bias)] if up is None else [(weight, bias), (up, up_bias)]
+        # Gate and up behind each other, as pre has them, and if they can be in the place of a result.
+        self.shape = self.rows.count, len(self.sides) * self.width
+        self.dtype = working_dtype(self.source)
+        place = pre if spec.activation is not None else y
+        fits = isinstance(self.to, slice) and place is not None and (place.shape, place.dtype) == (self.shape, self.dtype)
+        self.sums = place if fits else None
+        self.row_weight = None if row_weight is None else row_weight.reshape(-1)[self.rows.index["slot"], None]
+        self.columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(self.width)
+        self.blocks = self.rows.blocks()
+        self.finished = self.sums is y and row_weight is None and all(added is None for _, added in self.sides)
+        # Fewer rows of an expert take about as long: its matrix is read.
+        counted = max(self.rows.count, _FEWEST_ROWS * len(self.blocks))
+        self.nanoseconds = products(counted, x.shape[1], self.shape[1])
+
+    def _multiply(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> None:
+        matrix = self.sides[side][0]
+        own = matrix if self.layout is None else pick(matrix, expert)
         if isinstance(own, np.ndarray):
-            own = own[:, columns] if spec.weight_layout == "in_out" else own[columns]
-        _multiply(left, own, spec, values[block, columns])
+            own = own[:, columns] if self.spec.weight_layout == "in_out" else own[columns]
+        first = side * self.width
+        _multiply(left, own, self.spec, sums[:, first : first + self.width][:, columns])
 
-    def finish(block: slice) -> None:
-        for values, _, added in sides:
+    def _finish(self, block: slice, sums: np.ndarray) -> None:
+        """What follows the sums of the rows of a block."""
+        halves = [sums[:, side * self.width : (side + 1) * self.width] for side in range(len(self.sides))]
+        for values, (_, added) in zip(halves, self.sides, strict=True):
             if added is not None:
-                values[block] += to_float32(added if layout is None else added[rows.experts[block]])
-        place = block if isinstance(to, slice) else to[block]
-        result = sides[0][0][block]
-        direct = y[place] if isinstance(to, slice) and row_weight is None and y.dtype == before.dtype else None
-        if spec.activation is not None:
-            gate_up = (result, sides[1][0][block]) if up is not None else split(result, spec.activation)
-            if pre is not None and before is not pre:
-                pre[place] = round_to(before[block], pre.dtype)
-            result = apply(*gate_up, spec.activation, direct)
-        if row_weight is not None:
-            result = np.multiply(result, row_weight[block], out=result)
-        if before is not y and result is not direct:
+                values += to_float32(added if self.layout is None else added[self.rows.experts[block]])
+        place = block if isinstance(self.to, slice) else self.to[block]
+        y, pre, result = self.y, self.pre, halves[0]
+        direct = y[place] if isinstance(self.to, slice) and self.row_weight is None and y.dtype == self.dtype else None
+        if self.spec.activation is not None:
+            gate_up = (result, halves[1]) if len(halves) > 1 else split(result, self.spec.activation)
+            if pre is not None and self.sums is not pre:
+                pre[place] = round_to(sums, pre.dtype)
+            result = apply(*gate_up, self.spec.activation, direct)
+        if self.row_weight is not None:
+            result = np.multiply(result, self.row_weight[block], out=result)
+        if self.sums is not y and result is not direct:
             y[place] = round_to(result, y.dtype)
 
-    finished = before is y and row_weight is None and all(added is None for *_, added in sides)
-    steps = [step for step in (None if finished else finish, then) if step is not None]
-
-    def chain(piece: tuple[int, slice]) -> None:
+    def chain(self, piece: tuple[int, slice]) -> None:
+        """All of one block of one expert's rows."""
         expert, block = piece
-        left = _rows(source, block if isinstance(of, slice) else of[block])
-        for side, part in itertools.product(range(len(sides)), columns):
-            multiply(left, expert, block, side, part)
-        for step in steps:
-            step(block)
+        left = _rows(self.source, block if isinstance(self.of, slice) else self.of[block])
+        count = block.stop - block.start
+        sums = np.empty((count, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
+        for side, part in itertools.product(range(len(self.sides)), self.columns):
+            self._multiply(left, sums, expert, side, part)
+        if not self.finished:
+            self._finish(block, sums)
 
-    # Fewer rows of an expert take about as long: its matrix is read.
-    work = products(max(rows.count, _FEWEST_ROWS * len(blocks)), x.shape[1], len(sides) * width)
-    with np.errstate(all="ignore"):
-        worth_while = before.size >= _PIECE_ELEMENTS * len(blocks)
-        if steps and len(blocks) >= threads_for(work) and (worth_while or threads_for(work) == 1):
-            spread(chain, blocks, work)
-            return y
-        gathered = _rows(source, of)
+    def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
+        """All of it. later: what may compute it, where nothing follows the sums. then: called with each slice of rows
+        that y has."""
+        blocks, work = self.blocks, self.nanoseconds
+        with np.errstate(all="ignore"):
+            worth_while = math.prod(self.shape) >= _PIECE_ELEMENTS * len(blocks)
+            chained = len(blocks) >= threads_for(work) and (worth_while or threads_for(work) == 1)
+            if chained and not (self.finished and then is None):
 
-        def alone(piece: tuple[tuple[int, slice], int, slice]) -> None:
-            (expert, block), side, part = piece
-            multiply(_rows(gathered, block), expert, block, side, part)
+                def chain(piece: tuple[int, slice]) -> None:
+                    self.chain(piece)
+                    if then is not None:
+                        then(piece[1])
 
-        pieces = list(itertools.product(blocks, range(len(sides)), columns))
-        if later is not None and not steps:
-            later.add(alone, pieces, work)
-            return y
-        spread(alone, pieces, work)
-        for step in steps:
-            spread(step, row_blocks(*before.shape), elements(*before.shape))
-    return y
+                spread(chain, blocks, work)
+                return
+            gathered = _rows(self.source, self.of)
+            sums = np.empty(self.shape, self.dtype) if self.sums is None else self.sums
+
+            def alone(piece: tuple[tuple[int, slice], int, slice]) -> None:
+                (expert, block), side, part = piece
+                self._multiply(_rows(gathered, block), sums[block], expert, side, part)
+
+            pieces = list(itertools.product(blocks, range(len(self.sides)), self.columns))
+            if later is not None and self.finished and then is None:
+                later.add(alone, pieces, work)
+                return
+            spread(alone, pieces, work)
+            steps = [] if self.finished else [lambda block: self._finish(block, sums[block])]
+            for step in steps if then is None else [*steps, then]:
+                spread(step, row_blocks(*self.shape), elements(*self.shape))
 
 
 def quantized_from(arrays: dict[str, np.ndarray], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
@@ -261,5 +285,5 @@ def matmul_ogs_keeping(
         width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
         found["pre"] = np.empty((_num_rows(x, layout, spec), width if up is None else 2 * width), x.dtype)
     groups, weights = (group_sizes, group_start, slot_of_row), (weight, up, bias, up_bias)
-    _matmul(x, weights, None, layer_index, layout, groups, spec, found["y"], found["pre"])
+    Product(x, weights, None, layer_index, (layout, None, groups), spec, found["y"], found["pre"]).run()
     return tuple(found[name] for name in outputs)
