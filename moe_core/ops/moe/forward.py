@@ -23,7 +23,7 @@ from moe_core.ops.moe.checks import (
     shared_is_stacked,
     why_no_moe_gradient,
 )
-from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, why_not_fused
+from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
 from moe_core.ops.moe.pdl import use_pdl
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
@@ -128,6 +128,8 @@ class _MoEPlanner:
         slots, order = self._experts(ids, weights, layout)
         self._reduce(slots, order, layout)
         plan = builder.build()
+        if not self.target.compiled:
+            return join_twins(plan)
         return fuse_launches(plan, self.tokens) if self.fused else plan
 
     def _declare_saved(self, layout: LayoutSpec) -> None:

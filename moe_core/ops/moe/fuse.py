@@ -22,7 +22,7 @@ from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
-from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch, LaunchPlan, Scalar, passed
+from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch, LaunchPlan, ReferenceCall, Scalar, passed
 
 CHAINED = Kernel("moe.kernels.chained:chained", pdl="start")
 ROUTE_AND_MULTIPLY = Kernel("moe.kernels.one_token:route_and_multiply", writes_layout=True, counts_slots=True)
@@ -188,3 +188,42 @@ def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> Kern
     }
     arguments = tuple(arguments.items())
     return KernelLaunch(MULTIPLY_AND_REDUCE, product.grid, arguments, product.num_warps, product.num_stages)
+
+
+_TWIN = "matmul.reference.forward:"
+#: Inputs that both products of a layout have.
+_COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
+
+
+def join_twins(plan: LaunchPlan) -> LaunchPlan:
+    """The plan of the reference engine with one call where a product reads the rows that the product before it wrote."""
+    steps: list[KernelLaunch | ReferenceCall] = []
+    for step in plan.steps:
+        joined = _joined(steps[-1], step) if steps else None
+        if joined is not None:
+            steps.pop()
+        steps.append(joined or step)
+    return dataclasses.replace(plan, steps=tuple(steps))
+
+
+def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
+    """Both steps in one, where they are two such products of plain arrays."""
+    if not (isinstance(first, ReferenceCall) and isinstance(second, ReferenceCall)):
+        return None
+    if first.function not in (f"{_TWIN}matmul_ogs", f"{_TWIN}matmul_ogs_keeping"):
+        return None
+    options, others = dict(first.constants), dict(second.constants)
+    if second.function != f"{_TWIN}matmul_ogs" or options["layout"] != others["layout"]:
+        return None
+    outputs = options.get("outputs", ("y",))
+    if dict(zip(outputs, first.outputs, strict=True)).get("y") != dict(second.inputs)["x"]:
+        return None
+    if (options["spec"].scatter, others["spec"].gather) != ("row", "row"):
+        return None
+    inputs = {}
+    for prefix, step in (("first", first), ("second", second)):
+        own = {name: buffer for name, buffer in step.inputs if (prefix, name) != ("second", "x")}
+        inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in own.items()}
+    constants = {"layout": options["layout"], "first": options["spec"], "second": others["spec"], "outputs": outputs}
+    made = (*first.outputs, *second.outputs)
+    return ReferenceCall("moe.reference.experts:both_products", tuple(inputs.items()), tuple(constants.items()), made)

@@ -127,7 +127,7 @@ class Product:
     with everything that follows its sums, so that blocks of two products can follow each other in one thread.
 
     y is filled, and pre, where given, with what the activation is applied to. blocks: what `chain` takes, the largest
-    first. nanoseconds: of all of them. rows: those of the layout, None = found here.
+    first. nanoseconds: of all of them. where: the layout, its rows (None = found here) and its arrays.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Product:
         self.spec, self.y, self.pre = spec, y, pre
         self.rows = rows_of(self.layout, x.shape[0], *groups) if rows is None else rows
         self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
-        self.source = to_float32(x) if isinstance(x, np.ndarray) and isinstance(weight, np.ndarray) else x
+        self.x, self.widens = x, isinstance(x, np.ndarray) and isinstance(weight, np.ndarray)
         if self.rows.count < len(y):
             for target in (y,) if pre is None else (y, pre):
                 target[...] = 0
@@ -154,7 +154,7 @@ class Product:
         self.sides = [(weight, bias)] if up is None else [(weight, bias), (up, up_bias)]
         # Gate and up behind each other, as pre has them, and if they can be in the place of a result.
         self.shape = self.rows.count, len(self.sides) * self.width
-        self.dtype = working_dtype(self.source)
+        self.dtype = working_dtype(x)
         place = pre if spec.activation is not None else y
         fits = isinstance(self.to, slice) and place is not None and (place.shape, place.dtype) == (self.shape, self.dtype)
         self.sums = place if fits else None
@@ -165,6 +165,11 @@ class Product:
         # Fewer rows of an expert take about as long: its matrix is read.
         counted = max(self.rows.count, _FEWEST_ROWS * len(self.blocks))
         self.nanoseconds = products(counted, x.shape[1], self.shape[1])
+
+    def _rows(self, rows: Any) -> Matrix:
+        """Rows of x, which may have been written since this was made, as a product reads them."""
+        found = _rows(self.x, rows)
+        return to_float32(found) if self.widens and isinstance(found, np.ndarray) else found
 
     def _multiply(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> None:
         matrix = self.sides[side][0]
@@ -196,7 +201,7 @@ class Product:
     def chain(self, piece: tuple[int, slice]) -> None:
         """All of one block of one expert's rows."""
         expert, block = piece
-        left = _rows(self.source, block if isinstance(self.of, slice) else self.of[block])
+        left = self._rows(block if isinstance(self.of, slice) else self.of[block])
         count = block.stop - block.start
         sums = np.empty((count, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
         for side, part in itertools.product(range(len(self.sides)), self.columns):
@@ -220,7 +225,7 @@ class Product:
 
                 spread(chain, blocks, work)
                 return
-            gathered = _rows(self.source, self.of)
+            gathered = self._rows(self.of)
             sums = np.empty(self.shape, self.dtype) if self.sums is None else self.sums
 
             def alone(piece: tuple[tuple[int, slice], int, slice]) -> None:
