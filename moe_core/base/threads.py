@@ -158,15 +158,16 @@ def elements(*shape: int) -> float:
 def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: float = math.inf) -> None:
     """`function(piece)` for every piece, on up to `count()` threads, this one among them; the order is not defined.
 
+    pieces: a deque is emptied; function may put more pieces into it.
     nanoseconds: what all pieces take in one thread, by `products` and `elements`; little work wakes few threads.
     Returns when no piece is running any more, also where one raised or this thread is interrupted: the first exception
     is raised then, and pieces not begun are left out.
     """
-    waiting = deque(pieces)
+    waiting = pieces if isinstance(pieces, deque) else deque(pieces)
     wanted = min(threads_for(nanoseconds), len(waiting)) - 1
     if wanted < 1:
-        for piece in waiting:
-            function(piece)
+        while waiting:
+            function(waiting.popleft())
         return
 
     running: list[None] = []
@@ -175,7 +176,7 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
 
     def work() -> None:
         try:
-            while True:
+            while not failures:
                 try:
                     piece = waiting.popleft()
                 except IndexError:
@@ -234,18 +235,42 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
 
 
 class Later:
-    """Work of several calls of `spread` that do not need each other's results, done at once by `run`."""
+    """Work of several products, done at once by `run`: what is `first` of an expert, and what follows from that."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[Callable[[Any], None], Any]] = []
+        self._first: list[tuple[Callable[[Any], None], int, Any]] = []
+        self._after: dict[int, list[tuple[Callable[[Any], None], int, Any]]] = {}
         self._nanoseconds = 0.0
 
-    def add(self, function: Callable[[T], None], pieces: Iterable[T], nanoseconds: float) -> None:
-        self._pieces += [(function, piece) for piece in pieces]
+    def first(self, function: Callable[[T], None], pieces: Iterable[tuple[int, T]], nanoseconds: float) -> None:
+        """`function(piece)` for every (expert, piece)."""
+        self._first += [(function, expert, piece) for expert, piece in pieces]
+        self._nanoseconds += nanoseconds
+
+    def add(self, function: Callable[[T], None], pieces: Iterable[tuple[int, T]], nanoseconds: float) -> None:
+        """`function(piece)` for every (expert, piece), when all that is first of the expert is done."""
+        for expert, piece in pieces:
+            self._after.setdefault(expert, []).append((function, expert, piece))
         self._nanoseconds += nanoseconds
 
     def run(self) -> None:
-        spread(lambda call: call[0](call[1]), self._pieces, self._nanoseconds)
+        left: dict[int, list[int]] = {}
+        for _, expert, _ in self._first:
+            numbers = left.setdefault(expert, [])
+            numbers.append(len(numbers))
+        pieces = deque(self._first)
+        for expert, after in self._after.items():
+            if expert not in left:
+                pieces += after
+
+        def work(piece: tuple[Callable[[Any], None], int, Any]) -> None:
+            function, expert, part = piece
+            function(part)
+            # Whoever takes the last number is the last to end.
+            if expert in left and left[expert] and left[expert].pop() == 0:
+                pieces.extend(self._after.get(expert, ()))
+
+        spread(work, pieces, self._nanoseconds)
 
 
 _Task = tuple[contextvars.Context, Callable[["_Helper", int], None], int]

@@ -111,7 +111,7 @@ def weight_gradient(
     pieces = [(expert, columns) for expert in by_rows for columns in column_blocks(num_columns)]
     work = products(rows.count, num_columns, width) + elements(*d_weight.shape)
     if later is not None:
-        later.add(multiply, pieces, work)
+        later.add(multiply, [(piece[0], piece) for piece in pieces], work)
         return result
     with np.errstate(all="ignore"):
         spread(multiply, pieces, work)

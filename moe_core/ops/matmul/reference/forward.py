@@ -98,7 +98,8 @@ def matmul_ogs(
 
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
     spec.out_dtype. places: memory for y, none = a new array. later: what y may be computed by, without
-    row_weight, bias and activation. then: called for each slice of rows that y has, where all of them have an expert.
+    row_weight, bias and activation, and by what `then` follows in it. then: called for each slice of rows that y has,
+    where all of them have an expert.
     """
     weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
     y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
@@ -210,8 +211,7 @@ class Product:
             self._finish(block, sums)
 
     def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
-        """All of it. later: what may compute it, where nothing follows the sums. then: called with each slice of rows
-        that y has."""
+        """All of it. later: what may compute it. then: called with each slice of rows that y has."""
         blocks, work = self.blocks, self.nanoseconds
         with np.errstate(all="ignore"):
             worth_while = math.prod(self.shape) >= _PIECE_ELEMENTS * len(blocks)
@@ -223,7 +223,10 @@ class Product:
                     if then is not None:
                         then(piece[1])
 
-                spread(chain, blocks, work)
+                if later is not None:
+                    later.first(chain, [(piece[0], piece) for piece in blocks], work)
+                else:
+                    spread(chain, blocks, work)
                 return
             gathered = self._rows(self.of)
             sums = np.empty(self.shape, self.dtype) if self.sums is None else self.sums
@@ -234,7 +237,7 @@ class Product:
 
             pieces = list(itertools.product(blocks, range(len(self.sides)), self.columns))
             if later is not None and self.finished and then is None:
-                later.add(alone, pieces, work)
+                later.add(alone, [(piece[0][0], piece) for piece in pieces], work)
                 return
             spread(alone, pieces, work)
             steps = [] if self.finished else [lambda block: self._finish(block, sums[block])]

@@ -56,7 +56,8 @@ EVERYTHING = Request()
 class _Chain(NamedTuple):
     """Experts, or the shared expert: their weights, and how they find their rows.
 
-    x: the input of gate_up, d_out: the gradient of the output, both by row. where: the layout and its arrays.
+    x: the input of gate_up, d_out: the gradient of the output, both by row. where: the layout and its arrays. tokens:
+    None, or the token of each row where x and d_out are still empty: the rows of `source` go there block by block.
     """
 
     bundle: ExpertWeights | SharedExpert
@@ -65,6 +66,16 @@ class _Chain(NamedTuple):
     x: np.ndarray
     d_out: np.ndarray
     where: dict[str, Any]
+    source: np.ndarray | None = None
+    tokens: np.ndarray | None = None
+
+    def at_once(self) -> bool:
+        """Whether one call of threads does all: nothing reads a result of the first product before the others run."""
+        arrays = vars(self.bundle)
+        plain = all(isinstance(arrays[name], np.ndarray) for name in ("gate_up", "down"))
+        biases = any(array is not None for name, array in arrays.items() if name.endswith("_bias"))
+        wide = self.x.dtype == working_dtype(self.x)
+        return plain and wide and not biases and self.bundle.up is None and self.layer_index is None
 
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
         """The product with gate_up (and up) before its activation, as the forward rounds it."""
@@ -116,19 +127,30 @@ class MoEBackward:
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
 
-        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any = None, **options: Any) -> np.ndarray:
-            matmul_spec = MatmulSpec(spec.weight_layout, "row", "row", None, dtype, spec.allow_tf32)
+        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any = None, by: str = "row", **options: Any):
+            matmul_spec = MatmulSpec(spec.weight_layout, by, "row", None, dtype, spec.allow_tf32)
             where = {"layer_index": chain.layer_index, **chain.where, **options}
             return matmul.input_gradient(d_y, weight, up, spec=matmul_spec, **where)
 
         d_hidden = np.empty((len(pre), pre.shape[1] // (2 if spec.activation.gated else 1)), working_dtype(pre))
+        later = Later()
 
         def fill(then: Callable[[slice], None] | None) -> None:
-            back(d_out, "float32", bundle.down, places=(d_hidden,), then=then)
+            options = {"places": (d_hidden,), "later": later if then and chain.at_once() else None}
+            source, tokens = chain.source, chain.tokens
+            if source is None or tokens is None or then is None:
+                back(d_out, "float32", bundle.down, then=then, **options)
+                return
+
+            def gather_too(block: slice) -> None:
+                for array, rows in ((source, chain.x), (self.d_out, d_out)):
+                    array.take(tokens[block], 0, rows[block], "clip")
+                then(block)
+
+            back(self.d_out, "float32", bundle.down, by="token", then=gather_too, **options)
 
         options = {"activation": spec.activation, "fill": fill}
         d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, **options)
-        later = Later()
         d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later=later)
         width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
         factors = {
@@ -165,7 +187,7 @@ class MoEBackward:
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
         # By layout row from here on; rows without a slot hold anything.
         slots = np.maximum(slot_of_row, 0)
-        source = source[slots // layout.top_k]
+        tokens = slots // layout.top_k
         pre = stages.get("pre_activation")
         if pre is None and "matmul1" in stages:
             pre = stages["matmul1"][slots]
@@ -174,8 +196,11 @@ class MoEBackward:
             product = matmul.bias_product(
                 self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
             )
-        chain = _Chain(experts, "d_experts.", layer_index, source, self.d_out[slots // layout.top_k], where)
         row_of_slot = self.row_of_slot
+        empty = [np.empty((len(tokens), array.shape[1]), array.dtype) for array in (source, self.d_out)]
+        chain = _Chain(experts, "d_experts.", layer_index, *empty, where, source, tokens)
+        if pre is None or not chain.at_once() or min(slot_of_row.min(initial=0), row_of_slot.min(initial=0)) < 0:
+            chain = chain._replace(x=source[tokens], d_out=self.d_out[tokens], tokens=None)
         weighting = {"row_of_slot": row_of_slot, "row_weight": None if on_input else weights, "bias_product": product}
         d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, **weighting)
         self.by_row = {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_rows}
