@@ -234,41 +234,48 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
         raise failures[0]
 
 
+_Work = tuple[Callable[[Any], None], tuple[int, ...], Any]
+
+
 class Later:
     """Work of several products, done at once by `run`: what is `first` of an expert, and what follows from that."""
 
     def __init__(self) -> None:
-        self._first: list[tuple[Callable[[Any], None], int, Any]] = []
-        self._after: dict[int, list[tuple[Callable[[Any], None], int, Any]]] = {}
+        self._first: list[_Work] = []
+        self._after: dict[int, list[_Work]] = {}
         self._nanoseconds = 0.0
 
-    def first(self, function: Callable[[T], None], pieces: Iterable[tuple[int, T]], nanoseconds: float) -> None:
-        """`function(piece)` for every (expert, piece)."""
-        self._first += [(function, expert, piece) for expert, piece in pieces]
+    def first(
+        self, function: Callable[[T], None], pieces: Iterable[tuple[tuple[int, ...], T]], nanoseconds: float
+    ) -> None:
+        """`function(piece)` for every (experts, piece)."""
+        self._first += [(function, experts, piece) for experts, piece in pieces]
         self._nanoseconds += nanoseconds
 
     def add(self, function: Callable[[T], None], pieces: Iterable[tuple[int, T]], nanoseconds: float) -> None:
         """`function(piece)` for every (expert, piece), when all that is first of the expert is done."""
         for expert, piece in pieces:
-            self._after.setdefault(expert, []).append((function, expert, piece))
+            self._after.setdefault(expert, []).append((function, (), piece))
         self._nanoseconds += nanoseconds
 
     def run(self) -> None:
         left: dict[int, list[int]] = {}
-        for _, expert, _ in self._first:
-            numbers = left.setdefault(expert, [])
-            numbers.append(len(numbers))
+        for _, experts, _ in self._first:
+            for expert in experts:
+                numbers = left.setdefault(expert, [])
+                numbers.append(len(numbers))
         pieces = deque(self._first)
         for expert, after in self._after.items():
             if expert not in left:
                 pieces += after
 
-        def work(piece: tuple[Callable[[Any], None], int, Any]) -> None:
-            function, expert, part = piece
+        def work(piece: _Work) -> None:
+            function, experts, part = piece
             function(part)
-            # Whoever takes the last number is the last to end.
-            if expert in left and left[expert] and left[expert].pop() == 0:
-                pieces.extend(self._after.get(expert, ()))
+            for expert in experts:
+                # Whoever takes the last number is the last to end.
+                if left[expert].pop() == 0:
+                    pieces.extend(self._after.get(expert, ()))
 
         spread(work, pieces, self._nanoseconds)
 

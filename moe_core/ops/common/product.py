@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from moe_core.base.threads import blas_kernels
@@ -34,7 +36,7 @@ def multiply(
             return result
         out[...] = result
         return out
-    if weight_layout == "out_in" and (step := _rows_of_small(rows, weight)):
+    if weight_layout == "out_in" and (step := _rows_of_small(rows, weight.shape[0])):
         out = np.empty((len(rows), len(weight)), rows.dtype) if out is None else out
         columns = weight.reshape(-1, _NARROW, weight.shape[1]).swapaxes(1, 2)
         for first in range(0, len(rows), step):
@@ -45,10 +47,17 @@ def multiply(
     return np.matmul(rows, matrix, out=out)
 
 
-def _rows_of_small(rows: np.ndarray, weight: np.ndarray) -> int:
+def narrow_columns(rows: Any, weight: Any, weight_layout: str) -> bool:
+    """Whether every few columns of the product are a product of their own, so that any pieces of them give the same
+    bits. weight: a matrix or a stack of them."""
+    plain = isinstance(rows, np.ndarray) and isinstance(weight, np.ndarray) and weight.dtype == rows.dtype
+    return plain and weight_layout == "out_in" and _rows_of_small(rows, weight.shape[-2]) > 0
+
+
+def _rows_of_small(rows: np.ndarray, width: int) -> int:
     """Rows that a small product takes at a time where these are faster, else 0: for more than two parts they are not,
     because each reads the whole matrix."""
-    (count, depth), width = rows.shape, len(weight)
+    count, depth = rows.shape
     if rows.dtype != np.float32 or count < 2 or depth < _LEAST_DEPTH or width % _NARROW:
         return 0
     if blas_kernels() not in _SMALL_KERNELS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +13,16 @@ from moe_core.base.threads import Later, column_blocks, elements, products, row_
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
-from moe_core.ops.common.product import product
+from moe_core.ops.common.product import narrow_columns, product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.quantized import quantized_product
-from moe_core.ops.matmul.reference.rows import Rows, rows_of
+from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, rows_of
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
-_FEWEST_ROWS = 16
-#: Elements of a piece that are worth an activation of its own: threads wait for Python's lock between its operations.
-_PIECE_ELEMENTS = 65536
 
 
 def pick(array: Any, index: int) -> Any:
@@ -55,15 +51,18 @@ def _rows(x: Matrix, rows: Any) -> Matrix:
     return x[rows]
 
 
+def _invariant(spec: MatmulSpec) -> bool:
+    return spec.tuning is not None and spec.tuning.batch_invariant
+
+
 def _multiply(x: Matrix, weight: Matrix, spec: MatmulSpec, out: np.ndarray) -> None:
     """The fp32 product of one expert's rows."""
-    invariant = spec.tuning is not None and spec.tuning.batch_invariant
     if isinstance(weight, QuantizedTensor):
-        out[...] = quantized_product(x, weight, invariant)
+        out[...] = quantized_product(x, weight, _invariant(spec))
     elif isinstance(x, QuantizedTensor):
         raise InvalidInput(f"weight must be quantised where x is, got a plain one beside {x}; quantise it")
     else:
-        product(x, weight, spec.weight_layout, invariant, out)
+        product(x, weight, spec.weight_layout, _invariant(spec), out)
 
 
 def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
@@ -124,11 +123,11 @@ def _num_rows(x: Matrix, layout: LayoutSpec | None, spec: MatmulSpec) -> int:
 
 
 class Product:
-    """One product of the rows of a layout, in pieces: `run` computes all of it, `chain` one block of an expert's rows
-    with everything that follows its sums, so that blocks of two products can follow each other in one thread.
+    """One product of the rows of a layout: `run` computes all of it, `chain` a piece with everything that follows its
+    sums, so that pieces of two products can follow each other in one thread.
 
-    y is filled, and pre, where given, with what the activation is applied to. blocks: what `chain` takes, the largest
-    first. nanoseconds: of all of them. where: the layout, its rows (None = found here) and its arrays.
+    y is filled, and pre, where given, with what the activation is applied to. nanoseconds: that all takes. where: the
+    layout, its rows (None = found here) and its arrays.
     """
 
     def __init__(
@@ -161,11 +160,15 @@ class Product:
         self.sums = place if fits else None
         self.row_weight = None if row_weight is None else row_weight.reshape(-1)[self.rows.index["slot"], None]
         self.columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(self.width)
-        self.blocks = self.rows.blocks()
         self.finished = self.sums is y and row_weight is None and all(added is None for _, added in self.sides)
-        # Fewer rows of an expert take about as long: its matrix is read.
-        counted = max(self.rows.count, _FEWEST_ROWS * len(self.blocks))
+        counted = max(self.rows.count, FEWEST_ROWS * len(self.rows.parts))
         self.nanoseconds = products(counted, x.shape[1], self.shape[1])
+
+    def pieces(self, nanoseconds: float) -> list[Piece] | None:
+        """What `chain` takes, for the threads of so much work; None where there are fewer."""
+        threads = threads_for(nanoseconds)
+        pieces = self.rows.pieces(threads, self.shape[1])
+        return pieces if sum(map(len, pieces)) >= threads else None
 
     def _rows(self, rows: Any) -> Matrix:
         """Rows of x, which may have been written since this was made, as a product reads them."""
@@ -199,47 +202,51 @@ class Product:
         if self.sums is not y and result is not direct:
             y[place] = round_to(result, y.dtype)
 
-    def chain(self, piece: tuple[int, slice]) -> None:
-        """All of one block of one expert's rows."""
-        expert, block = piece
+    def chain(self, piece: Piece) -> slice:
+        """All of a piece's rows, which are returned."""
+        block = slice(piece[0][1].start, piece[-1][1].stop)
         left = self._rows(block if isinstance(self.of, slice) else self.of[block])
-        count = block.stop - block.start
-        sums = np.empty((count, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
-        for side, part in itertools.product(range(len(self.sides)), self.columns):
-            self._multiply(left, sums, expert, side, part)
+        sums = np.empty((block.stop - block.start, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
+        for expert, own in piece:
+            rows = slice(own.start - block.start, own.stop - block.start)
+            mine = _rows(left, rows)
+            for side, (matrix, _) in enumerate(self.sides):
+                narrow = not _invariant(self.spec) and narrow_columns(mine, matrix, self.spec.weight_layout)
+                for part in _ALL if narrow else self.columns:
+                    self._multiply(mine, sums[rows], expert, side, part)
         if not self.finished:
             self._finish(block, sums)
+        return block
 
     def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
         """All of it. later: what may compute it. then: called with each slice of rows that y has."""
-        blocks, work = self.blocks, self.nanoseconds
+        work = self.nanoseconds
         with np.errstate(all="ignore"):
-            worth_while = math.prod(self.shape) >= _PIECE_ELEMENTS * len(blocks)
-            chained = len(blocks) >= threads_for(work) and (worth_while or threads_for(work) == 1)
-            if chained and not (self.finished and then is None):
+            if not (self.finished and then is None) and (pieces := self.pieces(work)) is not None:
 
-                def chain(piece: tuple[int, slice]) -> None:
-                    self.chain(piece)
+                def chain(piece: Piece) -> None:
+                    block = self.chain(piece)
                     if then is not None:
-                        then(piece[1])
+                        then(block)
 
                 if later is not None:
-                    later.first(chain, [(piece[0], piece) for piece in blocks], work)
+                    later.first(chain, [(tuple(expert for expert, _ in piece), piece) for piece in pieces], work)
                 else:
-                    spread(chain, blocks, work)
+                    spread(chain, pieces, work)
                 return
             gathered = self._rows(self.of)
             sums = np.empty(self.shape, self.dtype) if self.sums is None else self.sums
 
-            def alone(piece: tuple[tuple[int, slice], int, slice]) -> None:
-                (expert, block), side, part = piece
+            def alone(piece: tuple[int, slice, int, slice]) -> None:
+                expert, block, side, part = piece
                 self._multiply(_rows(gathered, block), sums[block], expert, side, part)
 
-            pieces = list(itertools.product(blocks, range(len(self.sides)), self.columns))
+            blocks = [block for piece in self.rows.pieces(1 << 30, 0) for block in piece]
+            parts = [(*block, side, part) for block in blocks for side in range(len(self.sides)) for part in self.columns]
             if later is not None and self.finished and then is None:
-                later.add(alone, [(piece[0][0], piece) for piece in pieces], work)
+                later.add(alone, [(piece[0], piece) for piece in parts], work)
                 return
-            spread(alone, pieces, work)
+            spread(alone, parts, work)
             steps = [] if self.finished else [lambda block: self._finish(block, sums[block])]
             for step in steps if then is None else [*steps, then]:
                 spread(step, row_blocks(*self.shape), elements(*self.shape))

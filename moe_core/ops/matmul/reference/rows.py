@@ -11,6 +11,13 @@ from moe_core.base.threads import BLOCK_ROWS
 from moe_core.specs.routing import LayoutSpec
 
 _ALL = slice(None)
+#: As many rows of an expert as take about as long as fewer: its matrix is read.
+FEWEST_ROWS = 16
+#: Elements that are worth an operation of their own.
+_PIECE_ELEMENTS = 65536
+
+#: (expert, its rows) of neighbours.
+Piece = tuple[tuple[int, slice], ...]
 
 
 class Rows(NamedTuple):
@@ -22,13 +29,37 @@ class Rows(NamedTuple):
     experts: Any
     parts: list[tuple[int, slice]]
 
-    def blocks(self) -> list[tuple[int, slice]]:
-        """(expert, rows) in pieces of work, the largest first: at the end all threads are busy about as long."""
-        found = []
-        for expert, part in self.parts:
-            for first in range(part.start, part.stop, BLOCK_ROWS):
-                found.append((expert, slice(first, min(first + BLOCK_ROWS, part.stop))))
-        return sorted(found, key=lambda piece: piece[1].start - piece[1].stop)
+    def pieces(self, threads: int, width: int) -> list[Piece]:
+        """Pieces of work for a product of this width, the largest first: at the end all threads are busy about as long.
+
+        Threads wait for Python's lock between any two operations of NumPy. So experts of few rows that follow each other
+        share a piece, whose operations on elements are one for all of them; there are as many pieces as threads then.
+        """
+        blocks = [
+            (expert, slice(first, min(first + BLOCK_ROWS, part.stop)))
+            for expert, part in self.parts
+            for first in range(part.start, part.stop, BLOCK_ROWS)
+        ]
+        pieces = [(block,) for block in blocks]
+        if len(blocks) > threads and self.count * width < _PIECE_ELEMENTS * len(blocks):
+            costs = [max(block.stop - block.start, FEWEST_ROWS) for _, block in blocks]
+            most = max(*costs, sum(costs) / threads)
+            while len(pieces := _joined(blocks, costs, most)) > threads:
+                most *= 1.05
+        return sorted(pieces, key=lambda piece: piece[0][1].start - piece[-1][1].stop)
+
+
+def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> list[Piece]:
+    """Neighbours together, up to a sum of costs."""
+    pieces: list[Piece] = []
+    room = 0.0
+    for block, cost in zip(blocks, costs, strict=True):
+        if cost > room:
+            pieces.append(())
+            room = most
+        pieces[-1] = (*pieces[-1], block)
+        room -= cost
+    return pieces
 
 
 def rows_of(

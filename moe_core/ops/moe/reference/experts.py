@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base.threads import spread, threads_for
+from moe_core.base.threads import spread
 from moe_core.ops.matmul.reference.forward import Product
+from moe_core.ops.matmul.reference.rows import Piece
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.routing import LayoutSpec
 
@@ -38,15 +39,16 @@ def both_products(
     one = product("first", arrays["first.x"], first, None, made["y"], made.get("pre"))
     two = product("second", made["y"], second, one.rows, places[-1])
     work = one.nanoseconds + two.nanoseconds
-    if len(one.blocks) < threads_for(work):
+    pieces = one.pieces(work)
+    if pieces is None:
         one.run()
         two.run()
         return places
 
-    def chain(piece: tuple[int, slice]) -> None:
+    def chain(piece: Piece) -> None:
         one.chain(piece)
         two.chain(piece)
 
     with np.errstate(all="ignore"):
-        spread(chain, one.blocks, work)
+        spread(chain, pieces, work)
     return places
