@@ -196,9 +196,13 @@ def apply_backward(
 
 
 def _value_and_gradients(
-    d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
+    d_y: np.ndarray,
+    gate: np.ndarray,
+    up: np.ndarray | None,
+    activation: Activation,
+    places: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """`apply`, then `apply_backward`."""
+    """`apply`, then `apply_backward`. places: memory that the gradients may be in."""
     with np.errstate(all="ignore"):
         if up is None:
             value, slope = _value_and_slope(gate, activation.name)
@@ -222,7 +226,7 @@ def _value_and_gradients(
             bounded = bounded + 1
         else:
             activated, derivative = _value_and_slope(inner, name)
-        d_gate = d_y * bounded
+        d_gate = np.multiply(d_y, bounded, out=places[0])
         d_gate *= derivative
         if limit is not None:
             beyond = gate > limit
@@ -230,7 +234,7 @@ def _value_and_gradients(
                 beyond = activated > limit
                 activated = np.minimum(activated, limit)
             d_gate[beyond] = 0.0
-        d_up = np.multiply(d_y, activated, out=derivative)
+        d_up = np.multiply(d_y, activated, out=derivative if places[1] is None else places[1])
         if limit is not None:
             d_up[np.abs(up) > limit] = 0.0
         return np.multiply(activated, bounded, out=activated), d_gate, d_up
@@ -309,17 +313,24 @@ def expert_activation_backward(
         gate, up = split(to_float32(pre[own_rows]), activation)
         with np.errstate(all="ignore"):
             d_y = z if weights is None else weights[block] * z
-            hidden, d_gate, d_up = _value_and_gradients(d_y, gate, up, activation)
+            to_gate, to_up = split(d_pre[block], activation) if dense else (None, None)
+            direct = to_gate is not None and pre.dtype == z.dtype
+            hidden, d_gate, d_up = _value_and_gradients(
+                d_y, gate, up, activation, (to_gate, to_up) if direct else (None, None)
+            )
             d_weight[own_slots] = (z * hidden).sum(axis=-1)
             if bias_product is not None:
                 d_weight[own_slots] += bias_product[own_slots]
-            weighted[own_rows] = round_to(hidden if weights is None else weights[block] * hidden, pre.dtype)
-            if dense and d_up is not None:
-                to_gate, to_up = split(d_pre[block], activation)
-                assert to_up is not None
-                to_gate[...], to_up[...] = d_gate, d_up
+            if direct and weights is not None:
+                np.multiply(weights[block], hidden, out=weighted[block])
             else:
+                weighted[own_rows] = round_to(hidden if weights is None else weights[block] * hidden, pre.dtype)
+            if to_gate is None:
                 d_pre[own_rows] = round_to(join(d_gate, d_up, activation), pre.dtype)
+            else:
+                for place, gradient in ((to_gate, d_gate), (to_up, d_up)):
+                    if place is not None and gradient is not place:
+                        place[...] = gradient
 
     if fill is not None:
         fill(back if dense else None)

@@ -56,9 +56,9 @@ def router_backward(
     exactly 0. into: an fp32 array to which d_weight is added; it is fp32 then. The bits are the same for either storage
     of the weight.
     """
-    tokens = np.arange(len(x)) if token_mask is None else np.flatnonzero(token_mask)
+    tokens = slice(None) if token_mask is None else np.flatnonzero(token_mask)
     d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
-    d_x = np.zeros(x.shape, working_dtype(x))
+    d_x = np.empty(x.shape, working_dtype(x)) if token_mask is None else np.zeros(x.shape, working_dtype(x))
     with np.errstate(all="ignore"):
         # One call of BLAS for both storages: what it adds first depends on which matrices are transposed.
         rows = np.ascontiguousarray(matrix.T if spec.weight_layout == "in_out" else matrix)

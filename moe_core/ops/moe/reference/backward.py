@@ -213,7 +213,7 @@ class MoEBackward:
                 d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)
                 self.d_x[tokens] += d_source * weights[tokens, None]
         else:
-            self.d_x += reduce(d_rows, row_of_slot, top_k=layout.top_k, order="row", out_dtype="float32")
+            self.d_x = reduce(d_rows, row_of_slot, top_k=layout.top_k, order="row", out_dtype="float32")
         return d_weight.reshape(ids.shape)
 
     def through_shared(self, shared: SharedExpert) -> None:
