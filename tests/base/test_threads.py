@@ -148,6 +148,37 @@ def test_threads_are_idle_again_after_an_interrupt_before_they_had_work(monkeypa
     assert threads._idle == hired and len(hired) == 2
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_what_follows_an_expert_begins_when_all_that_is_first_of_it_is_done(count):
+    first, seen = [((0, 1), "a"), ((1,), "b"), ((1,), "c"), ((2,), "d")], []
+
+    def begin(piece: str) -> None:
+        time.sleep(0.002)
+        seen.append(piece)
+
+    later = threads.Later()
+    later.add(seen.append, [(expert, f"after {expert}") for expert in range(4) for _ in range(2)], 1e9)
+    later.first(begin, first, 1e9)
+    with threads.use(count):
+        later.run()
+    assert sorted(seen) == sorted(["a", "b", "c", "d", *(f"after {expert}" for expert in range(4) for _ in range(2))])
+    for experts, piece in first:
+        for expert in experts:
+            assert seen.index(piece) < seen.index(f"after {expert}")
+
+
+def test_nothing_follows_a_failure():
+    def fail(piece: int) -> None:
+        raise ValueError(f"piece {piece}")
+
+    later, seen = threads.Later(), []
+    later.first(fail, [((0,), 0)], 1e9)
+    later.add(seen.append, [(0, "after 0")], 1e9)
+    with threads.use(4), pytest.raises(ValueError, match="piece 0"):
+        later.run()
+    assert not seen
+
+
 def test_blas_has_one_thread_inside_and_its_own_number_behind():
     read, write = threads._blas()
     if read() == 1:

@@ -15,8 +15,10 @@ from moe_core.base import target, threads
 from moe_core.layers import MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import RouterSpec
 
-SPEC = MoELayerSpec(64, 288, 3, 2, RouterSpec(renormalize=True), shared_experts=SharedExpertsSpec(48))
-TOKENS = 700  # several pieces of rows and columns for an expert, and at 8 threads fewer pieces of rows than threads
+#: Several pieces of rows and columns for an expert, and at 8 threads fewer pieces of rows than threads.
+LARGE = MoELayerSpec(64, 288, 3, 2, RouterSpec(renormalize=True), shared_experts=SharedExpertsSpec(48)), 700
+#: More experts than threads, which share pieces.
+MANY = MoELayerSpec(64, 288, 20, 2, RouterSpec(renormalize=True)), 150
 
 
 @pytest.fixture
@@ -34,10 +36,13 @@ def _torch_step(layer, x):
     return [y, leaf.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def test_torch_and_jax_are_bitwise_equal_at_1_2_and_8_threads(torch_threads, monkeypatch):
+@pytest.mark.parametrize("spec, tokens", [LARGE, MANY], ids=["large", "many"])
+def test_torch_and_jax_are_bitwise_equal_at_1_2_and_8_threads(spec, tokens, torch_threads, monkeypatch):
+    # Work that is worth several threads, however little it is.
+    monkeypatch.setattr(threads, "_LEAST_NANOSECONDS", 1)
     torch.manual_seed(0)
-    layer = moe_torch.MoE.from_spec(SPEC)
-    x = torch.randn(TOKENS, SPEC.d_model)
+    layer = moe_torch.MoE.from_spec(spec)
+    x = torch.randn(tokens, spec.d_model)
     found = {}
     with target.cpu_engine("reference"), jax.default_device(jax.devices("cpu")[0]):
         graph, state = nnx.split(moe_jax.nnx.MoE.from_weights(layer.export_weights()))

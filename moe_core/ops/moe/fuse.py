@@ -196,7 +196,7 @@ _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
 
 def join_twins(plan: LaunchPlan) -> LaunchPlan:
-    """The plan of the reference engine with one call where a product reads the rows that the product before it wrote."""
+    """The plan of the reference engine with one call where a product reads the rows that the one before it wrote."""
     steps: list[KernelLaunch | ReferenceCall] = []
     for step in plan.steps:
         joined = _joined(steps[-1], step) if steps else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +155,9 @@ class Product:
         self.shape = self.rows.count, len(self.sides) * self.width
         self.dtype = working_dtype(x)
         place = pre if spec.activation is not None else y
-        fits = isinstance(self.to, slice) and place is not None and (place.shape, place.dtype) == (self.shape, self.dtype)
+        fits = (
+            isinstance(self.to, slice) and place is not None and (place.shape, place.dtype) == (self.shape, self.dtype)
+        )
         self.sums = place if fits else None
         self.row_weight = None if row_weight is None else row_weight.reshape(-1)[self.rows.index["slot"], None]
         self.columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(self.width)
@@ -206,7 +207,9 @@ class Product:
         """All of a piece's rows, which are returned."""
         block = slice(piece[0][1].start, piece[-1][1].stop)
         left = self._rows(block if isinstance(self.of, slice) else self.of[block])
-        sums = np.empty((block.stop - block.start, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
+        sums = (
+            np.empty((block.stop - block.start, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
+        )
         for expert, own in piece:
             rows = slice(own.start - block.start, own.stop - block.start)
             mine = _rows(left, rows)
@@ -242,7 +245,9 @@ class Product:
                 self._multiply(_rows(gathered, block), sums[block], expert, side, part)
 
             blocks = [block for piece in self.rows.pieces(1 << 30, 0) for block in piece]
-            parts = [(*block, side, part) for block in blocks for side in range(len(self.sides)) for part in self.columns]
+            parts = [
+                (*block, side, part) for block in blocks for side in range(len(self.sides)) for part in self.columns
+            ]
             if later is not None and self.finished and then is None:
                 later.add(alone, [(piece[0], piece) for piece in parts], work)
                 return

@@ -32,8 +32,8 @@ class Rows(NamedTuple):
     def pieces(self, threads: int, width: int) -> list[Piece]:
         """Pieces of work for a product of this width, the largest first: at the end all threads are busy about as long.
 
-        Threads wait for Python's lock between any two operations of NumPy. So experts of few rows that follow each other
-        share a piece, whose operations on elements are one for all of them; there are as many pieces as threads then.
+        Threads wait for Python's lock between any two operations of NumPy. So neighbouring experts of few rows share a
+        piece, whose operations on elements are one for all of them; there are at most as many pieces as threads then.
         """
         blocks = [
             (expert, slice(first, min(first + BLOCK_ROWS, part.stop)))

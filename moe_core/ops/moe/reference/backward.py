@@ -197,8 +197,8 @@ class MoEBackward:
                 self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
             )
         row_of_slot = self.row_of_slot
-        empty = [np.empty((len(tokens), array.shape[1]), array.dtype) for array in (source, self.d_out)]
-        chain = _Chain(experts, "d_experts.", layer_index, *empty, where, source, tokens)
+        x, d_out = (np.empty((len(tokens), array.shape[1]), array.dtype) for array in (source, self.d_out))
+        chain = _Chain(experts, "d_experts.", layer_index, x, d_out, where, source, tokens)
         if pre is None or not chain.at_once() or min(slot_of_row.min(initial=0), row_of_slot.min(initial=0)) < 0:
             chain = chain._replace(x=source[tokens], d_out=self.d_out[tokens], tokens=None)
         weighting = {"row_of_slot": row_of_slot, "row_weight": None if on_input else weights, "bias_product": product}
