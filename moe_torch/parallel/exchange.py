@@ -6,12 +6,25 @@ owners), G / W of them to each owner.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
+
+
+@functools.lru_cache(maxsize=1024)
+def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """int32 arrays on a device, put there once: a copy waits for the device, and no graph may capture it."""
+    with torch.inference_mode(False):
+        return tuple(torch.tensor(row, dtype=torch.int32, device=device) for row in rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(table.tolist()) for table in placement.tables)
 
 
 class Places(NamedTuple):
@@ -25,7 +38,7 @@ def physical_ids(
     ids: torch.Tensor, placement: Placement, *, first_token: Any = 0, token_mask: torch.Tensor | None = None
 ) -> Places:
     """The place of every slot, from ids int32 `[T, K]`; first_token: the number of the first token in the group."""
-    _, places, start = (torch.tensor(table, device=ids.device) for table in placement.tables)
+    _, places, start = constants(_rows(placement), ids.device)
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= placement.num_experts)
     valid = ~invalid & (known >= 0)

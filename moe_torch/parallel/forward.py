@@ -109,7 +109,9 @@ def moe(
 
     Raises:
         InvalidInput: ranks that disagree about sizes, options or the placement; wrong arguments.
-        PeerFailed: another rank raised before the exchange; its own error says why.
+        PeerFailed: another rank raised before the exchange; its own error says why. On a GPU, `all_gather` and
+            `padded` never wait for a message: there the output is NaN where ranks disagree, and a rank that raised
+            leaves the others to the timeout of their group.
         Unsupported: what exchanges cannot do yet, and training of experts with replicas.
         RuntimeError: a message that failed, because a rank died or is late.
     """
@@ -144,7 +146,8 @@ class Exchange:
             raise
         plan, placement = self.plan, self.placement
         if plan.spec.mode != "all_to_all" and not x.is_cuda:
-            # Where waiting costs nothing, the host compares before anything else is sent.
+            # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel
+            # with the routing, and the output is NaN where they differ.
             check_headers(self.ranks, plan.header, x.device)
         if placement.has_replicas:
             tokens = self.ranks.all_gather(torch.tensor([len(x)], device=x.device), "tokens")

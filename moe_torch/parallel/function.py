@@ -51,8 +51,8 @@ class Combine(torch.autograd.Function):
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
         came = routes.pull(rows.contiguous(), "results")
         y = ops.reduce(came, routes.at_home, order="row", shared=shared, out_dtype=out_dtype)
-        if routes.lost is not None and routes.plan.spec.on_overflow == "error":
-            y = y.masked_fill_(routes.lost[:, None], torch.nan)
+        if routes.spoilt is not None:
+            y.masked_fill_(routes.spoilt[:, None], torch.nan)
         return y
 
     @staticmethod

@@ -47,8 +47,8 @@ class Routes:
     send: the rows that go out, among the rows of tokens here; None: every token goes to every rank. slots: the rows of
     slots at the owner, among the received rows; None: what is received are slots. out, home: how many of both go. ids
     int32 and weights fp32 `[R, 1]`: what the owner's op is given. at_home: how the rows that come home are added up.
-    lost bool `[T]`: whether a slot of the token did not fit, None = all fit. overflow int32 `[1]`: rows of all ranks
-    that did not. group_tokens: of all ranks.
+    spoilt bool `[T]`: tokens whose output is to be NaN, because a slot did not fit or ranks disagree; None = none.
+    overflow int32 `[1]`: rows of all ranks that did not fit. group_tokens: of all ranks.
     """
 
     ranks: Ranks
@@ -60,7 +60,7 @@ class Routes:
     ids: torch.Tensor
     weights: torch.Tensor
     at_home: RaggedLayout
-    lost: torch.Tensor | None
+    spoilt: torch.Tensor | None
     overflow: torch.Tensor
     group_tokens: int
 
@@ -87,7 +87,7 @@ def make_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights:
 
 def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
     """Raise where a rank failed or has other sizes or options; the host waits for the message."""
-    own = torch.tensor(header, dtype=torch.int32, device=device)
+    (own,) = exchange.constants((tuple(header),), device)
     compare_headers(ranks.all_gather(own, "header").cpu().numpy(), ranks.where)
 
 
@@ -162,16 +162,17 @@ class _Counted(_Planner):
         if not self.by_slot:
             back = ops.make_layout(self.owners, self.num_ranks)
             counts.append(back.group_sizes)
-        header = torch.tensor(plan.header, dtype=torch.int32, device=device)
-        message = ranks.all_gather(torch.cat([header, *counts]), "header and counts").cpu().numpy()
+        (header,) = exchange.constants((tuple(plan.header),), device)
+        on_device = ranks.all_gather(torch.cat([header, *counts]), "header and counts")
+        message = on_device.cpu().numpy()
         group_tokens = compare_headers(message[:, :_HEADER], ranks.where)
         told = message[:, _HEADER:]
         rows, slots = (told, told) if self.by_slot else np.split(told, 2, axis=1)
         way, whole = (splits(rows, ranks.rank, receive) for receive in (plan.spec.receive, None))
-        overflow = np.array([self._pairs(rows).sum() - self._kept(rows).sum()], np.int32)
+        overflow = int(self._pairs(rows).sum() - self._kept(rows).sum())
         send, row_of_slot = sent.slot_of_row[: whole.sent.sum()], back.row_of_slot
-        lost = None
-        if overflow[0]:
+        spoilt = None
+        if overflow:
             number = exchange.rows_in_runs(sent, groups, self.num_ranks)
             kept = torch.tensor(way.sent, device=device)[self.owners.clamp(min=0).long()]
             fits = (number >= 0) & (number < kept)
@@ -182,7 +183,8 @@ class _Counted(_Planner):
                 dropped = torch.where((number >= 0) & ~fits, groups, -2)
                 gone = (self.owners[:, :, None] == dropped[:, None, :]).any(dim=2)
                 arrived = torch.where(gone, -1, self.owners)
-            lost = ((self.places >= 0) & (arrived < 0)).any(dim=1)
+            if plan.spec.on_overflow == "error":
+                spoilt = ((self.places >= 0) & (arrived < 0)).any(dim=1)
             back = ops.make_layout(arrived, len(sent.group_sizes) if self.by_slot else self.num_ranks)
             row_of_slot = back.row_of_slot
             if not self.by_slot:
@@ -192,8 +194,11 @@ class _Counted(_Planner):
         home = out.back
         received = sum(out.received or ())
         if self.by_slot:
-            runs = _first_rows(rows.reshape(self.num_ranks, self.num_ranks, -1)[:, ranks.rank], self._limit())
-            ids, _ = ops.layout_of_runs(torch.tensor(runs, device=device), received)
+            own_places = slice(ranks.rank * self.per_rank, (ranks.rank + 1) * self.per_rank)
+            runs = on_device[:, _HEADER:][:, own_places].contiguous()
+            if overflow:
+                runs = torch.tensor(_first_rows(rows[:, own_places], self._limit()), device=device)
+            ids, _ = ops.layout_of_runs(runs, received)
             bits = self.table(send)[:, 1:]
             own = ranks.all_to_all(bits, "weights", *out).view(torch.float32)
             at_owner = None
@@ -209,8 +214,8 @@ class _Counted(_Planner):
         returned = sum(home.received or ())
         at_home = self.layout(returned, back.slot_of_row[:returned], row_of_slot)
         leaving = self.layout(len(send), send, sent.row_of_slot)
-        counted = torch.tensor(overflow, device=device)
-        return Routes(ranks, plan, leaving, at_owner, out, home, ids, own, at_home, lost, counted, group_tokens)
+        counted = torch.full((1,), overflow, dtype=torch.int32, device=device)
+        return Routes(ranks, plan, leaving, at_owner, out, home, ids, own, at_home, spoilt, counted, group_tokens)
 
     def _limit(self) -> int:
         receive = self.plan.spec.receive
@@ -260,21 +265,17 @@ class _Blocks(_Planner):
         if self.by_slot:
             number = torch.where(arrived < 0, -1, number)
             at_owner = None
-            ids, own = self.local(ranks.all_to_all(self.table(send), "ids and weights"))
+            agree, came = self.exchanged(self.table(send))
+            ids, own = self.local(came)
         else:
             back = ops.make_layout(arrived, self.num_ranks)
             number = exchange.rows_in_runs(back, arrived, self.num_ranks)
             table = self.table(send)
-            if gathers:
-                came = ranks.all_gather(table, "ids and weights").flatten(0, 1)
-            else:
-                came = ranks.all_to_all(table, "ids and weights")
+            agree, came = self.exchanged(table)
 
             def layout(ids: torch.Tensor) -> RaggedLayout:
-                source = torch.arange(len(ids), dtype=torch.int32, device=ids.device) // max(
-                    1, len(ids) // self.num_ranks
-                )
-                sources = torch.where(ids < 0, -1, source[:, None])
+                row = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None]
+                sources = torch.where(ids < 0, -1, row // max(1, len(ids) // self.num_ranks))
                 # Slots beyond what the block takes are cut off, as at home.
                 return ops.make_layout(sources, self.num_ranks, max_rows=most_back)
 
@@ -282,10 +283,25 @@ class _Blocks(_Planner):
         fits = (number >= 0) & (number < bounds.back)
         row_of_slot = torch.where(fits, self.owners * most_back + number, -1)
         lost = (self.places >= 0) & ~fits
+        spoilt = (~agree).repeat(self.tokens)
+        if plan.spec.on_overflow == "error":
+            spoilt |= lost.any(dim=1)
         counted = ranks.total((lost.sum() + overflow).to(torch.int32).view(1), "overflow")
         at_home = self.layout(self.num_ranks * most_back, _no_rows(self.num_ranks * most_back, lost), row_of_slot)
         group = self.num_ranks * self.tokens
-        return Routes(ranks, plan, leaving, at_owner, Way(), Way(), ids, own, at_home, lost.any(dim=1), counted, group)
+        return Routes(ranks, plan, leaving, at_owner, Way(), Way(), ids, own, at_home, spoilt, counted, group)
+
+    def exchanged(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether all ranks have this rank's header, on the device, and the rows of a table that come here."""
+        (header,) = exchange.constants((tuple(self.plan.header),), table.device)
+        what = "header, ids and weights"
+        if self.plan.spec.mode == "all_gather":
+            came = self.ranks.all_gather(torch.cat([header, table.view(-1)]), what)
+        else:
+            rows = torch.cat([header.expand(self.num_ranks, -1), table.view(self.num_ranks, -1)], dim=1)
+            came = self.ranks.all_to_all(rows, what)
+        agree = (came[:, :_HEADER] == header).all()
+        return agree, came[:, _HEADER:].reshape(-1, table.shape[1])
 
 
 def _no_rows(capacity: int, like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ MOST_RANKS = 4
 TIMEOUT, GLOO_TIMEOUT = 60, 40
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: Any, timeout: float) -> None:
+def _serve(rank: int, ranks: int, store: str, pipe: Any, backend: str, timeout: float) -> None:
     import datetime
 
     import torch
@@ -25,7 +25,9 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any, timeout: float) -> None
 
     torch.set_num_threads(1)
     options: Any = {"timeout": datetime.timedelta(seconds=timeout)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, **options)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, **options)
     groups = {size: dist.new_group(list(range(size)), **options) for size in range(1, ranks + 1)}
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
@@ -46,18 +48,19 @@ class Failed(AssertionError):
 
 
 class Pool:
-    """Ranks that call functions. timeout: of gloo's messages, in seconds."""
+    """Ranks that call functions. timeout: of messages, in seconds."""
 
-    def __init__(self, ranks: int = MOST_RANKS, timeout: float = GLOO_TIMEOUT) -> None:
-        # Forks of a process that has imported everything and has run nothing.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.parallel.torch"])
+    def __init__(self, ranks: int = MOST_RANKS, timeout: float = GLOO_TIMEOUT, backend: str = "gloo") -> None:
+        # Forks of a process that has imported everything and has run nothing; a GPU's driver survives no fork.
+        context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+        if backend == "gloo":
+            context.set_forkserver_preload(["tests.support.parallel.torch"])
         self.folder = tempfile.TemporaryDirectory()
         store = str(pathlib.Path(self.folder.name) / "store")
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, store, there, timeout), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, store, there, backend, timeout), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

@@ -95,8 +95,12 @@ def run_rank(
     """Every result and gradient of one rank, in NumPy, by the names of the twins."""
     rank = torch.distributed.get_rank(ranks)
     own = problem.ranks()[rank]
-    with running_on(engine), poisoned(), broken(fault):
-        given: Any = to_torch((own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output))
+    # A rank's GPU is its current one.
+    engines = contextlib.nullcontext() if engine == "cuda" else running_on(engine)
+    device = torch.device("cuda", torch.cuda.current_device()) if engine == "cuda" else "cpu"
+    with engines, poisoned(), broken(fault):
+        given: Any = (own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output)
+        given = to_torch(given, device)
         x, experts, routing, mask, d_output = given
         leaves = {}
         if differentiated:
@@ -156,8 +160,9 @@ def run_group(
 
 def run_alone(problem: Problem, engine: str) -> dict[str, np.ndarray]:
     """Output and gradients of all tokens and experts, by `moe_torch.moe` on an engine."""
-    with running_on(engine):
-        given: Any = to_torch((problem.x, problem.experts, problem.routing, problem.token_mask, problem.d_output))
+    with running_on(engine) as device:
+        given: Any = (problem.x, problem.experts, problem.routing, problem.token_mask, problem.d_output)
+        given = to_torch(given, device)
         x, experts, routing, mask, d_output = given
         leaves = {"x": x.requires_grad_()}
         leaves |= {f"experts.{name}": array for name, array in trained(experts).items()}

@@ -105,10 +105,11 @@ def draw_problem(
     spec: MoESpec,
     *,
     extras: bool = False,
+    sizes: tuple[int, int] = (12, 8),
 ) -> Problem:
-    """extras: a router, a gated shared expert and biases; the ids are then the router's, not of the load."""
+    """sizes: D, F. extras: a router, a gated shared expert and biases; the ids are then the router's."""
     random = np.random.default_rng(seed)
-    total, experts, d, f = sum(tokens), placement.num_experts, 12, 8
+    total, experts, (d, f) = sum(tokens), placement.num_experts, sizes
     top_k = min(top_k, experts)
     gated = spec.activation.gated
     width = 2 * f if gated and spec.activation.gate_layout != "separate" else f

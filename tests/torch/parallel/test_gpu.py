@@ -1,0 +1,112 @@
+"""Expert parallelism on NCCL ranks: compiled kernels against one GPU bit by bit, and CUDA graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import moe_torch
+from moe_core.parallel import ExchangeSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.routing import RouterSpec
+from moe_torch.parallel import ExpertParallel, moe
+from tests.support.parallel.placements import placement_of
+from tests.support.parallel.pool import Pool
+from tests.support.parallel.torch import compare_with_one_device
+from tests.support.parallel.twins import PLAIN, Problem, draw_problem
+from tests.support.torch import to_torch
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+WAYS = (
+    ExchangeSpec("all_to_all", "slots"),
+    ExchangeSpec("all_to_all"),
+    ExchangeSpec("all_gather"),
+    ExchangeSpec("padded", "slots"),
+    ExchangeSpec("padded"),
+)
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    pool = Pool(2 if GPUS < 4 else 4, backend="nccl")
+    yield pool
+    pool.close()
+
+
+def problem_of(pool: Pool, seed: int, tokens: int, dtype: str = "bfloat16", spec: MoESpec = PLAIN) -> Problem:
+    size = len(pool.processes)
+    placement, load = placement_of("round_robin", 10, size), ("random", "hot_rank", "invalid")[seed % 3]
+    return draw_problem(seed, placement, (tokens,) * size, 4, load, dtype, spec, sizes=(256, 192), extras=False)
+
+
+@every_way
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_bit_of_one_gpu(gpus: Pool, way: ExchangeSpec, dtype: str) -> None:
+    for seed, tokens in enumerate((1, 64, 700)):
+        problem = problem_of(gpus, seed, tokens, dtype)
+        compare_with_one_device(gpus, problem, way, f"{way}, {tokens} tokens", engine="cuda")
+
+
+def test_a_router_and_uneven_tokens(gpus: Pool) -> None:
+    spec = MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(4, renormalize=True))
+    size = len(gpus.processes)
+    placement = placement_of("linear", 10, size)
+    for way, tokens in ((WAYS[1], (300,) * size), (WAYS[2], (300,) * size)):
+        problem = draw_problem(3, placement, tokens, 4, "masked", "bfloat16", spec, extras=True, sizes=(256, 192))
+        problem = dataclasses.replace(problem, shared=None)
+        compare_with_one_device(gpus, problem, way, str(way), engine="cuda")
+    uneven = (400, 0, 33, 7)[:size]
+    problem = draw_problem(4, placement, uneven, 4, "random", "bfloat16", PLAIN, sizes=(256, 192))
+    compare_with_one_device(gpus, problem, WAYS[0], "uneven", engine="cuda")
+
+
+def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.ndarray]:
+    """Outputs of a graph captured with the first problem, replayed with all; nothing may wait for the device."""
+    rank = torch.distributed.get_rank(group)
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = [to_torch(problem.ranks()[rank], device) for problem in problems]
+    first, parallel = given[0], ExpertParallel(group, way)
+
+    def forward() -> torch.Tensor:
+        options = {"parallel": parallel, "placement": problems[0].placement}
+        return moe(first.x, first.experts, first.routing, problems[0].spec, **options).output
+
+    with torch.no_grad():
+        forward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        forward()
+        torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = forward()
+        found = []
+        for own in given:
+            first.x.copy_(own.x)
+            first.routing.ids.copy_(own.routing.ids)
+            first.routing.weights.copy_(own.routing.weights)
+            graph.replay()
+            found.append(output.float().cpu().numpy())
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS[2:], ids=lambda way: f"{way.mode}-{way.rows}")
+def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) -> None:
+    problems = [problem_of(gpus, seed, 48) for seed in range(3)]
+    problems = [dataclasses.replace(problem, experts=problems[0].experts) for problem in problems]
+    found = gpus.call(replay, [(problems, way)] * len(gpus.processes))
+    for number, problem in enumerate(problems):
+        x, experts, routing = to_torch((problem.x, problem.experts, problem.routing), "cuda")
+        alone = moe_torch.moe(x, experts, routing, problem.spec).output.float().cpu().numpy()
+        np.testing.assert_array_equal(np.concatenate([rank[number] for rank in found]), alone)
