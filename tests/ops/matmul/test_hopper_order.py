@@ -12,6 +12,7 @@ from moe_core.ops.matmul.sm90.kernels.fp8 import matmul_fp8
 from moe_core.ops.matmul.sm90.kernels.matmul import matmul_ogs
 from moe_core.ops.matmul.sm90.kernels.tall import matmul_ogs as matmul_tall
 from moe_core.ops.matmul.sm90.kernels.weight_gradient import weight_gradient
+from moe_core.ops.matmul.sm90_packed.kernels.few_rows import matmul_few_rows
 from moe_core.ops.matmul.sm90_packed.kernels.matmul import matmul_mixed_input
 from tests.support.faults.kernel_copies import OpFault
 from tests.support.hopper.language import run_kernel
@@ -83,6 +84,13 @@ def packed(height: int, **options: Any) -> dict[str, Any]:
     return {**COMMON, **layout(height), **matrix, **kind, **chosen}
 
 
+def few_rows(**options: Any) -> dict[str, Any]:
+    """Arguments of products of few rows with tiled weights."""
+    arguments = packed(8, CHUNK=2, SPAN=256, STEPS=7, D=896, X_STRIDE=896, ALIKE=1, **options)
+    names = ("num_blocks", "COUNTER", "GROUP_M", "weight_map", "STAGES", "PAIRS", "DEEP", "PRODUCER_WARPS")
+    return {name: value for name, value in arguments.items() if name not in names}
+
+
 def gradient(**options: Any) -> dict[str, Any]:
     """Arguments of gradients of weights."""
     chosen = {"LEFT_GATHER": "row", "RIGHT_GATHER": "row", "STAGES": 3, **options}
@@ -112,6 +120,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "packed, few rows": (matmul_mixed_input, packed(16, STAGES=2, DEEP=2, COUNTER=None)),
     "packed, wide": (matmul_mixed_input, packed(256, STAGES=2)),
     "packed, wide, by row": (matmul_mixed_input, packed(256, GATHER="row")),
+    "streamed": (matmul_few_rows, few_rows()),
+    "streamed integers": (matmul_few_rows, few_rows(ELEMENT="uint4", zero_points=OPAQUE, GATHER="row")),
 }
 
 
@@ -120,7 +130,10 @@ def test_everything_is_ordered(name: str) -> None:
     kernel, arguments = CASES[name]
     for seed in range(3):
         machine = run_kernel(kernel, arguments, seed)
-        assert {"generic", "async"} <= machine.kinds and len(machine.warps) == 6
+        if kernel is matmul_few_rows:  # no partitions, no TMA, no wgmma
+            assert machine.kinds == {"generic", "copy"} and len(machine.warps) == 2
+        else:
+            assert {"generic", "async"} <= machine.kinds and len(machine.warps) == 6
 
 
 #: (case, fault, what is found).
@@ -150,6 +163,10 @@ FAULTS = (
     ("packed, 64 rows", OpFault("warpgroup_mma_wait(num_outstanding=0", "warpgroup_mma_wait(num_outstanding=9"), Race),
     ("packed, wide", OpFault("sums = wait_for(sums, 0, REST)", "sums = wait_for(sums, 2, REST)"), Race),
     ("packed, wide", OpFault("hand_back(empty, stage)", "hand_back(empty, following)"), (Race, Hang)),
+    ("streamed", OpFault("async_copy.wait_group(0)\n        barrier()", "barrier()"), Race),
+    ("streamed", OpFault("wait_group(0)\n        barrier()", "wait_group(1)\n        barrier()"), Race),
+    ("streamed", OpFault("async_copy.wait_group(0)\n        barrier()", "async_copy.wait_group(0)"), Race),
+    ("streamed integers", OpFault("rows = x_tiles.index(side)", "rows = x_tiles.index(1 - side)"), Race),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from tests.support.faults.kernel_copies import NO_FAULT, OpFault
 from tests.support.hopper.machine import Barrier, Clock, Machine, Warp, join
@@ -23,7 +24,6 @@ class Operations:
     def __init__(self, machine: Machine, fault: OpFault) -> None:
         self.machine, self._fault, self.planted = machine, fault, fault == NO_FAULT
         self._modules: dict[int, dict[str, Any]] = {}
-        self._names = 0
         barriers, copies = hopper.mbarrier, hopper.async_copy
         tma = hopper.tma
         self.known: dict[int, Any] = {
@@ -31,7 +31,10 @@ class Operations:
             id(barriers): types.SimpleNamespace(
                 init=self.init, wait=self.wait, arrive=self.arrive, expect=self.expect, MBarrierLayout=lambda: "barrier"
             ),
-            id(copies): types.SimpleNamespace(mbarrier_arrive=self.copies_arrive),
+            id(copies): types.SimpleNamespace(
+                mbarrier_arrive=self.copies_arrive, commit_group=self.commit_copies, wait_group=self.wait_for_copies
+            ),
+            id(ampere.mma_v2): lambda _left, _right, accumulator: accumulator,
             id(tma): types.SimpleNamespace(store_wait=self.store_wait),
             id(hopper.warpgroup_mma): self.product, id(hopper.warpgroup_mma_wait): self.product_wait,
             id(hopper.fence_async_shared): machine.fence,
@@ -149,12 +152,14 @@ class Operations:
     # Memory
 
     def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        """Shared memory; barriers are such too."""
-        self._names += 1
+        """Shared memory; barriers are such too. All warps that take a part's memory have the same."""
+        warp = self.machine.warp
+        warp.counts["allocated"] += 1
         bits = getattr(dtype, "primitive_bitwidth", 16)
         itemsize = bits // 8 if isinstance(bits, int) else 2
         kind = "barriers" if isinstance(layout, str) else "memory"
-        return Shared(self.machine, f"{kind} {self._names}", [int(size) for size in shape], itemsize)
+        name = f"{kind} {warp.counts['allocated']} of {warp.partition}"
+        return Shared(self.machine, name, [int(size) for size in shape], itemsize)
 
     def specialize(self, partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], _registers: Any) -> None:
         """Start every partition."""
@@ -225,6 +230,21 @@ class Operations:
         self.machine.pending.append(lambda: barrier.arrive(16 * warp.warps, clock))
         warp.until(lambda: True, "its turn")
 
+    def commit_copies(self) -> None:
+        """Every thread's copies so far, and not in a group yet, are one."""
+        warp = self.machine.warp
+        warp.groups.append(warp.copies)
+        warp.copies = []
+
+    def wait_for_copies(self, outstanding: int) -> None:
+        """Every thread waits for its own groups of copies, but the last few."""
+        warp = self.machine.warp
+        done = max(len(warp.groups) - int(outstanding), 0)
+        for copied in (clock for group in warp.groups[:done] for clock in group):
+            join(warp.clock, copied)
+        warp.groups = warp.groups[done:]
+        warp.until(lambda: True, "its turn")
+
     def product(self, left: Any, right: Shared, accumulator: Any, **options: Any) -> Any:
         """A wgmma: reads shared memory until it is waited for."""
         warp = self.machine.warp
@@ -266,6 +286,7 @@ class Operations:
 def run_kernel(kernel: Any, arguments: Mapping[str, Any], seed: int, fault: OpFault = NO_FAULT) -> Machine:
     """Run a Gluon kernel's source; what is not among the arguments is of no consequence.
 
+    A kernel without partitions is one itself, of four warps.
     fault: planted in every function that has the line; one at least must have it.
     Raises Race or Hang; returns the machine, for what was accessed.
     """
@@ -276,7 +297,11 @@ def run_kernel(kernel: Any, arguments: Mapping[str, Any], seed: int, fault: OpFa
     assert not unknown, f"{kernel.fn.__name__} has no {unknown}"
     given = {name: operations.rebound(value) if known(value) else value for name, value in arguments.items()}
     machine.local.warp = Warp(machine, machine.new_actor(), "the whole block", 0, 4)
-    operations.function(kernel.fn)(**{name: given.get(name, OPAQUE) for name in names})
+    program = functools.partial(operations.function(kernel.fn), **{name: given.get(name, OPAQUE) for name in names})
+    if "warp_specialize" in inspect.getsource(kernel.fn):
+        program()
+    else:
+        machine.launch("the kernel", 4, program)
     assert operations.planted, f"no function of {kernel.fn.__name__} holds {fault.old!r}: plant the fault elsewhere"
     start = machine.local.warp.tick()
     for warp in machine.warps:

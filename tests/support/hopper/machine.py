@@ -95,10 +95,11 @@ class Warp:
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = ""
         self.turn, self.done = threading.Semaphore(0), False
-        #: wgmmas and stores under way, each with its clock; cp.asyncs not arrived yet.
+        #: wgmmas and stores under way, each with its clock; cp.asyncs not arrived yet, and groups of them.
         self.products: list[tuple[int, Clock]] = []
         self.stores: list[tuple[int, Clock]] = []
         self.copies: list[Clock] = []
+        self.groups: list[list[Clock]] = []
         self.counts: defaultdict[str, int] = defaultdict(int)
 
     @property
