@@ -38,7 +38,7 @@ class Operations:
             id(tma): types.SimpleNamespace(store_wait=self.store_wait),
             id(hopper.warpgroup_mma): self.product, id(hopper.warpgroup_mma_wait): self.product_wait,
             id(hopper.fence_async_shared): machine.fence,
-            id(getattr(gl, "barrier", None) or gl.thread_barrier): machine.gather,
+            id(getattr(gl, "barrier", None) or getattr(gl, "thread_barrier", None)): machine.gather,
         }  # fmt: skip
         for module, names, function in (
             (tma, ("async_load", "async_copy_global_to_shared"), self.tma_load),
