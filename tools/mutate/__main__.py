@@ -56,6 +56,10 @@ def survivors(results: list[Result]) -> str:
     )
 
 
+def size_of(name: str) -> int:
+    return (sources.ROOT / name).stat().st_size
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutate", description=__doc__)
     parser.add_argument("--count", type=int, default=500, help="how many mutations, spread evenly over the areas")
@@ -76,17 +80,23 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="end after so long, with what there is: recording after half"
     )
+    parser.add_argument(
+        "--alone", action="store_true", help="each fork imports the frameworks; chosen by itself where forks die"
+    )
     parser.add_argument("--again", action="store_true", help="keep no earlier result, only which test killed what")
     options = parser.parse_args()
     begin = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=FOLDER))
-    forks.prepare()
+    forks.prepare(options.alone)
     slots = [Tree.at(FOLDER / f"trees-{options.seed}" / str(number)).folder for number in range(options.jobs)]
 
     def say(text: str) -> None:
         print(text, flush=True)
 
+    if not options.alone and forks.die(slots[0], scratch, min(contexts.test_files(), key=size_of)):
+        say("forks that have the frameworks imported die here: each imports them itself")
+        os.execv(sys.executable, [sys.executable, "-m", "tools.mutate", *sys.argv[1:], "--alone"])
     if not options.as_recorded:
         contexts.record(slots, scratch, FOLDER / "contexts", say, tuple(options.tests), begin + options.seconds / 2)
     drawn = draw(options.count, options.seed, tuple(options.paths), gpu=os.environ["TRITON_INTERPRET"] != "1")

@@ -16,7 +16,12 @@ from tools.mutate.sources import ROOT, Mutation
 #: Tests of texts, of whole pages and of other programs: they see a mutation as a changed text, or take minutes.
 LEFT_OUT = (
     *("tests/packages/", "tests/docs/", "tests/examples/", "tests/benchmarks/", "tests/faults/", "tests/tools/"),
-    *("tests/runtime/test_compile_gate.py", "tests/recipes/", "tests/mutate/"),
+    *(
+        "tests/runtime/test_compile_gate.py",
+        "tests/recipes/test_accelerate.py",
+        "tests/recipes/test_peft.py",
+        "tests/mutate/",
+    ),
 )
 #: Folders whose tests are quick are recorded first, so that a recording that was cut short is of use.
 FIRST = ("tests/ops", "tests/plan", "tests/formats", "tests/checkpoint", "tests/specs", "tests/layers", "tests/base")

@@ -23,7 +23,7 @@ from typing import Any
 
 from tools.mutate.plugin import Plugin
 
-#: Imported once. What is not installed is left out.
+#: Imported once, where forks are not `alone`. What is not installed is left out.
 SHARED = (
     *("numpy", "ml_dtypes", "triton", "triton.language", "triton.runtime.interpreter", "torch", "torch.nn"),
     *("torch._dynamo", "torch.export", "torch._inductor.compile_fx", "torch.testing", "jax", "jax.numpy"),
@@ -32,6 +32,8 @@ SHARED = (
     *("transformers.models.mixtral.modeling_mixtral", "hypothesis", "hypothesis.strategies", "hypothesis.extra.numpy"),
     *("pytest",),
 )
+#: What forks of any kind share: nothing that starts threads or talks to a device.
+ALONE = ("numpy", "hypothesis", "pytest")
 #: A fork may hold this many bytes, and map as many as ADDRESSES, of which tests with sparse arrays touch few: a mutated
 #: size must not take the machine's memory.
 MEMORY, ADDRESSES = 8 << 30, 64 << 30
@@ -68,13 +70,16 @@ class Outcome:
         return [event for event in self.events if event["event"] == kind]
 
 
-def prepare() -> None:
-    """Set what tests/conftest.py sets before the first import, and import what forks share."""
+def prepare(alone: bool) -> None:
+    """Set what tests/conftest.py sets before the first import, and import what forks share.
+
+    alone: nearly nothing, so that each fork imports the frameworks itself, which takes seconds.
+    """
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    for name in SHARED:
+    for name in ALONE if alone else SHARED:
         try:
             importlib.import_module(name)
         except ImportError:
@@ -192,3 +197,10 @@ def run(
             del running[job.pid]
             yield finish(job, None if code == -signal.SIGXCPU else code)
             free.append(job.tree)
+
+
+def die(tree: pathlib.Path, scratch: pathlib.Path, file: str) -> bool:
+    """Whether a fork dies of a signal over a file of tests: some libraries do not survive a fork."""
+    jobs = iter([Job("probe", tree, [file], None, 60, record=True)])
+    (outcome,) = run([tree], scratch, lambda _: next(jobs, None), float("inf"))
+    return outcome.status is not None and outcome.status < 0
