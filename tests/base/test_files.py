@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_core.base.files import load_json, open_file, whole_file
-from moe_core.errors import InvalidInput
+from moe_core.base.files import file_writer, load_json, open_file, whole_file
+from moe_core.errors import InvalidInput, Unsupported
 
 NESTED = 4 * 2**20
 
@@ -103,6 +104,15 @@ def test_bytes_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch:
         os.utime(tmp_path / "a.safetensors", (1, 1))
         with pytest.raises(InvalidInput, match="must stay as it is while it is read, got a change"):
             file.read_into(file.entry("a").start, found)
+
+
+def test_a_missing_package_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for what in (lambda: file_writer("traces"), lambda: open_file(tmp_path / "a.safetensors").__enter__()):
+        with pytest.raises(
+            Unsupported, match=r"(writing traces|reading \.safetensors files) needs the package safetens"
+        ):
+            what()
 
 
 def test_a_file_of_ours_is_whole_or_as_before(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_what_was_read_is_written_bit_by_bit(tmp_path, family, storage, dtype, s
     # The correction bias is kept in float32, as the models compute with it.
     expected |= {name: value.astype(np.float32) for name, value in expected.items() if name.endswith("correction_bias")}
     assert_same_tensors(stored_tensors(written), expected)
-    assert json.loads((written.path / "config.json").read_text()) == config_of(family)
+    text = (written.path / "config.json").read_text()
+    assert json.loads(text) == config_of(family) and text == json.dumps(json.loads(text), indent=2) + "\n"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])

@@ -143,6 +143,16 @@ def test_what_is_whole_on_every_device_runs() -> None:
             assert (np.asarray(jax.jit(forward)(*arrays())) == wanted).all()
 
 
+def test_one_axis_whose_type_tells_nothing_is_enough() -> None:
+    """An array may be split along the axis that XLA chooses for, whatever the other says."""
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with running_on("reference"):
+        copies = jax.device_put(arrays(), NamedSharding(mesh, P()))
+        with pytest.raises(moe_jax.Unsupported, match=REFUSED):
+            jax.jit(forward)(*copies)
+
+
 def test_eager_gradients_on_split_arrays() -> None:
     """Where no program is lowered, the arrays themselves show it."""
     with running_on("reference"):

@@ -91,6 +91,12 @@ def test_every_run_on_a_cpu_is_one_callback(engine: str) -> None:
         assert ffi.callback_count() - before == 3
 
 
+def test_programs_hold_the_call_and_no_program_around_it() -> None:
+    with running_on("reference"):
+        found = jax.make_jaxpr(moe_jax.scale_rows)(jnp.ones((6, 4)), jnp.ones((6, 1)))
+    assert [equation.primitive.name for equation in found.eqns] == ["custom_jvp_call"]
+
+
 def test_zero_size_and_every_dtype_pass_the_bridge() -> None:
     with running_on("reference"):
         assert moe_jax.activation(jnp.zeros((0, 8)), moe_jax.Activation("silu")).shape == (0, 4)

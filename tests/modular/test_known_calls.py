@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_torch import modular, ops
-from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP
+from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, into
 from moe_torch.modular.stages import as_ids, as_weights
+from moe_torch.modular.stored import _scale_of
 from tests.support.torch import require_equal, running_on
 
 E, K = 5, 16
@@ -49,6 +51,29 @@ def test_they_read_their_own_tensors() -> None:
             for inplace in (True, False):
                 found = kernel(X.clone() if inplace else X, W1, W2, WEIGHTS, IDS, inplace=inplace)
                 require_equal(found, expected, f"inplace {inplace}")
+
+
+def test_plain_calls_write_to_the_memory_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy of the result."""
+
+    def copied(operator: Any, arguments: Any) -> Any:
+        raise AssertionError(f"{operator.name} had a result of its own")
+
+    monkeypatch.setattr(into, "_result", copied)
+    with running_on("reference"), torch.no_grad():
+        found = kernel_of()(X, W1, W2, WEIGHTS, IDS)
+        monkeypatch.undo()
+        require_equal(found, composed(X, W1, W2), "written in place")
+
+
+@pytest.mark.parametrize("field", ["act_scale", "out_scale", "out_dtype", "lhs_data", "rhs_data"])
+def test_precision_objects_that_say_more_than_scales_are_refused(field: str) -> None:
+    precision = SimpleNamespace(weight_scale=W1, **{field: 1})
+    if field.endswith("data"):
+        precision = SimpleNamespace(weight_scale=W1, flex_ctx=SimpleNamespace(**{field: SimpleNamespace(scale=1)}))
+    assert _scale_of("w1_precision", SimpleNamespace(weight_scale=W1)) is W1
+    with pytest.raises(Unsupported, match="w1_precision must have a weight_scale alone, got flex scales"):
+        _scale_of("w1_precision", precision)
 
 
 def test_nothing_is_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from moe_core import InvalidInput
+from moe_core import InvalidInput, Unsupported
 from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.formats import QuantizedSpec, format_named, quantized_specs
+from moe_core.formats.tiling import Tiling
 from moe_core.ops.matmul import tile_choice
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
@@ -145,6 +147,14 @@ def test_an_illegal_override_is_refused_on_every_target() -> None:
     for kind in ("interpreter", "reference"):
         with pytest.raises(InvalidInput, match=r"tuning\.matmul_1 must be legal .* power of two"):
             layer_plan(Tuning(matmul_1=TileConfig(24, 64, 64)), target=Target(kind))
+
+
+def test_an_override_of_a_product_that_no_kernel_runs_is_refused() -> None:
+    weight = quantized_specs(QuantizedSpec(format_named("mxfp4"), "out_in", Tiling(128, 256, "rows")), (E, 128, 256))
+    operands = MatmulOperands(ArraySpec((T, 256), "bfloat16"), weight)
+    spec = MatmulSpec("out_in", "token", tuning=MatmulTuning(GIVEN))
+    with pytest.raises(Unsupported, match=r"quantised operands need a kernel for cuda sm_80 .*, and there is none"):
+        plan_matmul_ogs(operands, LayoutSpec(T, K, E), spec, Target("cuda", 80, 108))
 
 
 def test_one_products_op_takes_an_override() -> None:

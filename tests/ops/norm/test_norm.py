@@ -78,6 +78,12 @@ def test_formulas() -> None:
         np.testing.assert_allclose(reference.rms_norm(x, weight, spec=spec), wanted, rtol=1e-12)
 
 
+def test_rows_that_overflow_become_zeros_and_nan_without_a_warning() -> None:
+    x = np.array([[1e30, 1], [np.inf, 1], [3, 4]], np.float32)
+    found = reference.rms_norm(x, np.full(2, 1e30, np.float32), spec=NormSpec(scale=1e30))
+    np.testing.assert_array_equal(found, [[0, 0], [np.nan, 0], [np.inf, np.inf]])
+
+
 def test_rows_may_lie_apart() -> None:
     arrays = drawn(9, 40, "float32", "float32")
     wide = np.full((9, 64), np.nan, np.float32)

@@ -94,7 +94,7 @@ def test_every_byte_is_two_codes():
 
 def test_nibbles_that_cannot_be():
     with pytest.raises(InvalidInput, match="codes must be uint8 below 16, got uint8"):
-        pack_nibbles(np.array([16], np.uint8))
+        pack_nibbles(np.array([0, 16], np.uint8))
     with pytest.raises(InvalidInput, match="codes must be uint8 below 16, got int64"):
         pack_nibbles(np.array([1]))
     with pytest.raises(InvalidInput, match="packed must be uint8, got int8"):

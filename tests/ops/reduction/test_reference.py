@@ -59,6 +59,11 @@ def test_order_of_the_sum_decides_the_last_bit():
     assert reduce(y[::-1], rows, top_k=3)[0, 0] == 1.0 + 2.0**-23
 
 
+def test_many_narrow_rows_are_all_added_up():
+    y = np.arange(2000, dtype=F32).reshape(2000, 1)
+    np.testing.assert_array_equal(reduce(y, np.arange(2000, dtype=np.int32), top_k=2), y[::2] + y[1::2])
+
+
 def test_tokens_without_experts_are_exact_zeros():
     y = np.full((4, 3), np.nan, numpy_dtype("bfloat16"))
     assert not reduce(y, np.full(4, -1, np.int32), top_k=2).any()

@@ -7,6 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
+from moe_torch.bridge.operator import Operator
+from moe_torch.operators import table
 
 # What many operators have in common, as it stands in their schemas.
 PARTS = {
@@ -134,3 +136,5 @@ def test_schemas_are_those_that_programs_were_exported_with() -> None:
     namespace = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("moebius::")]
     known = SCHEMAS.strip().replace("\n    ", " ").format(**PARTS).splitlines()
     assert sorted(str(schema).removeprefix("moebius::") for schema in namespace) == sorted(known)
+    names = {schema.partition("(")[0] for schema in known}
+    assert {one.name for one in vars(table).values() if isinstance(one, Operator)} <= names
