@@ -44,16 +44,6 @@ from tests.support.harness import spec_of
 FORMATS = [format_named(name) for name in format_names()]
 
 
-def test_scales_are_of_the_first_dtype_unless_another_is_named():
-    several = [format for format in FORMATS if len(format.scale_dtypes) > 1 and format.group_rows is not None]
-    assert several
-    for format in several:
-        spec = QuantizedSpec(format, "out_in")
-        assert quantized_specs(spec, (2, 128, 256)).scales.dtype == format.scale_dtypes[0]
-        last = format.scale_dtypes[-1]
-        assert quantized_specs(spec, (2, 128, 256), last).scales.dtype == last != format.scale_dtypes[0]
-
-
 def test_every_required_format_and_scheme_has_a_name():
     assert {"fp8_tensor", "fp8_channel", "fp8_token", "fp8_block", "fp8_group", "int8_channel", "int8_token"} <= set(
         format_names()

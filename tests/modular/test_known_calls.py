@@ -76,6 +76,10 @@ def test_precision_objects_that_say_more_than_scales_are_refused(field: str) -> 
         _scale_of("w1_precision", precision)
 
 
+def test_classes_that_say_nothing_cannot_be_given_some_of_the_tokens() -> None:
+    assert modular.FusedMoEPermuteExpertsUnpermute.supports_chunking(kernel_of().fused_experts) is False
+
+
 def test_nothing_is_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """But where tensors do not lie as they must, or something else is asked for."""
     kernel = kernel_of()

@@ -298,7 +298,7 @@ def test_what_a_class_lacks_is_said() -> None:
     assert modular.OAITritonExperts.activation_format() == Standard
     assert modular.BatchedTritonExperts.activation_format() == modular.FusedMoEActivationFormat.BatchedExperts
     assert modular.TritonExperts().activation_formats == (Standard, Standard)
-    assert Ported().default_weight_layout == "out_in" and Ported().supports_chunking() is False
+    assert Ported().default_weight_layout == "out_in" and not Ported().supports_chunking()
 
 
 def test_experts_behind_a_prepare_that_maps_get_the_local_number() -> None:

@@ -19,6 +19,7 @@ FLAGS = {
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FLAGS.items() for name in names])
 @pytest.mark.parametrize("value", [1, "no", None])
 def test_other_values_are_refused(kind: Any, name: str, value: object) -> None:
-    first = Activation("silu") if kind is MoESpec else "in_out"
+    first: Any = Activation("silu") if kind is MoESpec else "in_out"
+    options: dict[str, Any] = {name: value}
     with pytest.raises(InvalidInput, match=f"{name} must be True or False, got {value!r}"):
-        kind(first, **{name: value})
+        kind(first, **options)
