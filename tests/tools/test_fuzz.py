@@ -19,7 +19,7 @@ from moe_core.formats import format_names
 from tests.support.paths import ROOT
 from tools.fuzz import __main__ as command
 from tools.fuzz import run, run_jax, run_torch
-from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case, parse, why_illegal
+from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case, has_any, parse, why_illegal
 from tools.fuzz.data import draw
 from tools.fuzz.draw import Drawn, draw_static, packed_sets, sets_of
 from tools.fuzz.oracle import formats, routing
@@ -224,6 +224,13 @@ def test_two_right_choices_and_a_wrong_one() -> None:
 def test_nothing_is_found_where_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--cases", "48", "--seed", "11", "--engines", "reference"]) == 0
     assert " 0 failures" in capsys.readouterr().out
+
+
+def test_cases_that_have_an_option() -> None:
+    case = parse("kind=layer source=x latent=2 out_scale=2.0")
+    assert has_any(case, []) and has_any(case, ["table", "out_scale"]) and not has_any(case, ["table", "mixer"])
+    with pytest.raises(SystemExit):
+        command.main(["--having", "tokens"])
 
 
 def test_packed_problems(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 
-from tools.fuzz.case import parse
+from tools.fuzz.case import Case, has_any, parse
 from tools.fuzz.draw import packed_sets, sets_of
 from tools.fuzz.engines import engines
 from tools.fuzz.run import examine, fuzz
@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--packed", help="FORWARD,GRADIENT: so many small problems, packed; then others while time is left"
     )
+    parser.add_argument("--having", help="FIELD,FIELD: of what is drawn, only cases that have one of these options")
     parser.add_argument("--case", help="run this one case, as a failure prints it")
     parser.add_argument("--jobs", type=int, default=1, help="processes that work side by side")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many on each engine")
@@ -44,11 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
         complaints = [f"{name}: {text}" for name in chosen for text in examine(case, name).complaints]
         print("\n".join(complaints) or f"nothing wrong with {case} on {', '.join(chosen)}")
         return int(bool(complaints))
+    having = options.having.split(",") if options.having else []
+    unknown = [name for name in having if not hasattr(Case, name)]
+    if unknown:
+        parser.error(f"a case has no field {', '.join(unknown)}")
     count = options.cases or (None if options.seconds else 1000)
     packed = [int(number) for number in options.packed.split(",")] if options.packed else []
     fine = True
     for engine in chosen:
-        sets = sets_of(options.seed, engine, count)
+        sets = (drawn for drawn in sets_of(options.seed, engine, count) if has_any(drawn.static, having))
         if packed:  # then others, for as long as there is time
             sets = itertools.chain(packed_sets(options.seed, engine, *packed), sets if options.seconds else ())
         print(f"{engine}, seed {options.seed}", flush=True)

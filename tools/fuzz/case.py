@@ -169,6 +169,11 @@ class Case:
         return not undifferentiable and (self.kind != "stages" or not self.on_input)
 
 
+def has_any(case: Case, names: list[str]) -> bool:
+    """Whether a case differs from the simplest one in a field of these names; True without names."""
+    return not names or any(getattr(case, name) != getattr(Case, name) for name in names)
+
+
 def parse(text: str) -> Case:
     """The case that `str` printed. Raises ValueError for a field or value that no case has."""
     fields = {field.name: field.default for field in dataclasses.fields(Case)}
