@@ -298,6 +298,26 @@ class MoE(nnx.Module):
         """The inverse of `prepack_weights`, in place; a layer that is not prepacked stays as it is."""
         self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
+    def parallelize(self, mesh: Mesh, expert_axis: str | ExpertAxis | None = "ep") -> None:
+        """Split the experts over an axis of the mesh, in place; all else goes whole to every device of it.
+
+        A layer made by `nnx.eval_shape` takes the places only: `load_weights` then fills them. See
+        `moe_jax.layers.expert_sharding`. Raises InvalidInput.
+        """
+        axis = ExpertAxis.of(expert_axis)
+        if axis is None:
+            raise InvalidInput("expert_axis must name an axis of the mesh, got None; pass 'ep', for example")
+        options = {"num_layers": self.num_layers, "prepacked": self.is_prepacked}
+        places = layers.expert_sharding(self.spec, mesh, axis.name, **options)
+        for leaf in self._leaves():
+            variable, place = self._variable_of(leaf), layers.find(places, leaf.path)
+            value = variable.get_value()
+            if isinstance(value, jax.ShapeDtypeStruct):
+                variable.set_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
+            else:
+                variable.set_value(jax.device_put(value, place))
+        self.expert_axis = axis
+
     def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
         """Take over quantised matrices from parameters that may have other names for their arrays than those before."""
         after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))

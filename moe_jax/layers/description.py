@@ -14,9 +14,10 @@ from moe_core.specs import Activation, NormSpec, RouterSpec, Tuning
 from moe_jax.layers.axes import LogicalAxes
 from moe_jax.layers.functional import update_correction_bias
 from moe_jax.layers.losses import load_balance_loss
+from moe_jax.parallel.axis import ExpertAxis
 
 __all__ = [
-    "Activation", "ExpertsSpec", "LatentSpec", "LayerWeights", "LogicalAxes", "MoEAux", "MoELayerSpec", "NormSpec",
-    "OutputSpec", "RouterSpec", "SharedExpertsSpec", "Tuning", "layer_spec_from_config", "load_balance_loss",
-    "update_correction_bias",
+    "Activation", "ExpertAxis", "ExpertsSpec", "LatentSpec", "LayerWeights", "LogicalAxes", "MoEAux", "MoELayerSpec",
+    "NormSpec", "OutputSpec", "RouterSpec", "SharedExpertsSpec", "Tuning", "layer_spec_from_config",
+    "load_balance_loss", "update_correction_bias",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec, SharedExpertsSpec
 from moe_jax import layers, linen
 from moe_jax.nnx import MoE
@@ -53,6 +54,26 @@ def test_nnx_layers_follow_logical_rules() -> None:
         own, other = (np.asarray(state[name].get_value()) for state in (found, expected))
         np.testing.assert_array_equal(own, other, name)
     np.testing.assert_allclose(found.gate.kernel.get_value(), expected.gate.kernel.get_value(), 1e-5, 1e-6)
+
+
+def test_nnx_layers_are_parallelized_in_place() -> None:
+    """Made and loaded first, or abstract and loaded in parts: no device ever has all experts."""
+    mesh, x = ep_mesh(4), tokens()
+    with running_on("reference"):
+        layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(1))
+        expected, weights = np.asarray(layer(x)), layer.export_weights()
+        abstract: MoE = nnx.eval_shape(lambda: MoE.from_spec(SPEC, rngs=nnx.Rngs(0)))
+        for own in (layer, abstract):
+            own.parallelize(mesh)
+            if own is abstract:
+                own.load_weights(weights)
+            parts = own.parameters()["wo"].addressable_shards
+            assert [part.data.shape for part in parts] == [(2, 12, 8)] * 4
+        with jax.set_mesh(mesh):
+            found = nnx.jit(lambda layer, x: layer(x), graph_updates=False)(abstract, x)
+        np.testing.assert_array_equal(found, expected)
+        with pytest.raises(InvalidInput, match="expert_axis must name an axis of the mesh, got None; pass 'ep'"):
+            layer.parallelize(mesh, None)
 
 
 def is_spec(value: Any) -> bool:

@@ -29,9 +29,10 @@ from tests.support.paths import ROOT
 LIMITED = MoELayerSpec(d_model=8, d_ff=6, num_experts=5, top_k=2, capacity_factor=1.0)
 
 #: Four host devices run the reference engine at once, with BLAS and XLA's thread pools as they come, over and over.
+#: Each step is awaited: XLA waits for itself for ever where many programs with collectives run on host devices.
 HAMMER = """
 import numpy as np, jax, jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 import moe_jax
 random = np.random.default_rng(0)
 draw = lambda *shape: jnp.asarray(random.standard_normal(shape).astype(np.float32) / shape[-1] ** 0.5)
@@ -45,7 +46,7 @@ def step(x, experts, routing):
         x = x + moe_jax.moe(x, experts, routing, spec).output
     return x, jax.lax.psum(jnp.sum(x), "data")
 
-mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 assert mesh.size == 4
 step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=(P("data"), P())))
 first = np.asarray(step(x, experts, routing)[0])
@@ -54,6 +55,18 @@ for _ in range(15):
     more = step(result, experts, routing)
     np.testing.assert_array_equal(np.asarray(result), first)
     assert np.isfinite(np.asarray(more[1]))
+
+# Experts on four devices: collectives between the callbacks of every forward and backward.
+from moe_jax import layers
+axis, spec = layers.ExpertAxis("data"), layers.MoELayerSpec(D, F, E, 2)
+with jax.set_mesh(mesh):
+    parameters = jax.device_put(layers.initialize(spec, jax.random.key(0)), layers.expert_sharding(spec, mesh, "data"))
+    loss = lambda parameters, x: jnp.square(layers.forward(parameters, x, spec, expert_axis=axis)).mean()
+    step = jax.jit(jax.grad(loss))
+    first = jax.block_until_ready(step(parameters, x))
+    for _ in range(15):
+        found = jax.block_until_ready(step(parameters, x))
+        jax.tree.map(lambda own, other: np.testing.assert_array_equal(np.asarray(own), np.asarray(other)), found, first)
 print("done")
 """
 

@@ -32,11 +32,12 @@ SPECS = {
         shared_experts=SharedExpertsSpec(4, gate=True), router_bias=True,
     ),
     "a correction bias": MoELayerSpec(D, 12, 12, 2, correction_bias=True),
-    "a capacity": MoELayerSpec(D, 12, 8, 2, capacity_factor=0.75, expert_scale=True, router_norm=NormSpec(1e-5)),
-    "a latent width": MoELayerSpec(D, 12, 4, 2, latent=LatentSpec(6), output=OutputSpec(bias=True)),
+    "a capacity and a latent width": MoELayerSpec(
+        D, 12, 8, 2, capacity_factor=0.75, expert_scale=True, router_norm=NormSpec(1e-5), latent=LatentSpec(6),
+        output=OutputSpec(bias=True),
+    ),
 }  # fmt: skip
-EXCHANGES = dict(zip(SPECS, (ExchangeSpec("padded", "slots"), ExchangeSpec(), ExchangeSpec("all_gather"),
-                             ExchangeSpec("all_to_all", "slots")), strict=True))  # fmt: skip
+EXCHANGES = dict(zip(SPECS, (ExchangeSpec("padded", "slots"), ExchangeSpec(), ExchangeSpec("all_gather")), strict=True))
 #: Parameters whose gradients are sums over ranks in another order.
 WHOLE = ("gate", "shared_experts", "before", "after", "output")
 
@@ -70,7 +71,7 @@ def compare(spec: MoELayerSpec, one: Any, found: Any) -> None:
         np.testing.assert_array_equal(getattr(own_aux, name), getattr(aux, name), name)
     for name in ("load_balance_loss", "z_loss"):
         np.testing.assert_allclose(getattr(own_aux, name), getattr(aux, name), 1e-6, err_msg=name)
-    np.testing.assert_allclose(own_loss, loss, 1e-6)
+    np.testing.assert_allclose(own_loss, loss, 1e-6, 1e-5)
     assert own_aux.overflow.tolist() == [0] and aux.overflow is None
     for leaf in layers.leaves(spec):
         if leaf.is_state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ WAYS = (
     ExchangeSpec("all_to_all", "slots"),
     ExchangeSpec("all_to_all"),
 )
+#: MOEBIUS_DEPTH=2 compiles programs that are left out here, since they differ little from those that are not.
+DEPTH = int(os.environ.get("MOEBIUS_DEPTH", "1"))
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 
 
@@ -107,12 +110,14 @@ def test_overflow_is_counted_exactly(way: ExchangeSpec) -> None:
     placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
     problem = draw_problem(11, placement, (5, 5, 5), 3, "hot_rank", "float32", spec)
     most = most_received(problem, way)
-    bounds = (0, 1, most - 1, most) if way.rows == "tokens" else (most - 1,)
+    # Every bound is a program of its own.
+    bounds = (0, 1, most - 1, most) if way == WAYS[-1] or DEPTH > 1 else (most - 1,)
     found = [compare_with_twin(problem, dataclasses.replace(way, receive=receive), f"{receive}") for receive in bounds]
-    assert found[-1:] == [0] if way.rows == "tokens" else found[0] > 0
-    assert all(found[:-1]) and sorted(found, reverse=True) == found
-    dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
-    assert compare_with_twin(problem, dropped, "drop") > 0
+    assert sorted(found, reverse=True) == found and all(found[: bounds.index(most - 1) + 1])
+    assert found[-1] == 0 or len(bounds) == 1
+    if way in WAYS[1:4:2] or DEPTH > 1:
+        dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
+        assert compare_with_twin(problem, dropped, "drop") > 0
 
 
 def most_received(problem: Problem, way: ExchangeSpec) -> int:
@@ -132,9 +137,9 @@ def test_repeated_ids_beyond_the_worst_case_are_counted() -> None:
     problem = draw_problem(0, placement, (2, 2), 2, "random", "float32", PLAIN)
     ids = np.array([[0, 0], [0, 0], [0, 1], [1, 0]], np.int32)
     problem = dataclasses.replace(problem, routing=TopK(ids, problem.routing.weights))
-    for way in WAYS[:3]:
+    for way in WAYS[:3] if DEPTH > 1 else WAYS[1:2]:
         assert compare_with_twin(problem, way, way.mode) == 2
-    for way in WAYS[3:]:
+    for way in WAYS[3:] if DEPTH > 1 else WAYS[4:]:
         found = run_group(problem, way, differentiated=False)
         assert found["overflow"].tolist() == [2]
         assert np.isnan(found["output"]).any(axis=1).tolist() == [True, True, False, False]
