@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
-from moe_core.base.threads import Later, column_blocks, elements, products, spread
+from moe_core.base.threads import Later, column_blocks, elements, products, spread, threads_for
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.rounding import plain_name, result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
@@ -74,7 +74,7 @@ def weight_gradient(
     gather: tuple[str, str] = ("row", "row"),
     out_dtype: str,
     later: Later | None = None,
-    **groups: np.ndarray | None,
+    **groups: Any,
 ) -> np.ndarray:
     """d_weight `[E, M, N]`: for every expert the fp32 product left_rows^T . right_rows over its rows, one cast.
 
@@ -82,7 +82,8 @@ def weight_gradient(
     left is the matmul's input and right the gradient of its output; for `out_in` the other way round. An expert without
     rows has exact zeros. into: an array of the result's shape and dtype to which the fp32 product is added before the
     cast (an accumulated main gradient). place: what is written to and returned, None = a new array. layout None: dense,
-    `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the layout's arrays. later: what computes it, None = now.
+    `[M, N]` from left `[R, M]` and right `[R, N]`. groups: the layout's arrays, or its rows as `known`.
+    later: what computes it, None = now.
     """
     num_experts, (num_columns, width) = 1 if layout is None else layout.num_experts, (left.shape[1], right.shape[1])
     added = None if into is None else into.reshape(num_experts, num_columns, width)
@@ -95,8 +96,11 @@ def weight_gradient(
     left, right = (to_float32(side[rows.index[by]]) for side, by in zip((left, right), gather, strict=True))
     parts = dict(rows.parts)
 
-    def multiply(piece: tuple[int, slice]) -> None:
-        expert, columns = piece
+    def multiply(piece: tuple[int, list[slice]]) -> None:
+        for columns in piece[1]:
+            multiply_block(piece[0], columns)
+
+    def multiply_block(expert: int, columns: slice) -> None:
         to, part = d_weight[expert, columns], parts.get(expert)
         if part is None:
             to[...] = 0 if added is None else added[expert, columns]
@@ -108,8 +112,11 @@ def weight_gradient(
 
     size_of = {expert: part.stop - part.start for expert, part in rows.parts}
     by_rows = sorted(range(num_experts), key=lambda expert: -size_of.get(expert, 0))
-    pieces = [(expert, columns) for expert in by_rows for columns in column_blocks(num_columns)]
     work = products(rows.count, num_columns, width) + elements(*d_weight.shape)
+    blocks = column_blocks(num_columns)
+    # Two threads that write to one huge page for the first time clear it twice.
+    parts_of_expert = [blocks] if num_experts >= threads_for(work) else [[columns] for columns in blocks]
+    pieces = [(expert, part) for expert in by_rows for part in parts_of_expert]
     if later is not None:
         later.add(multiply, [(piece[0], piece) for piece in pieces], work)
         return result
@@ -125,7 +132,7 @@ def bias_gradient(
     layout: LayoutSpec | None,
     gather: str = "row",
     out_dtype: str,
-    **groups: np.ndarray | None,
+    **groups: Any,
 ) -> np.ndarray:
     """d_bias `[E, N]`: for every expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each
     times row_weight fp32 `[T * K]` (by slot) where given, unrounded; one cast. An expert without rows: exact zeros.
@@ -142,7 +149,7 @@ def bias_gradient(
 
 
 def bias_product(
-    d_y: np.ndarray, bias: np.ndarray, *, layout: LayoutSpec, gather: str = "row", **groups: np.ndarray | None
+    d_y: np.ndarray, bias: np.ndarray, *, layout: LayoutSpec, gather: str = "row", **groups: Any
 ) -> np.ndarray:
     """fp32 `[T * K]` by slot: <d_y row, bias[expert]>, the bias's share of the row weight's gradient; 0 without an
     expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`. groups: the layout's arrays."""
@@ -213,7 +220,7 @@ def gradients_of(
     layout: LayoutSpec | None,
     spec: MatmulSpec,
     wanted: tuple[str, ...],
-    **groups: np.ndarray | None,
+    **groups: Any,
 ) -> tuple[np.ndarray, ...]:
     """The gradients wanted of d_x, d_weight, d_bias, d_row_weight; formulas, roundings:
     `moe_core.ops.matmul.backward`."""

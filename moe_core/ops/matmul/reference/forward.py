@@ -89,19 +89,20 @@ def matmul_ogs(
     layout: LayoutSpec | None,
     spec: MatmulSpec,
     places: tuple[np.ndarray, ...] = (),
+    known: Rows | None = None,
     later: Later | None = None,
     then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
     """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
-    spec.out_dtype. places: memory for y, none = a new array. later: what y may be computed by, without
-    row_weight, bias and activation, and by what `then` follows in it. then: called for each slice of rows that y has,
-    where all of them have an expert.
+    spec.out_dtype. places: memory for y, none = a new array. known: the layout's rows, None = found. later:
+    what y may be computed by, without row_weight, bias and activation, and by what `then` follows in it. then: called
+    for each slice of rows that y has, where all of them have an expert.
     """
     weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
     y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
-    Product(x, weights, row_weight, layer_index, (layout, None, groups), spec, y).run(later, then)
+    Product(x, weights, row_weight, layer_index, (layout, known, groups), spec, y).run(later, then)
     return y
 
 

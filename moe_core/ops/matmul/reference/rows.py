@@ -68,8 +68,11 @@ def rows_of(
     group_sizes: np.ndarray | None = None,
     group_start: np.ndarray | None = None,
     slot_of_row: np.ndarray | None = None,
+    known: Rows | None = None,
 ) -> Rows:
-    """Those of a layout by its arrays. layout None: all num_rows, of one expert."""
+    """Those of a layout by its arrays, or what is known already. layout None: all num_rows, of one expert."""
+    if known is not None:
+        return known
     if layout is None:
         return Rows(num_rows, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, num_rows))])
     assert group_sizes is not None and group_start is not None and slot_of_row is not None

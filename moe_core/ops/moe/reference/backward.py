@@ -23,6 +23,7 @@ from moe_core.ops.activation.reference import expert_activation_backward, sigmoi
 from moe_core.ops.common.rounding import plain_name, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference import backward as matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer, quantized_from
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
 from moe_core.ops.routing.reference import layout as make_layout
@@ -56,7 +57,7 @@ EVERYTHING = Request()
 class _Chain(NamedTuple):
     """Experts, or the shared expert: their weights, and how they find their rows.
 
-    x: the input of gate_up, d_out: the gradient of the output, both by row. where: the layout and its arrays. tokens:
+    x: the input of gate_up, d_out: the gradient of the output, both by row. where: the layout and its rows. tokens:
     None, or the token of each row where x and d_out are still empty: the rows of `source` go there block by block.
     """
 
@@ -182,7 +183,7 @@ class MoEBackward:
         layout = LayoutSpec(ids.shape[0], ids.shape[1], experts.down.shape[0 if layer_index is None else 1])
         found = stages.get("layout") or make_layout(ids, self.expert_map, self.token_mask, layout=layout)
         sizes, start, slot_of_row, self.row_of_slot = found[:4]
-        where = {"group_sizes": sizes, "group_start": start, "slot_of_row": slot_of_row, "layout": layout}
+        where = {"known": rows_of(layout, len(self.x), sizes, start, slot_of_row), "layout": layout}
         on_input = self.spec.apply_router_weight_on_input
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
         # By layout row from here on; rows without a slot hold anything.
