@@ -50,16 +50,19 @@ class _MoE(Rule):
     """operands: of specs.
 
     replayed: None, or the specs of ids and weights that come with the arrays instead of from the routing. The gradient
-    flows into the routing all the same, as if it had chosen them.
+    flows into the routing all the same, as if it had chosen them. wide: `wide` is among the arrays, which is x in fp32
+    and gets its gradient, unrounded.
     """
 
     operands: bundles.MoEOperands
     spec: MoESpec
     targets: tuple[tuple[str, Target], ...]
     replayed: bundles.TopK | None
+    wide: bool = False
 
     def differentiable(self) -> tuple[str, ...]:
-        return tuple(name.removeprefix("d_") for name in gradient_names(self.operands))
+        names = tuple(name.removeprefix("d_") for name in gradient_names(self.operands))
+        return (*names, "wide") if self.wide else names
 
     def refuse(self, asked: list[str]) -> None:
         reason = why_no_moe_gradient(self.operands.experts, self.spec, asked)
@@ -105,7 +108,9 @@ class _MoE(Rule):
             upstream = upstream | {"output": jnp.zeros(x.shape, numpy_dtype(self.spec.out_dtype or x.dtype))}
         bundle = OpCall("moe").bundle("gradients", bundles.OutputGradients(**upstream), "gradients.")
         given = self._as_used(arrays | saved) | {f"gradients.{name}": array for name, array in upstream.items()}
-        options: dict[str, Any] = {"wanted": tuple(f"d_{name}" for name in asked)}
+        options: dict[str, Any] = {"wanted": tuple("d_x" if name == "wide" else f"d_{name}" for name in asked)}
+        if "wide" in asked:
+            options["wide"] = True
         if self.operands.experts.layer_index is not None:
             options["one_layer"] = True
         arguments = (bundle, self.operands, self.spec)
@@ -113,7 +118,7 @@ class _MoE(Rule):
             "moe_backward", plan_moe_backward, arguments, tuple(options.items()), tuple(given), self.targets
         )
         found = zip(asked, undifferentiable(request, *given.values()), strict=True)
-        return {name: self._in_stack(name, gradient, given) for name, gradient in found}
+        return {name: gradient if name == "wide" else self._in_stack(name, gradient, given) for name, gradient in found}
 
     def _execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
@@ -149,18 +154,26 @@ def run_moe(
     *,
     checked: bool = False,
     replayed: bundles.Routing | None = None,
+    wide: Any = None,
     **given: Any,
 ) -> bundles.MoEOutput:
-    """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained."""
+    """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained.
+
+    wide: `x.astype(float32)`, which gets the gradient of x unrounded. x itself then gets none; see `gather_rows`.
+    """
+    x = x if wide is None else jax.lax.stop_gradient(x)
     call, (x_spec, *parts, _), options = moe_request(x, experts, routing, spec, **given)
     chosen = None
     if replayed is not None:
         chosen = bundles.TopK(
             *(call.array(name, array) for name, array in zip(_REPLAYED.values(), replayed, strict=True))
         )
+    call.optional("wide", wide)
     arrays, operands = call.placed(), bundles.MoEOperands(x_spec, *parts, **options)
     names = (tuple(arrays), result_names(type(routing)), FLOWING)
-    results = differentiated(_MoE(*names, operands, spec, platforms.targets(), chosen), arrays.values())
+    results = differentiated(
+        _MoE(*names, operands, spec, platforms.targets(), chosen, wide is not None), arrays.values()
+    )
     if isinstance(routing, bundles.TopK):
         results["ids"], results["weights"] = (routing.ids, routing.weights) if replayed is None else replayed
     if checked:

@@ -19,6 +19,7 @@ from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, 
 from moe_core.specs.tuning import Tuning
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
+from moe_jax.autodiff.moe import run_moe
 from moe_jax.bridge.calls import Array, require_array, require_type
 from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel.collectives import varying_over
@@ -123,7 +124,7 @@ def run(
     found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
     beside = None
     if shared is not None:
-        beside = _visited(others[0].astype(x.dtype), experts, shared, group.whole(spec, tokens))
+        beside = _visited(x, others[0], experts, shared, group.whole(spec, tokens))
     output: Any = combine(sizes, spec.out_dtype or x.dtype.name, routes, found.output, beside)
     counts = jnp.zeros(placement.num_experts, jnp.int32)
     counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
@@ -132,12 +133,13 @@ def run(
     return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
 
 
-def _visited(x: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec) -> jax.Array:
+def _visited(x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec) -> jax.Array:
     """The rows of the shared expert, times its gate, in fp32: of a forward in which no token has an expert."""
     tokens = x.shape[0]
     nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
     spec = dataclasses.replace(spec, router=None, out_dtype="float32")
-    return ops.moe(x, jax.tree.map(jax.lax.stop_gradient, experts), nowhere, spec, shared=shared).output
+    experts = jax.tree.map(jax.lax.stop_gradient, experts)
+    return run_moe(x, experts, nowhere, spec, shared=shared, wide=wide).output
 
 
 def _route(

@@ -116,6 +116,7 @@ def plan_moe_backward(
     wanted: tuple[str, ...],
     accumulate: tuple[str, ...] = (),
     one_layer: bool = False,
+    wide: bool = False,
 ) -> LaunchPlan:
     """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/user/training.md.
 
@@ -125,8 +126,8 @@ def plan_moe_backward(
     same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
     for all others. An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN;
     those of the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The
-    reference raises. Experts may be quantised, x not (spec.activations): gradients go through weights that are
-    dequantised to the dtype of x, tile by tile.
+    reference raises. wide: d_x is fp32, without its cast, for who adds more to it. Experts may be quantised, x not
+    (spec.activations): gradients go through weights that are dequantised to the dtype of x, tile by tile.
 
     Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
     [weights], [logits] and `saved.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
@@ -135,6 +136,8 @@ def plan_moe_backward(
     """
     forward = _forward(operands, spec, target)
     _validate(gradients, operands, forward, wanted, accumulate, one_layer)
+    if wide and spec.apply_router_weight_on_input:
+        raise InvalidInput("wide must be False with apply_router_weight_on_input, whose d_x is a product; leave it out")
     inputs = dict(named_arrays(gradients, "gradients."))
     inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
     inputs |= {buffer.name: buffer.spec for buffer in forward.outputs if buffer.name not in _UNREAD}
@@ -144,11 +147,12 @@ def plan_moe_backward(
     present = builder.inputs(inputs)
     for name in wanted:
         shape, dtype = _gradient_shape(name, operands, one_layer), _array_of(name, operands).dtype
-        builder.output(name, ArraySpec(shape, "float32" if name in accumulate else dtype))
+        is_wide = name in accumulate or (wide and name == "d_x")
+        builder.output(name, ArraySpec(shape, "float32" if is_wide else dtype))
     if not target.compiled:
         constants = {"spec": spec, "wanted": wanted, "accumulate": accumulate, "one_layer": one_layer}
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
-        constants |= {"tensors": tensors} if tensors else {}
+        constants |= ({"tensors": tensors} if tensors else {}) | ({"wide": True} if wide else {})
         builder.sums("products and sums: the order of NumPy, fp32")
         return builder.reference("moe.reference.backward:moe_backward", present, constants, wanted)
     BackwardPlanner(builder, operands, gradients, spec).plan()

@@ -302,6 +302,7 @@ class BackwardPlanner:
             return
         rows, row_of_slot = builder.spec(self.d_rows), builder.spec(f"{SAVED}row_of_slot")
         shared = builder.spec(extra) if extra else None
-        plan = plan_reduce(rows, row_of_slot, self.layout, self.target, order="row", shared=shared)
+        options = {"order": "row", "shared": shared, "out_dtype": builder.spec("d_x").dtype}
+        plan = plan_reduce(rows, row_of_slot, self.layout, self.target, **options)
         bindings = {"y": self.d_rows, "out": "d_x"} | ({"shared": extra} if extra else {})
         builder.call(plan, "reduce", bindings, {"y": Role.D_ROWS, "out": Role.D_ROWS})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from moe_core.layers import ExpertsSpec, LatentSpec, MoELayerSpec, OutputSpec, S
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs import Activation, NormSpec
 from moe_jax import layers
+from moe_jax.layers import losses
 from moe_jax.parallel import ExpertAxis
 from tests.support.jax import running_on
 from tests.support.parallel.jax import ep_mesh
@@ -183,6 +185,38 @@ def test_twenty_training_steps() -> None:
             np.testing.assert_allclose(loss, expected, 1e-5, err_msg=f"step {number}")
     for own, other in zip(jax.tree.leaves(group), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(own, other, 1e-4, 1e-6)
+
+
+def test_bounds_of_layers() -> None:
+    """What does not fit is counted and NaN; a bound that all fits into changes nothing."""
+    mesh, exchange = ep_mesh(2), ExchangeSpec("padded", "slots")
+    with running_on("reference"):
+        parameters, x, _ = draw(PLAIN)
+        one = layers.forward(parameters, x, PLAIN)
+        for receive, overflows in ((80, False), (16, True)):
+            axis = ExpertAxis(exchange=dataclasses.replace(exchange, receive=receive))
+            call = functools.partial(layers.forward, spec=PLAIN, expert_axis=axis, return_aux=True)
+            with jax.set_mesh(mesh):
+                y, aux = jax.jit(call)(parameters, x)
+            lost = np.isnan(np.asarray(y)).all(axis=-1)
+            np.testing.assert_array_equal(np.asarray(y)[~lost], np.asarray(one)[~lost])
+            assert lost.any() == overflows == bool(aux.overflow[0] > 0) and lost.sum() <= aux.overflow[0]
+
+
+def shares_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = jax.lax.axis_size
+    monkeypatch.setattr(losses.jax.lax, "axis_size", lambda axis: 1 if isinstance(axis, tuple) else real(axis))
+
+
+def test_a_missing_divisor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["a correction bias"]
+    shares_are_not_divided(monkeypatch)
+    with running_on("reference"), pytest.raises(AssertionError, match="Arrays are not equal"):
+        parameters, x, mask = draw(spec)
+        one = loss_of(functools.partial(layers.forward, spec=spec))(parameters, x, mask)
+        with jax.set_mesh(ep_mesh(4)):
+            found = loss_of(functools.partial(layers.forward, spec=spec, expert_axis="ep"))(parameters, x, mask)
+        compare(spec, one, found)
 
 
 def test_where_parameters_are() -> None:

@@ -64,21 +64,21 @@ def test_every_bit_of_one_device(way: ExchangeSpec, dtype: str) -> None:
         compare_with_one_device(problem, way, f"{placement}, {load}", check_vma=number % 3 != 0)
 
 
-@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="host devices run kernels in the interpreter alone")
-@pytest.mark.parametrize("number, dtype", [(0, "bfloat16"), (4, "float32")])
-def test_interpreted_kernels_give_every_bit_of_one_device(number: int, dtype: str) -> None:
-    """Two ranks whose experts are loaded unevenly: an owner's tiles are those of all tokens."""
-    placement = placement_of("round_robin", 3, 2)
-    problem = draw_problem(number, placement, (4, 4), 2, "hot_rank", dtype, PLAIN)
-    compare_with_one_device(problem, WAYS[number], "interpreter", engine="interpreter")
-
-
 #: What stays at home or is stored in another way: routers, biases, layouts, dtypes.
 SPECS = (
     MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(2, renormalize=True)),
     MoESpec(Activation("silu", gate_layout="separate"), RouterSpec(3, "sigmoid", scale=2.5), out_dtype="float32"),
     MoESpec(Activation("relu2", gated=False), RouterSpec(2), "out_in", "out_in", recompute=True),
 )
+
+
+@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="host devices run kernels in the interpreter alone")
+@pytest.mark.parametrize("number, spec", [(0, PLAIN), (4, SPECS[0])], ids=["given ids", "routed, with a shared expert"])
+def test_interpreted_kernels_give_every_bit_of_one_device(number: int, spec: MoESpec) -> None:
+    """Two ranks whose experts are loaded unevenly: an owner's tiles are those of all tokens."""
+    placement = placement_of("round_robin", 3, 2)
+    problem = draw_problem(number, placement, (4, 4), 2, "hot_rank", "bfloat16", spec, extras=spec.router is not None)
+    compare_with_one_device(problem, WAYS[number], "interpreter", engine="interpreter")
 
 
 @pytest.mark.parametrize("number, dtype", [(0, "float32"), (1, "bfloat16"), (2, "float32")])
@@ -88,8 +88,6 @@ def test_routers_biases_and_shared_experts(number: int, dtype: str) -> None:
     placement = placement_of(("linear", "round_robin", "balanced")[number], 6, 2 + number % 3)
     top_k = spec.router.require_top_k()
     problem = draw_problem(number, placement, (5,) * placement.num_ranks, top_k, "masked", dtype, spec, extras=True)
-    # d_x of the shared expert, which has the dtype of x, is rounded before it is added.
-    problem = problem if dtype == "float32" else dataclasses.replace(problem, shared=None)
     compare_with_one_device(problem, WAYS[2 * number], f"{spec}")
 
 

@@ -25,8 +25,8 @@ from tests.support.parallel.twins import Problem
 RANKS = P("ep")
 
 
-def ep_mesh(ranks: int, kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh((ranks,), ("ep",), axis_types=(kind,), devices=jax.devices("cpu")[:ranks])
+def ep_mesh(ranks: int, kind: AxisType = AxisType.Auto, platform: str = "cpu") -> Mesh:
+    return jax.make_mesh((ranks,), ("ep",), axis_types=(kind,), devices=jax.devices(platform)[:ranks])
 
 
 def by_place(experts: ExpertWeights, placement: Placement) -> ExpertWeights:
@@ -38,7 +38,13 @@ def by_place(experts: ExpertWeights, placement: Placement) -> ExpertWeights:
 
 @functools.cache
 def group_step(
-    spec: MoESpec, placement: Placement, exchange: ExchangeSpec, *, differentiated: bool = True, check_vma: bool = True
+    spec: MoESpec,
+    placement: Placement,
+    exchange: ExchangeSpec,
+    *,
+    differentiated: bool = True,
+    check_vma: bool = True,
+    platform: str = "cpu",
 ) -> Any:
     """The jitted call `(x, experts, routing, mask, d_output, shared) -> (outputs, gradients)` of all ranks."""
 
@@ -59,7 +65,7 @@ def group_step(
     return jax.jit(
         jax.shard_map(
             step,
-            mesh=ep_mesh(placement.num_ranks),
+            mesh=ep_mesh(placement.num_ranks, platform=platform),
             in_specs=(RANKS, RANKS, of_routing, RANKS, RANKS, P()),
             out_specs=(parallel.ParallelOutput(**fields), gradients),
             check_vma=check_vma,
@@ -78,12 +84,14 @@ def run_alone(problem: Problem, engine: str) -> dict[str, np.ndarray]:
 
         def forward(x: Any, experts: Any, weights: Any) -> Any:
             given = dataclasses.replace(routing, **weights)
-            return moe_jax.moe(x, experts, given, problem.spec, token_mask=problem.token_mask).output
+            extras = {"token_mask": problem.token_mask, "shared": to_jax(problem.shared)}
+            found = moe_jax.moe(x, experts, given, problem.spec, **extras)
+            return found.output, found
 
-        output, pull = jax.vjp(forward, x, experts, _trained(routing))
+        output, pull, found = jax.vjp(forward, x, experts, _trained(routing), has_aux=True)
         d_x, d_experts, d_routing = pull(d_output.astype(output.dtype))
-    found = {"output": output, "d_x": d_x}
-    found |= {f"d_experts.{name}": array for name, array in named_fields(d_experts)}
+    found = {name: array for name, array in found._asdict().items() if array is not None} | {"output": output}
+    found |= {"d_x": d_x} | {f"d_experts.{name}": array for name, array in named_fields(d_experts)}
     found |= {f"d_routing.{name}": array for name, array in d_routing.items()}
     return {name: np.asarray(array) for name, array in found.items()}
 
@@ -93,6 +101,8 @@ def run_group(problem: Problem, exchange: ExchangeSpec, engine: str = "reference
     a router summed over ranks."""
     placement = problem.placement
     mask = problem.token_mask if problem.token_mask is not None else np.ones(len(problem.x), bool)
+    if engine == "cuda":
+        options["platform"] = "cuda"
     with running_on(engine):
         arrays = problem.x, by_place(problem.experts, placement), problem.routing, mask, problem.d_output
         given = to_jax((*arrays, problem.shared))
@@ -120,14 +130,15 @@ def compare_with_one_device(problem: Problem, exchange: ExchangeSpec, label: str
     require_same(found["output"], alone["output"], f"output, {label}")
     assert found["overflow"].tolist() == [0], label
     counts = found["tokens_per_expert"].reshape(-1, problem.placement.num_experts).sum(axis=0)
-    np.testing.assert_array_equal(counts, stages["tokens_per_expert"], label)
-    assert found["invalid_ids"].sum() == stages["invalid_ids"][0], label
+    np.testing.assert_array_equal(counts, alone["tokens_per_expert"], label)
+    assert found["invalid_ids"].sum() == alone["invalid_ids"][0], label
     held, received = problem.placement.tables.expert_of_place, found["received_per_expert"]
     by_expert = np.bincount(held[held >= 0], received[held >= 0], problem.placement.num_experts)
-    np.testing.assert_array_equal(by_expert, stages["tokens_per_expert"], label)
+    np.testing.assert_array_equal(by_expert, alone["tokens_per_expert"], label)
     if "d_x" not in found:
         return
     expected = problem.alone_backward(stages) if alone is stages else alone
+    assert "d_x" in expected
     for name in expected:
         if name in ("d_x", "d_routing.weights") or name.startswith("d_experts."):
             require_same(found[name], expected[name], f"{name}, {label}")

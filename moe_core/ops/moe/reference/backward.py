@@ -41,11 +41,12 @@ _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": 
 class Request:
     """What a backward is to compute. wanted: names of gradients, None = all there are. into: fp32 arrays by name, to
     which the gradient of that name is added before its cast, which is to fp32 then. places: memory by name that the
-    gradient of a matrix may be written to."""
+    gradient of a matrix may be written to. wide: d_x stays fp32."""
 
     wanted: frozenset[str] | None = None
     into: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     places: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    wide: bool = False
 
     def wants(self, name: str) -> bool:
         return self.wanted is None or name in self.wanted
@@ -111,7 +112,7 @@ class MoEBackward:
         self.through_router(d_weights)
         with np.errstate(all="ignore"):
             total = self.d_x if self.d_rest is None else self.d_x + self.d_rest
-        self.found["d_x"] = round_to(total, self.x.dtype)
+        self.found["d_x"] = total if self.request.wide else round_to(total, self.x.dtype)
         return self.found
 
     def _add(self, d_x: np.ndarray) -> None:
@@ -314,6 +315,7 @@ def moe_backward(
     one_layer: bool,
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
     places: tuple[np.ndarray, ...] = (),
+    wide: bool = False,
     **arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
@@ -321,7 +323,7 @@ def moe_backward(
     The pre-activation comes from `saved.pre_activation` (by layout row; `saved.row_of_slot` finds a slot's) or, without
     it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. one_layer: of a stack,
     only the layer used. tensors: quantised inputs, see `quantized_from`. places: memory for the gradients, in the order
-    of wanted, which may be used.
+    of wanted, which may be used. wide: d_x stays fp32.
     """
     arrays = quantized_from(arrays, tensors)
     x, experts = arrays["x"], _bundle(ExpertWeights, "experts.", arrays)
@@ -340,7 +342,7 @@ def moe_backward(
             stages[stage] = arrays[name]
     masks: dict[str, Any] = {name: arrays.get(name) for name in ("token_mask", "expert_map")}
     into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
-    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)))
+    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), wide)
     gradients = _bundle(OutputGradients, "gradients.", arrays)
     found = MoEBackward(gradients, request, x, experts, routing, spec, stages, *masks.values(), shared).run()
     if one_layer and experts.layer_index is not None:
