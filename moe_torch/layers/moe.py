@@ -28,6 +28,7 @@ from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
+from moe_torch.layers.casts import autocast
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
@@ -35,7 +36,6 @@ from moe_torch.layers.parameters import (
     PrepackedExperts,
     RouterParameters,
     SharedParameters,
-    autocast,
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
@@ -256,7 +256,8 @@ class MoE(PrepackedExperts, PlannedLayer):
         Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported for main_grad under autocast.
         """
         routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
-        staged, operator = routed_by or self._runs_stages(), self._operator
+        shared_out = self._modules["experts"].__dict__.get("exchange") is not None
+        staged, operator = shared_out or routed_by or self._runs_stages(), self._operator
         arrays = self._arrays(self._parts() if staged else self._modules)
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
             x = self._autocast(x, arrays)
@@ -273,15 +274,17 @@ class MoE(PrepackedExperts, PlannedLayer):
             like, mask = arrays[self._like_place], arrays[self._mask_place]
             scored = arrays[0] if gate_inputs is None else self._rows(like_x(gate_inputs, x), like)
             given = given_ids(self, x, expert_ids, input_ids)
-            output, ids, chosen, logits, counts, invalid = run_stages(self, arrays[0], mask, scored, given)
+            found = run_stages(self, arrays[0], mask, scored, given)
+            output, ids, chosen, logits, counts, invalid, *_ = found
+            overflow = getattr(found, "overflow", None)
         else:
-            output, counts, invalid, ids, chosen, logits = call(operator, *arrays, self._options)
+            (output, counts, invalid, ids, chosen, logits), overflow = call(operator, *arrays, self._options), None
         output = output if finish is None else finish(output)
         y = output if x.dim() == 2 else output.view_as(x)
         if not return_aux:
             return y
         balance, z = router_losses(logits, counts, arrays[self._mask_place], self.spec.router)
-        return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits)
+        return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits, overflow)
 
     def _autocast(self, x: torch.Tensor, arrays: list[Any]) -> torch.Tensor:
         """x, and in place the operator's arrays, in the dtype of `torch.autocast`."""

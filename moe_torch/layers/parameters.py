@@ -14,27 +14,17 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
 from moe_core.specs import MoESpec
 from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    SharedExpert,
+    TopK,
+    named_arrays,
+)
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.quantize import prepack_weights, restore_weights, tile
-
-#: Others, as float64, `torch.autocast` leaves alone.
-_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def autocast(tensor: Any, name: str = "x") -> Any:
-    """A tensor as `torch.autocast` wants it where it is on: cast like the arguments of torch.nn.Linear.
-
-    name: of a parameter; float32 biases, and a gate, which is multiplied like a router, stay as they are. So does what
-    is no plain floating-point tensor.
-    """
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
-        return tensor
-    kind = "cuda" if tensor.is_cuda else "cpu"
-    if not torch.is_autocast_enabled(kind) or (name.endswith("bias") and tensor.dtype == torch.float32):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class QuantizedMatrix(torch.nn.Module):
@@ -106,10 +96,6 @@ class QuantizedMatrix(torch.nn.Module):
 def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Of buffers beside parameters of a dtype, None = torch's default."""
     return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
-
-
-def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 class ParameterGroup(torch.nn.Module):
@@ -226,21 +212,26 @@ class ExpertParameters(ParameterGroup):
     gate_up_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    #: Of experts on several ranks, `moe_torch.parallel.layer.LayerExchange`.
+    exchange: Any = None
 
     @property
     def is_transposed(self) -> bool:
         """Whether matrices are `[E, in, out]`: what transformers' experts say, and adapters ask."""
         return self.spec.weight_layout == "in_out"
 
+    @property
+    def moe(self) -> Any:
+        """What computes with them: `moe_torch.moe`, or that of several ranks."""
+        return ops.moe if self.exchange is None else self.exchange.moe
+
     def operands(self) -> ExpertWeights:
-        """The same arrays as a bundle."""
-        arrays = {name: getattr(self, name) for name in self.NAMES}
-        return ExpertWeights(
-            **{
-                name: one.tensor() if isinstance(one, QuantizedMatrix) else autocast(one, name)
-                for name, one in arrays.items()
-            }
-        )
+        """The same arrays as a bundle; of experts on several ranks, this rank's."""
+        found = {name: getattr(self, name) for name in self.NAMES}
+        found = {name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in found.items()}
+        if self.exchange is not None:
+            found = {name: self.exchange.local(one) for name, one in found.items()}
+        return ExpertWeights(**{name: autocast(one, name) for name, one in found.items()})
 
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor | None = None
@@ -250,7 +241,7 @@ class ExpertParameters(ParameterGroup):
         weights = at_least_float32(weights)
         if norm is not None:
             return self._normalised(autocast(x), ids, weights, norm)
-        return ops.moe(autocast(x), self.operands(), TopK(ids, weights), spec).output
+        return self.moe(autocast(x), self.operands(), TopK(ids, weights), spec).output
 
     def _normalised(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor

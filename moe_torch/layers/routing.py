@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput
-from moe_core.layers import MoELayerSpec
+from moe_core.parallel import ParallelOutput
 from moe_core.specs import RouterSpec
-from moe_core.specs.operands import MoEOutput, RaggedLayout, TopK
+from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
-from moe_torch.layers.parameters import at_least_float32, has_own_call, own_part
+from moe_torch.layers.casts import at_least_float32, autocast
+from moe_torch.layers.parameters import has_own_call, own_part
 
 
 def run_stages(
     layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None, scored: torch.Tensor, given: torch.Tensor | None
-) -> MoEOutput:
+) -> MoEOutput | ParallelOutput:
     """One forward of a layer that is `in_stages`, with other rows or ids for its router, or whose parts have calls of
     their own: router, route, experts.
 
@@ -28,6 +29,13 @@ def run_stages(
     Where neither the experts nor the shared experts have a call of their own, both are one operator.
     """
     spec = layer.spec
+    if scored is x and given is None and not layer._runs_stages():
+        # Experts on several ranks are the one thing between the stages.
+        dense = None if layer.shared_experts is None else layer.shared_experts.operands()
+        whole = {"token_mask": token_mask, "shared": dense}
+        router = layer.router
+        routing = RouterWeights(router.weight, router.bias, router.correction_bias)
+        return layer.experts.moe(autocast(x), layer.experts.operands(), routing, layer.moe_spec, **whole)
     rows = scored
     if token_mask is not None and torch.is_grad_enabled():
         # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
@@ -42,8 +50,9 @@ def run_stages(
         ids, weights = _sparse_mixed(logits, spec.sparse_mixer, token_mask)
     weights = router.scaled(weights, ids)
     layout = ops.make_layout(ids, spec.num_experts)
-    kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, spec)
+    kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, layer)
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
+    found: Any = None
     if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
         norm = (own_part(layer.output, "output").norm,) if normed else ()
         entering = x
@@ -59,13 +68,15 @@ def run_stages(
     else:
         moe_spec = dataclasses.replace(layer.moe_spec, router=None)
         dense = None if shared is None else shared.operands()
-        output = ops.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense).output
+        found = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense)
+        output = found.output
     invalid_ids = layout.invalid_ids
     if given is not None:
         outside = (given < -1) | (given >= spec.num_experts)
         counted = outside if token_mask is None else outside & token_mask[:, None]
         invalid_ids = counted.sum().to(torch.int32).view(1)
-    return MoEOutput(output, kept, weights, logits, layout.group_sizes, invalid_ids)
+    results = output, kept, weights, logits, layout.group_sizes, invalid_ids
+    return found._replace(**dict(zip(MoEOutput._fields, results, strict=True))) if found else MoEOutput(*results)
 
 
 def _sparse_mixed(
@@ -136,20 +147,23 @@ def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torc
     return expert_ids.reshape(-1, top_k).contiguous()
 
 
-def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, spec: MoELayerSpec) -> torch.Tensor:
-    """ids, -1 where an expert was full.
+def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> torch.Tensor:
+    """ids, -1 where an expert was full; of experts on several ranks, with all ranks' tokens in their order.
 
     An expert keeps the first C = `spec.capacity(T)` slots in slot order, those that `make_layout(max_rows=C)` keeps. C
     is compared with each slot's place in a layout of all slots, which has no E * C rows to fill and takes a symbolic
     number of tokens.
     """
-    ratio = spec.capacity_ratio()
+    ratio, exchange = layer.spec.capacity_ratio(), own_part(layer.experts, "experts").exchange
     assert ratio is not None
     numerator, denominator = ratio
     capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
     # -1 for every slot behind the first of its expert.
     place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
-    return torch.where(place < capacity, flat, -1).view(ids.shape)
+    kept = place < capacity
+    if exchange is not None:
+        kept = exchange.within_capacity(ids, place, layout.group_sizes, ratio)
+    return torch.where(kept, flat, -1).view(ids.shape)
 
 
 def mask_of_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:

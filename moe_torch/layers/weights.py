@@ -71,13 +71,27 @@ def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], sto
         _require_writable(name, array, tensors[name])
     with torch.no_grad():
         for name, place, array in parts:
-            tensors[name][place].copy_(from_numpy(array))
+            tensor, own = _own_rows(tensors[name])
+            # Of experts on several ranks, no others' are read.
+            tensor[place].copy_(from_numpy(array if own is None else array[own]))
+
+
+def _own_rows(tensor: Any) -> tuple[torch.Tensor, slice | None]:
+    """What can be written to of a tensor: all, or of a DTensor that is sharded by its first axis alone, this rank's
+    rows."""
+    placed = getattr(tensor, "placements", None)
+    if placed is None:
+        return tensor, None
+    rank, size = tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
+    each = -(-tensor.shape[0] // size)
+    return tensor.to_local(), slice(rank * each, (rank + 1) * each)
 
 
 def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
-    if hasattr(tensor, "full_tensor"):
+    placed: Any = getattr(tensor, "placements", ())
+    if len(placed) > 1 or not all(one.is_shard(0) for one in placed) or (placed and not name.startswith("experts.")):
         raise Unsupported(
             f"{name} is a sharded DTensor, and whole arrays cannot be written into it; load the weights before sharding"
         )

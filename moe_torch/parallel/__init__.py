@@ -2,5 +2,10 @@
 
 from moe_core.parallel import ExchangeSpec, ParallelOutput, PeerFailed, Placement
 from moe_torch.parallel.forward import ExpertParallel, moe
+from moe_torch.parallel.layer import parallelize, total_over_ranks
+from moe_torch.parallel.losses import group_losses
 
-__all__ = ["ExchangeSpec", "ExpertParallel", "ParallelOutput", "PeerFailed", "Placement", "moe"]
+__all__ = [
+    "ExchangeSpec", "ExpertParallel", "ParallelOutput", "PeerFailed", "Placement", "group_losses", "moe", "parallelize",
+    "total_over_ranks",
+]  # fmt: skip

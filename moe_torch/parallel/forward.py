@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,15 @@ from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK, named_arrays
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MoEOperands,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+    named_arrays,
+)
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
@@ -23,6 +32,9 @@ from moe_torch.parallel.exchange import physical_ids
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.routes import check_headers, make_routes, tell_failure
+
+#: Columns of an expert that no token visits.
+_DENSE = 32
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,12 @@ class ExpertParallel:
                     f"exchange; pass {instead!r}"
                 )
 
+    @property
+    def gradient_divisor(self) -> int:
+        """By what to divide gradients of experts, which are sums over the tokens of all W ranks, where the gradients of
+        other parameters are averaged over ranks with other tokens: W."""
+        return self.ranks().size
+
     def ranks(self, where: str = "") -> Ranks:
         """The group, for messages; where: what errors add to the mode."""
         return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
@@ -83,6 +101,7 @@ def moe(
     *,
     parallel: ExpertParallel,
     placement: Placement,
+    shared: SharedExpert | None = None,
     token_mask: torch.Tensor | None = None,
 ) -> ParallelOutput:
     """`moe_torch.moe` over ranks that share the experts; all of them call it, in the same order.
@@ -101,6 +120,8 @@ def moe(
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
         placement: which experts lie on which rank.
+        shared: a dense expert that every token visits, on its own rank. In bf16 and fp16 the gradient of x is rounded
+            once more then.
         token_mask: bool `[T]`, as for `moe_torch.moe`.
 
     Returns:
@@ -122,7 +143,16 @@ def moe(
         raise InvalidInput(
             f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
         )
-    return Exchange(parallel, placement, ranks).run(x, experts, routing, spec, token_mask)
+    operands = MoEOperands(x, experts, routing, token_mask, None, shared)
+    run: Any = Exchange(parallel, placement, ranks).run
+    if "torch._dynamo" in sys.modules:
+        # Called from compiled code, it compiles nothing itself.
+        run = torch.compiler.disable(run)
+    return run(x, operands, spec)
+
+
+# What `torch.compiler.disable`, which imports Dynamo, marks: in compiled programs a call is a graph break.
+moe._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class Exchange:
@@ -132,12 +162,13 @@ class Exchange:
         self.parallel, self.placement, self.ranks = parallel, placement, ranks
         self.plan: ExchangePlan | None = None
 
-    def run(
-        self, x: torch.Tensor, experts: ExpertWeights, routing: Any, spec: MoESpec, mask: torch.Tensor | None
-    ) -> ParallelOutput:
+    def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
+        experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
             self._check(x, experts, routing, spec)
-            wide = uses_of(x, 1 + isinstance(routing, RouterWeights))
+            extra, routed = shared is not None, isinstance(routing, RouterWeights)
+            wide = uses_of(x, extra, routed)
+            dense = self._dense(wide[1], shared, experts, spec) if extra else None
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
             first_token = 0
@@ -158,7 +189,7 @@ class Exchange:
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        output = Combine.apply(routes, found.output, None, dtype)
+        output = Combine.apply(routes, found.output, dense, dtype)
         chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
         counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=x.device)
         counts = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1]
@@ -191,6 +222,26 @@ class Exchange:
                 f"activations must have a scale for each row across ranks, or given scales, got {activations}: one of "
                 "all rows would be each rank's own; pass experts.gate_up_input_scale and down_input_scale"
             )
+
+    def _dense(self, x: torch.Tensor, shared: Any, experts: ExpertWeights, spec: MoESpec) -> torch.Tensor:
+        """The shared expert's output fp32 `[T, D]`: that of a forward whose tokens visit no other expert."""
+        require_instance("shared", shared, SharedExpert)
+        if experts.layer_index is not None:
+            raise Unsupported("shared must be None beside experts with a layer_index across ranks; pass one layer's")
+        in_out, gate_layout = spec.weight_layout == "in_out", spec.activation.gate_layout
+        width = _DENSE * (2 if spec.activation.gated and gate_layout != "separate" else 1)
+
+        def matrix(rows: int, columns: int) -> torch.Tensor:
+            return x.new_zeros((1, rows, columns) if in_out else (1, columns, rows))
+
+        up = matrix(x.shape[1], _DENSE) if gate_layout == "separate" else None
+        none = ExpertWeights(matrix(x.shape[1], width), matrix(_DENSE, x.shape[1]), up)
+        nowhere = TopK(torch.full((len(x), 1), -1, dtype=torch.int32, device=x.device), x.new_zeros(len(x), 1).float())
+        tuning = Tuning() if spec.tuning is None else spec.tuning
+        if tuning.expected_tokens is None:
+            tuning = dataclasses.replace(tuning, expected_tokens=max(1, len(x) * self.ranks.size))
+        options: Any = {"router": None, "activations": None, "out_dtype": "float32", "tuning": tuning}
+        return ops.moe(x, none, nowhere, dataclasses.replace(spec, **options), shared=shared).output
 
     def _route(
         self, x: torch.Tensor, wide: torch.Tensor, routing: Any, spec: MoESpec, mask: torch.Tensor | None

@@ -6,6 +6,7 @@ of the output goes out, the gradients of slots come home and are added up in the
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -67,30 +68,33 @@ class Combine(torch.autograd.Function):
 
 
 class Uses(torch.autograd.Function):
-    """`(x, count) -> count` stand-ins fp32 of the shape of x, without memory of their own, one for each use of x.
+    """`(x, dense, routed) -> (for the experts, [for a shared expert], [for the router])`: x for each of its uses.
 
-    Their gradients are added in that order in fp32, and cast once.
+    The shared expert gets x itself. The others get stand-ins fp32 of its shape, without memory of their own, whose
+    gradients come unrounded. Gradients are added as on one device, in fp32, and cast once.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, dense: bool, routed: bool) -> tuple[torch.Tensor, ...]:
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
-        return tuple(x.new_zeros(1, dtype=torch.float32).expand(x.shape) for _ in range(count))
+
+        def wide() -> torch.Tensor:
+            return x.new_zeros(1, dtype=torch.float32).expand(x.shape)
+
+        return (wide(), *([x.view_as(x)] if dense else []), *([wide()] if routed else []))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = [one for one in gradients if one is not None]
-        if not given:
-            return None, None
-        total = given[0]
-        for one in given[1:]:
-            total = total + one
-        return total.to(ctx.dtype), None
+    def backward(ctx: Any, experts: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
+        found = [one.float() for one in others if one is not None]
+        total = functools.reduce(torch.add, found) if found else None
+        if experts is not None:
+            total = experts if total is None else experts + total
+        return None if total is None else total.to(ctx.dtype), None, None
 
 
-def uses_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+def uses_of(x: torch.Tensor, dense: bool, routed: bool) -> tuple[torch.Tensor, ...]:
     """See `Uses`."""
-    found: Any = Uses.apply(x, count)
+    found: Any = Uses.apply(x, dense, routed)
     return found

@@ -1,0 +1,28 @@
+"""Dtypes that layers give to what they compute with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: Others, as float64, `torch.autocast` leaves alone.
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def autocast(tensor: Any, name: str = "x") -> Any:
+    """A tensor as `torch.autocast` wants it where it is on: cast like the arguments of torch.nn.Linear.
+
+    name: of a parameter; float32 biases, and a gate, which is multiplied like a router, stay as they are. So does what
+    is no plain floating-point tensor.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
+        return tensor
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind) or (name.endswith("bias") and tensor.dtype == torch.float32):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,161 @@
+"""Layers whose experts lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.result import ParallelOutput
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
+from moe_torch.bridge.options import require_instance
+from moe_torch.parallel.forward import ExpertParallel, moe
+
+if TYPE_CHECKING:
+    from moe_torch.layers.moe import MoE
+
+
+@dataclass(frozen=True)
+class LayerExchange:
+    """What takes the place of `moe_torch.moe` in a layer whose experts are shared out."""
+
+    parallel: ExpertParallel
+    placement: Placement
+
+    def __deepcopy__(self, memo: Any) -> LayerExchange:
+        # Copies of a layer are on the same ranks.
+        return self
+
+    def held(self) -> tuple[int, int]:
+        """(the first expert of this rank, how many)."""
+        own = [expert for expert in self.placement.owners[self.parallel.ranks().rank] if expert >= 0]
+        return (own[0] if own else self.placement.num_experts), len(own)
+
+    @staticmethod
+    def local(array: Any) -> Any:
+        """This rank's part of a DTensor, or of a quantised matrix of them; other tensors as they are."""
+        if isinstance(array, QuantizedTensor):
+            return map_arrays(array, LayerExchange.local)
+        return array.to_local() if isinstance(array, DTensor) else array
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        experts: ExpertWeights,
+        routing: RouterWeights | TopK,
+        spec: Any,
+        *,
+        token_mask: torch.Tensor | None = None,
+        shared: SharedExpert | None = None,
+    ) -> ParallelOutput:
+        """`moe_torch.moe` of this rank's tokens; counts are of these tokens, for all experts."""
+        missing = self.placement.per_rank - self.held()[1]
+        if missing:
+            experts = map_arrays(experts, lambda array: _filled_up(array, missing))
+        options: Any = {"token_mask": token_mask, "shared": shared}
+        return moe(x, experts, routing, spec, parallel=self.parallel, placement=self.placement, **options)
+
+    def within_capacity(
+        self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]
+    ) -> torch.Tensor:
+        """bool `[T * K]`: whether a slot is among the first that its expert takes of all ranks' tokens.
+
+        place: its number among this rank's slots of the expert. ratio: of `MoELayerSpec.capacity_ratio`.
+        """
+        ranks = self.parallel.ranks("capacity")
+        tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
+        told = ranks.all_gather(torch.cat([tokens, group_sizes]), "counts")
+        before = told[: ranks.rank, 1:].sum(dim=0)
+        capacity = -(-told[:, 0].sum() * ratio[0] // ratio[1])
+        return place + before[ids.view(-1).clamp(min=0).long()] < capacity
+
+
+def _filled_up(array: torch.Tensor, missing: int) -> torch.Tensor:
+    """Places without an expert at the end; no product reads them."""
+    return torch.cat([array, array.new_zeros((missing, *array.shape[1:]))])
+
+
+def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | None = None) -> MoE:
+    """Share a layer's experts out among ranks, in place: each keeps its own, and forwards and backwards exchange rows.
+
+    The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
+    experts from r * ceil(E / W) on. So `state_dict` and `torch.distributed.checkpoint` know whole experts, and load for
+    any number of ranks. All else, the router and shared experts, stays what it was on every rank: average its
+    gradients over all ranks that have other tokens. Gradients of experts are sums over all ranks' tokens already:
+    divide them by `parallel.gradient_divisor` for the same mean.
+
+    Call it before `fully_shard` and before an optimizer is made, on every rank. A layer on `meta` gets no memory.
+
+    Args:
+        layer: a `moe_torch.MoE` whose experts are all here.
+        parallel: the ranks; its mesh must be a DeviceMesh.
+        placement: None, or `Placement.linear`, the only one that a layer's parameters can have.
+
+    Returns:
+        the layer.
+
+    Raises:
+        InvalidInput: a placement of other sizes; a layer that is shared out already.
+        Unsupported: another placement; main_grad; a norm of each expert's result.
+    """
+    require_instance("parallel", parallel, ExpertParallel)
+    ranks, spec = parallel.ranks(), layer.spec
+    if not hasattr(parallel.mesh, "get_group"):
+        raise InvalidInput(f"parallel.mesh must be a DeviceMesh for a layer, got {type(parallel.mesh).__name__}")
+    linear = Placement.linear(spec.num_experts, ranks.size)
+    if placement is not None and placement != linear:
+        raise Unsupported(
+            f"placement must be Placement.linear({spec.num_experts}, {ranks.size}) in a layer, got {placement}; use "
+            "moe_torch.parallel.moe, which takes any"
+        )
+    for name, wrong in (
+        ("main_grad", spec.main_grad),
+        ("apply_router_weight_on_input", spec.apply_router_weight_on_input),
+        ("a norm of each expert's result", spec.norm_of_experts is not None),
+    ):
+        if wrong:
+            raise Unsupported(f"{name} cannot be had across ranks; leave it out of the layer")
+    experts = layer._parts()["experts"]
+    if experts.exchange is not None:
+        raise InvalidInput("layer must have all its experts here, got one that is shared out already")
+    exchange = LayerExchange(parallel, linear)
+    first, count = exchange.held()
+    for module in experts.modules():
+        for name, array in list(module.named_parameters(recurse=False)):
+            local = _own(array.detach(), first, count)
+            shared = _sharded(local, parallel.mesh, array.shape)
+            module.register_parameter(name, torch.nn.Parameter(shared, requires_grad=array.requires_grad))
+        for name, array in list(module.named_buffers(recurse=False)):
+            if array.shape[:1] != (spec.num_experts,):
+                raise Unsupported(f"experts.{name} must have a row for each expert, got {list(array.shape)}")
+            module.register_buffer(name, _sharded(_own(array, first, count), parallel.mesh, array.shape))
+    experts.exchange = exchange
+    return layer
+
+
+def _own(array: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """A copy, so that the memory of the others can go."""
+    return array[first : first + count].clone(memory_format=torch.contiguous_format)
+
+
+def _sharded(local: torch.Tensor, mesh: Any, shape: Sequence[int]) -> DTensor:
+    whole = torch.empty(tuple(shape), device="meta")
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Tensor:
+    """Integer counts, such as `MoEAux.tokens_per_expert`, added up over all ranks; exact in any order.
+
+    `layer.update_correction_bias(total_over_ranks(aux.tokens_per_expert, parallel), rate)` makes the same step on
+    every rank.
+    """
+    require_instance("counts", counts, torch.Tensor)
+    if counts.is_floating_point():
+        raise InvalidInput(f"counts must be integers, got {counts.dtype}: sums of others depend on the order")
+    return parallel.ranks("counts").total(counts.clone(), "counts")

@@ -1,0 +1,261 @@
+"""Layers whose experts lie on several gloo ranks, against the same layer on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
+from moe_core.parallel import ExchangeSpec, Placement
+from moe_core.specs import RouterSpec
+from moe_torch import MoE
+from moe_torch.parallel import ExpertParallel, group_losses, parallelize, total_over_ranks
+from tests.support.parallel.pool import Pool, ranks
+from tests.support.torch import running_on
+
+__all__ = ["ranks"]
+
+D, F, E, K = 16, 24, 7, 3
+PLAIN = MoELayerSpec(D, F, E, K, RouterSpec(K, renormalize=True), ExpertsSpec(bias=True))
+SPECS = {
+    "plain": PLAIN,
+    "shared": dataclasses.replace(PLAIN, shared_experts=SharedExpertsSpec(20, gate=True)),
+    "capacity": dataclasses.replace(PLAIN, capacity_factor=0.75),
+    "bias": dataclasses.replace(PLAIN, router=RouterSpec(K, "sigmoid"), correction_bias=True),
+}
+
+
+# torch does not say that these are public.
+dcp: Any = checkpoint
+
+
+def mesh_of(group: Any) -> Any:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+
+
+def make(spec: MoELayerSpec, dtype: torch.dtype = torch.float32) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE.from_spec(spec)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.4)
+        if layer.router.correction_bias is not None:
+            layer.router.correction_bias.normal_(std=0.1)
+    return layer.to(dtype)
+
+
+def rows(tokens: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, a gradient of y and a token mask of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    x, d_y = (torch.randn(sum(tokens), D, generator=generator).to(dtype) for _ in range(2))
+    return x, d_y, torch.rand(sum(tokens), generator=generator) < 0.8
+
+
+def results(layer: MoE, x: torch.Tensor, d_y: torch.Tensor, mask: torch.Tensor, losses: Any) -> dict[str, Any]:
+    x = x.clone().requires_grad_()
+    y, aux = layer(x, mask, return_aux=True)
+    balance, z = losses(aux, mask)
+    (torch.sum(y.float() * d_y.float()) + 0 * (balance + z)).backward()
+    found = {"y": y, "d_x": x.grad, "counts": aux.tokens_per_expert, "ids": aux.ids, "balance": balance, "z": z}
+    for name, parameter in layer.named_parameters():
+        gradient: Any = parameter.grad
+        found[f"d_{name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return {name: array.detach().float().numpy() for name, array in found.items()}
+
+
+def run(group: Any, name: str, tokens: tuple[int, ...], way: ExchangeSpec, dtype: torch.dtype) -> dict[str, Any]:
+    rank, first = torch.distributed.get_rank(group), 0
+    first = sum(tokens[:rank])
+    own = [array[first : first + tokens[rank]] for array in rows(tokens, dtype)]
+    layer = make(SPECS[name], dtype)
+    parallel = ExpertParallel(mesh_of(group), way)
+    assert parallelize(layer, parallel) is layer
+    held = Placement.linear(E, len(tokens)).owners[rank]
+    gate_up: Any = layer.experts.gate_up
+    assert gate_up.to_local().shape[0] == sum(expert >= 0 for expert in held) and gate_up.shape[0] == E
+    with running_on("reference"):
+        x, d_y, mask = own
+        router = layer.spec.router
+        found = results(layer, x, d_y, mask, lambda aux, mask: group_losses(aux, router, parallel, token_mask=mask))
+        found["total"] = total_over_ranks(torch.tensor(found["counts"]).int(), parallel).numpy()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_layer_is_that_of_one_device(ranks: Pool, name: str, dtype: torch.dtype) -> None:
+    # BLAS adds up the rows of a dense product, a shared expert's, in an order that depends on their number.
+    some = (8, 16, 8) if name == "shared" else (5, 9, 0)
+    for tokens, way in ((some, ExchangeSpec()), ((8,) * 4, ExchangeSpec("all_gather"))):
+        found = ranks.call(run, [(name, tokens, way, dtype)] * len(tokens))
+        layer = make(SPECS[name], dtype)
+        with running_on("reference"):
+            alone = results(layer, *rows(tokens, dtype), lambda aux, mask: (aux.load_balance_loss, aux.z_loss))
+        for key, expected in alone.items():
+            parts = [rank[key] for rank in found]
+            if key in ("y", "ids", "d_x"):
+                if key == "d_x" and dtype == torch.bfloat16 and name != "plain" and name != "bias":
+                    # A shared expert's or a router's part is rounded before it is added.
+                    np.testing.assert_allclose(np.concatenate(parts), expected, 2e-2, 2e-2)
+                else:
+                    np.testing.assert_array_equal(np.concatenate(parts), expected, key)
+            elif key == "counts":
+                np.testing.assert_array_equal(sum(parts), expected)
+                assert all((rank["total"] == expected).all() for rank in found)
+            elif key in ("balance", "z"):
+                np.testing.assert_allclose(np.mean(parts), expected, 1e-6)
+            elif key.startswith("d_experts."):
+                for part in parts:
+                    np.testing.assert_array_equal(part, expected, key)
+            else:
+                slack = (1e-5 if dtype == torch.float32 else 5e-2) * (1 + np.abs(expected).max())
+                np.testing.assert_allclose(sum(parts), expected, 0, slack, err_msg=key)
+
+
+def wholes(layer: MoE) -> dict[str, np.ndarray]:
+    """Every parameter and buffer of a layer, whole."""
+    state: dict[str, Any] = layer.state_dict()
+    whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in state.items()}
+    return {name: tensor.float().numpy() for name, tensor in whole.items()}
+
+
+def save(group: Any, path: str, name: str) -> None:
+    layer = parallelize(make(SPECS[name]), ExpertParallel(mesh_of(group)))
+    dcp.save(layer.state_dict(), checkpoint_id=path, process_group=group)
+
+
+def load(group: Any, path: str, name: str) -> dict[str, np.ndarray]:
+    layer = parallelize(MoE.from_spec(SPECS[name]), ExpertParallel(mesh_of(group)))
+    state = layer.state_dict()
+    dcp.load(state, checkpoint_id=path, process_group=group)
+    layer.load_state_dict(state)
+    return wholes(layer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoints_hold_whole_experts(ranks: Pool, tmp_path: Any) -> None:
+    """Saved by four ranks, loaded by two, by one, and by a layer that is not shared out."""
+    path, name = str(tmp_path / "checkpoint"), "bias"
+    ranks.call(save, [(path, name)] * 4)
+    expected = {key: tensor.numpy() for key, tensor in make(SPECS[name]).state_dict().items()}
+    layer = MoE.from_spec(SPECS[name])
+    state = layer.state_dict()
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    found = [{key: tensor.numpy() for key, tensor in state.items()}]
+    for size in (2, 1):
+        found += ranks.call(load, [(path, name)] * size)
+    for one in found:
+        assert one.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(one[key], array, key)
+
+
+def load_own(group: Any, weights: Any) -> tuple[dict[str, np.ndarray], list[int]]:
+    """A layer without memory that gets its own experts' weights, and is exported again."""
+    layer = parallelize(MoE.from_spec(weights.layer_spec(), device="meta"), ExpertParallel(mesh_of(group)))
+    layer.to_empty(device="cpu").load_weights(weights)
+    plain = MoE.from_weights(layer.export_weights())
+    down: Any = layer.experts.down
+    return wholes(plain), list(down.to_local().shape)
+
+
+@pytest.mark.parametrize("name", ["plain", "shared"])
+def test_weights_are_loaded_slice_by_slice(ranks: Pool, name: str) -> None:
+    layer = make(SPECS[name])
+    found = ranks.call(load_own, [(layer.export_weights(),)] * 3)
+    for rank, (one, shape) in enumerate(found):
+        assert shape == [(3, 3, 1)[rank], D, F]
+        for key, array in wholes(layer).items():
+            np.testing.assert_array_equal(one[key], array, key)
+
+
+def sharded_twice(group: Any, tokens: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Gradients of a layer on a mesh of 2 x 2 ranks: experts over one axis and FSDP over the other, all else over both.
+
+    All are means over the ranks' losses."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    rank = torch.distributed.get_rank(group)
+    parallel = ExpertParallel(mesh["ep"])
+    layer = parallelize(make(SPECS["shared"]), parallel)
+    fully_shard(layer.experts, mesh=mesh["efsdp"])
+    fully_shard(layer, mesh=mesh._flatten("dp"))
+    first = sum(tokens[:rank])
+    x, d_y, _ = (array[first : first + tokens[rank]] for array in rows(tokens, torch.float32))
+    with running_on("reference"):
+        torch.sum(layer(x) * d_y).backward()
+    found = {}
+    for name, parameter in layer.named_parameters():
+        gradient: Any = parameter.grad
+        divisor = parallel.gradient_divisor if name.startswith("experts.") else 1
+        found[name] = gradient.full_tensor().numpy() / divisor
+    return found
+
+
+def test_gradients_beside_fsdp_are_means(ranks: Pool) -> None:
+    tokens = (5, 3, 6, 4)
+    found = ranks.call(sharded_twice, [(tokens,)] * 4)
+    layer = make(SPECS["shared"])
+    x, d_y, _ = rows(tokens, torch.float32)
+    with running_on("reference"):
+        (torch.sum(layer(x) * d_y) / 4).backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        for one in found:
+            np.testing.assert_allclose(one[name], parameter.grad.numpy(), 1e-5, 1e-5, err_msg=name)
+
+
+def compiled(group: Any) -> dict[str, Any]:
+    """A compiled layer and the same one in eager code, forward and backward."""
+    layer = parallelize(make(SPECS["plain"]), ExpertParallel(mesh_of(group)))
+    x = rows((6,), torch.float32)[0]
+    found = {}
+    with running_on("reference"):
+        for name, run in (("eager", layer), ("compiled", torch.compile(layer, backend="aot_eager"))):
+            layer.zero_grad()
+            given = x.clone().requires_grad_()
+            y = run(given)
+            y.square().sum().backward()
+            gradient: Any = layer.experts.down.grad
+            found[name] = [y.detach().numpy(), given.grad, gradient.to_local()]
+    return found
+
+
+def test_a_compiled_layer_gives_the_same_bits(ranks: Pool) -> None:
+    for one in ranks.call(compiled, [()] * 2):
+        for eager, other in zip(one["eager"], one["compiled"], strict=True):
+            np.testing.assert_array_equal(np.asarray(eager), np.asarray(other))
+
+
+def refusals(group: Any) -> list[tuple[str, str]]:
+    mesh, found = mesh_of(group), []
+    parallel = ExpertParallel(mesh)
+    shared_out = parallelize(make(PLAIN), parallel)
+    for layer, given, placement in (
+        (shared_out, parallel, None),
+        (make(PLAIN), parallel, Placement.round_robin(E, 2)),
+        (make(PLAIN), ExpertParallel(group), None),
+        (MoE.from_spec(dataclasses.replace(PLAIN, main_grad=True)), parallel, None),
+    ):
+        try:
+            parallelize(layer, given, placement=placement)
+        except (InvalidInput, Unsupported) as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_what_a_layer_cannot_do_is_refused(ranks: Pool) -> None:
+    found = ranks.call(refusals, [()] * 2)[0]
+    assert [kind for kind, _ in found] == ["InvalidInput", "Unsupported", "InvalidInput", "Unsupported"]
+    texts = ("shared out already", "must be Placement.linear(7, 2)", "must be a DeviceMesh", "main_grad cannot be had")
+    assert all(text in message for text, (_, message) in zip(texts, found, strict=True))
