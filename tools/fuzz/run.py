@@ -51,23 +51,37 @@ def examine(case: Case, engine: str) -> Verdict:
 def _differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> list[str]:
     """Complaints about bits that both front-ends must share."""
     first, second = (dict(own) for own in results.values())
-    for own in (first, second):
-        if case.kind != "layer":
-            continue
-        for name in FRAMEWORKS_OWN:
-            own.pop(name, None)
-        for name, part in own.items():  # XLA makes subnormal numbers 0 where a framework adds or scales
-            if part.is_floating_point():
-                own[name] = torch.where(part.abs() < torch.finfo(part.dtype).smallest_normal, 0.0, part)
-        if case.masked:  # the logits of masked tokens are anything
-            own["logits"] = own["logits"][arrays.plain["token_mask"].to(own["logits"].device)]
-        if case.out_bias and case.out_scale not in (1.0, 2.0) and case.dtype in ("float32", "float64"):
-            own.pop("output")  # XLA may multiply and add in one rounding
-        # The gradients of losses are each framework's own, and so is what weighs results with a norm of each.
-        if case.balance or case.z or case.out_norm == "experts":
-            for name in [name for name in own if name.startswith("d ")]:
+    if case.kind == "layer":
+        left_out = _left_out(case, first, second)
+        for own in (first, second):
+            for name in left_out & own.keys():
                 own.pop(name)
+            for name, part in own.items():  # XLA makes subnormal numbers 0 where a framework adds or scales
+                own[name] = torch.where(_is_subnormal(part), 0.0, part) if part.is_floating_point() else part
+            if case.masked:  # the logits of masked tokens are anything
+                own["logits"] = own["logits"][arrays.plain["token_mask"].to(own["logits"].device)]
     return same_bits(first, second, ("torch", "jax"))
+
+
+def _is_subnormal(part: torch.Tensor) -> torch.Tensor:
+    return part.abs() < torch.finfo(part.dtype).smallest_normal
+
+
+def _left_out(case: Case, first: Results, second: Results) -> set[str]:
+    """The results of a layer whose bits each framework may have for itself."""
+    found: set[str] = {*FRAMEWORKS_OWN}
+    gradients = {name for name in first if name.startswith("d ")}
+    if case.out_bias and case.out_scale not in (1.0, 2.0) and case.dtype in ("float32", "float64"):
+        found.add("output")  # XLA may multiply and add in one rounding
+    # The gradients of losses are each framework's own, and so is what weighs results with a norm of each.
+    if case.balance or case.z or case.out_norm == "experts":
+        found |= gradients
+    # A weight that scaling made subnormal is 0 in XLA, and so is all that it multiplies.
+    if case.expert_scale and any(
+        bool((_is_subnormal(w) & (w != 0)).any()) for w in (first["weights"], second["weights"])
+    ):
+        found |= {"output", *gradients}
+    return found
 
 
 @dataclass
