@@ -106,6 +106,31 @@ def test_bytes_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch:
             file.read_into(file.entry("a").start, found)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"__metadata__": 2, "a": 1},
+        {"a": 2},
+    ],
+    ids=["metadata", "tensors"],
+)
+def test_a_name_given_twice_is_refused(tmp_path: Path, header: dict[str, int]) -> None:
+    """Which one safetensors took is not known."""
+    pytest.importorskip("safetensors")
+    texts = {"__metadata__": '{"x":"1"}', "a": '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'}
+    if header.get("__metadata__") == 2:
+        texts["__metadata__"] = '{"x":"1","x":"2"}'
+        header = dict.fromkeys(header, 1)
+    text = "{" + ",".join(f'"{name}":{texts[name]}' for name, count in header.items() for _ in range(count)) + "}"
+    data = text.encode().ljust(-(-len(text) // 8) * 8)
+    (tmp_path / "a.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + b"1")
+    with (
+        pytest.raises(InvalidInput, match="must be a readable safetensors file, got"),
+        open_file(tmp_path / "a.safetensors"),
+    ):
+        pass
+
+
 def test_a_missing_package_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for what in (lambda: file_writer("traces"), lambda: open_file(tmp_path / "a.safetensors").__enter__()):

@@ -28,6 +28,8 @@ PACKAGE = {
         "def loop(x):\n    while x > 1:\n        x -= 1\n    return x\n\n\n"
         "def unused(x):\n    return x - 1\n"
     ),
+    "moe_core/specs/__init__.py": "",
+    "moe_core/specs/other.py": "def unused(x):\n    return x + 2\n",
     "tests/__init__.py": "",
     "tests/plan/__init__.py": "",
     "tests/plan/test_sizes.py": (
@@ -69,7 +71,8 @@ def test_a_small_package(tmp_path: Path) -> None:
     assert of["raise ValueError('negative')", "pass"]["by"].endswith("test_negative")
     assert of["x -= 1", "pass"]["by"] == "out of time or memory"
     assert of["if x < 0:", "if (x <= 0):"]["status"] == "survived"
-    assert of["return x - 1", "return (x + 1)"]["status"] == "uncovered"
+    assert of["return x - 1", "return (x + 1)"]["status"] == "survived", "the tests of its file ran"
+    assert of["return x + 2", "return (x - 2)"]["status"] == "uncovered"
     assert not any(r["by"].endswith("test_that_fails") for r in results), "it fails without a mutation"
     assert "1/1 tests/plan/test_sizes.py: 3 tests, 1 failed" in printed
     assert 'after = "if (x <= 0):"' in printed and "| planners |" in printed
@@ -100,9 +103,9 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
         return [test.split("/")[1] for test in contexts.related(mutation)]
 
     assert files("plan") == ["ops", "a"]
-    assert files("other") == ["b"]
+    assert files("other") == ["ops", "b"], "the file's own tests, and those that call it"
     assert files("<module>") == ["ops", "b", "a"]
-    assert files("nobody_calls") == []
+    assert files("nobody_calls") == ["ops"], "those of the folder"
 
 
 def test_a_constant_has_the_tests_of_files_that_import_its_module() -> None:

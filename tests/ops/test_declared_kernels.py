@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from moe_core.ops.matmul.portable import plan as portable
 from moe_core.ops.quantize import rows
 from moe_core.ops.reduction import reduce as reduction
 from moe_core.ops.router import forward as router
@@ -93,6 +94,8 @@ def test_a_declaration_says_what_the_source_does(where: str, kernel: Kernel) -> 
     parameters = {argument.arg for argument in node.args.args}
     assert ("PDL" in parameters) == (kernel.pdl is not None)
     assert ("PDL == 'layout'" in ast.unparse(node)) == (kernel.pdl == "layout")
+    text = "".join(ast.unparse(one) for one in _with_helpers(key))
+    assert kernel.pdl is None or "join()" in text or "gdc_wait()" in text, "it must wait for the launch ahead"
     assert kernel.prepacked_weight in {None, *parameters}
     counts = any("histogram(" in ast.unparse(one) for one in _with_helpers(key))
     assert counts == kernel.counts_slots
@@ -119,5 +122,6 @@ def test_every_kernel_is_declared_once_as_a_constant_beside_its_planner() -> Non
 def test_sizes_of_tiles_are_powers_of_two() -> None:
     """Triton's ranges are; what a GPU's compiler would refuse is seen here on any machine."""
     sizes = [size for tiles in router._ROUTER_TILES.values() for tile in tiles for size in tile[:3]]
+    sizes += [size for name, choices in portable.CHOICES.items() if name.startswith("block") for size in choices]
     sizes += [reduction._FEW_COLUMNS, *reduction._MANY_COLUMNS, rows._MANY, rows._MANY_COLUMNS, rows._WIDEST_GROUP]
     assert not [size for size in sizes if size < 1 or size & (size - 1)]

@@ -13,7 +13,7 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel
+from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch
 
 
 def launch(kernel: Any, grid: tuple[int, ...] = (1,), **arguments: Argument) -> None:
@@ -33,6 +33,16 @@ def test_undeclared_kernels_are_refused(grid: tuple[int, ...]) -> None:
 def test_kernels_that_do_not_exist_are_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match=f"kernel must exist, got {name}, which moe_core.ops does not define"):
         launch(Kernel(name))
+
+
+def test_launches_have_four_warps_and_three_stages_unless_they_say_so() -> None:
+    builder = PlanBuilder("test", Target("cuda", 90, 132))
+    builder.launch(CAST_ROWS, (1,), {})
+    assert (
+        builder.build().steps[0]
+        == KernelLaunch(CAST_ROWS, (1, 1, 1), (), 4, 3)
+        == KernelLaunch(CAST_ROWS, (1, 1, 1), ())
+    )
 
 
 def test_launches_and_kernels_agree_on_pdl() -> None:

@@ -72,6 +72,10 @@ class Contexts:
             importers = {file for file in self.setup if imports(file, mutation.path)}
             whole = whole | {test for test in self.seconds if test.split("::")[0] in importers}
             tests = whole | self.callers.get(folder_of(mutation.path), set())
+        # A file's own tests may call it in other processes; where nothing else is known, those of its folder do.
+        folder, _, name = mutation.path.removeprefix("moe_core/").removeprefix("moe_").rpartition("/")
+        tests = tests | {test for test in self.seconds if test.startswith(f"tests/{folder}/test_{name}::")}
+        tests = tests or {test for test in self.seconds if test.startswith(f"tests/{folder}/")}
         words = set(mutation.path.removesuffix(".py").split("/"))
 
         def cost(test: str) -> tuple[bool, float, str]:

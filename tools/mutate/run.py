@@ -165,7 +165,8 @@ class Run:
         Tree.at(outcome.job.tree).restore(pathlib.Path(mutation.path))
         ran = skip + len(outcome.of("ran"))
         if outcome.status in PASSED and not skip and len(self.contexts.related(mutation)) > len(tests):
-            self.queue.append((area, mutation, ran))
+            # Of a test that is recorded and is no more none runs.
+            self.queue.append((area, mutation, max(ran, 1)))
             return None
         if outcome.status in PASSED:
             return self.keep(area, mutation, "survived", "", ran, outcome.wall)

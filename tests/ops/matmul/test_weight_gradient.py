@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput, Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.matmul.weight_gradient import SUM_PARTS, plan_weight_gradient
+from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_GRADIENT_TILE
+from moe_core.ops.matmul.weight_gradient import SUM_PARTS, _faster_family, plan_weight_gradient
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.matmul import WeightGradientSpec
 from moe_core.specs.operands import WeightGradientOperands
 from moe_core.specs.routing import LayoutSpec
+from moe_core.specs.tile import TileConfig
 from tests.support import strategies
 from tests.support.harness import H200
 from tests.support.matmul.weight_gradient import Ragged, run_op
@@ -118,6 +120,27 @@ def test_two_runs_are_bitwise_equal() -> None:
     first, second = (run_op(drawn.operands, drawn.layout, spec, drawn.groups) for _ in range(2))
     for name in first:
         np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_a_part_has_eight_steps_at_least() -> None:
+    """One part where a second would be shorter; fewer steps would only move work into the sum of parts."""
+    for rows, parts in ((15 * 64, 1), (16 * 64, 2)):
+        operands = WeightGradientOperands(ArraySpec((rows, 32), "bfloat16"), ArraySpec((rows, 32), "bfloat16"))
+        plan = plan_weight_gradient(operands, None, WeightGradientSpec("float32"), Target("interpreter"))
+        assert len(plan.steps) == parts, rows
+
+
+def test_the_sm90_family_is_taken_where_its_tiles_are_not_mostly_padding() -> None:
+    """Where they cover less than twice the area that the portable ones do."""
+    height, width = SM90_GRADIENT_TILE
+    spec, tile, layout = WeightGradientSpec("bfloat16"), TileConfig(height // 2, width // 4, 64), LayoutSpec(4096, 1, 8)
+    found = [
+        _faster_family(layout, spec, shape, tile)
+        for shape in ((height, width), (height, 3 * width // 4), (height, width // 2), (height // 2, width))
+    ]
+    assert found == ["sm90", "sm90", "portable", "portable"]
+    few = [_faster_family(LayoutSpec(rows, 1, 8), spec, (height, width), tile) for rows in (511, 512)]
+    assert few == ["portable", "sm90"]
 
 
 def test_parts_fill_the_device() -> None:

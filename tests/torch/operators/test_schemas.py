@@ -137,4 +137,8 @@ def test_schemas_are_those_that_programs_were_exported_with() -> None:
     known = SCHEMAS.strip().replace("\n    ", " ").format(**PARTS).splitlines()
     assert sorted(str(schema).removeprefix("moebius::") for schema in namespace) == sorted(known)
     names = {schema.partition("(")[0] for schema in known}
+    for schema in namespace:
+        keys = ("CPU", "CUDA", "Meta")
+        name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+        assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys), name
     assert {one.name for one in vars(table).values() if isinstance(one, Operator)} <= names
