@@ -17,7 +17,7 @@ from moe_core.specs.routing import RouterSpec
 from moe_core.specs.tuning import Tuning
 from moe_jax.parallel import routes
 from tests.support.jax import REAL_KERNELS
-from tests.support.parallel.jax import compare_with_one_device, compare_with_twin, run_group
+from tests.support.parallel.jax import compare_with_one_device, compare_with_twin, group_step, run_group
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 
@@ -62,6 +62,8 @@ def test_every_bit_of_one_device(way: ExchangeSpec, dtype: str) -> None:
             continue
         problem = draw_problem(seed, placement, (tokens,) * ranks, top_k, load, dtype, PLAIN)
         compare_with_one_device(problem, way, f"{placement}, {load}", check_vma=number % 3 != 0)
+    program = group_step(PLAIN, placement, way, check_vma=number % 3 != 0)
+    assert program._cache_size() == 1, "no routing compiles anything again"
 
 
 #: What stays at home or is stored in another way: routers, biases, layouts, dtypes.

@@ -106,6 +106,18 @@ def test_output_gradients_of_another_dtype_are_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("engine", ["kernels", "reference"])
+def test_a_wide_gradient_of_x_is_the_one_before_its_cast(engine: str) -> None:
+    problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")), dtype="bfloat16", with_shared=True)
+    target = None if engine == "kernels" else REFERENCE
+    wide, narrow = (problem.backward(target, ("d_x",), wide=wide)["d_x"] for wide in (True, False))
+    assert wide.dtype == np.float32 and (wide != narrow.astype(np.float32)).any()
+    np.testing.assert_array_equal(wide.astype(narrow.dtype), narrow)
+    weighted = draw(hard_routing("top_1"), MoESpec(Activation("silu"), apply_router_weight_on_input=True))
+    with pytest.raises(InvalidInput, match="wide must be False with apply_router_weight_on_input"):
+        plan_for(weighted, H200, ("d_x",), wide=True)
+
+
+@pytest.mark.parametrize("engine", ["kernels", "reference"])
 @pytest.mark.parametrize("routing", ["ids", "logits", "x"])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_each_gradient_alone_has_the_same_bits(engine: str, routing: str, top_k: int) -> None:

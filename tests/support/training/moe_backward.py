@@ -73,8 +73,9 @@ class Problem:
         *,
         into: dict[str, np.ndarray] | None = None,
         kept: dict[str, np.ndarray] | None = None,
+        wide: bool = False,
     ) -> dict[str, np.ndarray]:
-        """kept: the outputs of the target's forward, which runs now if there is none."""
+        """kept: the outputs of the target's forward, which runs now if there is none. wide: d_x is fp32."""
         target, into = target or engine_target(), into or {}
         kept = self.forward(target)[1] if kept is None else kept
         arrays = self.arrays() | kept | dict(named_arrays(self.gradients, "gradients."))
@@ -86,6 +87,7 @@ class Problem:
             target,
             wanted=wanted or self.names(),
             accumulate=tuple(into),
+            wide=wide,
         )
         assert [buffer.name for buffer in plan.outputs] == list(wanted or self.names())
         return run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})
