@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class Exchange:
         self.plan: ExchangePlan | None = None
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
+        placement = self.placement
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
             self._check(x, experts, routing, spec)
@@ -173,9 +175,10 @@ class Exchange:
             self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
             first_token = 0
         except Exception:
-            self._tell(x if isinstance(x, torch.Tensor) else torch.empty(0))
+            device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+            tell_peers(self.parallel, placement, device)
             raise
-        plan, placement = self.plan, self.placement
+        plan = self.plan
         if plan.spec.mode != "all_to_all" and not x.is_cuda:
             # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel
             # with the routing, and the output is NaN where they differ.
@@ -275,14 +278,15 @@ class Exchange:
         sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
         return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked)
 
-    def _tell(self, x: torch.Tensor) -> None:
-        """Best effort: the error at hand is what the caller has to see."""
-        exchange = self.parallel.exchange
-        if exchange.mode == "all_to_all" or not x.is_cuda:
-            try:
-                tell_failure(self.ranks, exchange, self.placement, x.device)
-            except RuntimeError:
-                return
+
+def tell_peers(parallel: ExpertParallel, placement: Placement, device: torch.device) -> None:
+    """Let the other ranks know that this one raises before the exchange, where they wait for a message that can say so.
+
+    Best effort: the error at hand is what the caller has to see.
+    """
+    if parallel.exchange.mode == "all_to_all" or device.type == "cpu":
+        with contextlib.suppress(RuntimeError):
+            tell_failure(parallel.ranks(), parallel.exchange, placement, device)
 
 
 def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:

@@ -15,22 +15,34 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.result import ParallelOutput
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_torch.bridge.options import require_instance
-from moe_torch.parallel.forward import ExpertParallel, moe
+from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers
 
 if TYPE_CHECKING:
     from moe_torch.layers.moe import MoE
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerExchange:
-    """What takes the place of `moe_torch.moe` in a layer whose experts are shared out."""
+    """What takes the place of `moe_torch.moe` in a layer whose experts are shared out. began: whether the forward at
+    hand has come so far."""
 
     parallel: ExpertParallel
     placement: Placement
+    began: bool = False
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
         # Copies of a layer are on the same ranks.
         return self
+
+    def before(self, layer: Any, arguments: Any) -> None:
+        """The layer's hook ahead of a forward."""
+        self.began = False
+
+    def after(self, layer: Any, arguments: Any, output: Any) -> None:
+        """The layer's hook behind a forward, also one that raised: without an exchange, peers would wait for it."""
+        if output is None and not self.began:
+            device = layer._parts()["router"].weight.device
+            tell_peers(self.parallel, self.placement, device)
 
     def held(self) -> tuple[int, int]:
         """(the first expert of this rank, how many)."""
@@ -55,6 +67,7 @@ class LayerExchange:
         shared: SharedExpert | None = None,
     ) -> ParallelOutput:
         """`moe_torch.moe` of this rank's tokens; counts are of these tokens, for all experts."""
+        self.began = True
         missing = self.placement.per_rank - self.held()[1]
         if missing:
             experts = map_arrays(experts, lambda array: _filled_up(array, missing))
@@ -136,6 +149,8 @@ def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | 
                 raise Unsupported(f"experts.{name} must have a row for each expert, got {list(array.shape)}")
             module.register_buffer(name, _sharded(_own(array, first, count), parallel.mesh, array.shape))
     experts.exchange = exchange
+    layer.register_forward_pre_hook(exchange.before)
+    layer.register_forward_hook(exchange.after, always_call=True)
     return layer
 
 

@@ -237,6 +237,25 @@ def test_a_compiled_layer_gives_the_same_bits(ranks: Pool) -> None:
             np.testing.assert_array_equal(np.asarray(eager), np.asarray(other))
 
 
+def wrong_on_one_rank(group: Any) -> tuple[str, str]:
+    layer = parallelize(make(SPECS["plain"]), ExpertParallel(mesh_of(group)))
+    wrong = torch.distributed.get_rank(group) == 1
+    with running_on("reference"):
+        layer(torch.ones(3, D))
+        try:
+            layer(torch.ones(3, D + wrong))
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_wrong_call_on_one_rank_is_known_on_all(ranks: Pool) -> None:
+    found = ranks.call(wrong_on_one_rank, [()] * 3)
+    assert [kind for kind, _ in found] == ["PeerFailed", "InvalidInput", "PeerFailed"]
+    assert found[0][1].startswith("rank 1 failed before mode all_to_all")
+    assert "x must be [..., d_model] with d_model = 16" in found[1][1]
+
+
 def refusals(group: Any) -> list[tuple[str, str]]:
     mesh, found = mesh_of(group), []
     parallel = ExpertParallel(mesh)
