@@ -25,6 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_torch.parallel import ExpertParallel, group_losses, parallelize
 
+# torch does not export all of what it documents.
+distributed: Any = dist
+multiprocessing: Any = torch.multiprocessing
+
 RANKS = 4
 #: How far losses may be apart: Adam makes whole steps of differences in the last bit.
 TOLERANCE = 1e-3
@@ -40,12 +44,13 @@ def experts(block: Any, parallel: ExpertParallel, x: torch.Tensor) -> tuple[torc
 def average_gradients(model: torch.nn.Module, parallel: ExpertParallel) -> None:
     """Make every gradient that of the mean loss of all ranks."""
     for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
         if ".moe.experts." in name:
             # It is the sum over all ranks' tokens already.
-            parameter.grad /= parallel.gradient_divisor
+            gradient /= parallel.gradient_divisor
         else:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
 
 
 def train(settings: Settings) -> list[float]:
@@ -53,7 +58,8 @@ def train(settings: Settings) -> list[float]:
     device = train_torch.device()
     parallel = ExpertParallel(init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",)))
     model = train_torch.LanguageModel(settings).to(device)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         parallelize(block.moe, parallel)
         block.experts = functools.partial(experts, block, parallel)
     # Experts are DTensors, and all else is not: Adam takes them one by one.
@@ -103,15 +109,14 @@ def main() -> None:
     settings = language_model.settings_from(parser.parse_args())
     if dist.is_torchelastic_launched():
         if torch.cuda.is_available():
-            torch.cuda.set_device(dist.get_node_local_rank())
+            torch.cuda.set_device(distributed.get_node_local_rank())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(settings)
         return
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         # Forks, which import nothing again.
-        start: Any = torch.multiprocessing.start_processes
-        start(run_rank, (settings, store), RANKS, start_method="fork")
+        multiprocessing.start_processes(run_rank, (settings, store), RANKS, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A forward in one launch whose sum has several tiles along both axes: 16 tokens and 1024 columns on the interpreter."""
+"""A forward in one launch whose sum has several tiles along both axes, of 16 tokens and 1024 columns."""
 
 from __future__ import annotations
 
