@@ -25,6 +25,8 @@ LEFT_OUT = (
 )
 #: Folders whose tests are quick are recorded first, so that a recording that was cut short is of use.
 FIRST = ("tests/ops", "tests/plan", "tests/formats", "tests/checkpoint", "tests/specs", "tests/layers", "tests/base")
+#: They see in a second what any planner makes.
+BROAD = ("tests/plan/test_gpu_plans.py",)
 #: Seconds of a processor that recording a file may take.
 RECORDING = 900
 
@@ -61,26 +63,26 @@ class Contexts:
     callers: dict[str, set[str]] = field(default_factory=dict)
 
     def related(self, mutation: Mutation) -> list[str]:
-        """Tests that call the function, cheapest first; those in the folder of the mutated file's name before others.
+        """Tests that call the function, those of files that import its module, and those of the file that is named like
+        it, which may call it in other processes; cheapest first, and those in the folder of the file's name before
+        others.
 
-        What runs when a module is imported has the tests of every function of the module, those of files that import it
-        and, behind them, those of its folder: tables are often read by a neighbour.
+        What runs when a module is imported has the tests of every function of the module and, behind them, those of its
+        folder: tables are often read by a neighbour. Where nothing is known, those of the folder's name stand in.
         """
-        whole = self.callers.get(mutation.path, set())
-        tests = self.callers.get(f"{mutation.path}::{mutation.function}", set())
-        if mutation.function == "<module>":
-            importers = {file for file in self.setup if imports(file, mutation.path)}
-            whole = whole | {test for test in self.seconds if test.split("::")[0] in importers}
-            tests = whole | self.callers.get(folder_of(mutation.path), set())
-        # A file's own tests may call it in other processes; where nothing else is known, those of its folder do.
         folder, _, name = mutation.path.removeprefix("moe_core/").removeprefix("moe_").rpartition("/")
-        tests = tests | {test for test in self.seconds if test.startswith(f"tests/{folder}/test_{name}::")}
+        files = {file for file in self.setup if imports(file, mutation.path)} | {f"tests/{folder}/test_{name}"}
+        near = {test for test in self.seconds if test.split("::")[0] in files}
+        whole = self.callers.get(mutation.path, set()) | near
+        tests = self.callers.get(f"{mutation.path}::{mutation.function}", set()) | near
+        if mutation.function == "<module>":
+            tests = whole | self.callers.get(folder_of(mutation.path), set())
         tests = tests or {test for test in self.seconds if test.startswith(f"tests/{folder}/")}
         words = set(mutation.path.removesuffix(".py").split("/"))
 
         def cost(test: str) -> tuple[bool, float, str]:
             shared = len(words & set(test.split("::")[0].replace("test_", "").removesuffix(".py").split("/")))
-            if names_entry(test, mutation.entry):
+            if names_entry(test, mutation.entry) or test.startswith(BROAD):
                 shared += 4
             elif mutation.function == "<module>" and test not in whole:
                 return True, self.seconds[test], test

@@ -38,8 +38,6 @@ _V3 = Family(
     shared=_SHARED,
     correction_bias=True,
 )
-#: Without groups, always renormalised.
-_FLAT = replace(_V3, router=routing("sigmoid", scale=_SCALE))
 
 
 def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:

@@ -1,0 +1,71 @@
+"""Shapes and dtypes that compilers are told of a call, against those that it gives: no two sizes are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moe_torch
+from moe_torch import ops
+from moe_torch.operators import table
+from tests.support.torch import running_on
+
+T, K, E, D, F = 6, 2, 5, 8, 12
+SPEC = moe_torch.MoESpec(moe_torch.Activation("silu"))
+
+
+def ones(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+    return torch.ones(shape, dtype=dtype)
+
+
+def ids() -> Any:
+    return (torch.arange(T * K, dtype=torch.int32) % E).view(T, K)
+
+
+def layout() -> Any:
+    return ops.make_layout(ids(), E)
+
+
+def moe(routing: Any, router: Any = None) -> Any:
+    spec = dataclasses.replace(SPEC, router=router)
+    return tuple(ops.moe(ones(T, D), moe_torch.ExpertWeights(ones(E, D, 2 * F), ones(E, F, D)), routing, spec))
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "scale_rows": lambda: ops.scale_rows(ones(T, D), ones(T, 1, dtype=torch.float32)),
+    "activation": lambda: ops.activation(ones(T, 2 * F), moe_torch.Activation("silu")),
+    "activation of two": lambda: ops.activation(
+        ones(T, F), moe_torch.Activation("silu", gate_layout="separate"), up=ones(T, F), out_dtype="float32"
+    ),
+    "rms_norm": lambda: ops.rms_norm(ones(T, D), ones(D)),
+    "router": lambda: ops.router(ones(T, D), ones(D, E)),
+    "route": lambda: tuple(ops.route(ones(T, E, dtype=torch.float32), moe_torch.RouterSpec(K))),
+    "make_layout": lambda: tuple(vars(layout()).values()),
+    "gather_rows": lambda: ops.gather_rows(ones(T, D), layout()),
+    "quantize_rows": lambda: ops.quantize_rows(ones(T, 64), ops.format_named("fp8_token")),
+    "moe of logits": lambda: moe(moe_torch.RouterLogits(ones(T, E, dtype=torch.float32)), moe_torch.RouterSpec(K)),
+    "moe of a choice": lambda: moe(moe_torch.TopK(ids(), ones(T, K, dtype=torch.float32))),
+}
+
+
+def described(found: Any) -> list[tuple[tuple[int, ...], Any]]:
+    if isinstance(found, torch.Tensor):
+        return [(tuple(found.shape), found.dtype)]
+    parts = found if isinstance(found, tuple) else vars(found).values()
+    return [one for part in parts if isinstance(part, torch.Tensor) for one in described(part)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_gives_what_compilers_are_told(name: str) -> None:
+    assert table.SCALE_ROWS.name == "scale_rows"
+    with running_on("reference"), torch.no_grad():
+        wanted = described(CALLS[name]())
+        with FakeTensorMode():
+            assert described(CALLS[name]()) == wanted != []
