@@ -63,6 +63,13 @@ def loss_of(forward: Callable[..., Any]) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True))
 
 
+@functools.cache
+def alone(name: str) -> Any:
+    """What `loss_of` gives for a layer on one device."""
+    with running_on("reference"):
+        return loss_of(functools.partial(layers.forward, spec=SPECS[name]))(*draw(SPECS[name]))
+
+
 def compare(spec: MoELayerSpec, one: Any, found: Any) -> None:
     """Raise unless everything but sums over ranks has the same bits; these are equal up to rounding."""
     (loss, (y, aux)), (d_parameters, d_x) = one
@@ -92,14 +99,13 @@ def test_layers_on_a_mesh_have_the_bits_of_one_device(name: str) -> None:
     mesh = ep_mesh(4, AxisType.Explicit if number == 1 else AxisType.Auto)
     with running_on("reference"):
         parameters, x, mask = draw(spec)
-        one = loss_of(functools.partial(layers.forward, spec=spec))(parameters, x, mask)
         with jax.set_mesh(mesh):
             placed = jax.device_put(parameters, layers.expert_sharding(spec, mesh))
             tokens = (x, mask) if number == 1 else jax.device_put((x, mask), NamedSharding(mesh, P("ep")))
             axis = ExpertAxis(exchange=EXCHANGES[name])
             found = loss_of(functools.partial(layers.forward, spec=spec, expert_axis=axis))(placed, *tokens)
         assert found[1][0]["wo"].sharding.spec[0] == "ep"
-    compare(spec, one, found)
+    compare(spec, alone(name), found)
 
 
 def test_a_stack_in_a_scan_beside_data_parallelism() -> None:
@@ -112,7 +118,7 @@ def test_a_stack_in_a_scan_beside_data_parallelism() -> None:
             y, aux = forward(parameters, x, layer_index=index, return_aux=True, **options)
             return (x + y).astype(x.dtype), aux
 
-        x, aux = jax.lax.scan(jax.checkpoint(layer), x, jnp.arange(2))
+        x, aux = jax.lax.scan(layer, x, jnp.arange(2))
         return x, jax.tree.map(lambda one: one[-1], aux)
 
     with running_on("reference"):
@@ -132,10 +138,9 @@ def test_a_stack_in_a_scan_beside_data_parallelism() -> None:
 
 def test_a_layer_in_the_callers_shard_map() -> None:
     """Losses are shares, whose mean over ranks is the loss of all tokens, as are their gradients."""
-    spec, mesh = SPECS["a correction bias"], ep_mesh(4)
+    spec, mesh, one = SPECS["a correction bias"], ep_mesh(4), alone("a correction bias")
     with running_on("reference"):
         parameters, x, mask = draw(spec)
-        one = loss_of(functools.partial(layers.forward, spec=spec))(parameters, x, mask)
 
         def local(parameters: Any, x: jax.Array, mask: jax.Array) -> Any:
             y, aux = layers.forward(parameters, x, spec, token_mask=mask, return_aux=True, expert_axis="ep")
@@ -169,21 +174,21 @@ def test_twenty_training_steps() -> None:
         return loss, gradients, {**parameters, "gate": {**parameters["gate"], "correction_bias": bias}}
 
     with running_on("reference"):
-        alone, x, mask = draw(spec)
-        with jax.set_mesh(mesh):
-            group = jax.device_put(alone, layers.expert_sharding(spec, mesh))
+        state, x, mask = draw(spec)
+        places = layers.expert_sharding(spec, mesh)
+        group = jax.device_put(state, places)
         grads = [loss_of(functools.partial(layers.forward, spec=spec, expert_axis=axis)) for axis in (None, "ep")]
         one, many = (jax.jit(functools.partial(step, grad=grad)) for grad in grads)
         for number in range(20):
             x = jnp.roll(x, number, axis=0) * 1.01
             with jax.set_mesh(mesh):
-                _, same, _ = many(jax.device_put(alone, layers.expert_sharding(spec, mesh)), x, mask)
-                loss, _, group = many(group, x, mask)
-            expected, gradients, alone = one(alone, x, mask)
+                _, same, _ = many(jax.device_put(state, places), x, mask)
+                loss, _, group = many(jax.device_put(group, places), x, mask)
+            expected, gradients, state = one(state, x, mask)
             for name in ("wi_0", "wi_1", "wo"):
                 np.testing.assert_array_equal(same[name], gradients[name], f"{name}, step {number}")
             np.testing.assert_allclose(loss, expected, 1e-5, err_msg=f"step {number}")
-    for own, other in zip(jax.tree.leaves(group), jax.tree.leaves(alone), strict=True):
+    for own, other in zip(jax.tree.leaves(group), jax.tree.leaves(state), strict=True):
         np.testing.assert_allclose(own, other, 1e-4, 1e-6)
 
 
@@ -213,10 +218,9 @@ def test_a_missing_divisor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shares_are_not_divided(monkeypatch)
     with running_on("reference"), pytest.raises(AssertionError, match="Arrays are not equal"):
         parameters, x, mask = draw(spec)
-        one = loss_of(functools.partial(layers.forward, spec=spec))(parameters, x, mask)
         with jax.set_mesh(ep_mesh(4)):
             found = loss_of(functools.partial(layers.forward, spec=spec, expert_axis="ep"))(parameters, x, mask)
-        compare(spec, one, found)
+        compare(spec, alone("a correction bias"), found)
 
 
 def test_where_parameters_are() -> None:
