@@ -68,7 +68,8 @@ def _gradients(given: Any) -> Outputs:
     return _like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
 
 
-def _router_gradients(given: Any) -> Outputs:
+def _wide_gradients(given: Any) -> Outputs:
+    """`_gradients`, of which d_wide is that of x in fp32."""
     given.wide = given.x.to(torch.float32) if "d_wide" in given.wanted else None
     return _gradients(given)
 
@@ -83,7 +84,7 @@ ROUTER_BACKWARD = BackwardOperator(
     "router_backward",
     Signature(("d_logits", "x", "weight", "bias?"), ("spec", "wanted")),
     plan_router_backward,
-    _router_gradients,
+    _wide_gradients,
     None,
 )
 RMS_NORM = Operator("rms_norm", Signature(("x", "weight"), ("spec",)), plan_rms_norm, lambda given: _like(given.x))
@@ -322,7 +323,8 @@ def _plan_moe_backward(
     gradients: bundles.OutputGradients, spec: MoESpec, wanted: tuple[str, ...], target: Target, **given: Any
 ) -> LaunchPlan:
     operands = bundles.MoEOperands(**{name: given[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
-    options = {"wanted": wanted, "accumulate": accumulated(wanted, given.get("into"))}
+    names = tuple("d_x" if name == "d_wide" else name for name in wanted)
+    options = {"wanted": names, "accumulate": accumulated(wanted, given.get("into")), "wide": names != wanted}
     return plan_moe_backward(gradients, operands, spec, target, **options)
 
 
@@ -347,7 +349,7 @@ def _backward(kind: type, packet: str, *matrices: str) -> Operator:
     into = [f"into.{name}!" for name in MATRICES if packet.endswith("_into")]
     tensors = (*gradients, *_moe_tensors(kind), *found, *_SAVED, *into)
     signature = Signature(tensors, ("spec", "wanted"), _bundles(kind), matrices)
-    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, _plan_moe_backward, _gradients, None)
+    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, _plan_moe_backward, _wide_gradients, None)
 
 
 def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict[type, Operator]:

@@ -29,13 +29,11 @@ from moe_core.specs.operands import (
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
+from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.exchange import physical_ids
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.routes import check_headers, make_routes, tell_failure
-
-#: Columns of an expert that no token visits.
-_DENSE = 32
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ def moe(
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
         placement: which experts lie on which rank.
-        shared: a dense expert that every token visits, on its own rank. In bf16 and fp16 the gradient of x is rounded
-            once more then.
+        shared: a dense expert that every token visits, on its own rank.
         token_mask: bool `[T]`, as for `moe_torch.moe`.
 
     Returns:
@@ -168,9 +165,9 @@ class Exchange:
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
             self._check(x, experts, routing, spec)
-            extra, routed = shared is not None, isinstance(routing, RouterWeights)
-            wide = uses_of(x, extra, routed)
-            dense = self._dense(wide[1], shared, experts, spec) if extra else None
+            wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
+            group = len(x) * self.ranks.size
+            dense = shared_output(x.detach(), wide[1], shared, experts, spec, group) if shared is not None else None
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
             first_token = 0
@@ -225,26 +222,6 @@ class Exchange:
                 f"activations must have a scale for each row across ranks, or given scales, got {activations}: one of "
                 "all rows would be each rank's own; pass experts.gate_up_input_scale and down_input_scale"
             )
-
-    def _dense(self, x: torch.Tensor, shared: Any, experts: ExpertWeights, spec: MoESpec) -> torch.Tensor:
-        """The shared expert's output fp32 `[T, D]`: that of a forward whose tokens visit no other expert."""
-        require_instance("shared", shared, SharedExpert)
-        if experts.layer_index is not None:
-            raise Unsupported("shared must be None beside experts with a layer_index across ranks; pass one layer's")
-        in_out, gate_layout = spec.weight_layout == "in_out", spec.activation.gate_layout
-        width = _DENSE * (2 if spec.activation.gated and gate_layout != "separate" else 1)
-
-        def matrix(rows: int, columns: int) -> torch.Tensor:
-            return x.new_zeros((1, rows, columns) if in_out else (1, columns, rows))
-
-        up = matrix(x.shape[1], _DENSE) if gate_layout == "separate" else None
-        none = ExpertWeights(matrix(x.shape[1], width), matrix(_DENSE, x.shape[1]), up)
-        nowhere = TopK(torch.full((len(x), 1), -1, dtype=torch.int32, device=x.device), x.new_zeros(len(x), 1).float())
-        tuning = Tuning() if spec.tuning is None else spec.tuning
-        if tuning.expected_tokens is None:
-            tuning = dataclasses.replace(tuning, expected_tokens=max(1, len(x) * self.ranks.size))
-        options: Any = {"router": None, "activations": None, "out_dtype": "float32", "tuning": tuning}
-        return ops.moe(x, none, nowhere, dataclasses.replace(spec, **options), shared=shared).output
 
     def _route(
         self, x: torch.Tensor, wide: torch.Tensor, routing: Any, spec: MoESpec, mask: torch.Tensor | None

@@ -68,33 +68,29 @@ class Combine(torch.autograd.Function):
 
 
 class Uses(torch.autograd.Function):
-    """`(x, dense, routed) -> (for the experts, [for a shared expert], [for the router])`: x for each of its uses.
+    """`(x, count) -> count` stand-ins fp32 of the shape of x, without memory of their own, one for each use of x: by
+    the experts, then a shared expert's and the router's.
 
-    The shared expert gets x itself. The others get stand-ins fp32 of its shape, without memory of their own, whose
-    gradients come unrounded. Gradients are added as on one device, in fp32, and cast once.
+    Their gradients come unrounded. They are added as on one device, in fp32, and cast once.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dense: bool, routed: bool) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
-
-        def wide() -> torch.Tensor:
-            return x.new_zeros(1, dtype=torch.float32).expand(x.shape)
-
-        return (wide(), *([x.view_as(x)] if dense else []), *([wide()] if routed else []))
+        return tuple(x.new_zeros(1, dtype=torch.float32).expand(x.shape) for _ in range(count))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, experts: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
-        found = [one.float() for one in others if one is not None]
+        found = [one for one in others if one is not None]
         total = functools.reduce(torch.add, found) if found else None
         if experts is not None:
             total = experts if total is None else experts + total
-        return None if total is None else total.to(ctx.dtype), None, None
+        return None if total is None else total.to(ctx.dtype), None
 
 
-def uses_of(x: torch.Tensor, dense: bool, routed: bool) -> tuple[torch.Tensor, ...]:
+def uses_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """See `Uses`."""
-    found: Any = Uses.apply(x, dense, routed)
+    found: Any = Uses.apply(x, count)
     return found

@@ -40,7 +40,9 @@ def poisoned() -> Iterator[None]:
 
 
 def trained(bundle: Any) -> dict[str, torch.Tensor]:
-    """The arrays of a bundle that have gradients."""
+    """The arrays of a bundle, or of None, that have gradients."""
+    if bundle is None:
+        return {}
     return {
         name: array.requires_grad_() for name, array in named_fields(bundle) if name not in ("ids", "correction_bias")
     }
@@ -99,16 +101,16 @@ def run_rank(
     engines = contextlib.nullcontext() if engine == "cuda" else running_on(engine)
     device = torch.device("cuda", torch.cuda.current_device()) if engine == "cuda" else "cpu"
     with engines, poisoned(), broken(fault):
-        given: Any = (own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output)
-        given = to_torch(given, device)
-        x, experts, routing, mask, d_output = given
+        given: Any = (own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output, own.shared)
+        x, experts, routing, mask, d_output, shared = to_torch(given, device)
         leaves = {}
         if differentiated:
             leaves = {"x": x.requires_grad_()}
             leaves |= {f"experts.{name}": array for name, array in trained(experts).items()}
             leaves |= {f"routing.{name}": array for name, array in trained(routing).items()}
+            leaves |= {f"shared.{name}": array for name, array in trained(shared).items()}
         parallel = ExpertParallel(ranks, way)
-        options = {"parallel": parallel, "placement": problem.placement, "token_mask": mask}
+        options: Any = {"parallel": parallel, "placement": problem.placement, "token_mask": mask, "shared": shared}
         found = parallel_moe(x, experts, routing, problem.spec, **options)
         if differentiated:
             found.output.backward(d_output.to(found.output.dtype))
@@ -161,13 +163,13 @@ def run_group(
 def run_alone(problem: Problem, engine: str) -> dict[str, np.ndarray]:
     """Output and gradients of all tokens and experts, by `moe_torch.moe` on an engine."""
     with running_on(engine) as device:
-        given: Any = (problem.x, problem.experts, problem.routing, problem.token_mask, problem.d_output)
-        given = to_torch(given, device)
-        x, experts, routing, mask, d_output = given
+        given: Any = (problem.x, problem.experts, problem.routing, problem.token_mask, problem.d_output, problem.shared)
+        x, experts, routing, mask, d_output, shared = to_torch(given, device)
         leaves = {"x": x.requires_grad_()}
         leaves |= {f"experts.{name}": array for name, array in trained(experts).items()}
         leaves |= {f"routing.{name}": array for name, array in trained(routing).items()}
-        output = moe_torch.moe(x, experts, routing, problem.spec, token_mask=mask).output
+        leaves |= {f"shared.{name}": array for name, array in trained(shared).items()}
+        output = moe_torch.moe(x, experts, routing, problem.spec, token_mask=mask, shared=shared).output
         output.backward(d_output.to(output.dtype))
         return {"output": to_numpy(output)} | {f"d_{name}": to_numpy(array.grad) for name, array in leaves.items()}
 
@@ -196,7 +198,7 @@ def compare_with_one_device(pool: Pool, problem: Problem, exchange: ExchangeSpec
     for name in expected:
         if name in ("d_x", "d_routing.weights", "d_routing.logits") or name.startswith("d_experts."):
             require_same(found[name], expected[name], f"{name}, {label}")
-        elif name.startswith("d_routing."):
+        elif name.startswith(("d_routing.", "d_shared.")):
             scale = np.abs(expected[name].astype(np.float32)).max() + 1e-3
             slack = (2e-6 if problem.x.dtype == np.float32 else 2e-2) * len(problem.x) * scale
             np.testing.assert_allclose(

@@ -105,8 +105,8 @@ def test_a_layer_is_that_of_one_device(ranks: Pool, name: str, dtype: torch.dtyp
         for key, expected in alone.items():
             parts = [rank[key] for rank in found]
             if key in ("y", "ids", "d_x"):
-                if key == "d_x" and dtype == torch.bfloat16 and name != "plain" and name != "bias":
-                    # A shared expert's or a router's part is rounded before it is added.
+                if key == "d_x" and dtype == torch.bfloat16 and name == "capacity":
+                    # Stage by stage, the router's part is rounded before it is added.
                     np.testing.assert_allclose(np.concatenate(parts), expected, 2e-2, 2e-2)
                 else:
                     np.testing.assert_array_equal(np.concatenate(parts), expected, key)

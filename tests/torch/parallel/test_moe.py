@@ -92,6 +92,20 @@ def test_routers_and_biases(ranks: Pool, number: int) -> None:
     compare_with_one_device(ranks, given, WAYS[1], f"{spec}, logits")
 
 
+@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
+@pytest.mark.parametrize("number", range(3))
+def test_shared_experts(ranks: Pool, number: int) -> None:
+    """In bf16, where the gradient of x is rounded once for experts, shared expert and router together."""
+    spec = SPECS[number]
+    assert spec.router is not None
+    placement = placement_of("linear", 4, 2)
+    top_k = spec.router.require_top_k()
+    problem = draw_problem(number, placement, (3, 3), top_k, "random", "bfloat16", spec, extras=True)
+    if number == 1:
+        problem = dataclasses.replace(problem, shared=dataclasses.replace(problem.shared, gate=None))
+    compare_with_one_device(ranks, problem, WAYS[number], f"{spec}", engine="interpreter")
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_replicas_give_the_bits_of_one_device(ranks: Pool, number: int) -> None:
     """With one order of sums for every number of rows, since an expert's rows are at several ranks."""

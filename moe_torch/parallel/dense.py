@@ -1,0 +1,87 @@
+"""The shared expert of a rank's own tokens: a forward whose tokens visit no other expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moe_core.errors import Unsupported
+from moe_core.ops.moe.names import result_names, saved_names
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, SharedExpert, TopK, named_arrays
+from moe_core.specs.tuning import Tuning
+from moe_torch.bridge.operator import call, call_first
+from moe_torch.bridge.options import encode, require_instance
+from moe_torch.operators import table
+
+_FORWARD, _TRAINING, _BACKWARD = (kinds[TopK] for kinds in (table.MOE, table.TRAINING, table.BACKWARD))
+_RESULTS = (*result_names(TopK), "routing.ids", "routing.weights")
+#: Columns of an expert that no token visits.
+_COLUMNS = 32
+
+
+class _Dense(torch.autograd.Function):
+    """`(given, spec, x, wide, gate_up, down, up, gate) -> output fp32 [T, D]`; wide takes the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, given: dict[str, Any], spec: MoESpec, x: torch.Tensor, wide: torch.Tensor, *own: Any) -> Any:
+        given = given | {"x": x} | dict(zip(_SHARED, own, strict=True))
+        results = call(_TRAINING, *[given.get(name) for name in _TRAINING.names], encode(spec))
+        shared = SharedExpert(own[0], own[1], gate=own[3])
+        names = (*_RESULTS, *saved_names(spec, shared))
+        saved = given | dict(list(zip(names, results, strict=True))[1:])
+        ctx.names, ctx.spec = tuple(saved), spec
+        ctx.save_for_backward(*saved.values())
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: torch.Tensor) -> Any:
+        places = ("wide", *_SHARED)
+        asked = [name for name, needed in zip(places, ctx.needs_input_grad[3:], strict=True) if needed]
+        known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | {"gradients.output": d_output.contiguous()}
+        options = encode(ctx.spec, tuple(f"d_{name}" for name in asked))
+        results = call(_BACKWARD, *[known.get(name) for name in _BACKWARD.names], options)
+        found = dict(zip(asked, results, strict=True))
+        return None, None, None, *[found.get(name) for name in places]
+
+
+_SHARED = ("shared.gate_up", "shared.down", "shared.up", "shared.gate")
+
+
+def shared_output(
+    x: torch.Tensor, wide: torch.Tensor, shared: SharedExpert, experts: ExpertWeights, spec: MoESpec, group_tokens: int
+) -> torch.Tensor:
+    """The shared expert's output fp32 `[T, D]`, times its gate; wide: what takes the gradient of x `[T, D]`, unrounded.
+
+    group_tokens: those of all ranks, whose tiles it has.
+    """
+    require_instance("shared", shared, SharedExpert)
+    if experts.layer_index is not None:
+        raise Unsupported("shared must be None beside experts with a layer_index across ranks; pass one layer's")
+    in_out, gate_layout = spec.weight_layout == "in_out", spec.activation.gate_layout
+    separate = spec.activation.gated and gate_layout == "separate"
+    width = _COLUMNS * (2 if spec.activation.gated and not separate else 1)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return x.new_zeros((1, rows, columns) if in_out else (1, columns, rows))
+
+    none = ExpertWeights(
+        matrix(x.shape[1], width), matrix(_COLUMNS, x.shape[1]), matrix(x.shape[1], _COLUMNS) if separate else None
+    )
+    nowhere = TopK(x.new_full((len(x), 1), -1, dtype=torch.int32), x.new_zeros((len(x), 1), dtype=torch.float32))
+    tuning = Tuning() if spec.tuning is None else spec.tuning
+    if tuning.expected_tokens is None:
+        tuning = dataclasses.replace(tuning, expected_tokens=max(1, group_tokens))
+    options: Any = {"router": None, "activations": None, "out_dtype": "float32", "tuning": tuning}
+    spec = dataclasses.replace(spec, **options)
+    given = dict((*named_arrays(none, "experts."), *named_arrays(nowhere, "routing.")))
+    own = shared.gate_up, shared.down, shared.up, shared.gate
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (wide, *own)):
+        found: Any = _Dense.apply(given, spec, x, wide, *own)
+        return found
+    given |= {"x": x} | dict(zip(_SHARED, own, strict=True))
+    return call_first(_FORWARD, *[given.get(name) for name in _FORWARD.names], encode(spec))
