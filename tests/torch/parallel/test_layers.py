@@ -213,6 +213,9 @@ def test_gradients_beside_fsdp_are_means(ranks: Pool) -> None:
         assert parameter.grad is not None
         for one in found:
             np.testing.assert_allclose(one[name], parameter.grad.numpy(), 1e-5, 1e-5, err_msg=name)
+        if name.startswith("experts."):
+            undivided = 2 * found[0][name]
+            assert not np.allclose(undivided, parameter.grad.numpy(), 1e-5, 1e-5), "a missing divisor would be seen"
 
 
 def compiled(group: Any) -> dict[str, Any]:

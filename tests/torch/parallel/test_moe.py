@@ -102,6 +102,7 @@ def test_shared_experts(ranks: Pool, number: int) -> None:
     top_k = spec.router.require_top_k()
     problem = draw_problem(number, placement, (3, 3), top_k, "random", "bfloat16", spec, extras=True)
     if number == 1:
+        assert problem.shared is not None
         problem = dataclasses.replace(problem, shared=dataclasses.replace(problem.shared, gate=None))
     compare_with_one_device(ranks, problem, WAYS[number], f"{spec}", engine="interpreter")
 
