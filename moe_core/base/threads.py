@@ -28,8 +28,8 @@ from moe_core.base.floats import set_default_environment
 T = TypeVar("T")
 #: Rows and columns of a piece of a product, elements of a piece of other work.
 BLOCK_ROWS, BLOCK_COLUMNS, _BLOCK_ELEMENTS = 256, 512, 32768
-#: Estimated nanoseconds that make waking another thread worth while.
-_LEAST_NANOSECONDS = 120_000
+#: Nanoseconds that pass from the beginning of one thread to that of the next: both wait for Python's lock.
+_WAKE_NANOSECONDS = 40_000
 #: OpenBLAS has memory for about so many threads that compute at a time.
 _MOST = 64
 
@@ -337,8 +337,8 @@ def column_blocks(width: int) -> list[slice]:
 
 
 def threads_for(nanoseconds: float) -> int:
-    """Threads for so much work."""
-    return int(min(count(), max(1, nanoseconds / _LEAST_NANOSECONDS)))
+    """Threads for so much work: as many as make `nanoseconds / threads + _WAKE_NANOSECONDS * threads` smallest."""
+    return int(min(count(), max(1, math.sqrt(nanoseconds / _WAKE_NANOSECONDS))))
 
 
 def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -70,6 +71,7 @@ class HostPrepared(Prepared):
         outputs = enumerate(plan.outputs, len(plan.inputs))
         sizes = [*((index, buffer.spec.nbytes) for index, buffer in outputs), (self._count, self._scratch_bytes)]
         self._large = [(index, size) for index, size in sizes if size >= LEAST_BYTES]
+        self._has_twins = any(isinstance(step, ReferenceCall) for step in plan.steps)
         self._calls = [
             self._kernel(step) if isinstance(step, KernelLaunch) else self._reference(step) for step in plan.steps
         ]
@@ -99,8 +101,7 @@ class HostPrepared(Prepared):
             places = tuple(host_array(addresses[index], spec) for index, spec in outputs)
             given = {keyword: host_array(addresses[index], spec) for keyword, index, spec in inputs}
             memory = {"places": places} if takes_places else {}
-            with one_blas_thread():
-                results = function(**given, **memory, **constants)
+            results = function(**given, **memory, **constants)
             results = results if isinstance(results, tuple) else (results,)
             for place, result in zip(places, results, strict=True):
                 if result is not place:
@@ -121,6 +122,6 @@ class HostPrepared(Prepared):
             raise MemoryError(reason) from error
 
     def _compute(self, addresses: list[int]) -> None:
-        with exact_denormals():
+        with exact_denormals(), one_blas_thread() if self._has_twins else contextlib.nullcontext():
             for call in self._calls:
                 call(addresses)

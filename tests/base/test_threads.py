@@ -253,7 +253,7 @@ def test_pieces_of_columns_and_rows():
         # 0.3 ns an element: 1.2 million make a third thread worth while, 0.4 million none.
         assert ends(threads.row_blocks(100, 12_000)) == [(0, 34), (34, 68), (68, 102)]
         assert ends(threads.row_blocks(10, 40_000)) == [(row, row + 1) for row in range(10)]
-        assert [threads.threads_for(work) for work in (0, 239_999, 240_000, 1e9)] == [1, 1, 2, 3]
+        assert [threads.threads_for(work) for work in (0, 159_999, 160_000, 359_999, 360_000)] == [1, 1, 2, 2, 3]
 
 
 def test_blas_is_reached():

@@ -58,17 +58,25 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: 
 
 def _softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Softmax and logsumexp `[.., 1]` along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
+    shares, highest, total = _softmax_parts(logits)
+    with np.errstate(all="ignore"):
+        return shares, highest + np.log(total)
+
+
+def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Softmax, the highest logit and the sum of exponentials below it, along the last axis."""
     with np.errstate(all="ignore"):
         highest = logits.max(axis=-1, keepdims=True)
-        exponentials = np.exp(logits - highest)
+        exponentials = logits - highest
+        np.exp(exponentials, out=exponentials)
         total = exponentials.sum(axis=-1, keepdims=True)
-        return exponentials / total, highest + np.log(total)
+        return exponentials / total, highest, total
 
 
 def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
     """fp32 scores `[T, E]`: softmax over experts, sigmoid, or sqrt(log(1 + exp(x))) without overflow."""
     if scoring == "softmax":
-        return _softmax_and_log_sum(logits)[0]
+        return _softmax_parts(logits)[0]
     if scoring == "sigmoid":
         return sigmoid(logits)
     with np.errstate(all="ignore"):

@@ -167,10 +167,10 @@ class Product:
         self.nanoseconds = products(counted, x.shape[1], self.shape[1])
 
     def pieces(self, nanoseconds: float) -> list[Piece] | None:
-        """What `chain` takes, for the threads of so much work; None where there are fewer."""
+        """What `chain` takes, for the threads of so much work; None where most of them would have nothing to do."""
         threads = threads_for(nanoseconds)
         pieces = self.rows.pieces(threads, self.shape[1])
-        return pieces if sum(map(len, pieces)) >= threads else None
+        return pieces if 2 * sum(map(len, pieces)) >= threads else None
 
     def _rows(self, rows: Any) -> Matrix:
         """Rows of x, which may have been written since this was made, as a product reads them."""
