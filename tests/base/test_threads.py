@@ -167,6 +167,23 @@ def test_what_follows_an_expert_begins_when_all_that_is_first_of_it_is_done(coun
             assert seen.index(piece) < seen.index(f"after {expert}")
 
 
+def test_nothing_follows_what_ends_after_a_failure_elsewhere():
+    both, seen = threading.Barrier(2, timeout=30), []
+
+    def begin(piece: int) -> None:
+        both.wait()
+        if piece == 0:
+            raise ValueError("piece 0")
+        time.sleep(0.05)
+
+    later = threads.Later()
+    later.first(begin, [((0,), 0), ((1,), 1)], 1e9)
+    later.add(seen.append, [(1, "after 1")], 1e9)
+    with threads.use(2), pytest.raises(ValueError, match="piece 0"):
+        later.run()
+    assert not seen
+
+
 def test_nothing_follows_a_failure():
     def fail(piece: int) -> None:
         raise ValueError(f"piece {piece}")
