@@ -1,4 +1,4 @@
-"""Both products of the experts in one call of the reference engine."""
+"""The experts in one call of threads of the reference engine: both products of the forward, and the backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import tests.support.moe
 from moe_core.base import threads
 from moe_core.base.target import Target
 from moe_core.ops.moe import forward
+from moe_core.ops.moe.reference.backward import moe_backward_stages
+from moe_core.ops.moe.reference.forward import moe_stages
+from moe_core.parity.tolerance import assert_close
 from moe_core.plan.steps import ReferenceCall
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
 from tests.support.moe import plan_of, run_layer, simple_layer
+from tests.support.strategies import RoutingCase
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
@@ -33,3 +39,21 @@ def test_both_products_in_one_call_have_the_bits_of_one_after_the_other(
     assert {key: array.tobytes() for key, array in joined.items()} == {
         key: array.tobytes() for key, array in apart.items()
     }
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_backward_of_experts_without_biases(complete: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.support.training.loop import Loop, draw_problem
+    from tests.support.training.tolerances import FP32
+
+    ids = np.array([[0, 2], [2, 0], [1, 2], [3, 2]] if complete else [[0, 2], [2, 0], [-1, 2], [-1, -1]], np.int32)
+    case = RoutingCase(ids, np.full((4, 2), 0.6, np.float32), 4)
+    problem = draw_problem(case, MoESpec(Activation("silu")), d_model=3, d_ff=2)
+    problem = problem.replace(experts=dataclasses.replace(problem.experts, gate_up_bias=None, down_bias=None))
+    arguments, options = problem.arguments()
+    stages = moe_stages(*arguments, **options)
+    found = moe_backward_stages(problem.gradients, *arguments, stages, **options)
+    for name, expected in Loop(problem, stages["ids"]).autograd(torch.float64).items():
+        rms = np.sqrt(np.square(expected).mean())
+        assert_close(found[f"d_{name}"], expected, FP32, f"d_{name}", scale=rms)

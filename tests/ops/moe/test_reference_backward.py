@@ -76,13 +76,6 @@ def test_finite_differences_of_given_ids(activation: Activation) -> None:
         assert not found[f"d_{name}"][~read].any(), f"d_{name} where nothing is read"
 
 
-@pytest.mark.parametrize("complete", [False, True])
-def test_experts_without_biases_whose_products_run_at_once(complete: bool) -> None:
-    case = dataclasses.replace(TINY, ids=np.maximum(TINY.ids, 0)) if complete else TINY
-    problem = draw_problem(case, MoESpec(Activation("silu")), d_model=3, d_ff=2)
-    check(problem.replace(experts=dataclasses.replace(problem.experts, gate_up_bias=None, down_bias=None)))
-
-
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 def test_finite_differences_through_the_router(router: RouterSpec) -> None:
     mask = np.array([True, False, True, True])
