@@ -28,8 +28,9 @@ from moe_core.base.floats import set_default_environment
 T = TypeVar("T")
 #: Rows and columns of a piece of a product, elements of a piece of other work.
 BLOCK_ROWS, BLOCK_COLUMNS, _BLOCK_ELEMENTS = 256, 512, 32768
-#: Nanoseconds that pass from the beginning of one thread to that of the next: both wait for Python's lock.
-_WAKE_NANOSECONDS = 40_000
+#: Half the nanoseconds that pass from the beginning of one thread to that of the next, because both wait for Python's
+#: lock: so much longer all takes on average with one more.
+_WAKE_NANOSECONDS = 20_000
 #: OpenBLAS has memory for about so many threads that compute at a time.
 _MOST = 64
 

@@ -267,10 +267,10 @@ def test_pieces_of_columns_and_rows():
         assert ends(threads.row_blocks(2, 10**6)) == [(0, 1), (1, 2)]
         assert threads.row_blocks(0, 8) == []
     with threads.use(3):
-        # 0.3 ns an element: 1.2 million make a third thread worth while, 0.4 million none.
-        assert ends(threads.row_blocks(100, 12_000)) == [(0, 34), (34, 68), (68, 102)]
-        assert ends(threads.row_blocks(10, 40_000)) == [(row, row + 1) for row in range(10)]
-        assert [threads.threads_for(work) for work in (0, 159_999, 160_000, 359_999, 360_000)] == [1, 1, 2, 2, 3]
+        # 0.3 ns an element: 0.6 million make a third thread worth while, 0.2 million none.
+        assert ends(threads.row_blocks(100, 6_000)) == [(0, 34), (34, 68), (68, 102)]
+        assert ends(threads.row_blocks(5, 40_000)) == [(row, row + 1) for row in range(5)]
+        assert [threads.threads_for(work) for work in (0, 79_999, 80_000, 179_999, 180_000)] == [1, 1, 2, 2, 3]
 
 
 def test_blas_is_reached():

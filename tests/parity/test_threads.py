@@ -40,6 +40,7 @@ def _torch_step(layer, x):
 def test_torch_and_jax_are_bitwise_equal_at_any_number_of_threads(spec, tokens, torch_threads, monkeypatch):
     # Work that is worth several threads, however little it is.
     monkeypatch.setattr(threads, "_WAKE_NANOSECONDS", 1)
+    monkeypatch.setattr("moe_core.ops.matmul.reference.forward._PIECE_NANOSECONDS", 1)
     torch.manual_seed(0)
     layer = moe_torch.MoE.from_spec(spec)
     x = torch.randn(tokens, spec.d_model)

@@ -179,8 +179,9 @@ def layout(
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     found = np.bincount(local[local >= 0], minlength=layout.num_experts)
     if layout.max_rows is None:
-        sizes = found
-        owned = -(-found // layout.alignment) * layout.alignment
+        sizes = owned = found
+        if layout.alignment > 1:
+            owned = -(-found // layout.alignment) * layout.alignment
     else:
         sizes = np.minimum(found, layout.max_rows)
         owned = np.full_like(found, layout.max_rows)
@@ -188,10 +189,13 @@ def layout(
         sizes = owned = np.minimum(found, np.maximum(layout.capacity - (np.cumsum(found) - found), 0))
     start = np.concatenate([[0], np.cumsum(owned)])
     slots = np.argsort(np.where(local < 0, layout.num_experts, local), kind="stable")[: found.sum()]
-    experts = local[slots]
-    rank = np.arange(len(slots)) - (np.cumsum(found) - found)[experts]
-    kept = rank < sizes[experts]
-    slots, rows = slots[kept], (start[experts] + rank)[kept]
+    if owned is found:
+        rows = np.arange(len(slots))
+    else:
+        experts = local[slots]
+        rank = np.arange(len(slots)) - (np.cumsum(found) - found)[experts]
+        kept = rank < sizes[experts]
+        slots, rows = slots[kept], (start[experts] + rank)[kept]
     slot_of_row = np.full(layout.capacity, -1, np.int32)
     row_of_slot = np.full(layout.num_slots, -1, np.int32)
     slot_of_row[rows], row_of_slot[slots] = slots, rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def test_both_products_in_one_call_have_the_bits_of_one_after_the_other(
     num_tokens: int, dtype: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "_WAKE_NANOSECONDS", 1)
+    monkeypatch.setattr("moe_core.ops.matmul.reference.forward._PIECE_NANOSECONDS", 1)
     layer = dataclasses.replace(simple_layer(num_tokens, dtype), token_mask=np.arange(num_tokens) % 5 > 0)
     target, name = Target("reference"), "moe.reference.experts:both_products"
     functions = [step.function for step in plan_of(layer, target).steps if isinstance(step, ReferenceCall)]
@@ -49,7 +51,7 @@ def test_the_backward_of_experts_without_biases(complete: bool) -> None:
 
     ids = np.array([[0, 2], [2, 0], [1, 2], [3, 2]] if complete else [[0, 2], [2, 0], [-1, 2], [-1, -1]], np.int32)
     case = RoutingCase(ids, np.full((4, 2), 0.6, np.float32), 4)
-    problem = draw_problem(case, MoESpec(Activation("silu")), d_model=3, d_ff=2)
+    problem: Any = draw_problem(case, MoESpec(Activation("silu")), d_model=3, d_ff=2)
     problem = problem.replace(experts=dataclasses.replace(problem.experts, gate_up_bias=None, down_bias=None))
     arguments, options = problem.arguments()
     stages = moe_stages(*arguments, **options)

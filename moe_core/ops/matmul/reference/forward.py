@@ -22,6 +22,9 @@ from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
+#: What a piece with operations on elements takes at least, in one thread: between any two of them it may wait for
+#: Python's lock.
+_PIECE_NANOSECONDS = 250_000
 
 
 def pick(array: Any, index: int) -> Any:
@@ -169,7 +172,7 @@ class Product:
     def pieces(self, nanoseconds: float) -> list[Piece] | None:
         """What `chain` takes, for the threads of so much work; None where most of them would have nothing to do."""
         threads = threads_for(nanoseconds)
-        pieces = self.rows.pieces(threads, self.shape[1])
+        pieces = self.rows.pieces(max(1, min(threads, int(nanoseconds / _PIECE_NANOSECONDS))), self.shape[1])
         return pieces if 2 * sum(map(len, pieces)) >= threads else None
 
     def _rows(self, rows: Any) -> Matrix:
@@ -226,7 +229,9 @@ class Product:
         """All of it. later: what may compute it. then: called with each slice of rows that y has."""
         work = self.nanoseconds
         with np.errstate(all="ignore"):
-            if not (self.finished and then is None) and (pieces := self.pieces(work)) is not None:
+            # At least as much follows for the input's gradient, and for that of the matrix.
+            whole = work if later is None else 3 * work
+            if not (self.finished and then is None) and (pieces := self.pieces(whole)) is not None:
 
                 def chain(piece: Piece) -> None:
                     block = self.chain(piece)

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
         """Pieces of work for a product of this width, the largest first: at the end all threads are busy about as long.
 
         Threads wait for Python's lock between any two operations of NumPy. So neighbouring experts of few rows share a
-        piece, whose operations on elements are one for all of them; there are at most as many pieces as threads then.
+        piece where there are two for each thread, and have their operations on elements together.
         """
         blocks = [
             (expert, slice(first, min(first + BLOCK_ROWS, part.stop)))
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
             for first in range(part.start, part.stop, BLOCK_ROWS)
         ]
         pieces = [(block,) for block in blocks]
-        if len(blocks) > threads and self.count * width < _PIECE_ELEMENTS * len(blocks):
+        if len(blocks) >= 2 * threads and self.count * width < _PIECE_ELEMENTS * len(blocks):
             costs = [max(block.stop - block.start, FEWEST_ROWS) for _, block in blocks]
             most = max(*costs, sum(costs) / threads)
             while len(pieces := _joined(blocks, costs, most)) > threads:
