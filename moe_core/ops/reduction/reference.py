@@ -23,7 +23,7 @@ def reduce(
     """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read. places: memory for it,
     none = a new array."""
     rows = row_of_slot.reshape(-1, top_k)
-    complete = bool((row_of_slot >= 0).all())
+    complete = row_of_slot.min(initial=0) >= 0
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
     shape = len(rows), y.shape[1]
     out = places[0] if places else np.empty(shape, result_dtype(out_dtype, y) if out_dtype else y.dtype)

@@ -17,6 +17,8 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec
 #: Selection keys ascend from the best: numbers first, then NaN, then experts of groups that were not kept.
 _NAN_KEY = np.uint32(0xFFFFFFFE)
 _MASKED_KEY = np.uint32(0xFFFFFFFF)
+#: So many are sorted whole sooner than their best are found.
+_FEW_EXPERTS = 16
 #: exp(-17) and exp(-37) are less than half a unit in the last place of 1.
 _TINY = {"float32": 17.0, "float64": 37.0}
 
@@ -85,7 +87,9 @@ def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
 
 def shares_of(values: np.ndarray, epsilon: float = 0.0) -> np.ndarray:
     """values / (their sum along the last axis + epsilon), fp32; a zero divisor gives zeros, as in the forward."""
-    total = values.sum(axis=-1, keepdims=True) + values.dtype.type(epsilon)
+    total = values.sum(axis=-1, keepdims=True)
+    if epsilon:
+        total += values.dtype.type(epsilon)
     return np.where(total == 0, 0.0, values / total)
 
 
@@ -103,6 +107,9 @@ def _selected(
             ranked = (scored if spec.bias_on == "logits" else scores) + correction_bias
         else:
             ranked = scores if pairs and spec.num_groups > 1 else logits
+    if spec.num_groups == 1 and ranked.shape[-1] <= _FEW_EXPERTS:
+        # NumPy sorts NaN behind every number, too, and keeps the order of equal scores.
+        return np.argsort(-ranked, axis=-1, kind="stable")[:, : spec.require_top_k()]
     keys = _topk_keys(ranked)
     if spec.num_groups > 1:
         keys = _mask_groups(ranked, keys, spec, pairs)
@@ -134,7 +141,8 @@ def route(
     with np.errstate(all="ignore"):
         if spec.renormalize:
             weights = shares_of(weights, spec.epsilon)
-        weights = weights * spec.scale
+        if spec.scale != 1:
+            weights = weights * spec.scale
     if spec.slot_order == "expert" and given is None:
         ascending = np.argsort(ids, axis=-1)
         ids, weights = (np.take_along_axis(array, ascending, axis=-1) for array in (ids, weights))
@@ -156,6 +164,8 @@ def _local_ids(
         flat = np.where(token_mask[:, None], flat, -1)
     flat = flat.reshape(-1)
     num_global = num_experts if expert_map is None else len(expert_map)
+    if expert_map is None and flat.min(initial=0) >= 0 and flat.max(initial=0) < num_global:
+        return flat, 0
     invalid = (flat < -1) | (flat >= num_global)
     local = np.where(invalid, -1, flat)
     if expert_map is not None:
@@ -177,7 +187,9 @@ def layout(
     and group_start[E] the end of the last group with its padding.
     """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
-    found = np.bincount(local[local >= 0], minlength=layout.num_experts)
+    # Slots without an expert lie behind all others.
+    placed = local if local.min(initial=0) >= 0 else np.where(local < 0, layout.num_experts, local)
+    found = np.bincount(placed, minlength=layout.num_experts)[: layout.num_experts]
     if layout.max_rows is None:
         sizes = owned = found
         if layout.alignment > 1:
@@ -188,7 +200,9 @@ def layout(
     if layout.rows is not None:
         sizes = owned = np.minimum(found, np.maximum(layout.capacity - (np.cumsum(found) - found), 0))
     start = np.concatenate([[0], np.cumsum(owned)])
-    slots = np.argsort(np.where(local < 0, layout.num_experts, local), kind="stable")[: found.sum()]
+    # NumPy sorts small integers by their digits.
+    placed = placed.astype(np.uint16) if layout.num_experts < 1 << 16 else placed
+    slots = np.argsort(placed, kind="stable")[: found.sum()]
     if owned is found:
         rows = np.arange(len(slots))
     else:
