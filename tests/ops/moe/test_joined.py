@@ -54,8 +54,9 @@ def test_the_backward_of_experts_without_biases(complete: bool) -> None:
     problem: Any = draw_problem(case, MoESpec(Activation("silu")), d_model=3, d_ff=2)
     problem = problem.replace(experts=dataclasses.replace(problem.experts, gate_up_bias=None, down_bias=None))
     arguments, options = problem.arguments()
-    stages = moe_stages(*arguments, **options)
-    found = moe_backward_stages(problem.gradients, *arguments, stages, **options)
+    x, experts, routing, spec = arguments
+    stages = moe_stages(x, experts, routing, spec, **options)
+    found = moe_backward_stages(problem.gradients, x, experts, routing, spec, stages, **options)
     for name, expected in Loop(problem, stages["ids"]).autograd(torch.float64).items():
         rms = np.sqrt(np.square(expected).mean())
         assert_close(found[f"d_{name}"], expected, FP32, f"d_{name}", scale=rms)
