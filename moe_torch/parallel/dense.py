@@ -24,29 +24,41 @@ _COLUMNS = 32
 
 
 class _Dense(torch.autograd.Function):
-    """`(given, spec, x, wide, gate_up, down, up, gate) -> output fp32 [T, D]`; wide takes the gradient of x."""
+    """`(given, spec, x, wide, gate_up, down, up, gate) -> (rows fp32 [T, D], logits of the gate fp32 [T, 1] or None)`.
+
+    wide takes the gradient of x. What flows into rows is the gradient of rows times the gate: whoever adds them up
+    applies it, so that products and sums are rounded as on one device.
+    """
 
     @staticmethod
     def forward(ctx: Any, given: dict[str, Any], spec: MoESpec, x: torch.Tensor, wide: torch.Tensor, *own: Any) -> Any:
         given = given | {"x": x} | dict(zip(_SHARED, own, strict=True))
-        results = call(_TRAINING, *[given.get(name) for name in _TRAINING.names], encode(spec))
-        shared = SharedExpert(own[0], own[1], gate=own[3])
-        names = (*_RESULTS, *saved_names(spec, shared))
-        saved = given | dict(list(zip(names, results, strict=True))[1:])
+        ungated = given | {"shared.gate": None}
+        results = call(_TRAINING, *[ungated.get(name) for name in _TRAINING.names], encode(spec))
+        names = (*_RESULTS, *saved_names(spec, SharedExpert(own[0], own[1])))
+        logits = gate_logits(x, own[3], spec)
+        saved = given | dict(list(zip(names, results, strict=True))[1:]) | {"saved.shared_gate": logits}
         ctx.names, ctx.spec = tuple(saved), spec
         ctx.save_for_backward(*saved.values())
-        return results[0]
+        if logits is not None:
+            ctx.mark_non_differentiable(logits)
+        return results[0], logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_output: torch.Tensor) -> Any:
+    def backward(ctx: Any, d_rows: torch.Tensor, _: Any) -> Any:
         places = ("wide", *_SHARED)
         asked = [name for name, needed in zip(places, ctx.needs_input_grad[3:], strict=True) if needed]
-        known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | {"gradients.output": d_output.contiguous()}
+        known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | {"gradients.output": d_rows.contiguous()}
         options = encode(ctx.spec, tuple(f"d_{name}" for name in asked))
         results = call(_BACKWARD, *[known.get(name) for name in _BACKWARD.names], options)
         found = dict(zip(asked, results, strict=True))
         return None, None, None, *[found.get(name) for name in places]
+
+
+def gate_logits(x: torch.Tensor, gate: torch.Tensor | None, spec: MoESpec) -> torch.Tensor | None:
+    """fp32 `[T, 1]`, None without a gate."""
+    return None if gate is None else call(table.ROUTER, x, gate.detach(), None, None, encode(spec.shared_gate_spec()))
 
 
 _SHARED = ("shared.gate_up", "shared.down", "shared.up", "shared.gate")
@@ -54,10 +66,10 @@ _SHARED = ("shared.gate_up", "shared.down", "shared.up", "shared.gate")
 
 def shared_output(
     x: torch.Tensor, wide: torch.Tensor, shared: SharedExpert, experts: ExpertWeights, spec: MoESpec, group_tokens: int
-) -> torch.Tensor:
-    """The shared expert's output fp32 `[T, D]`, times its gate; wide: what takes the gradient of x `[T, D]`, unrounded.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
 
-    group_tokens: those of all ranks, whose tiles it has.
+    wide: what takes the gradient of x `[T, D]`, unrounded. group_tokens: those of all ranks, whose tiles it has.
     """
     require_instance("shared", shared, SharedExpert)
     if experts.layer_index is not None:
@@ -83,5 +95,6 @@ def shared_output(
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (wide, *own)):
         found: Any = _Dense.apply(given, spec, x, wide, *own)
         return found
-    given |= {"x": x} | dict(zip(_SHARED, own, strict=True))
-    return call_first(_FORWARD, *[given.get(name) for name in _FORWARD.names], encode(spec))
+    given |= {"x": x} | dict(zip(_SHARED[:3], own[:3], strict=True))
+    rows = call_first(_FORWARD, *[given.get(name) for name in _FORWARD.names], encode(spec))
+    return rows, gate_logits(x, shared.gate, spec)

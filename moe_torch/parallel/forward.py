@@ -167,7 +167,9 @@ class Exchange:
             self._check(x, experts, routing, spec)
             wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
             group = len(x) * self.ranks.size
-            dense = shared_output(x.detach(), wide[1], shared, experts, spec, group) if shared is not None else None
+            dense: Any = (None, None)
+            if shared is not None:
+                dense = shared_output(x.detach(), wide[1], shared, experts, spec, group)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
             first_token = 0
@@ -189,7 +191,7 @@ class Exchange:
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        output = Combine.apply(routes, found.output, dense, dtype)
+        output = Combine.apply(routes, found.output, *dense, dtype)
         chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
         counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=x.device)
         counts = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1]

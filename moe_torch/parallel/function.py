@@ -43,15 +43,15 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """`(routes, rows, shared, out_dtype) -> y [T, D]`: the sum of each token's slots, then shared `[T, D]` or None."""
+    """`(routes, rows, shared, gate, out_dtype) -> y [T, D]`: the sum of each token's slots, then shared `[T, D]`, if
+    there is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, routes: Routes, rows: torch.Tensor, shared: torch.Tensor | None, out_dtype: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, routes: Routes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
+        shared, gate, out_dtype = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
         came = routes.pull(rows.contiguous(), "results")
-        y = ops.reduce(came, routes.at_home, order="row", shared=shared, out_dtype=out_dtype)
+        y = ops.reduce(came, routes.at_home, order="row", shared=shared, shared_gate=gate, out_dtype=out_dtype)
         if routes.spoilt is not None:
             y.masked_fill_(routes.spoilt[:, None], torch.nan)
         return y
@@ -64,7 +64,7 @@ class Combine(torch.autograd.Function):
             rows = ctx.routes.push(d_y.to(ctx.dtype).contiguous(), "d_output")
         if ctx.needs_input_grad[2]:
             shared = d_y.to(ctx.shared)
-        return None, rows, shared, None
+        return None, rows, shared, None, None
 
 
 class Uses(torch.autograd.Function):
