@@ -246,18 +246,12 @@ class _Planner:
         width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
         routing = self._table(self._rows_kind, what, "int32", self.sent, width)
         if mode in ("all_to_all", "peer"):
-            # Of slots the rows of every place; of tokens their number, and that of their slots.
-            by_slot = self.spec.rows == "slots"
-            if mode == "peer":  # who stores has to know what others do
-                groups = self.plan.placement.num_places if by_slot else self.ranks
-                first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
-            else:
-                counts = self.plan.placement.per_rank if by_slot else 2
-                first = [
-                    self._table(
-                        "all_to_all", "header and counts", "int32", self.ranks, header + counts * self.spec.chunks
-                    )
-                ]
+            # Of slots the rows of every place; of tokens their number, and where the host reads that of their slots.
+            # All ranks get all: a home has to know where its rows begin, and what does not fit.
+            groups = (
+                self.plan.placement.num_places if self.spec.rows == "slots" else self.ranks * (2 - (mode == "peer"))
+            )
+            first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
         else:
             copies = 1 if mode == "all_gather" else self.ranks
             size = routing.bytes + copies * header * 4
