@@ -297,11 +297,16 @@ def expert_activation_backward(
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
-    if row_of_slot is not None and order == "row":
-        ascending = np.argsort(rows)
-        slots, rows = slots[ascending], rows[ascending]
     # Without gaps, rows are read and written where they lie.
     dense = len(rows) == len(pre)
+    if row_of_slot is not None and order == "row":
+        if dense:
+            by_row = np.empty_like(slots)
+            by_row[rows] = slots
+            slots = by_row
+        else:
+            ascending = np.argsort(rows)
+            slots, rows = slots[ascending], rows[ascending]
     make = np.empty if dense else np.zeros
     d_weight = np.zeros(len(places), working_dtype(pre))
     d_pre, weighted = make(pre.shape, pre.dtype), make(d_hidden.shape, pre.dtype)
