@@ -30,18 +30,24 @@ def reduce(
 
     def add(block: slice) -> None:
         own, own_sources = rows[block], sources[block]
-        total = np.zeros((len(own), y.shape[1]), working_dtype(y))
+        wide = working_dtype(y)
+        total = out[block] if out.dtype == wide else np.empty((len(own), y.shape[1]), wide)
         with np.errstate(all="ignore"):
+            if not complete:
+                total[...] = 0
             for k in range(top_k):
                 if complete:
-                    total += to_float32(y[k::top_k][block] if order == "slot" else y[own_sources[:, k]])
+                    values = to_float32(y[k::top_k][block] if order == "slot" else y[own_sources[:, k]])
+                    # Sums begin at 0: a negative zero alone becomes a positive one.
+                    np.add(total if k else 0, values, out=total)
                 else:
                     tokens = np.flatnonzero(own[:, k] >= 0)
                     total[tokens] += to_float32(y[own_sources[tokens, k]])
             if shared is not None:
                 visited = to_float32(shared[block])
                 total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])
-        out[block] = round_to(total, out.dtype)
+        if out.dtype != wide:
+            out[block] = round_to(total, out.dtype)
 
     spread(add, row_blocks(len(rows), 2 * y.shape[1]), elements(*rows.shape, y.shape[1]))
     return out
