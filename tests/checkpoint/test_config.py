@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from moe_core.checkpoint.families import FAMILIES
 from moe_core.checkpoint.families.around import muse_around
 from moe_core.checkpoint.families.qwen import _ernie_layers
 from moe_core.checkpoint.families.record import describe
+from moe_core.checkpoint.stacks import written_names
 from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from moe_core.layers.spec import LatentSpec, OutputSpec
@@ -72,6 +74,21 @@ def test_models_in_others_and_alone_may_name_their_tensors_differently() -> None
         assert described.naming == naming
     plain = FAMILIES["glm4_moe"]
     assert plain.alone is None and describe(plain, ModelConfig("glm4_moe", GLM)).naming == plain.naming
+
+
+@pytest.mark.parametrize(
+    ("family", "nested", "own", "published"),
+    [
+        ("qwen3_moe", (), "model.", "model."),
+        ("inkling2_text", (), "model.", "model.llm."),
+        ("inkling2_text", ("text_config",), "model.language_model.", "model.llm."),
+        ("qwen3_omni_moe_text", ("thinker_config", "text_config"), "thinker.model.", "thinker.model."),
+    ],
+)
+def test_what_stands_before_the_layers_in_files(family: str, nested: tuple[str, ...], own: str, published: str) -> None:
+    architecture: Any = SimpleNamespace(naming=FAMILIES[family].naming, tables=())
+    for storage, prefix in (("fused", own), ("per_expert", published)):
+        assert written_names(architecture, 3, storage, nested).router.startswith(f"{prefix}layers.3.")
 
 
 def test_a_report_of_a_conversion_names_what_is_not_finite() -> None:

@@ -63,16 +63,16 @@ class Contexts:
     callers: dict[str, set[str]] = field(default_factory=dict)
 
     def related(self, mutation: Mutation) -> list[str]:
-        """Tests that call the function, those of files that import its module, and those of the file that is named like
-        it, which may call it in other processes; cheapest first, and those in the folder of the file's name before
-        others.
+        """Tests that call the function, those of files that import its module, those that name its entry of a table,
+        and those of the file that is named like it, which may call it in other processes; cheapest first, and those in
+        the folder of the file's name before others.
 
         What runs when a module is imported has the tests of every function of the module and, behind them, those of its
         folder: tables are often read by a neighbour. Where nothing is known, those of the folder's name stand in.
         """
         folder, _, name = mutation.path.removeprefix("moe_core/").removeprefix("moe_").rpartition("/")
         files = {file for file in self.setup if imports(file, mutation.path)} | {f"tests/{folder}/test_{name}"}
-        near = {test for test in self.seconds if test.split("::")[0] in files}
+        near = {test for test in self.seconds if test.split("::")[0] in files or names_entry(test, mutation.entry)}
         whole = self.callers.get(mutation.path, set()) | near
         tests = self.callers.get(f"{mutation.path}::{mutation.function}", set()) | near
         if mutation.function == "<module>":

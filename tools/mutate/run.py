@@ -21,6 +21,8 @@ from tools.mutate.tree import Tree
 
 #: A first fork runs this many seconds of tests out of this many files; what survives has the rest, up to the budget.
 FIRST_SECONDS, FIRST_FILES = 4.0, 3
+#: Seconds at most that a file beside the first is taken to need for its collection.
+SETUP = 1.0
 #: What a fork may take beside four times the recorded seconds, before it counts as one that never ends.
 PATIENCE = 15
 #: pytest's statuses that say that tests failed, or could not even be collected; and that none failed, or none is left.
@@ -127,7 +129,9 @@ class Run:
         chosen, collected, left = [], set(), seconds
         for test in tests:
             file = test.split("::")[0]
-            cost = self.contexts.seconds[test] + (0 if file in collected else self.contexts.setup[file])
+            # What several files import counts once.
+            setup = min(self.contexts.setup[file], SETUP) if collected else self.contexts.setup[file]
+            cost = self.contexts.seconds[test] + (0 if file in collected else setup)
             if (cost > left and chosen) or (file not in collected and len(collected) == most_files):
                 continue
             left -= cost

@@ -15,6 +15,7 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, format_named, quantized_specs
+from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.plan import product_method
 from moe_core.ops.moe.reference.backward import _Chain
@@ -158,3 +159,21 @@ def test_rows_to_quantise_are_a_matrix_of_a_dtype_of_products() -> None:
     for spec in (ArraySpec((2, 3, 32), "bfloat16"), ArraySpec((3, 32), "int32")):
         with pytest.raises(InvalidInput, match="x must be "):
             plan_quantize_rows(spec, format_named("fp8_token"), REFERENCE)
+
+
+def test_gradients_of_row_weights_see_products_before_they_are_rounded() -> None:
+    layout = LayoutSpec(6, 1, 1)
+    x, weight, d_y = (draw(*shape, dtype="bfloat16") for shape in ((6, 64), (1, 64, 32), (6, 32)))
+    arrays = {"x": x, "weight": weight, "d_y": d_y, "row_weight": np.ones((6, 1), np.float32)}
+    operands = MatmulOperands(*(ArraySpec(arrays[name].shape, "bfloat16") for name in ("x", "weight")))
+    operands = dataclasses.replace(operands, row_weight=ArraySpec((6, 1), "float32"))
+    spec = MatmulSpec("in_out", "token", "slot")
+    plan = plan_matmul_ogs_backward(
+        ArraySpec(d_y.shape, "bfloat16"), operands, layout, spec, REFERENCE, wanted=("d_row_weight",)
+    )
+    arrays |= {"group_sizes": np.array([6], np.int32), "group_start": np.array([0, 6], np.int32)}
+    arrays |= {name: np.arange(6, dtype=np.int32) for name in ("slot_of_row", "row_of_slot")}
+    found = run_plan(plan, {name: arrays[name] for name in (buffer.name for buffer in plan.inputs)})["d_row_weight"]
+    wide = [array.astype(np.float64) for array in (x, weight[0], d_y)]
+    wanted = (wide[0] @ wide[1] * wide[2]).sum(axis=1)
+    np.testing.assert_allclose(found.reshape(-1), wanted, rtol=1e-4, atol=1e-4)
