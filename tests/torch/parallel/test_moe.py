@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
@@ -21,6 +23,7 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_group
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
+from tests.support.strategies import seeds
 from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
 
 __all__ = ["ranks"]
@@ -58,6 +61,21 @@ def test_every_bit_of_one_device(ranks: Pool, way: ExchangeSpec, dtype: str) -> 
         placement = placement_of(kind, experts, size, number)
         problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN)
         compare_with_one_device(ranks, problem, way, f"{placement}, {load}, {tokens}")
+
+
+@given(seed=seeds(), way=st.sampled_from(WAYS), dtype=st.sampled_from(("float32", "bfloat16")))
+def test_drawn_problems(ranks: Pool, seed: int, way: ExchangeSpec, dtype: str) -> None:
+    random = np.random.default_rng(seed)
+    size, experts, top_k = (int(random.integers(1, most)) for most in (5, 10, 5))
+    placement = placement_of(("linear", "round_robin", "balanced")[seed % 3], experts, size, seed % 99)
+    tokens = tuple(random.integers(0, 9, size).tolist())
+    if way.mode != "all_to_all":
+        tokens = tokens[:1] * size
+    load = LOADS[seed % len(LOADS)]
+    if load == "repeated":
+        top_k = min(top_k, placement.per_rank)
+    problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN)
+    compare_with_one_device(ranks, problem, way, f"{placement}, {load}, {tokens}")
 
 
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
