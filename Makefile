@@ -18,7 +18,7 @@ HOPPER_TESTS := tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed
 LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py test_capacity.py) tests/modular/test_kernel.py \
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py tests/jax/test_training.py
 
-.PHONY: environment parity test gate gate-all lint format bench bench-training memcheck soak upstream \
+.PHONY: environment parity test faults gate gate-all lint format bench bench-training memcheck soak upstream \
 	maxtext mutate fuzz clean
 
 environment:
@@ -28,7 +28,11 @@ parity: environment
 	.venv/bin/moe-parity
 
 test: environment
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --ignore tests/faults
+
+# Copies of kernels with planted faults: every fault must turn a comparison red.
+faults: environment
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/faults
 
 # Compiles for every architecture each kernel with every type and constant at least once, and copies with planted faults.
 gate: environment

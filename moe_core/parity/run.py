@@ -19,7 +19,8 @@ import numpy as np
 
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.ops.routing.reference import pack_bitmatrix, route, unpack_bitmatrix
+from moe_core.ops.routing.reference import route
+from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix, unpack_bitmatrix
 from moe_core.parity.case import Case
 from moe_core.parity.compare import ids_row, logit_tolerance, stage_row
 from moe_core.parity.engines import Engine, EngineRun

@@ -57,7 +57,7 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
             f"{name} must be one dense tensor, got a nested tensor; call .to_padded_tensor(0) or pass its .values()"
         )
     if tensor.layout != torch.strided:
-        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call todense() on it")
+        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
     if tensor.dtype not in DTYPE_NAMES:
         raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
     sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]

@@ -62,6 +62,7 @@ def _one_group_less(patch: pytest.MonkeyPatch) -> None:
 
 def _ties_to_the_higher_id(patch: pytest.MonkeyPatch) -> None:
     plain = reference._best
+    patch.setattr(reference, "_FEW_EXPERTS", 0)
     patch.setattr(reference, "_best", lambda keys, count: keys.shape[-1] - 1 - plain(keys[..., ::-1], count))
 
 
