@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moe_core.base import dtypes
 from moe_core.base.checks import require_choice, require_flag, require_kind, set_integer
 from moe_core.base.codec import plan_type
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_shapes
@@ -115,7 +116,7 @@ class ExchangePlan:
         return "\n".join(lines)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_exchange(
     tokens: int,
     top_k: int,

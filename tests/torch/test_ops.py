@@ -17,6 +17,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.reduction import reference as reduction_reference
 from moe_core.ops.router import reference as router_reference
 from moe_core.ops.routing import reference as routing_reference
+from moe_core.ops.routing import reference_bitmatrix
 from moe_core.ops.routing.reference_runs import layout_of_runs
 from moe_core.parity.tolerance import (
     EXACT,
@@ -166,11 +167,11 @@ def test_layout_and_bitmatrix(engine: str) -> None:
         for name, want in zip(names, expected, strict=True):
             assert_close(to_numpy(getattr(layout, name)), want, EXACT, name)
         bitmatrix = moe_torch.pack_bitmatrix(tensor, 40, checked=True)
-        packed, *_ = routing_reference.pack_bitmatrix(ids, num_experts=40)
+        packed, *_ = reference_bitmatrix.pack_bitmatrix(ids, num_experts=40)
         assert bitmatrix.dtype == torch.uint32
         assert_close(to_numpy(bitmatrix), packed, EXACT, "bitmatrix")
         unpacked = moe_torch.unpack_bitmatrix(bitmatrix, 40, 2)
-        want = routing_reference.unpack_bitmatrix(packed, num_experts=40, top_k=2)
+        want = reference_bitmatrix.unpack_bitmatrix(packed, num_experts=40, top_k=2)
         assert_close(to_numpy(unpacked), want, EXACT, "unpacked ids")
 
 

@@ -6,6 +6,7 @@ import functools
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
 from moe_core.plan.builder import PlanBuilder
@@ -15,7 +16,7 @@ from moe_core.specs.routing import LayoutSpec
 GATHER_ROWS = Kernel("reduction.kernels.rowwise:gather_rows")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_gather_rows(
     x: ArraySpec,
     slot_of_row: ArraySpec,

@@ -6,6 +6,7 @@ import functools
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_at_least
+from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
@@ -26,7 +27,7 @@ def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
     return LayoutSpec(num_rows, 1, num_experts, rows=num_rows)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(PLANS_KEPT)
 def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, stride: int | None = None) -> LaunchPlan:
     """Group rows by expert that arrived as runs, sources in order and within a source its experts.
 
