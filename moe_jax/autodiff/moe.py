@@ -46,7 +46,7 @@ _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights
 
 
 @dataclass(frozen=True)
-class _MoE(Rule):
+class MoERule(Rule):
     """operands: of specs.
 
     replayed: None, or the specs of ids and weights that come with the arrays instead of from the routing. The gradient
@@ -78,14 +78,14 @@ class _MoE(Rule):
         options: dict[str, Any] = {name: getattr(given, name) for name in ("token_mask", "expert_map", "shared")}
         if save:
             options["save"] = True
-        outputs = self._execute(arrays, plan_moe, given.x, given.experts, routing, spec, **options)
+        outputs = self.execute(arrays, plan_moe, given.x, given.experts, routing, spec, **options)
         if self.replayed is None or isinstance(given.routing, bundles.TopK):
             return outputs
         outputs |= {"ids": arrays["routing.ids"], "weights": arrays["routing.weights"]}
         if isinstance(given.routing, bundles.RouterWeights):
             used = {name.removeprefix("routing."): array for name, array in arrays.items()}
             router = (given.x, given.routing.weight, given.routing.bias, spec.logits_spec())
-            outputs |= self._execute(used, plan_router, *router)
+            outputs |= self.execute(used, plan_router, *router)
         return outputs
 
     def saved(self, outputs: dict[str, Any], save: bool) -> dict[str, Any]:
@@ -120,9 +120,10 @@ class _MoE(Rule):
         found = zip(asked, undifferentiable(request, *given.values()), strict=True)
         return {name: gradient if name == "wide" else self._in_stack(name, gradient, given) for name, gradient in found}
 
-    def _execute(
+    def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
+        """Every output by name of the plan that a planner makes of these arguments."""
         request = Request("moe", planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
         outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
         values = undifferentiable(request, *arrays.values())
@@ -154,26 +155,18 @@ def run_moe(
     *,
     checked: bool = False,
     replayed: bundles.Routing | None = None,
-    wide: Any = None,
     **given: Any,
 ) -> bundles.MoEOutput:
-    """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained.
-
-    wide: `x.astype(float32)`, which gets the gradient of x unrounded. x itself then gets none; see `gather_rows`.
-    """
-    x = x if wide is None else jax.lax.stop_gradient(x)
+    """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained."""
     call, (x_spec, *parts, _), options = moe_request(x, experts, routing, spec, **given)
     chosen = None
     if replayed is not None:
         chosen = bundles.TopK(
             *(call.array(name, array) for name, array in zip(_REPLAYED.values(), replayed, strict=True))
         )
-    call.optional("wide", wide)
     arrays, operands = call.placed(), bundles.MoEOperands(x_spec, *parts, **options)
     names = (tuple(arrays), result_names(type(routing)), FLOWING)
-    results = differentiated(
-        _MoE(*names, operands, spec, platforms.targets(), chosen, wide is not None), arrays.values()
-    )
+    results = differentiated(MoERule(*names, operands, spec, platforms.targets(), chosen), arrays.values())
     if isinstance(routing, bundles.TopK):
         results["ids"], results["weights"] = (routing.ids, routing.weights) if replayed is None else replayed
     if checked:

@@ -19,10 +19,10 @@ from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, 
 from moe_core.specs.tuning import Tuning
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
-from moe_jax.autodiff.moe import run_moe
 from moe_jax.bridge.calls import Array, require_array, require_type
 from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel.collectives import varying_over
+from moe_jax.parallel.dense import shared_output
 from moe_jax.parallel.function import combine, dispatch, untrained, used
 from moe_jax.parallel.routes import Sizes, make_routes
 
@@ -122,24 +122,15 @@ def run(
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
     found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
-    beside = None
+    dense: tuple[Any, Any] = (None, None)
     if shared is not None:
-        beside = _visited(x, others[0], experts, shared, group.whole(spec, tokens))
-    output: Any = combine(sizes, spec.out_dtype or x.dtype.name, routes, found.output, beside)
+        dense = shared_output(x, others[0], experts, shared, group.whole(spec, tokens))
+    output: Any = combine(sizes, spec.out_dtype or x.dtype.name, routes, found.output, *dense)
     counts = jnp.zeros(placement.num_experts, jnp.int32)
     counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
     counts = counts.at[chosen].add(1, mode="drop")
     received = found.tokens_per_expert
     return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
-
-
-def _visited(x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec) -> jax.Array:
-    """The rows of the shared expert, times its gate, in fp32: of a forward in which no token has an expert."""
-    tokens = x.shape[0]
-    nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
-    spec = dataclasses.replace(spec, router=None, out_dtype="float32")
-    experts = jax.tree.map(jax.lax.stop_gradient, experts)
-    return run_moe(x, experts, nowhere, spec, shared=shared, wide=wide).output
 
 
 def _route(

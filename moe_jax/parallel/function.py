@@ -43,23 +43,26 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def combine(sizes: Sizes, out_dtype: str, routes: Routes, rows: jax.Array, beside: jax.Array | None) -> jax.Array:
-    """y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners, plus beside fp32 `[T, D]`. NaN where
-    a slot did not fit."""
-    options = {"order": "row", "shared": beside, "out_dtype": out_dtype}
+def combine(
+    sizes: Sizes, out_dtype: str, routes: Routes, rows: jax.Array, shared: jax.Array | None, gate: jax.Array | None
+) -> jax.Array:
+    """y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners, then shared fp32 `[T, D]`, if there
+    is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients. NaN where a slot did not fit.
+    """
+    options = {"order": "row", "shared": shared, "shared_gate": gate, "out_dtype": out_dtype}
     y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), **options)
     return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow == "error" else y
 
 
-def _combine_forward(sizes: Sizes, out_dtype: str, routes: Routes, rows: Any, beside: Any) -> Any:
-    likes = jax.tree.map(lambda array: jnp.zeros(0, array.dtype), (rows, beside))
-    return combine(sizes, out_dtype, routes, rows, beside), (routes, *likes)
+def _combine_forward(sizes: Sizes, out_dtype: str, routes: Routes, rows: Any, shared: Any, gate: Any) -> Any:
+    likes = jax.tree.map(lambda array: jnp.zeros(0, array.dtype), (rows, shared))
+    return combine(sizes, out_dtype, routes, rows, shared, gate), (routes, *likes)
 
 
 def _combine_backward(sizes: Sizes, out_dtype: str, saved: Any, d_y: Any) -> Any:
-    routes, rows, beside = saved
-    d_beside = None if beside is None else d_y.astype(beside.dtype)
-    return None, push(sizes, routes, d_y.astype(rows.dtype)), d_beside
+    routes, rows, shared = saved
+    d_shared = None if shared is None else d_y.astype(shared.dtype)
+    return None, push(sizes, routes, d_y.astype(rows.dtype)), d_shared, None
 
 
 combine.defvjp(_combine_forward, _combine_backward)

@@ -43,8 +43,8 @@ def test_every_bit_of_one_gpu(way: ExchangeSpec, dtype: str) -> None:
 
 @every_way
 def test_a_layer_and_its_bounds(way: ExchangeSpec) -> None:
-    """A layer with shared experts, on all devices and on one; then with a bound that is too small."""
-    spec = MoELayerSpec(256, 192, 4 * RANKS, 4, shared_experts=SharedExpertsSpec(128))
+    """A layer with gated shared experts, on all devices and on one; then with a bound that is too small."""
+    spec = MoELayerSpec(256, 192, 4 * RANKS, 4, shared_experts=SharedExpertsSpec(128, gate=True))
     gpus = jax.devices("cuda")[:RANKS]
     mesh = jax.make_mesh((RANKS,), ("ep",), axis_types=(AxisType.Auto,), devices=gpus)
     with jax.default_device(gpus[0]):

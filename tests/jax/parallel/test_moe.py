@@ -8,6 +8,8 @@ import os
 import numpy as np
 import pytest
 
+from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.reduction import reference as reduction
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel import exchange as arithmetic
 from moe_core.specs.matmul import Activation
@@ -91,6 +93,15 @@ def test_routers_biases_and_shared_experts(number: int, dtype: str) -> None:
     top_k = spec.router.require_top_k()
     problem = draw_problem(number, placement, (5,) * placement.num_ranks, top_k, "masked", dtype, spec, extras=True)
     compare_with_one_device(problem, WAYS[2 * number], f"{spec}")
+
+
+def test_the_sum_at_home_applies_the_gate_of_a_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where product and sum are one rounding, as compiled kernels may have it, they are one in a group too."""
+    monkeypatch.setattr(reduction, "sigmoid", lambda gate: sigmoid(gate).astype(np.float64))
+    placement, spec = placement_of("linear", 6, 2), dataclasses.replace(SPECS[0], out_dtype="float32")
+    for seed in range(3):
+        problem = draw_problem(seed, placement, (9, 9), 2, "random", "bfloat16", spec, extras=True, sizes=(64, 8))
+        compare_with_one_device(problem, WAYS[0], f"draw {seed}")
 
 
 @pytest.mark.parametrize("number", [0, 4])
