@@ -191,7 +191,7 @@ class Exchange:
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        output = Combine.apply(routes, found.output, *dense, dtype)
+        output = Combine.apply(routes, found.output, *dense, dtype, None)
         chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
         counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=x.device)
         counts = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1]

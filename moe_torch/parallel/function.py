@@ -14,20 +14,22 @@ from torch.autograd.function import once_differentiable
 
 from moe_torch import ops
 from moe_torch.parallel.exchange import take
+from moe_torch.parallel.group import Arriving
 from moe_torch.parallel.routes import Routes
 
 
 class Dispatch(torch.autograd.Function):
     """`(routes, x, wide, weights) -> (rows [R, D] of slots at their owners, their weights fp32 [R, 1])`.
 
-    x `[T, D]` travels and has no gradient; wide fp32 `[T, D]`, which is not read, gets it unrounded. weights fp32
-    `[T, K]` are those that `routes` has sent.
+    x `[T, D]` travels and has no gradient; one that is under way already is called for it. wide fp32 `[T, D]`, which is
+    not read, gets the gradient unrounded. weights fp32 `[T, K]` are those that `routes` has sent.
     """
 
     @staticmethod
-    def forward(ctx: Any, routes: Routes, x: torch.Tensor, wide: torch.Tensor, weights: torch.Tensor) -> Any:
+    def forward(ctx: Any, routes: Routes, x: torch.Tensor | Arriving, wide: torch.Tensor, weights: torch.Tensor) -> Any:
         ctx.routes, ctx.shape = routes, weights.shape
-        return routes.push(x, "rows"), routes.weights.clone()
+        rows = routes.push(x, "rows") if isinstance(x, torch.Tensor) else x()
+        return rows, routes.weights.clone()
 
     @staticmethod
     @once_differentiable
@@ -43,14 +45,17 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """`(routes, rows, shared, gate, out_dtype) -> y [T, D]`: the sum of each token's slots, then shared `[T, D]`, if
-    there is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients."""
+    """`(routes, rows, shared, gate, out_dtype, arriving) -> y [T, D]`: the sum of each token's slots, then shared
+    `[T, D]`, if there is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients.
+
+    arriving: the same rows on their way home, None = they have not left.
+    """
 
     @staticmethod
     def forward(ctx: Any, routes: Routes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
-        shared, gate, out_dtype = others
+        shared, gate, out_dtype, arriving = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
-        came = routes.pull(rows.contiguous(), "results")
+        came = routes.pull(rows.contiguous(), "results") if arriving is None else arriving()
         y = ops.reduce(came, routes.at_home, order="row", shared=shared, shared_gate=gate, out_dtype=out_dtype)
         if routes.spoilt is not None:
             y.masked_fill_(routes.spoilt[:, None], torch.nan)
@@ -64,7 +69,7 @@ class Combine(torch.autograd.Function):
             rows = ctx.routes.push(d_y.to(ctx.dtype).contiguous(), "d_output")
         if ctx.needs_input_grad[2]:
             shared = d_y.to(ctx.shared)
-        return None, rows, shared, None, None
+        return None, rows, shared, None, None, None
 
 
 class Uses(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
+
+#: Waits for a message, and returns what has come.
+Arriving = Callable[[], torch.Tensor]
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -38,45 +41,63 @@ class Ranks:
 
     def all_gather(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """`[W, ...]` of values of the same shape on all ranks."""
+        return self.start_all_gather(values, what)()
+
+    def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
+        """`all_gather` that waits where what it returns is called."""
         found = buffer((self.size, *values.shape), values.dtype, values.device)
         into, sent = (_as_bytes(array).view(-1) for array in (found, values.contiguous()))
-        self._wait("all_gather", what, lambda: _all_gather(into, sent, self.group, async_op=True))
-        return found
+        return self._start("all_gather", what, found, lambda: _all_gather(into, sent, self.group, async_op=True))
 
     def all_to_all(
         self, rows: torch.Tensor, what: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
     ) -> torch.Tensor:
         """`[R, ...]`: the rows that come from every rank, one rank after another. sent, received: how many go to and
         come from each, None = equally many."""
+        return self.start_all_to_all(rows, what, sent, received)()
+
+    def start_all_to_all(
+        self, rows: torch.Tensor, what: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Arriving:
+        """`all_to_all` that waits where what it returns is called."""
         count = len(rows) if received is None else sum(received)
         found = buffer((count, *rows.shape[1:]), rows.dtype, rows.device)
         into, source = _as_bytes(found), _as_bytes(rows.contiguous())
         splits = (None, None) if sent is None or received is None else (list(received), list(sent))
-        self._wait(
+        return self._start(
             "all_to_all",
             what,
+            found,
             lambda: dist.all_to_all_single(into, source, *splits, group=self.group, async_op=True),
         )
-        return found
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """The sum over ranks of integers, in place."""
-        self._wait("all_reduce", what, lambda: dist.all_reduce(values, group=self.group, async_op=True))
-        return values
+        return self._start(
+            "all_reduce", what, values, lambda: dist.all_reduce(values, group=self.group, async_op=True)
+        )()
 
-    def _wait(self, collective: str, what: str, start: Any) -> None:
-        try:
-            work = start()
-            # On a GPU the stream waits, not the host.
-            if self.timeout is None:
-                work.wait()
-            else:
-                work.wait(datetime.timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{collective} of {what} in {self.where} failed on rank {self.rank} of {self.size}: {error}; another "
-                "rank died, is late or called something else"
-            ) from error
+    def _start(self, collective: str, what: str, found: torch.Tensor, start: Callable[[], Any]) -> Arriving:
+        """Start a message that is received into found."""
+
+        def checked(step: Callable[[], Any]) -> Any:
+            try:
+                return step()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{collective} of {what} in {self.where} failed on rank {self.rank} of {self.size}: {error}; "
+                    "another rank died, is late or called something else"
+                ) from error
+
+        work = checked(start)
+        # On a GPU the stream waits, not the host.
+        limit = () if self.timeout is None else (datetime.timedelta(seconds=self.timeout),)
+
+        def wait() -> torch.Tensor:
+            checked(lambda: work.wait(*limit))
+            return found
+
+        return wait
 
 
 #: torch calls it so from 2.13 on.

@@ -5,7 +5,7 @@ At an owner there is one row for each slot, whatever travelled: its op has K = 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.parallel import exchange
 from moe_torch.parallel.exchange import take
-from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.group import Arriving, Ranks
 
 _HEADER = len(Header._fields)
 
@@ -66,15 +66,28 @@ class Routes:
 
     def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Rows of slots at their owners, `[R, D]`, of rows of tokens at home, `[T, D]`."""
+        return self.start_push(values, what)()
+
+    def start_push(self, values: torch.Tensor, what: str) -> Arriving:
+        """`push` that waits where what it returns is called."""
         if self.send is None:
-            came = self.ranks.all_gather(values, what).flatten(0, 1)
+            start = self.ranks.start_all_gather(values, what)
         else:
-            came = self.ranks.all_to_all(ops.gather_rows(values, self.send), what, *self.out)
-        return came if self.slots is None else ops.gather_rows(came, self.slots)
+            start = self.ranks.start_all_to_all(ops.gather_rows(values, self.send), what, *self.out)
+
+        def arrived() -> torch.Tensor:
+            came = start().flatten(0, 1) if self.send is None else start()
+            return came if self.slots is None else ops.gather_rows(came, self.slots)
+
+        return arrived
 
     def pull(self, rows: torch.Tensor, what: str) -> torch.Tensor:
         """Rows of slots at home, as `at_home` says, of rows of slots at their owners, `[R, N]`."""
-        return self.ranks.all_to_all(rows, what, *self.home)
+        return self.start_pull(rows, what)()
+
+    def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
+        """`pull` that waits where what it returns is called."""
+        return self.ranks.start_all_to_all(rows, what, *self.home)
 
 
 def make_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights: torch.Tensor) -> Routes:
@@ -82,7 +95,15 @@ def make_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights:
 
     A collective. Raises PeerFailed and InvalidInput as `compare_headers` does.
     """
-    return (_Counted if plan.spec.mode == "all_to_all" else _Blocks)(ranks, plan, places, weights).routes()
+    return start_routes(ranks, plan, places, weights)()
+
+
+def start_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights: torch.Tensor) -> Callable[[], Routes]:
+    """`make_routes` that waits for the other ranks' counts where what it returns is called; where nothing is counted,
+    all is done there."""
+    if plan.spec.mode == "all_to_all":
+        return _Counted(ranks, plan, places, weights).start()
+    return _Blocks(ranks, plan, places, weights).routes
 
 
 def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
@@ -153,8 +174,7 @@ class _Planner:
 class _Counted(_Planner):
     """Ranks tell each other how many rows come; the host reads it."""
 
-    def routes(self) -> Routes:
-        plan, ranks, device = self.plan, self.ranks, self.places.device
+    def start(self) -> Callable[[], Routes]:
         groups = self.places if self.by_slot else exchange.first_owners(self.owners)
         sent = ops.make_layout(groups, self.num_ranks * (self.per_rank if self.by_slot else 1))
         counts = [sent.group_sizes]
@@ -162,8 +182,14 @@ class _Counted(_Planner):
         if not self.by_slot:
             back = ops.make_layout(self.owners, self.num_ranks)
             counts.append(back.group_sizes)
-        (header,) = exchange.constants((tuple(plan.header),), device)
-        on_device = ranks.all_gather(torch.cat([header, *counts]), "header and counts")
+        (header,) = exchange.constants((tuple(self.plan.header),), self.places.device)
+        arriving = self.ranks.start_all_gather(torch.cat([header, *counts]), "header and counts")
+        return lambda: self.routes(groups, sent, back, arriving())
+
+    def routes(self, groups: torch.Tensor, sent: RaggedLayout, back: RaggedLayout, on_device: torch.Tensor) -> Routes:
+        """groups int32 `[T, K]`, in whose order rows are sent; sent, back: the layouts of what goes and of what comes
+        home; on_device int32 `[W, ...]`: header and counts of all ranks."""
+        plan, ranks, device = self.plan, self.ranks, self.places.device
         message = on_device.cpu().numpy()
         group_tokens = compare_headers(message[:, :_HEADER], ranks.where)
         told = message[:, _HEADER:]
