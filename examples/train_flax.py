@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -133,9 +133,14 @@ class LanguageModel(nnx.Module):
         return named
 
 
-def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The loss of every step, and the weights after the last one."""
-    graph, parameters = nnx.split(LanguageModel(settings))
+def steps(
+    settings: Settings, model: LanguageModel, place: Callable[[np.ndarray], Any] = jnp.asarray
+) -> Iterator[jax.Array]:
+    """Train the model, and give the loss of every step as soon as the step is under way.
+
+    place: puts the tokens of a batch where the model takes them. The model has its new weights after the last step.
+    """
+    graph, parameters = nnx.split(model)
     first, second = language_model.DECAYS
     optimizer = optax.adam(settings.learning_rate, first, second, language_model.ADAM_EPSILON)
 
@@ -148,11 +153,19 @@ def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
         updates, moments = optimizer.update(gradients, moments, parameters)
         return optax.apply_updates(parameters, updates), moments, value
 
-    moments, losses = optimizer.init(parameters), []
+    # Moments lie where their parameters do.
+    moments = jax.jit(optimizer.init)(parameters)
     for inputs, targets in language_model.batches(settings):
-        parameters, moments, loss = step(parameters, moments, inputs, targets)
-        losses.append(loss)
-    return [float(loss) for loss in losses], nnx.merge(graph, parameters).weights()
+        parameters, moments, loss = step(parameters, moments, place(inputs), place(targets))
+        yield loss
+    nnx.update(model, parameters)
+
+
+def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The loss of every step, and the weights after the last one."""
+    model = LanguageModel(settings)
+    losses = list(steps(settings, model))
+    return [float(loss) for loss in losses], model.weights()
 
 
 def main() -> None:

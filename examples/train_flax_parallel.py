@@ -16,12 +16,10 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
 
 import jax
 import language_model
 import numpy as np
-import optax
 import train_flax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -45,37 +43,17 @@ def parallel_model(settings: Settings, mesh: Mesh) -> train_flax.LanguageModel:
     return model
 
 
-def train(settings: Settings, model: train_flax.LanguageModel, mesh: Mesh) -> list[float]:
-    """The loss of every step."""
-    graph, parameters = nnx.split(model)
-    first, second = language_model.DECAYS
-    optimizer = optax.adam(settings.learning_rate, first, second, language_model.ADAM_EPSILON)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(parameters: Any, moments: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, Any, jax.Array]:
-        def loss(parameters: Any) -> jax.Array:
-            return nnx.merge(graph, parameters)(inputs, targets)
-
-        value, gradients = jax.value_and_grad(loss)(parameters)
-        updates, moments = optimizer.update(gradients, moments, parameters)
-        return optax.apply_updates(parameters, updates), moments, value
-
-    # Moments lie where their parameters do.
-    moments, losses = jax.jit(optimizer.init)(parameters), []
-    for batch in language_model.batches(settings):
-        inputs, targets = (jax.device_put(tokens, NamedSharding(mesh, P("ep"))) for tokens in batch)
-        parameters, moments, loss = step(parameters, moments, inputs, targets)
-        losses.append(float(loss))  # waits: XLA on CPUs has no more than a few programs with collectives at a time
-    return losses
-
-
 def run(settings: Settings) -> None:
     """Train on all devices, and in the first process on one of them too; print both."""
     began = time.perf_counter()
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
-    model = parallel_model(settings, mesh)
+    model, place = (
+        parallel_model(settings, mesh),
+        functools.partial(jax.device_put, device=NamedSharding(mesh, P("ep"))),
+    )
     with jax.set_mesh(mesh):
-        losses = train(settings, model, mesh)
+        # Every step is waited for: XLA on CPUs has no more than a few programs with collectives at a time.
+        losses = [float(loss) for loss in train_flax.steps(settings, model, place)]
     if jax.process_index() != 0:
         return
     print(f"{jax.process_count()} processes, {mesh.size} devices, {time.perf_counter() - began:.1f} s with compilation")
