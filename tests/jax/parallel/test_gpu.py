@@ -18,18 +18,11 @@ from moe_jax.parallel import ExpertAxis
 from tests.support.parallel.jax import compare_with_one_device
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import PLAIN, draw_problem
+from tests.support.parallel.ways import every_way
 
 GPUS = len(jax.devices("cuda")) if cuda_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 RANKS = 4 if GPUS >= 4 else 2
-WAYS = (
-    ExchangeSpec("all_to_all", "slots"),
-    ExchangeSpec("all_to_all"),
-    ExchangeSpec("all_gather"),
-    ExchangeSpec("padded", "slots"),
-    ExchangeSpec("padded"),
-)
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 
 
 @every_way

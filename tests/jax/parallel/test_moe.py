@@ -11,7 +11,6 @@ import pytest
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.reduction import reference as reduction
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel import exchange as arithmetic
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import TopK
@@ -21,18 +20,11 @@ from moe_jax.parallel import routes
 from tests.support.jax import REAL_KERNELS
 from tests.support.parallel.jax import compare_with_one_device, compare_with_twin, group_step, run_group
 from tests.support.parallel.placements import placement_of
-from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
+from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
+from tests.support.parallel.ways import BOUNDED, STATIC, WAYS, every_way, most_received, over
 
-WAYS = (
-    ExchangeSpec("padded", "slots"),
-    ExchangeSpec("padded"),
-    ExchangeSpec("all_gather"),
-    ExchangeSpec("all_to_all", "slots"),
-    ExchangeSpec("all_to_all"),
-)
 #: MOEBIUS_DEPTH=2 compiles programs that are left out here, since they differ little from those that are not.
 DEPTH = int(os.environ.get("MOEBIUS_DEPTH", "1"))
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +69,7 @@ SPECS = (
 
 
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="host devices run kernels in the interpreter alone")
-@pytest.mark.parametrize("number, spec", [(0, PLAIN), (4, SPECS[0])], ids=["given ids", "routed, with a shared expert"])
+@pytest.mark.parametrize("number, spec", [(3, PLAIN), (1, SPECS[0])], ids=["given ids", "routed, with a shared expert"])
 def test_interpreted_kernels_give_every_bit_of_one_device(number: int, spec: MoESpec) -> None:
     """Two ranks whose experts are loaded unevenly: an owner's tiles are those of all tokens."""
     placement = placement_of("round_robin", 3, 2)
@@ -92,7 +84,7 @@ def test_routers_biases_and_shared_experts(number: int, dtype: str) -> None:
     placement = placement_of(("linear", "round_robin", "balanced")[number], 6, 2 + number % 3)
     top_k = spec.router.require_top_k()
     problem = draw_problem(number, placement, (5,) * placement.num_ranks, top_k, "masked", dtype, spec, extras=True)
-    compare_with_one_device(problem, WAYS[2 * number], f"{spec}")
+    compare_with_one_device(problem, (WAYS[3], WAYS[2], WAYS[1])[number], f"{spec}")
 
 
 def test_the_sum_at_home_applies_the_gate_of_a_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +93,10 @@ def test_the_sum_at_home_applies_the_gate_of_a_shared_expert(monkeypatch: pytest
     placement, spec = placement_of("linear", 6, 2), dataclasses.replace(SPECS[0], out_dtype="float32")
     for seed in range(3):
         problem = draw_problem(seed, placement, (9, 9), 2, "random", "bfloat16", spec, extras=True, sizes=(64, 8))
-        compare_with_one_device(problem, WAYS[0], f"draw {seed}")
+        compare_with_one_device(problem, WAYS[3], f"draw {seed}")
 
 
-@pytest.mark.parametrize("number", [0, 4])
+@pytest.mark.parametrize("number", [3, 1])
 def test_replicas_give_the_bits_of_one_device(number: int) -> None:
     """With one order of sums for every number of rows, since an expert's rows are at several ranks."""
     spec = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
@@ -115,31 +107,20 @@ def test_replicas_give_the_bits_of_one_device(number: int) -> None:
         compare_with_one_device(problem, WAYS[number], load, differentiated=False)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.mode != "all_gather"], ids=str)
+@over(BOUNDED)
 def test_overflow_is_counted_exactly(way: ExchangeSpec) -> None:
     """At bounds around the rows of the rank that has most, NaN and all, and where rows are dropped."""
     placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
     problem = draw_problem(11, placement, (5, 5, 5), 3, "hot_rank", "float32", spec)
     most = most_received(problem, way)
     # Every bound is a program of its own.
-    bounds = (0, 1, most - 1, most) if way == WAYS[-1] or DEPTH > 1 else (most - 1,)
+    bounds = (0, 1, most - 1, most) if way == WAYS[1] or DEPTH > 1 else (most - 1,)
     found = [compare_with_twin(problem, dataclasses.replace(way, receive=receive), f"{receive}") for receive in bounds]
     assert sorted(found, reverse=True) == found and all(found[: bounds.index(most - 1) + 1])
     assert found[-1] == 0 or len(bounds) == 1
-    if way == WAYS[1] or DEPTH > 1:
+    if way == WAYS[4] or DEPTH > 1:
         dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
         assert compare_with_twin(problem, dropped, "drop") > 0
-
-
-def most_received(problem: Problem, way: ExchangeSpec) -> int:
-    """The least bound at which nothing overflows, counted slot by slot."""
-    ranks, each = problem.placement.num_ranks, problem.placement.per_rank
-    owners = arithmetic.physical_ids(problem.routing.ids, problem.placement).places // each
-    rows = np.zeros((ranks, ranks), int)
-    for token, own in enumerate(owners):
-        for owner in own if way.rows == "slots" else set(own):
-            rows[token // problem.tokens[0], owner] += 1
-    return int(rows.sum(axis=0).max()) if way.mode == "all_to_all" else ranks * int(rows.max())
 
 
 def test_repeated_ids_beyond_the_worst_case_are_counted() -> None:
@@ -148,9 +129,9 @@ def test_repeated_ids_beyond_the_worst_case_are_counted() -> None:
     problem = draw_problem(0, placement, (2, 2), 2, "random", "float32", PLAIN)
     ids = np.array([[0, 0], [0, 0], [0, 1], [1, 0]], np.int32)
     problem = dataclasses.replace(problem, routing=TopK(ids, problem.routing.weights))
-    for way in WAYS[:3] if DEPTH > 1 else WAYS[1:2]:
+    for way in STATIC if DEPTH > 1 else WAYS[4:]:
         assert compare_with_twin(problem, way, way.mode) == 2
-    for way in WAYS[3:] if DEPTH > 1 else WAYS[4:]:
+    for way in WAYS[:2] if DEPTH > 1 else WAYS[1:2]:
         found = run_group(problem, way, differentiated=False)
         assert found["overflow"].tolist() == [2]
         assert np.isnan(found["output"]).any(axis=1).tolist() == [True, True, False, False]

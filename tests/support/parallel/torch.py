@@ -13,13 +13,13 @@ import torch
 
 import moe_torch
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel.reference import moe as twin
 from moe_core.parallel.shards import gather_experts
 from moe_core.specs.operands import named_fields
 from moe_torch.parallel import ExpertParallel, exchange, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.twins import Problem
+from tests.support.parallel.ways import require_one_device, require_twin
 from tests.support.torch import running_on, to_numpy, to_torch
 
 #: Gradients of what every rank has a part of.
@@ -174,42 +174,12 @@ def run_alone(problem: Problem, engine: str) -> dict[str, np.ndarray]:
         return {"output": to_numpy(output)} | {f"d_{name}": to_numpy(array.grad) for name, array in leaves.items()}
 
 
-def require_same(found: np.ndarray, expected: np.ndarray, label: str) -> None:
-    """Equal numbers, NaN where NaN is expected, of one dtype."""
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
-    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32), label)
-
-
 def compare_with_one_device(pool: Pool, problem: Problem, exchange: ExchangeSpec, label: str, **options: Any) -> None:
-    """Raise unless every result is the one of all tokens and experts on one device."""
-    found, stages = run_group(pool, problem, exchange, **options), problem.alone()
-    alone = stages if (engine := options.get("engine")) is None else run_alone(problem, engine)
-    require_same(found["output"], alone["output"], f"output, {label}")
-    assert found["overflow"].tolist() == [0], label
-    counts = found["tokens_per_expert"].reshape(-1, problem.placement.num_experts).sum(axis=0)
-    np.testing.assert_array_equal(counts, stages["tokens_per_expert"], label)
-    assert found["invalid_ids"].sum() == stages["invalid_ids"][0], label
-    held, received = problem.placement.tables.expert_of_place, found["received_per_expert"]
-    by_expert = np.bincount(held[held >= 0], received[held >= 0], problem.placement.num_experts)
-    np.testing.assert_array_equal(by_expert, stages["tokens_per_expert"], label)
-    if "d_x" not in found:
-        return
-    expected = problem.alone_backward(stages) if alone is stages else alone
-    for name in expected:
-        if name in ("d_x", "d_routing.weights", "d_routing.logits") or name.startswith("d_experts."):
-            require_same(found[name], expected[name], f"{name}, {label}")
-        elif name.startswith(("d_routing.", "d_shared.")):
-            scale = np.abs(expected[name].astype(np.float32)).max() + 1e-3
-            slack = (2e-6 if problem.x.dtype == np.float32 else 2e-2) * len(problem.x) * scale
-            np.testing.assert_allclose(
-                found[name].astype(np.float32), expected[name].astype(np.float32), 0, slack, err_msg=f"{name}, {label}"
-            )
+    """`require_one_device` of a group's results, and of the same engine on one device."""
+    alone = run_alone(problem, options["engine"]) if "engine" in options else None
+    require_one_device(run_group(pool, problem, exchange, **options), problem, alone, label)
 
 
 def compare_with_twin(pool: Pool, problem: Problem, exchange: ExchangeSpec, label: str) -> int:
-    """Raise unless the forward is the twin's, NaN and all; returns the overflow."""
-    expected = twin(problem.ranks(), problem.spec, problem.placement, exchange)
-    found = run_group(pool, problem, exchange, differentiated=False)
-    require_same(found["output"], np.concatenate([own.output for own in expected.outputs]), f"output, {label}")
-    assert found["overflow"].tolist() == expected.overflow.tolist(), label
-    return int(found["overflow"][0])
+    """`require_twin` of a group's forward."""
+    return require_twin(run_group(pool, problem, exchange, differentiated=False), problem, exchange, label)

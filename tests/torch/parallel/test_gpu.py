@@ -23,18 +23,11 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.torch import compare_with_one_device
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
+from tests.support.parallel.ways import STATIC, WAYS, every_way, over
 from tests.support.torch import to_torch
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
-WAYS = (
-    ExchangeSpec("all_to_all", "slots"),
-    ExchangeSpec("all_to_all"),
-    ExchangeSpec("all_gather"),
-    ExchangeSpec("padded", "slots"),
-    ExchangeSpec("padded"),
-)
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +94,7 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
     return found
 
 
-@pytest.mark.parametrize("way", WAYS[2:], ids=lambda way: f"{way.mode}-{way.rows}")
+@over(STATIC)
 def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) -> None:
     problems = [problem_of(gpus, seed, 48) for seed in range(3)]
     problems = [dataclasses.replace(problem, experts=problems[0].experts) for problem in problems]

@@ -13,7 +13,6 @@ pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel import exchange as arithmetic
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import RouterLogits, TopK
@@ -22,20 +21,13 @@ from moe_core.specs.tuning import Tuning
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_group
-from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
+from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
+from tests.support.parallel.ways import BOUNDED, WAYS, every_way, most_received, over
 from tests.support.strategies import seeds
 from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
 
 __all__ = ["ranks"]
 
-WAYS = (
-    ExchangeSpec("all_to_all", "slots"),
-    ExchangeSpec("all_to_all"),
-    ExchangeSpec("all_gather"),
-    ExchangeSpec("padded", "slots"),
-    ExchangeSpec("padded"),
-)
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 #: placement, E, W, tokens of ranks, K
 SIZES = (
     ("linear", 6, 4, (5, 5, 5, 5), 3),
@@ -138,9 +130,7 @@ def test_replicas_give_the_bits_of_one_device(ranks: Pool, number: int) -> None:
             compare_with_one_device(ranks, problem, WAYS[number], load, differentiated=False)
 
 
-@pytest.mark.parametrize(
-    "way", [way for way in WAYS if way.mode != "all_gather"], ids=lambda way: f"{way.mode}-{way.rows}"
-)
+@over(BOUNDED)
 @pytest.mark.parametrize("load", ["hot_rank", "masked"])
 def test_overflow_is_counted_exactly(ranks: Pool, way: ExchangeSpec, load: str) -> None:
     """At bounds around the rows of the rank that has most, NaN and all, and where rows are dropped."""
@@ -155,18 +145,6 @@ def test_overflow_is_counted_exactly(ranks: Pool, way: ExchangeSpec, load: str) 
     assert compare_with_twin(ranks, problem, dropped, "drop") > 0
     # Gradients of what is dropped are those without these slots.
     run_group(ranks, problem, dropped)
-
-
-def most_received(problem: Problem, way: ExchangeSpec) -> int:
-    """The least bound at which nothing overflows, counted slot by slot."""
-    count, each = problem.placement.num_ranks, problem.placement.per_rank
-    mask = problem.token_mask
-    owners = arithmetic.physical_ids(problem.routing.ids, problem.placement, token_mask=mask).places // each
-    rows = np.zeros((count, count), int)
-    for token, own in enumerate(owners):
-        for owner in own if way.rows == "slots" else set(own):
-            rows[token // problem.tokens[0], owner] += owner >= 0
-    return int(rows.sum(axis=0).max()) if way.mode == "all_to_all" else count * int(rows.max())
 
 
 def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:

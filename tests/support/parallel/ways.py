@@ -1,0 +1,89 @@
+"""The ways rows travel, and what every framework's calls over them are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_core.parallel import ExchangeSpec
+from moe_core.parallel import exchange as arithmetic
+from moe_core.parallel.reference import moe as twin
+from tests.support.parallel.twins import Problem
+
+WAYS = (
+    ExchangeSpec("all_to_all", "slots"),
+    ExchangeSpec("all_to_all"),
+    ExchangeSpec("all_gather"),
+    ExchangeSpec("padded", "slots"),
+    ExchangeSpec("padded"),
+)
+#: Those with a bound.
+BOUNDED = tuple(way for way in WAYS if way.mode != "all_gather")
+#: Those that a CUDA graph may hold.
+STATIC = WAYS[2:]
+
+
+def over(ways: tuple[ExchangeSpec, ...]) -> pytest.MarkDecorator:
+    """The marker of a test that takes `way`."""
+    return pytest.mark.parametrize("way", ways, ids=lambda way: f"{way.mode}-{way.rows}")
+
+
+every_way = over(WAYS)
+
+
+def require_same(found: np.ndarray, expected: np.ndarray, label: str) -> None:
+    """Equal numbers, NaN where NaN is expected, of one dtype."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32), label)
+
+
+def require_one_device(found: dict[str, Any], problem: Problem, alone: dict[str, Any] | None, label: str) -> None:
+    """Raise unless every result of a group is the one of all tokens and experts on one device.
+
+    alone: output and gradients of one device by the names of the twins, None = those of the twins.
+    """
+    stages = problem.alone()
+    require_same(found["output"], (alone or stages)["output"], f"output, {label}")
+    assert found["overflow"].tolist() == [0], label
+    counts = found["tokens_per_expert"].reshape(-1, problem.placement.num_experts).sum(axis=0)
+    np.testing.assert_array_equal(counts, stages["tokens_per_expert"], label)
+    assert found["invalid_ids"].sum() == stages["invalid_ids"][0], label
+    held, received = problem.placement.tables.expert_of_place, found["received_per_expert"]
+    by_expert = np.bincount(held[held >= 0], received[held >= 0], problem.placement.num_experts)
+    np.testing.assert_array_equal(by_expert, stages["tokens_per_expert"], label)
+    if "d_x" not in found:
+        return
+    expected = alone or problem.alone_backward(stages)
+    assert "d_x" in expected
+    for name in expected:
+        if name in ("d_x", "d_routing.weights", "d_routing.logits") or name.startswith("d_experts."):
+            require_same(found[name], expected[name], f"{name}, {label}")
+        elif name.startswith(("d_routing.", "d_shared.")):
+            # Sums over ranks, in another order than one device's.
+            scale = np.abs(expected[name].astype(np.float32)).max() + 1e-3
+            slack = (2e-6 if problem.x.dtype == np.float32 else 2e-2) * len(problem.x) * scale
+            np.testing.assert_allclose(
+                found[name].astype(np.float32), expected[name].astype(np.float32), 0, slack, err_msg=f"{name}, {label}"
+            )
+
+
+def require_twin(found: dict[str, Any], problem: Problem, exchange: ExchangeSpec, label: str) -> int:
+    """Raise unless a forward is the twin's, NaN and all; returns the overflow."""
+    expected = twin(problem.ranks(), problem.spec, problem.placement, exchange)
+    require_same(found["output"], np.concatenate([own.output for own in expected.outputs]), f"output, {label}")
+    assert found["overflow"].tolist() == expected.overflow.tolist(), label
+    return int(found["overflow"][0])
+
+
+def most_received(problem: Problem, way: ExchangeSpec) -> int:
+    """The least bound at which nothing overflows, counted slot by slot."""
+    count, each = problem.placement.num_ranks, problem.placement.per_rank
+    mask = problem.token_mask
+    owners = arithmetic.physical_ids(problem.routing.ids, problem.placement, token_mask=mask).places // each
+    rows = np.zeros((count, count), int)
+    for token, own in enumerate(owners):
+        for owner in own if way.rows == "slots" else set(own):
+            rows[token // problem.tokens[0], owner] += owner >= 0
+    return int(rows.sum(axis=0).max()) if way.mode == "all_to_all" else count * int(rows.max())
