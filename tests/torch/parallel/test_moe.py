@@ -22,7 +22,7 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_group
 from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
-from tests.support.parallel.ways import BOUNDED, WAYS, every_way, most_received, over
+from tests.support.parallel.ways import BOUNDED, WAYS, every_way, most_received, over, require_same
 from tests.support.strategies import seeds
 from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
 
@@ -157,6 +157,19 @@ def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
         assert compare_with_twin(ranks, problem, way, way.mode) == 2
     for way in WAYS[:2]:
         compare_with_one_device(ranks, problem, way, "exact counts")
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_every_rank_is_a_shard_of_jax(ranks: Pool, number: int) -> None:
+    """Both frameworks send as many slots of a routing to the same places: all results are equal, rank by rank."""
+    pytest.importorskip("jax")
+    from tests.support.parallel import jax
+
+    problem = draw_problem(7, placement_of("round_robin", 5, 3), (4, 4, 4), 2, "random", "bfloat16", PLAIN)
+    found, shards = run_group(ranks, problem, WAYS[number]), jax.run_group(problem, WAYS[number])
+    assert found.keys() == shards.keys()
+    for name, array in found.items():
+        require_same(array, shards[name], name)
 
 
 FAULTS = (
