@@ -144,7 +144,7 @@ def plan_exchange(
     if training and placement.has_replicas:
         raise Unsupported(
             f"training needs every expert at one place, got {placement}: gradients of replicas are not added; use "
-            "Placement.balanced(..., max_replicas=1)"
+            "Placement.balanced(..., max_replicas=1), or ask for no gradient"
         )
     if training and spec.format is not None:
         raise Unsupported(f"training moves rows as they are, got format={spec.format}: rounding has no gradient")

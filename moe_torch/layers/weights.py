@@ -76,9 +76,12 @@ def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], sto
             tensor[place].copy_(from_numpy(array if own is None else array[own]))
 
 
-def _own_rows(tensor: Any) -> tuple[torch.Tensor, slice | None]:
-    """What can be written to of a tensor: all, or of a DTensor that is sharded by its first axis alone, this rank's
-    rows."""
+def _own_rows(tensor: Any) -> tuple[torch.Tensor, slice | list[int] | None]:
+    """What can be written to of a tensor: all, or of experts on several ranks, a DTensor that is sharded by its first
+    axis alone or a PlacedTensor, this rank's rows."""
+    held = getattr(tensor, "held", None)
+    if held is not None:
+        return tensor.to_local(), held
     placed = getattr(tensor, "placements", None)
     if placed is None:
         return tensor, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
-from moe_core.parallel.placement import Placement
+from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.result import ParallelOutput
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_torch.bridge.options import require_instance
 from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers
+from moe_torch.parallel.placed import PlacedTensor, filled_up, held_experts
 
 if TYPE_CHECKING:
     from moe_torch.layers.moe import MoE
@@ -44,17 +46,16 @@ class LayerExchange:
             device = layer._parts()["router"].weight.device
             tell_peers(self.parallel, self.placement, device)
 
-    def held(self) -> tuple[int, int]:
-        """(the first expert of this rank, how many)."""
-        own = [expert for expert in self.placement.owners[self.parallel.ranks().rank] if expert >= 0]
-        return (own[0] if own else self.placement.num_experts), len(own)
+    def held(self) -> list[int]:
+        """The experts of this rank, in local order."""
+        return held_experts(self.placement, self.parallel.ranks().rank)
 
     @staticmethod
     def local(array: Any) -> Any:
-        """This rank's part of a DTensor, or of a quantised matrix of them; other tensors as they are."""
+        """This rank's part of a shared-out array, or of a quantised matrix of them; other tensors as they are."""
         if isinstance(array, QuantizedTensor):
             return map_arrays(array, LayerExchange.local)
-        return array.to_local() if isinstance(array, DTensor) else array
+        return array.to_local() if isinstance(array, (DTensor, PlacedTensor)) else array
 
     def moe(
         self,
@@ -68,9 +69,9 @@ class LayerExchange:
     ) -> ParallelOutput:
         """`moe_torch.moe` of this rank's tokens; counts are of these tokens, for all experts."""
         self.began = True
-        missing = self.placement.per_rank - self.held()[1]
+        missing = self.placement.per_rank - len(self.held())
         if missing:
-            experts = map_arrays(experts, lambda array: _filled_up(array, missing))
+            experts = map_arrays(experts, lambda array: filled_up(array, missing))
         options: Any = {"token_mask": token_mask, "shared": shared}
         return moe(x, experts, routing, spec, parallel=self.parallel, placement=self.placement, **options)
 
@@ -89,44 +90,46 @@ class LayerExchange:
         return place + before[ids.view(-1).clamp(min=0).long()] < capacity
 
 
-def _filled_up(array: torch.Tensor, missing: int) -> torch.Tensor:
-    """Places without an expert at the end; no product reads them."""
-    return torch.cat([array, array.new_zeros((missing, *array.shape[1:]))])
-
-
 def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | None = None) -> MoE:
     """Share a layer's experts out among ranks, in place: each keeps its own, and forwards and backwards exchange rows.
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
-    experts from r * ceil(E / W) on. So `state_dict` and `torch.distributed.checkpoint` know whole experts, and load for
-    any number of ranks. All else, the router and shared experts, stays what it was on every rank: average its
-    gradients over all ranks that have other tokens. Gradients of experts are sums over all ranks' tokens already:
-    divide them by `parallel.gradient_divisor` for the same mean.
+    experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, which optimizers
+    take, and `fully_shard` does not. Either way `state_dict` and `torch.distributed.checkpoint` know whole experts by
+    their logical ids, and load for any placement and any number of ranks. All else, the router and shared experts,
+    stays what it was on every rank: average its gradients over all ranks that have other tokens. Gradients of experts
+    are sums over all ranks' tokens already: divide them by `parallel.gradient_divisor` for the same mean.
 
     Call it before `fully_shard` and before an optimizer is made, on every rank. A layer on `meta` gets no memory.
 
     Args:
         layer: a `moe_torch.MoE` whose experts are all here.
         parallel: the ranks; its mesh must be a DeviceMesh.
-        placement: None, or `Placement.linear`, the only one that a layer's parameters can have.
+        placement: which experts lie on which rank, None = `Placement.linear`. With replicas the layer is for inference:
+            a forward that would need a gradient raises Unsupported.
 
     Returns:
         the layer.
 
     Raises:
         InvalidInput: a placement of other sizes; a layer that is shared out already.
-        Unsupported: another placement; main_grad; a norm of each expert's result.
+        Unsupported: main_grad; a norm of each expert's result.
     """
     require_instance("parallel", parallel, ExpertParallel)
     ranks, spec = parallel.ranks(), layer.spec
     if not hasattr(parallel.mesh, "get_group"):
         raise InvalidInput(f"parallel.mesh must be a DeviceMesh for a layer, got {type(parallel.mesh).__name__}")
     linear = Placement.linear(spec.num_experts, ranks.size)
-    if placement is not None and placement != linear:
-        raise Unsupported(
-            f"placement must be Placement.linear({spec.num_experts}, {ranks.size}) in a layer, got {placement}; use "
-            "moe_torch.parallel.moe, which takes any"
+    placement = linear if placement is None else placement
+    require_instance("placement", placement, Placement)
+    if (placement.num_experts, placement.num_ranks) != (spec.num_experts, ranks.size):
+        raise InvalidInput(
+            f"placement must be of the layer's {spec.num_experts} experts on the mesh's {ranks.size} ranks, got "
+            f"{placement}; make it for them"
         )
+    # Empty places last: a rank's part of a parameter holds its experts alone.
+    owners = tuple(tuple(sorted(rank, key=lambda expert: expert == HOLE)) for rank in placement.owners)
+    placement = dataclasses.replace(placement, owners=owners)
     for name, wrong in (
         ("main_grad", spec.main_grad),
         ("apply_router_weight_on_input", spec.apply_router_weight_on_input),
@@ -137,26 +140,28 @@ def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | 
     experts = layer._parts()["experts"]
     if experts.exchange is not None:
         raise InvalidInput("layer must have all its experts here, got one that is shared out already")
-    exchange = LayerExchange(parallel, linear)
-    first, count = exchange.held()
+    exchange = LayerExchange(parallel, placement)
+    held = torch.tensor(exchange.held(), dtype=torch.long)
+
+    def shared_out(array: torch.Tensor) -> torch.Tensor:
+        # A copy, so that the memory of the others can go.
+        local = array.detach()[held.to(array.device)]
+        if owners == linear.owners:
+            return _sharded(local, parallel.mesh, array.shape)
+        return PlacedTensor(local, (parallel.mesh, ranks.rank, placement))
+
     for module in experts.modules():
         for name, array in list(module.named_parameters(recurse=False)):
-            local = _own(array.detach(), first, count)
-            shared = _sharded(local, parallel.mesh, array.shape)
-            module.register_parameter(name, torch.nn.Parameter(shared, requires_grad=array.requires_grad))
+            parameter = torch.nn.Parameter(shared_out(array), requires_grad=array.requires_grad)
+            module.register_parameter(name, parameter)
         for name, array in list(module.named_buffers(recurse=False)):
             if array.shape[:1] != (spec.num_experts,):
                 raise Unsupported(f"experts.{name} must have a row for each expert, got {list(array.shape)}")
-            module.register_buffer(name, _sharded(_own(array, first, count), parallel.mesh, array.shape))
+            module.register_buffer(name, shared_out(array))
     experts.exchange = exchange
     layer.register_forward_pre_hook(exchange.before)
     layer.register_forward_hook(exchange.after, always_call=True)
     return layer
-
-
-def _own(array: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """A copy, so that the memory of the others can go."""
-    return array[first : first + count].clone(memory_format=torch.contiguous_format)
 
 
 def _sharded(local: torch.Tensor, mesh: Any, shape: Sequence[int]) -> DTensor:

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -19,8 +20,10 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs import RouterSpec
+from moe_core.specs.tuning import Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, group_losses, parallelize, total_over_ranks
+from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.torch import running_on
 
@@ -33,6 +36,7 @@ SPECS = {
     "shared": dataclasses.replace(PLAIN, shared_experts=SharedExpertsSpec(20, gate=True)),
     "capacity": dataclasses.replace(PLAIN, capacity_factor=0.75),
     "bias": dataclasses.replace(PLAIN, router=RouterSpec(K, "sigmoid"), correction_bias=True),
+    "invariant": dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True)),
 }
 
 
@@ -74,14 +78,16 @@ def results(layer: MoE, x: torch.Tensor, d_y: torch.Tensor, mask: torch.Tensor, 
     return {name: array.detach().float().numpy() for name, array in found.items()}
 
 
-def run(group: Any, name: str, tokens: tuple[int, ...], way: ExchangeSpec, dtype: torch.dtype) -> dict[str, Any]:
+def run(
+    group: Any, name: str, tokens: tuple[int, ...], way: ExchangeSpec, dtype: torch.dtype, kind: str
+) -> dict[str, Any]:
     rank, first = torch.distributed.get_rank(group), 0
     first = sum(tokens[:rank])
     own = [array[first : first + tokens[rank]] for array in rows(tokens, dtype)]
     layer = make(SPECS[name], dtype)
-    parallel = ExpertParallel(mesh_of(group), way)
-    assert parallelize(layer, parallel) is layer
-    held = Placement.linear(E, len(tokens)).owners[rank]
+    parallel, placement = ExpertParallel(mesh_of(group), way), placement_of(kind, E, len(tokens), 1)
+    assert parallelize(layer, parallel, placement=placement) is layer
+    held = placement.owners[rank]
     gate_up: Any = layer.experts.gate_up
     assert gate_up.to_local().shape[0] == sum(expert >= 0 for expert in held) and gate_up.shape[0] == E
     with running_on("reference"):
@@ -93,12 +99,13 @@ def run(group: Any, name: str, tokens: tuple[int, ...], way: ExchangeSpec, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["plain", "shared", "capacity", "bias"])
 def test_a_layer_is_that_of_one_device(ranks: Pool, name: str, dtype: torch.dtype) -> None:
     # BLAS adds up the rows of a dense product, a shared expert's, in an order that depends on their number.
     some = (8, 16, 8) if name == "shared" else (5, 9, 0)
-    for tokens, way in ((some, ExchangeSpec()), ((8,) * 4, ExchangeSpec("all_gather"))):
-        found = ranks.call(run, [(name, tokens, way, dtype)] * len(tokens))
+    other = "round_robin" if dtype == torch.float32 else "balanced"
+    for tokens, way, kind in ((some, ExchangeSpec(), "linear"), ((8,) * 4, ExchangeSpec("all_gather"), other)):
+        found = ranks.call(run, [(name, tokens, way, dtype, kind)] * len(tokens))
         layer = make(SPECS[name], dtype)
         with running_on("reference"):
             alone = results(layer, *rows(tokens, dtype), lambda aux, mask: (aux.load_balance_loss, aux.z_loss))
@@ -130,54 +137,115 @@ def wholes(layer: MoE) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy() for name, tensor in whole.items()}
 
 
-def save(group: Any, path: str, name: str) -> None:
-    layer = parallelize(make(SPECS[name]), ExpertParallel(mesh_of(group)))
-    dcp.save(layer.state_dict(), checkpoint_id=path, process_group=group)
+def placed(group: Any, name: str, kind: str, **options: Any) -> MoE:
+    """A layer whose experts lie on the ranks of the group."""
+    layer = make(SPECS[name]) if not options else MoE.from_spec(SPECS[name], **options)
+    placement = placement_of(kind, E, torch.distributed.get_world_size(group), 1)
+    return parallelize(layer, ExpertParallel(mesh_of(group)), placement=placement)
 
 
-def load(group: Any, path: str, name: str) -> dict[str, np.ndarray]:
-    layer = parallelize(MoE.from_spec(SPECS[name]), ExpertParallel(mesh_of(group)))
-    state = layer.state_dict()
+def optimizer_of(layer: torch.nn.Module) -> torch.optim.Optimizer:
+    """One that keeps something of every parameter, filled by a step whose gradients are the parameters."""
+    optimizer = torch.optim.Adam(layer.parameters(), 0.0, foreach=False)
+    for parameter in layer.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return optimizer
+
+
+def saved_state(layer: MoE) -> dict[str, Any]:
+    return {"layer": layer.state_dict(), "optimizer": get_optimizer_state_dict(layer, optimizer_of(layer))}
+
+
+def save(group: Any, path: str, name: str, kind: str) -> None:
+    dcp.save(saved_state(placed(group, name, kind)), checkpoint_id=path, process_group=group)
+
+
+def load(group: Any, path: str, name: str, kind: str) -> dict[str, np.ndarray]:
+    """The parameters and buffers of a checkpoint, and what the optimizer kept of one."""
+    layer = placed(group, name, kind)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    state = saved_state(layer)
     dcp.load(state, checkpoint_id=path, process_group=group)
-    layer.load_state_dict(state)
-    return wholes(layer)
+    layer.load_state_dict(state["layer"])
+    moment: Any = state["optimizer"]["state"]["experts.down"]["exp_avg"]
+    return wholes(layer) | {"moment": moment.full_tensor().numpy()}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_checkpoints_hold_whole_experts(ranks: Pool, tmp_path: Any) -> None:
-    """Saved by four ranks, loaded by two, by one, and by a layer that is not shared out."""
+@pytest.mark.parametrize("kind", ["linear", "round_robin"])
+def test_checkpoints_hold_whole_experts(ranks: Pool, tmp_path: Any, kind: str) -> None:
+    """Saved by four ranks, loaded by four, by two, by one, and by a layer that is not shared out; experts may move."""
     path, name = str(tmp_path / "checkpoint"), "bias"
-    ranks.call(save, [(path, name)] * 4)
+    ranks.call(save, [(path, name, kind)] * 4)
     expected = {key: tensor.numpy() for key, tensor in make(SPECS[name]).state_dict().items()}
+    expected["moment"] = 0.1 * expected["experts.down"]
     layer = MoE.from_spec(SPECS[name])
-    state = layer.state_dict()
+    state = {"layer": layer.state_dict()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
-    found = [{key: tensor.numpy() for key, tensor in state.items()}]
-    for size in (2, 1):
-        found += ranks.call(load, [(path, name)] * size)
+    found = [{key: tensor.numpy() for key, tensor in state["layer"].items()}]
+    for size, other in ((4, "balanced"), (3, "round_robin"), (2, "linear"), (1, "linear")):
+        found += ranks.call(load, [(path, name, other)] * size)
     for one in found:
-        assert one.keys() == expected.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(one[key], array, key)
+        assert one.keys() == expected.keys() - ({"moment"} if one is found[0] else set())
+        for key, array in one.items():
+            if key == "moment":
+                np.testing.assert_allclose(array, expected[key], 1e-6, err_msg=key)
+            else:
+                np.testing.assert_array_equal(array, expected[key], key)
 
 
-def load_own(group: Any, weights: Any) -> tuple[dict[str, np.ndarray], list[int]]:
+def load_own(group: Any, weights: Any, name: str, kind: str) -> tuple[dict[str, np.ndarray], list[int]]:
     """A layer without memory that gets its own experts' weights, and is exported again."""
-    layer = parallelize(MoE.from_spec(weights.layer_spec(), device="meta"), ExpertParallel(mesh_of(group)))
+    layer = placed(group, name, kind, device="meta")
     layer.to_empty(device="cpu").load_weights(weights)
     plain = MoE.from_weights(layer.export_weights())
     down: Any = layer.experts.down
     return wholes(plain), list(down.to_local().shape)
 
 
-@pytest.mark.parametrize("name", ["plain", "shared"])
-def test_weights_are_loaded_slice_by_slice(ranks: Pool, name: str) -> None:
-    layer = make(SPECS[name])
-    found = ranks.call(load_own, [(layer.export_weights(),)] * 3)
+@pytest.mark.parametrize("name, kind", [("plain", "linear"), ("shared", "round_robin"), ("plain", "replicas")])
+def test_weights_are_loaded_slice_by_slice(ranks: Pool, name: str, kind: str) -> None:
+    layer, placement = make(SPECS[name]), placement_of(kind, E, 3, 1)
+    found = ranks.call(load_own, [(layer.export_weights(), name, kind)] * 3)
     for rank, (one, shape) in enumerate(found):
-        assert shape == [(3, 3, 1)[rank], D, F]
+        assert shape == [sum(expert >= 0 for expert in placement.owners[rank]), D, F]
         for key, array in wholes(layer).items():
             np.testing.assert_array_equal(one[key], array, key)
+
+
+def with_replicas(group: Any, tokens: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
+    """The output, the arrays of a whole layer's state that is loaded, and what raises."""
+    layer, rank = placed(group, "invariant", "replicas"), torch.distributed.get_rank(group)
+    x = rows((tokens,) * 3, torch.float32)[0][rank * tokens :][:tokens]
+    errors = []
+    with running_on("reference"):
+        with torch.no_grad():
+            y = layer(x).numpy()
+        other = placed(group, "plain", "round_robin").experts
+        for call in (lambda: layer(x), layer.reset_parameters, lambda: fully_shard(other, mesh=mesh_of(group))):
+            try:
+                call()
+            except Unsupported as error:
+                errors.append(str(error))
+    state = make(SPECS["invariant"]).state_dict()
+    layer.load_state_dict({key: tensor + 1 for key, tensor in state.items()})
+    return y, wholes(layer), errors
+
+
+def test_replicas_are_for_inference(ranks: Pool) -> None:
+    found = ranks.call(with_replicas, [(9,)] * 3)
+    layer = make(SPECS["invariant"])
+    with running_on("reference"):
+        expected = layer(rows((9,) * 3, torch.float32)[0]).detach().numpy()
+    np.testing.assert_array_equal(np.concatenate([y for y, *_ in found]), expected)
+    for _, state, errors in found:
+        assert errors[0].startswith("training needs every expert at one place, got 7 experts on 3 ranks of 5")
+        assert len(errors) == 3 and all("cannot be had of experts in the order of a placement" in e for e in errors[1:])
+        for key, array in wholes(layer).items():
+            np.testing.assert_array_equal(state[key], array + 1, key)
 
 
 def sharded_twice(group: Any, tokens: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -218,9 +286,9 @@ def test_gradients_beside_fsdp_are_means(ranks: Pool) -> None:
             assert not np.allclose(undivided, parameter.grad.numpy(), 1e-5, 1e-5), "a missing divisor would be seen"
 
 
-def compiled(group: Any) -> dict[str, Any]:
+def compiled(group: Any, kind: str) -> dict[str, Any]:
     """A compiled layer and the same one in eager code, forward and backward."""
-    layer = parallelize(make(SPECS["plain"]), ExpertParallel(mesh_of(group)))
+    layer = placed(group, "plain", kind)
     x = rows((6,), torch.float32)[0]
     found = {}
     with running_on("reference"):
@@ -234,8 +302,9 @@ def compiled(group: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_compiled_layer_gives_the_same_bits(ranks: Pool) -> None:
-    for one in ranks.call(compiled, [()] * 2):
+@pytest.mark.parametrize("kind", ["linear", "round_robin"])
+def test_a_compiled_layer_gives_the_same_bits(ranks: Pool, kind: str) -> None:
+    for one in ranks.call(compiled, [(kind,)] * 2):
         for eager, other in zip(one["eager"], one["compiled"], strict=True):
             np.testing.assert_array_equal(np.asarray(eager), np.asarray(other))
 
@@ -265,7 +334,7 @@ def refusals(group: Any) -> list[tuple[str, str]]:
     shared_out = parallelize(make(PLAIN), parallel)
     for layer, given, placement in (
         (shared_out, parallel, None),
-        (make(PLAIN), parallel, Placement.round_robin(E, 2)),
+        (make(PLAIN), parallel, Placement.round_robin(E, 3)),
         (make(PLAIN), ExpertParallel(group), None),
         (MoE.from_spec(dataclasses.replace(PLAIN, main_grad=True)), parallel, None),
     ):
@@ -278,6 +347,11 @@ def refusals(group: Any) -> list[tuple[str, str]]:
 
 def test_what_a_layer_cannot_do_is_refused(ranks: Pool) -> None:
     found = ranks.call(refusals, [()] * 2)[0]
-    assert [kind for kind, _ in found] == ["InvalidInput", "Unsupported", "InvalidInput", "Unsupported"]
-    texts = ("shared out already", "must be Placement.linear(7, 2)", "must be a DeviceMesh", "main_grad cannot be had")
+    assert [kind for kind, _ in found] == ["InvalidInput", "InvalidInput", "InvalidInput", "Unsupported"]
+    texts = (
+        "shared out already",
+        "must be of the layer's 7 experts on the mesh's 2 ranks",
+        "must be a DeviceMesh",
+        "main_grad cannot be had",
+    )
     assert all(text in message for text, (_, message) in zip(texts, found, strict=True))
