@@ -25,7 +25,7 @@ environment:
 	@$(PYTHON) tools/environment.py
 
 parity: environment
-	.venv/bin/moe-parity
+	.venv/bin/moe-parity --engines torch,jax
 
 test: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --ignore tests/faults

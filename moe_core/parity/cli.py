@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import math
 import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
 from moe_core.parity.case import Case
 from moe_core.parity.checkpoint_case import CheckpointInput, checkpoint_case, print_progress
-from moe_core.parity.devices import prefer_interpreter, use_gpu
-from moe_core.parity.engines import DEFAULT_ENGINES, REFERENCE, load_engines, registered_engines
+from moe_core.parity.devices import has_triton, prefer_interpreter, use_gpu
+from moe_core.parity.engines import DEFAULT_ENGINES, REFERENCE, Engine, load_engines, registered_engines
 from moe_core.parity.gradients import run_gradients
 from moe_core.parity.report import NOT_TESTED, CaseReport, untested_engines
 from moe_core.parity.run import run_case
+from moe_core.parity.summary import case_lines, closing_table
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
 #: Both dtypes of the built-in cases; of quantised ones, whose weights have no dtype, the first.
@@ -37,12 +38,14 @@ _CASE_DTYPES = ("bfloat16", "float32")
 _BACKWARD_CASES = ("deepseek_v3",)
 #: Distributions whose versions a report names.
 _VERSIONED = ("numpy", "ml_dtypes", "triton", "torch", "jax")
-#: Stages of one engine that follow each other faster are not told one by one.
-_SECONDS_BETWEEN_LINES = 2.0
+#: What begins sooner after the last line is not told.
+_SECONDS_BETWEEN_LINES = 5.0
 #: Raised by what a user passes or by what this machine lacks: the message says all there is to say.
 _EXPECTED = (InvalidInput, Unsupported, OSError)
 
 _HOW_TO_TEST = "unset TRITON_INTERPRET (or set it to 1) and name other engines than the reference"
+_NO_TRITON = "no kernel can run here, because Triton is not installed (it exists for Linux)"
+_DEFAULT = ", ".join(name for name in DEFAULT_ENGINES if name != REFERENCE)
 
 _DESCRIPTION = """\
 Run one MoE layer through the NumPy reference and other engines, and tell whether, and where first, they differ.
@@ -71,12 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dequantize", action="store_true", help="dequantise the experts of --checkpoint first, for plain products"
     )
-    what = "comma-separated; the reference is always what the others are compared with; default: %(default)s"
-    parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), metavar="NAMES", help=what)
+    what = f"comma-separated; the reference is always what the others are compared with; default: those of {_DEFAULT} "
+    parser.add_argument("--engines", metavar="NAMES", help=f"{what}that are installed")
     what = f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint is named"
     parser.add_argument("--backward", action=argparse.BooleanOptionalAction, help=what)
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
-    parser.add_argument("--list", action="store_true", help="list the built-in cases and the registered engines")
+    parser.add_argument("--verbose", action="store_true", help="print every stage of every case, not only of failures")
+    what = "list the built-in cases and the registered engines, and which of these cannot start here"
+    parser.add_argument("--list", action="store_true", help=what)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
 
 
@@ -89,13 +95,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Whatever reads the JSON from stdout must find nothing else there.
     text_file = sys.stderr if options.json == "-" else sys.stdout
     reports: list[CaseReport] = []
+    seconds: list[float] = []
     error = None
     try:
         _check(options)
-        for report in _run(options):
+        steps = _steps(options)
+        print(f"moe-parity: cases: {len(steps)}; starting {options.engines or _DEFAULT}", file=sys.stderr, flush=True)
+        engines, left_out = _engines(options)
+        began = time.monotonic()
+        for report in _run(steps, engines):
             reports.append(report)
-            print(report, end="\n\n", file=text_file, flush=True)
+            seconds.append(time.monotonic() - began)
+            number = f"[{len(reports)}/{len(steps)}]"
+            text = f"{report}\n" if options.verbose else "\n".join(case_lines(report, number))
+            print(text, file=text_file, flush=True)
+            began = time.monotonic()
+        print("", *closing_table(reports, seconds), "", sep="\n", file=text_file)
         status, conclusion = _conclude(reports)
+        conclusion = "; ".join([conclusion, *left_out])
     except Exception as problem:
         error = str(problem)
         if not isinstance(problem, _EXPECTED):
@@ -120,56 +137,103 @@ def _check(options: argparse.Namespace) -> None:
             raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
 
 
-def _run(options: argparse.Namespace) -> Iterator[CaseReport]:
+def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
+    """The engines to run, and a sentence for each one that is left out because its framework is not installed."""
     prefer_interpreter()
+    if options.engines is None:
+        return _installed_engines()
     names = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
     if not names:
         raise InvalidInput("engines must name at least one engine, got none; for example --engines reference,torch")
     # Named alone, the reference is compared with itself, which the report then calls not tested.
-    engines = load_engines([name for name in names if name != REFERENCE] or [REFERENCE])
-    makers = _cases(options)
-    for number, (label, make) in enumerate(makers, start=1):
-        say = _Progress(f"[{number}/{len(makers)}] {label}")
-        say("inputs")
-        case = make()
-        yield run_case(case, engines, say)
-        if _with_backward(options, case):
-            say("backward")
+    return load_engines([name for name in names if name != REFERENCE] or [REFERENCE]), []
+
+
+def _installed_engines() -> tuple[list[Engine], list[str]]:
+    """Those of the default that are installed. An engine that is installed and does not start is an error."""
+    engines, left_out = [], []
+    for name in DEFAULT_ENGINES:
+        if name == REFERENCE:
+            continue
+        try:
+            engines += load_engines([name])
+        except Unsupported as error:
+            if (missing := _missing_module(error)) is None:
+                raise
+            left_out.append(f"left out: {name}, which needs {missing}: install moebius with its extra `{name}`")
+            print(f"moe-parity: {left_out[-1]}", file=sys.stderr, flush=True)
+    if not engines:
+        raise Unsupported(f"{_DEFAULT} or another engine must be installed, got none; {'; '.join(left_out)}")
+    return engines, left_out
+
+
+def _missing_module(error: BaseException) -> str | None:
+    """The foreign module that could not be found, if that is the reason of an error."""
+    cause = error.__cause__
+    if isinstance(cause, ModuleNotFoundError):
+        return None if str(cause.name).startswith("moe_") else cause.name
+    return None if cause is None else _missing_module(cause)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One comparison. make: the case, made when its turn comes, since a layer can be large; of a backward None, which
+    takes the case before it."""
+
+    label: str
+    make: Callable[[], Case] | None
+
+
+def _run(steps: Sequence[_Step], engines: Sequence[Engine]) -> Iterator[CaseReport]:
+    case = None
+    for number, step in enumerate(steps, start=1):
+        say = _Progress(f"[{number}/{len(steps)}] {step.label}")
+        if step.make is not None:
+            case = step.make()
+            yield run_case(case, engines, say)
+        elif case is not None:
             yield run_gradients(case, engines, say)
 
 
-def _with_backward(options: argparse.Namespace, case: Case) -> bool:
-    unasked = options.checkpoint is None and not options.case and case.name in _BACKWARD_CASES
+def _with_backward(options: argparse.Namespace, case: str) -> bool:
+    unasked = options.checkpoint is None and not options.case and case in _BACKWARD_CASES
     return unasked if options.backward is None else options.backward
 
 
-def _cases(options: argparse.Namespace) -> list[tuple[str, Callable[[], Case]]]:
-    """(label, maker) of every case: made one at a time, since a layer can be large."""
+def _steps(options: argparse.Namespace) -> list[_Step]:
+    """Everything to compare, in order."""
+    steps: list[_Step] = []
+
+    def add(name: str, dtype: str, make: Callable[[], Case]) -> None:
+        steps.append(_Step(f"{name}{dtype}", make))
+        if _with_backward(options, name):
+            steps.append(_Step(f"{name} backward{dtype}", None))
+
     if options.checkpoint is not None:
         names = ("checkpoint", "layer", "hidden_states", "tokens", "seed", "dtype", "dequantize")
         source = CheckpointInput(*(getattr(options, name) for name in names))
-        return [(str(options.checkpoint), lambda: checkpoint_case(source, print_progress))]
-    makers: list[tuple[str, Callable[[], Case]]] = []
+        add(str(options.checkpoint), "", lambda: checkpoint_case(source, print_progress))
+        return steps
     for name in options.case or BUILT_IN:
         quantized = name in BUILT_IN and BUILT_IN[name].scheme is not None
         for dtype in (options.dtype,) if options.dtype else _CASE_DTYPES[: 1 if quantized else None]:
             draw = Draw(dtype, options.seed, options.tokens, use_gpu())
-            makers.append((f"{name} {dtype}", lambda name=name, draw=draw: built_in_case(name, draw)))
-    return makers
+            add(name, f" {dtype}", lambda name=name, draw=draw: built_in_case(name, draw))
+    return steps
 
 
 class _Progress:
-    """Tells on stderr what begins, with the seconds since the case began: engines always, stages in slow runs."""
+    """Tells on stderr what a case that is slow does, with the seconds since it began."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._start, self._engine, self._told = label, time.monotonic(), "", -math.inf
+        self._label, self._start = label, time.monotonic()
+        self._told = self._start
 
     def __call__(self, what: str) -> None:
         now = time.monotonic()
-        engine = what.partition(":")[0]
-        if engine == self._engine and now - self._told < _SECONDS_BETWEEN_LINES:
+        if now - self._told < _SECONDS_BETWEEN_LINES:
             return
-        self._engine, self._told = engine, now
+        self._told = now
         print(f"moe-parity: {self._label}: {what} ({now - self._start:.1f} s)", file=sys.stderr, flush=True)
 
 
@@ -181,13 +245,15 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
     if failed or untested:
         parts = [f"{len(failed)} of {len(reports)} cases DIFFER: {', '.join(failed)}"] if failed else []
         if untested:
-            parts.append(f"NOT TESTED: {', '.join(untested)} ran the NumPy reference itself; {_HOW_TO_TEST}")
+            remedy = _HOW_TO_TEST if has_triton() else _NO_TRITON
+            parts.append(f"NOT TESTED: {', '.join(untested)} ran the NumPy reference itself; {remedy}")
         return DIFFER, "; ".join(parts)
     idle = untested_engines(reports)
     if idle:
         return COULD_NOT_RUN, f"could not run: {', '.join(idle)} supports none of these cases (see `skipped`)"
     engines = dict.fromkeys(f"{engine.engine} ({engine.device})" for engine in every if engine.tested)
-    return AGREE, f"all {len(reports)} cases agree with the reference: {', '.join(engines)}"
+    agree = "1 case agrees" if len(reports) == 1 else f"all {len(reports)} cases agree"
+    return AGREE, f"{agree} with the reference: {', '.join(engines)}"
 
 
 def _document(reports: Sequence[CaseReport], status: int, conclusion: str, error: str | None) -> dict[str, Any]:
@@ -212,7 +278,17 @@ def _version(distribution: str) -> str | None:
 
 
 def _listing() -> str:
+    prefer_interpreter()
     width = max(map(len, BUILT_IN))
     cases = [f"  {name:{width}} {case.description}" for name, case in BUILT_IN.items()]
-    engines = [f"  {name:15} {point.value}" for name, point in sorted(registered_engines().items())]
+    engines = [f"  {name:15} {_state(name, point.value)}" for name, point in sorted(registered_engines().items())]
     return "\n".join(["cases:", *cases, "engines:", *engines])
+
+
+def _state(name: str, place: str) -> str:
+    """Where an engine is, or why it does not start here: found by starting it."""
+    try:
+        load_engines([name])
+    except Unsupported as error:
+        return f"MISSING here: {error.__cause__ or error}"
+    return place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 from moe_core.runtime.cuda import cuda_available, cuda_target, driver
@@ -14,10 +15,19 @@ _VARIABLE = "TRITON_INTERPRET"
 def prefer_interpreter() -> None:
     """Without a GPU, make the CPU engine of this process Triton's interpreter, unless the user chose one.
 
-    Call it before kernels are imported: Triton reads the variable when a kernel is defined.
+    Call it before kernels are imported: Triton reads the variable when a kernel is defined. Where there is no
+    Triton, as on macOS, the NumPy reference stays the engine.
     """
-    if not cuda_available():
+    if not cuda_available() and has_triton():
         os.environ.setdefault(_VARIABLE, "1")
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, in any version."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ModuleNotFoundError:  # of a finder that refuses it
+        return False
 
 
 def use_gpu() -> bool:

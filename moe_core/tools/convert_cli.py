@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+import moe_core
 from moe_core.base.files import whole_file
 from moe_core.checkpoint.convert import ConversionProgress, convert_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-not-finite", action="store_true", help="convert weights with NaN or infinities, and name them"
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
 
 

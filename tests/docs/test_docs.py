@@ -235,11 +235,11 @@ def test_files_that_pages_name_exist() -> None:
 STAGE_ROW = re.compile(r"^  (\w+)(?: \(composed\))?  +agree", re.MULTILINE)
 
 
-def test_readme_shows_what_the_parity_tool_prints() -> None:
-    """The README's sample is real output, one engine's rows left out: its command prints the same stages, in the same
+def test_the_page_on_parity_shows_what_the_tool_prints() -> None:
+    """Its sample is real output, one engine's rows left out: its command prints the same stages, in the same
     order, for each engine."""
-    readme = (ROOT / "README.md").read_text()
-    command, sample = next(fence[2] for fence in FENCE.finditer(readme) if fence[1] == "text").split("\n", 1)
+    page = (ROOT / "docs/user/parity.md").read_text()
+    command, sample = next(fence[2] for fence in FENCE.finditer(page) if fence[1] == "text").split("\n", 1)
     assert command.startswith("$ moe-parity ")
     done = subprocess.run(
         [sys.executable, "-m", "moe_core.parity", *command.split()[2:]],

@@ -16,7 +16,7 @@ import pytest
 
 from moe_core import Unsupported
 from moe_core.parity import cli, engines
-from moe_core.parity.builtin_cases import BUILT_IN, built_in_case
+from moe_core.parity.builtin_cases import BUILT_IN
 from moe_core.runtime.cuda import cuda_available
 from moe_torch.parity import triton_kernels as triton_kernels_engine
 from tests.support.checkpoint_files import FAMILIES, MOE_LAYERS, D, write_family
@@ -50,8 +50,9 @@ def test_torch_and_jax_agree_in_a_fresh_process(tmp_path: Path) -> None:
     device = "cuda sm_" if cuda_available() else "triton interpreter (cpu)"
     assert f"torch on {device}" in done.stdout and f"jax on {device}" in done.stdout
     assert "torch and jax bitwise equal: yes" in done.stdout
-    assert done.stdout.rstrip().splitlines()[-1].startswith("moe-parity: all 1 cases agree with the reference")
-    assert "[1/1] llama4 float32: torch" in done.stderr
+    assert done.stdout.rstrip().splitlines()[-1].startswith("moe-parity: 1 case agrees with the reference")
+    assert done.stderr.startswith("moe-parity: cases: 1; starting torch, jax")
+    assert "== [1/1] llama4, float32, T=5 " in done.stdout and len(done.stdout.splitlines()) == 9, done.stdout
     document = json.loads(path.read_text())
     assert document["exit_status"] == 0 and document["error"] is None
     (case,) = document["cases"]
@@ -75,8 +76,8 @@ def test_gradients_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_gradients_of_one_case_are_compared_unless_cases_are_named() -> None:
     def asked(*arguments: str) -> list[str]:
-        options = cli._parser().parse_args(arguments)
-        return [name for name in BUILT_IN if cli._with_backward(options, built_in_case(name))]
+        steps = cli._steps(cli._parser().parse_args(arguments))
+        return list(dict.fromkeys(step.label.split()[0] for step in steps if step.make is None))
 
     assert asked() == ["deepseek_v3"]
     assert asked("--no-backward") == [] and asked("--case", "deepseek_v3") == []
@@ -208,10 +209,38 @@ def test_a_missing_engine_is_an_error_that_names_the_way_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_engines(monkeypatch, torch="no_such_module:Engine", jax="no_such_module:Engine")
-    assert cli.main(QUICK) == 2
+    assert cli.main([*QUICK, "--engines", "reference,torch,jax"]) == 2
     text = capsys.readouterr().err
     assert "engine 'torch' cannot start: No module named 'no_such_module'" in text
     assert "install it, or leave it out with --engines reference,jax" in text
+
+
+def test_the_default_runs_what_is_installed_and_says_what_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_engines(monkeypatch, torch="tests.support.parity:FaultyEngine", jax="no_such_module:Engine")
+    assert cli.main(QUICK) == 1
+    captured = capsys.readouterr()
+    assert "left out: jax, which needs no_such_module: install moebius with its extra `jax`" in captured.err
+    assert captured.out.splitlines()[-1].endswith("with its extra `jax`")
+    assert "DIFFERS: first divergent stage is activation" in captured.out, "a failure is told in full"
+    only_engines(monkeypatch, torch="no_such_module:Engine", jax="no_such_module:Engine")
+    assert cli.main(QUICK) == 2
+    assert "torch, jax or another engine must be installed, got none" in capsys.readouterr().err
+
+
+def test_an_installed_engine_that_does_not_start_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_engines(monkeypatch, torch="tests.support.parity:NoSuchEngine", jax="tests.support.parity:FaultyEngine")
+    monkeypatch.setattr("tests.support.parity.NoSuchEngine", broken, raising=False)
+    assert cli.main(QUICK) == 2
+    assert "engine 'torch' cannot start: a library does not load" in capsys.readouterr().err
+
+
+def broken() -> None:
+    """What a damaged installation does."""
+    raise ImportError("a library does not load")
 
 
 @pytest.mark.skipif(cuda_available(), reason="says what is missing on a machine without a GPU")
@@ -236,6 +265,13 @@ def test_the_listing_names_cases_and_engines(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     for name in (*BUILT_IN, "reference", "torch", "jax", "triton_kernels"):
         assert f"  {name} " in text
+    assert "moe_torch.parity.torch:TorchEngine" in text
+    assert ("MISSING here: upstream triton_kernels needs a CUDA GPU" in text) is not cuda_available()
+
+
+def test_verbose_prints_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*QUICK, "--engines", "torch", "--verbose"]) == 0
+    assert "\n  matmul1  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", FAMILIES)

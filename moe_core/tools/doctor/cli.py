@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import moe_core
 from moe_core.base import threads
 from moe_core.base.target import cpu_target
-from moe_core.parity.devices import prefer_interpreter, use_gpu
+from moe_core.parity.devices import has_triton, prefer_interpreter, use_gpu
 from moe_core.runtime.cuda import why_no_gpu
 from moe_core.tools.doctor.kernels import Kernels, kernels_of
 from moe_core.tools.doctor.machine import TUNED_ARCH, Gpu, Package, gpus, packages
@@ -83,6 +84,8 @@ class Diagnosis:
         if not self.gpus:
             unseen = "and the interpreter shows neither races nor stray accesses"
             yield f"compiled kernels and speed: there is no GPU ({self.no_gpu}), {unseen}"
+            if not has_triton():
+                yield "kernels: Triton is not installed (it exists for Linux), so layers run on the NumPy reference"
         for gpu in self.gpus:
             if gpu.target is None:
                 yield f"GPU {gpu.index} cannot be used: {gpu.refused}"
@@ -169,11 +172,13 @@ def diagnose(progress: Any) -> Diagnosis:
     start = time.perf_counter()
     # JAX would otherwise take most of a GPU's memory, which torch needs part of.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    progress("looking for packages and GPUs")
     found, devices = packages(), gpus()
     # Triton decides when it is imported; a process that did so before can only have the NumPy reference on its CPU.
-    if "triton" not in sys.modules and any(package.name == "triton" and package.version for package in found):
+    if "triton" not in sys.modules:
         prefer_interpreter()
     targets = list(dict.fromkeys(gpu.target for gpu in devices if gpu.target is not None)) if use_gpu() else []
+    progress("planning the kernels of typical layers")
     kernels = tuple(kernels_of(target) for target in targets or [cpu_target()])
     outcome = run_self_tests(progress)
     return Diagnosis(found, devices, why_no_gpu(), kernels, outcome, round(time.perf_counter() - start, 3))
@@ -185,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "moebius-doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else, to stdout")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     options = parser.parse_args(arguments)
-    diagnosis = diagnose(lambda line: print(line, file=sys.stderr, flush=True))
+    diagnosis = diagnose(lambda line: print(f"moebius-doctor: {line}", file=sys.stderr, flush=True))
     print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
     return diagnosis.status

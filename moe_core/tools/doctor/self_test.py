@@ -80,7 +80,7 @@ class SelfTest(abc.ABC):
         """The results of one front-end; raises what the front-end raises."""
         for case_name, dtype, tokens in self.CASES:
             case = built_in_case(case_name, Draw(dtype=dtype, num_tokens=tokens))
-            progress(f"{self.direction}: {name}, {case}")
+            progress(f"{name} {self.direction}, {case}")
             run, judged = self.tested(case, engine)
             self.runs.append((case_name, run))
             for op, rows, every in judged:
@@ -176,8 +176,17 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
     """Every direction of every front-end that starts, on poisoned memory. What a front-end raises is its failure."""
     tests, absent = self_tests(), {}
     results: list[Result] = []
+    per_front_end = sum(len(test.CASES) for test in tests)
+    total, number = len(FRONT_ENDS) * per_front_end, 0
+
+    def tell(what: str) -> None:
+        nonlocal number
+        number += 1
+        progress(f"[{number}/{total}] {what}")
+
     with poisoned() as found:
-        for name, place in FRONT_ENDS.items():
+        for index, (name, place) in enumerate(FRONT_ENDS.items()):
+            number = index * per_front_end
             progress(f"importing the {name} front-end")
             try:
                 engine = pkgutil.resolve_name(place)()
@@ -190,7 +199,7 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
             for test in tests:
                 try:
                     # One by one, so that what was found before an exception is kept.
-                    for result in test.run(name, engine, progress):
+                    for result in test.run(name, engine, tell):
                         results.append(result)
                 except Exception as error:
                     note = f"{type(error).__name__}: {error}"

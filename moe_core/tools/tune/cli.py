@@ -12,6 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+import moe_core
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.base.target import Target
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--workers", type=int, default=workers, metavar="N", help="kernels compiled at the same time")
     run.add_argument("--device", type=int, default=0, metavar="INDEX")
     run.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU and times nothing")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
 
 
