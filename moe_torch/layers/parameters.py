@@ -82,15 +82,23 @@ class QuantizedMatrix(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedMatrix:
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                # Bytes, since casts of a module leave integers alone.
-                raw = buffer.view(torch.uint8)
-                moved = fn(raw)
-                self._buffers[name] = (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)
+                self._buffers[name] = _moved(buffer, fn)
         return self
 
     def extra_repr(self) -> str:
         tiled = "" if self.spec.tiling is None else f", tiled in order {self.spec.tiling.order}"
         return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}{tiled}"
+
+
+def _moved(buffer: Any, fn: Any) -> torch.Tensor:
+    """fn of a buffer that keeps its dtype: of its bytes, since casts of a module leave integers alone."""
+    if hasattr(buffer, "device_mesh"):
+        # DTensor takes a view in one dtype for one in another, of the same shape, that it has seen before.
+        local, sizes = _moved(buffer.to_local(), fn), {"shape": buffer.shape, "stride": buffer.stride()}
+        return type(buffer).from_local(local, buffer.device_mesh, buffer.placements, run_check=False, **sizes)
+    raw = buffer.view(torch.uint8)
+    moved = fn(raw)
+    return (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)
 
 
 def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import moe_torch
 from moe_core.parallel import ExchangeSpec
@@ -24,6 +25,11 @@ from tests.support.torch import running_on, to_numpy, to_torch
 
 #: Gradients of what every rank has a part of.
 _SUMMED = ("d_routing.weight", "d_routing.bias", "d_shared.")
+
+
+def mesh_of(group: Any) -> DeviceMesh:
+    """The ranks of a group as the axis of a mesh."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
 
 
 @contextlib.contextmanager

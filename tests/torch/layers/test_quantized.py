@@ -21,30 +21,11 @@ from moe_core.formats import QuantizedTensor, scheme_named
 from moe_core.ops.quantize import reference
 from moe_core.specs.operands import map_arrays
 from moe_torch import ExpertsSpec, LayerWeights, MoE, MoELayerSpec, SharedExpertsSpec
-from moe_torch.layers.weights import to_numpy
 from tests.support.quantized.files import MXFP4, mxfp4_layer, quantized_config
+from tests.support.quantized.layers import D_FF, D_MODEL, layer_spec, quantized_weights
 from tests.support.torch import require_equal, running_on
 
-D_MODEL, D_FF = 128, 128
 SCHEMES = ("mxfp4_w4a16", "fp8_block", "int4_w4a16_zp")
-
-
-def layer_spec(scheme: str | None, **options: Any) -> MoELayerSpec:
-    experts = ExpertsSpec(bias=True, scheme=None if scheme is None else scheme_named(scheme))
-    return MoELayerSpec(D_MODEL, D_FF, 4, 2, experts=experts, **options)
-
-
-def quantized_weights(scheme: str, **options: Any) -> tuple[LayerWeights, MoE]:
-    """Canonical weights in a scheme, and the plain bf16 layer they were made of."""
-    torch.manual_seed(0)
-    plain, chosen = MoE.from_spec(layer_spec(None, **options), dtype=torch.bfloat16), scheme_named(scheme)
-    weights = plain.export_weights()
-    packed = {
-        name: map_arrays(moe_torch.quantize(getattr(plain.experts, name), chosen.weights), to_numpy)
-        for name in ("gate_up", "down")
-    }
-    spec = dataclasses.replace(weights.spec, activations=chosen.activations)
-    return dataclasses.replace(weights, spec=spec, experts=dataclasses.replace(weights.experts, **packed)), plain
 
 
 def same_state(first: Any, second: Any) -> None:

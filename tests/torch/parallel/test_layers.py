@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_core.errors import InvalidInput, Unsupported
@@ -25,6 +25,7 @@ from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, group_losses, parallelize, total_over_ranks
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.torch import mesh_of
 from tests.support.torch import running_on
 
 __all__ = ["ranks"]
@@ -42,10 +43,6 @@ SPECS = {
 
 # torch does not say that these are public.
 dcp: Any = checkpoint
-
-
-def mesh_of(group: Any) -> Any:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
 
 
 def make(spec: MoELayerSpec, dtype: torch.dtype = torch.float32) -> MoE:
