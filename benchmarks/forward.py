@@ -32,7 +32,7 @@ from benchmarks.draws import load_of
 from benchmarks.large import run_large
 from benchmarks.options import Options, parse
 from benchmarks.peers import add_peer, dense_forward, why_not_importable
-from benchmarks.problem import Problem, checked_tokens, draw_problem, draw_weights, expected, relative_error
+from benchmarks.problem import Problem, checked_tokens, draw_problem, expected, relative_error
 from benchmarks.provenance import provenance
 from benchmarks.record import (
     SCHEMA,
@@ -45,6 +45,7 @@ from benchmarks.record import (
 )
 from benchmarks.shapes import Shape
 from benchmarks.timing import GraphTimer, free_memory
+from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.runtime.devices import target_of
 from moe_core.specs.operands import ExpertWeights, RouterLogits

@@ -14,8 +14,9 @@ import torch
 
 import moe_jax
 import moe_torch
-from benchmarks.problem import Problem, draw_weights, expected, relative_error
+from benchmarks.problem import Problem, expected, relative_error
 from benchmarks.shapes import Shape
+from benchmarks.weights import draw_weights
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights, RouterLogits
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import moe_torch
-from benchmarks import problem
+from benchmarks import weights as random_weights
 from benchmarks.draws import SEED
 from benchmarks.provenance import provenance
 from benchmarks.record import table
@@ -88,7 +88,7 @@ def measure(
 
 def draw_weights(shape: Shape, device: str) -> ExpertWeights:
     """bf16 weights `[E, N, D]`, as the modular kernel takes them."""
-    drawn = problem.draw_weights(shape, torch.Generator(device).manual_seed(SEED))
+    drawn = random_weights.draw_weights(shape, torch.Generator(device).manual_seed(SEED))
     return ExpertWeights(drawn.gate_up.mT.contiguous(), drawn.down.mT.contiguous())
 
 

@@ -46,4 +46,6 @@ SHAPES = {
         Shape("dsv3", 7168, 2048, 256, 8, _SILU, False),
     )
 }
+#: GLM-4.5-Air, in the benchmark of expert parallelism alone.
+GLM45AIR = Shape("glm45air", 4096, 1408, 128, 8, _SILU, False)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)

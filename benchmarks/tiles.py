@@ -24,11 +24,12 @@ import torch
 
 from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
-from benchmarks.problem import Problem, draw_problem, draw_weights
+from benchmarks.problem import Problem, draw_problem
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import GraphTimer, free_memory
+from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal

@@ -17,8 +17,9 @@ import torch
 import moe_jax
 import moe_torch
 from benchmarks.draws import SEED
-from benchmarks.problem import activate, draw_weights
+from benchmarks.problem import activate
 from benchmarks.shapes import Shape
+from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.moe.backward import plan_moe_backward

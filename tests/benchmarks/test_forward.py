@@ -24,11 +24,11 @@ from benchmarks.problem import (
     activate,
     checked_tokens,
     draw_problem,
-    draw_weights,
     expected,
     relative_error,
 )
 from benchmarks.shapes import SHAPES, Shape
+from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.ops.activation.reference import activation as reference_activation
 from tests.support.benchmarks import TINY, CallingTimer, jax

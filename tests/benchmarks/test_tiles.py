@@ -12,8 +12,9 @@ pytest.importorskip("jax")
 
 import moe_torch
 from benchmarks import tiles
-from benchmarks.problem import Problem, draw_problem, draw_weights
+from benchmarks.problem import Problem, draw_problem
 from benchmarks.shapes import SHAPES, Shape
+from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.specs.matmul import Activation
 from moe_core.specs.tuning import Tuning

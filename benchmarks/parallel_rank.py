@@ -1,0 +1,379 @@
+"""One rank of the benchmark of expert parallelism: it measures cells, all ranks the same one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import moe_torch
+from benchmarks.draws import draw_logits
+from benchmarks.record import reason_of
+from benchmarks.shapes import Shape
+from benchmarks.weights import draw_weights
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.parallel import ExchangeSpec, Placement, plan_exchange
+from moe_core.runtime.devices import target_of
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK, map_arrays
+from moe_core.specs.tuning import Tuning
+from moe_torch.parallel import ExpertParallel
+from moe_torch.parallel.forward import moe, owner_spec
+
+#: The share of a GPU's memory that weights may take, with their gradients where there are any.
+_FOR_WEIGHTS = 0.6
+_FLUSH_BYTES = 256 * 2**20
+_FEWEST, _MOST = 5, 30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who measures. device: cuda or cpu. seconds: of every median. limit: after which ranks hang."""
+
+    ranks: int
+    device: str
+    seed: int
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured at once. tokens: of a rank. training: a step, forward and backward, instead of a forward."""
+
+    shape: Shape
+    tokens: int
+    mode: str
+    rows: str
+    training: bool
+
+    def __str__(self) -> str:
+        what = " training" if self.training else ""
+        return f"{self.shape.name}, {self.tokens} tokens a rank, {self.mode} of {self.rows}{what}"
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The fields of a row that say which one it is."""
+        fields = {"shape": self.shape.name, "experts": self.shape.num_experts, "tokens": self.tokens}
+        return fields | {"mode": self.mode, "rows": self.rows, "what": "training" if self.training else "forward"}
+
+
+def fitting(shape: Shape, memory: float, training: bool) -> Shape:
+    """The shape with as many experts, halved as often as needed, as one GPU of so many bytes has room for."""
+    experts = shape.num_experts
+    while shape.weight_bytes(experts) * (2 if training else 1) > _FOR_WEIGHTS * memory and experts > shape.top_k:
+        experts //= 2
+    return dataclasses.replace(shape, num_experts=experts)
+
+
+class Bench:
+    """A rank, with the weights of the shape at hand and what has been timed of it: of one device, and of NCCL."""
+
+    def __init__(self, device: torch.device, seed: int, seconds: float) -> None:
+        self.device, self.seed, self.seconds = device, seed, seconds
+        self.group: Any = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.shape: Shape | None = None
+        self.weights: Any = None
+        self.known: dict[Any, dict[str, Any]] = {}
+        self._flush = torch.empty(_FLUSH_BYTES if self.is_gpu else 1, dtype=torch.uint8, device=device)
+        self._mark = torch.zeros(1, device=device)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """This rank's figures: lists of microseconds, one for each repeat, and numbers."""
+        try:
+            with torch.set_grad_enabled(cell.training):
+                self.take(cell.shape)
+                return self._measure(cell)
+        finally:
+            self.free()
+
+    def take(self, shape: Shape) -> None:
+        """Draw the weights of a shape: every rank has all of them, for the times of one device."""
+        if shape != self.shape:
+            self.shape = self.weights = None
+            self.known = {}
+            self.free()
+            generator = torch.Generator(self.device).manual_seed(self.seed)
+            with torch.no_grad():
+                self.weights, self.shape = draw_weights(shape, generator), shape
+
+    def free(self) -> None:
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def _measure(self, cell: Cell) -> dict[str, Any]:
+        problem = _Problem(self, cell)
+        found: dict[str, Any] = {}
+        if (compiled := problem.compile_ahead()) is not None:
+            found["compiled"] = compiled
+        y = problem.together()
+        assert int(y.overflow) == 0, "a routing of distinct ids fits"
+        if not torch.equal(y.output, problem.alone(as_in_a_group=True).output):
+            raise AssertionError("parity is red: the output differs from one device's")
+        del y
+        key = cell.tokens, cell.training
+        if key not in self.known:
+            self.known[key] = self._one_device(problem)
+        found |= self.known[key]
+        found["us"] = self.times(problem.step(problem.together))
+        found |= problem.memory()
+        if self.is_gpu and cell.mode != "all_to_all" and not cell.training:
+            try:
+                found["graph_us"] = self.graph_times(problem.together)
+            except RuntimeError as error:
+                found["not_captured"] = reason_of(error)
+        return found
+
+    def _one_device(self, problem: _Problem) -> dict[str, Any]:
+        """Figures that all modes share: one device's, the owner's products alone, and the framework's all-to-all."""
+        found: dict[str, Any] = {"alone_us": self.times(problem.step(problem.alone))}
+        if self.is_gpu and not problem.cell.training:
+            found["alone_graph_us"] = self.graph_times(problem.alone)
+        found["experts_us"] = self.times(problem.step(problem.owner_call()))
+        send, sent, received = problem.plain_all_to_all()
+        into = send.new_empty(sum(received), send.shape[1])
+        found["plain_us"] = self.times(lambda: dist.all_to_all_single(into, send, received, sent))
+        found["received_slots"] = sum(received)
+        found["plain_bytes"] = (sum(sent) - sent[self.rank]) * send.shape[1] * send.itemsize
+        return found
+
+    def times(self, call: Callable[[], Any]) -> list[float]:
+        """Microseconds of calls that all ranks begin together, after a flush of the cache, the host being ahead."""
+        first = [self._time(call) for _ in range(2)][-1]
+        # Calls may hold collectives, so every rank makes as many.
+        slowest = torch.tensor([first], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        repeats = int(min(_MOST, max(_FEWEST, self.seconds * 1e6 / slowest.item())))
+        return [self._time(call) for _ in range(repeats)]
+
+    def graph_times(self, call: Callable[[], Any]) -> list[float]:
+        """`times` of replays of a CUDA graph of one call."""
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        try:
+            return self.times(graph.replay)
+        finally:
+            graph.reset()
+
+    def _time(self, call: Callable[[], Any]) -> float:
+        if not self.is_gpu:
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e6
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush.zero_()
+        dist.all_reduce(self._mark)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+
+class _Problem:
+    """The arrays of one cell on one rank."""
+
+    def __init__(self, bench: Bench, cell: Cell) -> None:
+        self.bench, self.cell, shape = bench, cell, cell.shape
+        self.placement = Placement.linear(shape.num_experts, bench.size)
+        self.exchange = ExchangeSpec(cell.mode, cell.rows)
+        self.parallel = ExpertParallel(bench.group, self.exchange)
+        self.spec = MoESpec(shape.activation, shape.router)
+        first = bench.rank * self.placement.per_rank
+        self.own = map_arrays(bench.weights, lambda array: array[first : first + self.placement.per_rank])
+        generator = torch.Generator(bench.device).manual_seed(bench.seed + 1 + bench.rank)
+        size = (cell.tokens, shape.d_model)
+        self.x = torch.randn(size, generator=generator, device=bench.device, dtype=torch.bfloat16)
+        logits = [draw_logits("balanced", cell.tokens, shape.num_experts, bench.seed + n) for n in range(bench.size)]
+        top = np.argpartition(-np.stack(logits), shape.top_k - 1, axis=2)[:, :, : shape.top_k]
+        ids, owners = top // self.placement.per_rank, np.arange(bench.size)
+        #: Slots, and tokens that have any, from every home to every owner.
+        self.slots = (ids[..., None] == owners).sum(axis=(1, 2))
+        self.tokens = (ids[..., None] == owners).any(axis=2).sum(axis=1)
+        self.logits = torch.from_numpy(logits[bench.rank]).to(bench.device)
+        self.d_output = torch.randn(size, generator=generator, device=bench.device, dtype=torch.bfloat16)
+
+    def together(self) -> Any:
+        """The expert-parallel forward."""
+        given = self._leaves(self.own)
+        options: dict[str, Any] = {"parallel": self.parallel, "placement": self.placement}
+        return moe(given["x"], given["experts"], RouterLogits(given["logits"]), self.spec, **options)
+
+    def alone(self, *, as_in_a_group: bool = False) -> Any:
+        """This rank's tokens on one device that has all experts; as_in_a_group: in the order of sums of all tokens."""
+        given, spec = self._leaves(self.bench.weights), self.spec
+        if as_in_a_group:
+            tuning = Tuning(expected_tokens=self.bench.size * self.cell.tokens)
+            spec = dataclasses.replace(spec, tuning=tuning)
+        return moe_torch.moe(given["x"], given["experts"], RouterLogits(given["logits"]), spec)
+
+    def owner_call(self) -> Callable[..., Any]:
+        """The products of the slots that this rank receives, without messages."""
+        count, device = int(self.slots[:, self.bench.rank].sum()), self.bench.device
+        rows = torch.randn(count, self.cell.shape.d_model, device=device, dtype=torch.bfloat16)
+        ids = torch.arange(count, dtype=torch.int32, device=device)[:, None] % self.placement.per_rank
+        routing, spec = TopK(ids, torch.ones(count, 1, device=device)), self.owner_spec
+
+        def call() -> Any:
+            x = rows.detach().requires_grad_() if self.cell.training else rows
+            return moe_torch.moe(x, self._leaves(self.own)["experts"], routing, spec)
+
+        return call
+
+    @property
+    def owner_spec(self) -> MoESpec:
+        return owner_spec(self.spec, self.bench.size * self.cell.tokens * self.cell.shape.top_k, self.placement)
+
+    def _leaves(self, experts: ExpertWeights) -> dict[str, Any]:
+        """x, logits and experts, which ask for gradients where a step is trained."""
+
+        def leaf(array: torch.Tensor) -> torch.Tensor:
+            return array.detach().requires_grad_() if self.cell.training else array
+
+        return {"x": leaf(self.x), "logits": leaf(self.logits), "experts": map_arrays(experts, leaf)}
+
+    def step(self, forward: Callable[..., Any]) -> Callable[[], Any]:
+        """What is timed: a forward, and its backward where a step is trained."""
+        if not self.cell.training:
+            return forward
+
+        def step() -> None:
+            output = forward().output
+            rows = self.d_output if len(output) == len(self.d_output) else torch.ones_like(output)
+            output.backward(rows)
+
+        return step
+
+    def plain_all_to_all(self) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Rows of this rank's slots, how many go to every rank, and how many come."""
+        rank = self.bench.rank
+        rows = self.x.new_zeros(self.cell.tokens * self.cell.shape.top_k, self.cell.shape.d_model)
+        return rows, self.slots[rank].tolist(), self.slots[:, rank].tolist()
+
+    def compile_ahead(self) -> int | None:
+        """Compile what the products need, several kernels at a time; None on a CPU."""
+        if not self.bench.is_gpu:
+            return None
+        # The first rank compiles, the others find it done.
+        compiled = 0
+        for turn in (True, False):
+            if turn == (self.bench.rank == 0):
+                compiled = self._compile()
+            dist.barrier()
+        return compiled
+
+    def _compile(self) -> int:
+        tokens, shape = self.cell.tokens, self.cell.shape
+        count = int(self.slots[:, self.bench.rank].sum())
+        routing = TopK(
+            torch.zeros(1, 1, dtype=torch.int32, device=self.bench.device), torch.ones(1, 1, device=self.bench.device)
+        )
+        training = self.cell.training
+        given = (self.x, self.bench.weights, RouterLogits(self.logits))
+        own = (self.x[:1], self.own, routing, self.owner_spec)
+        reports = [
+            moe_torch.warmup(*given, self.spec, tokens=[tokens], training=training),
+            moe_torch.warmup(*own, tokens=[count, self.bench.size * tokens * shape.top_k], training=training),
+        ]
+        return sum(len(report.compiled) for report in reports)
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes that a call takes at its peak beside its arguments, and what its plans add up to."""
+        found: dict[str, Any] = {"link_bytes": self._link_bytes()}
+        if not self.cell.training:
+            found["plan_bytes"] = self._plan_bytes(target_of((self.bench.device.type, 0)))
+        if self.bench.is_gpu:
+            self.bench.free()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.step(self.together)()
+            torch.cuda.synchronize()
+            found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        return found
+
+    def _received(self) -> tuple[int, int]:
+        """Rows that come to this rank, and rows of slots that it has then."""
+        bounds = self._plan().bounds
+        if bounds.back is not None and bounds.receive is not None:
+            return bounds.receive, self.bench.size * bounds.back
+        slots = int(self.slots[:, self.bench.rank].sum())
+        return (slots if self.cell.rows == "slots" else int(self.tokens[:, self.bench.rank].sum())), slots
+
+    def _plan(self) -> Any:
+        sizes = self.cell.tokens, self.cell.shape.top_k, self.cell.shape.d_model, "bfloat16"
+        return plan_exchange(*sizes, self.placement, self.exchange, training=self.cell.training)
+
+    def _plan_bytes(self, target: Target) -> int:
+        """The exchange's buffers, rows of slots where tokens travelled, the products' scratch, and the output."""
+        received, slots = self._received()
+        d_model = self.cell.shape.d_model
+        routing = TopK(ArraySpec((slots, 1), "int32"), ArraySpec((slots, 1), "float32"))
+        experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
+        plan = plan_moe(ArraySpec((slots, d_model), "bfloat16"), experts, routing, self.owner_spec, target)
+        buffers = sum(buffer.bytes for buffer in self._plan().buffers_of(received, slots))
+        copied = slots * d_model * 2 if self.cell.rows == "tokens" else 0
+        return buffers + copied + plan.scratch_bytes + self.cell.tokens * d_model * 2
+
+    def _link_bytes(self) -> int:
+        """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""
+        rank, size = self.bench.rank, self.bench.size
+        bounds, row = self._plan().bounds, self.cell.shape.d_model * 2
+        if bounds.block is not None and bounds.back is not None:
+            return (size - 1) * (bounds.block + bounds.back) * row
+        out = self.slots if self.cell.rows == "slots" else self.tokens
+        away = np.arange(size) != rank
+        return int((out[rank, away].sum() + self.slots[away, rank].sum()) * row)
+
+
+@contextlib.contextmanager
+def joined(setting: Setting, local_rank: int, **where: Any) -> Iterator[Bench]:
+    """A rank of a new group. where: of `init_process_group`."""
+    limit = datetime.timedelta(seconds=max(setting.limit, 10.0))
+    if setting.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=limit, device_id=device, **where)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=limit, **where)
+    with contextlib.nullcontext() if setting.device == "cuda" else moe_torch.cpu_engine("reference"):
+        yield Bench(device, setting.seed, setting.seconds)
+
+
+def attempt(measure: Callable[[Cell], dict[str, Any]], cell: Cell) -> dict[str, Any]:
+    """What a rank found of a cell, or why it found nothing."""
+    try:
+        return measure(cell)
+    except Exception as error:
+        return {"error": reason_of(error)}
+
+
+def serve(setting: Setting, rank: int, store: str, pipe: Any) -> None:
+    """A process that is a rank: it measures the cells that come."""
+    with joined(setting, rank, init_method=f"file://{store}", rank=rank, world_size=setting.ranks) as bench:
+        pipe.send({})
+        while True:
+            pipe.send(attempt(bench.measure, pipe.recv()))
