@@ -167,6 +167,8 @@ class Bench:
         """`times` of replays of a CUDA graph of one call."""
         call()
         torch.cuda.synchronize()
+        # A capture cannot give back what calls before it kept.
+        self.free()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
@@ -224,8 +226,7 @@ class _Problem:
         """This rank's tokens on one device that has all experts; as_in_a_group: in the order of sums of all tokens."""
         given, spec = self._leaves(self.bench.weights), self.spec
         if as_in_a_group:
-            tuning = Tuning(expected_tokens=self.bench.size * self.cell.tokens)
-            spec = dataclasses.replace(spec, tuning=tuning)
+            spec = self.group_spec
         return moe_torch.moe(given["x"], given["experts"], RouterLogits(given["logits"]), spec)
 
     def owner_call(self) -> Callable[..., Any]:
@@ -240,6 +241,11 @@ class _Problem:
             return moe_torch.moe(x, self._leaves(self.own)["experts"], routing, spec)
 
         return call
+
+    @property
+    def group_spec(self) -> MoESpec:
+        """The options of one device with the tokens of all ranks."""
+        return dataclasses.replace(self.spec, tuning=Tuning(expected_tokens=self.bench.size * self.cell.tokens))
 
     @property
     def owner_spec(self) -> MoESpec:
@@ -294,6 +300,7 @@ class _Problem:
         own = (self.x[:1], self.own, routing, self.owner_spec)
         reports = [
             moe_torch.warmup(*given, self.spec, tokens=[tokens], training=training),
+            moe_torch.warmup(*given, self.group_spec, tokens=[tokens]),
             moe_torch.warmup(*own, tokens=[count, self.bench.size * tokens * shape.top_k], training=training),
         ]
         return sum(len(report.compiled) for report in reports)

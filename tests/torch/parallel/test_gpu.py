@@ -46,20 +46,20 @@ def problem_of(pool: Pool, seed: int, tokens: int, dtype: str = "bfloat16", spec
 @every_way
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bit_of_one_gpu(gpus: Pool, way: ExchangeSpec, dtype: str) -> None:
-    for seed, tokens in enumerate((1, 64, 700)):
+    # Kernels are compiled for every dtype and about every number of tokens.
+    for seed, tokens in ((0, 64),) if dtype == "float32" else ((1, 700), (2, 1)):
         problem = problem_of(gpus, seed, tokens, dtype)
         compare_with_one_device(gpus, problem, way, f"{way}, {tokens} tokens", engine="cuda")
 
 
-def test_a_router_and_uneven_tokens(gpus: Pool) -> None:
+def test_a_router_a_shared_expert_and_uneven_tokens(gpus: Pool) -> None:
     spec = MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(4, renormalize=True))
     size = len(gpus.processes)
     placement = placement_of("linear", 10, size)
     for way, tokens in ((WAYS[1], (300,) * size), (WAYS[2], (300,) * size)):
         problem = draw_problem(3, placement, tokens, 4, "masked", "bfloat16", spec, extras=True, sizes=(256, 192))
-        problem = dataclasses.replace(problem, shared=None)
         compare_with_one_device(gpus, problem, way, str(way), engine="cuda")
-    uneven = (400, 0, 33, 7)[:size]
+    uneven = (1300, 0, 33, 7)[:size]
     problem = draw_problem(4, placement, uneven, 4, "random", "bfloat16", PLAIN, sizes=(256, 192))
     compare_with_one_device(gpus, problem, WAYS[0], "uneven", engine="cuda")
 
@@ -80,18 +80,21 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         forward()
+        # A capture waits for the device before it begins.
         torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = forward()
         found = []
+        torch.cuda.set_sync_debug_mode("error")
         for own in given:
             first.x.copy_(own.x)
             first.routing.ids.copy_(own.routing.ids)
             first.routing.weights.copy_(own.routing.weights)
             graph.replay()
-            found.append(output.float().cpu().numpy())
-    return found
+            found.append(output.clone())
+        torch.cuda.set_sync_debug_mode("default")
+    return [output.float().cpu().numpy() for output in found]
 
 
 @over(STATIC)
