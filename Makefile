@@ -17,7 +17,7 @@ GATE_TESTS := tests/runtime/test_compile_gate.py tests/ops/moe/test_pdl.py::test
 HOPPER_TESTS := tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed
 LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py test_capacity.py) tests/modular/test_kernel.py \
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py \
-	tests/jax/test_training.py::test_gradients_are_those_of_a_plain_loop
+	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
 .PHONY: environment parity test faults gate gate-all lint format bench bench-training memcheck soak upstream \
 	maxtext mutate fuzz clean
