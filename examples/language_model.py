@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -114,12 +115,13 @@ def layer_weights(weights: Mapping[str, np.ndarray], block: int, settings: Setti
     return LayerWeights.from_named(arrays, settings.layer_spec(), HUGGING_FACE)
 
 
-def show(losses: Sequence[float]) -> None:
-    """Print at most twenty steps, evenly spaced, and the last one."""
-    every = -(-len(losses) // 20)
-    for step, loss in enumerate(losses):
-        if step % every == 0 or step == len(losses) - 1:
-            print(f"step {step:4}: loss {loss:.6f}")
+def show(step: int, loss: Any, settings: Settings) -> None:
+    """Print a step's loss as soon as it is there: at most twenty steps of a training, evenly spaced, and its last one.
+
+    Only then is the loss, a number or an array of any framework, waited for.
+    """
+    if step % -(-settings.steps // 20) == 0 or step == settings.steps - 1:
+        print(f"step {step:4}: loss {float(loss):.6f}", flush=True)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def train() -> list[float]:
     optimizer = optax.adam(RATE)
 
     @jax.jit
-    def step(adapters: Arrays, moments: Any, frozen: Arrays) -> tuple[Any, Any, jax.Array]:
+    def update(adapters: Arrays, moments: Any, frozen: Arrays) -> tuple[Any, Any, jax.Array]:
         def loss(adapters: Arrays) -> jax.Array:
             return jnp.square(lora(adapters, frozen) - frozen["target"]).mean()
 
@@ -84,17 +84,17 @@ def train() -> list[float]:
         return optax.apply_updates(adapters, updates), moments, value
 
     moments, losses = optimizer.init(adapters), []
-    for _ in range(STEPS):
-        adapters, moments, loss = step(adapters, moments, frozen)
+    for step in range(STEPS):
+        adapters, moments, loss = update(adapters, moments, frozen)
         losses.append(float(loss))
+        if step % 5 == 0 or step == STEPS - 1:
+            print(f"step {step:2}: loss {losses[-1]:.6f}", flush=True)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, frozen)), "the base is what it was"
     return losses
 
 
 def main() -> None:
     losses = train()
-    for step in (*range(0, STEPS, 5), STEPS - 1):
-        print(f"step {step:2}: loss {losses[step]:.6f}")
     assert losses[-1] < 0.7 * losses[0], "the loss falls"
     print("the frozen weights are bitwise what they were")
 

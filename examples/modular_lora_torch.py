@@ -73,20 +73,20 @@ def train() -> list[float]:
 
     trained = [adapter.requires_grad_() for adapter in adapters.values()]
     optimizer, losses = torch.optim.Adam(trained, RATE), []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         loss = (kernel(*arguments) - target).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+        if step % 5 == 0 or step == STEPS - 1:
+            print(f"step {step:2}: loss {losses[-1]:.6f}", flush=True)
     assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.items()), "the base is what it was"
     return losses
 
 
 def main() -> None:
     losses = train()
-    for step in (*range(0, STEPS, 5), STEPS - 1):
-        print(f"step {step:2}: loss {losses[step]:.6f}")
     assert losses[-1] < 0.7 * losses[0], "the loss falls"
     print("the frozen weights are bitwise what they were")
 

@@ -162,18 +162,20 @@ def steps(
 
 
 def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The loss of every step, and the weights after the last one."""
+    """The loss of every step, printed on the way, and the weights after the last one."""
     model = LanguageModel(settings)
-    losses = list(steps(settings, model))
+    losses = []
+    for step, loss in enumerate(steps(settings, model)):
+        losses.append(loss)
+        language_model.show(step, loss, settings)
     return [float(loss) for loss in losses], model.weights()
 
 
 def main() -> None:
-    """Train and print the losses."""
+    """Train; the loss must fall."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     language_model.add_options(parser)
     losses, _ = train(language_model.settings_from(parser.parse_args()))
-    language_model.show(losses)
     assert losses[-1] < losses[0], "the loss falls"
 
 

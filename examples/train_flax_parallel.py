@@ -53,13 +53,17 @@ def run(settings: Settings) -> None:
     )
     with jax.set_mesh(mesh):
         # Every step is waited for: XLA on CPUs has no more than a few programs with collectives at a time.
-        losses = [float(loss) for loss in train_flax.steps(settings, model, place)]
+        losses = []
+        for step, loss in enumerate(train_flax.steps(settings, model, place)):
+            losses.append(float(loss))
+            if jax.process_index() == 0:
+                language_model.show(step, losses[-1], settings)
     if jax.process_index() != 0:
         return
     print(f"{jax.process_count()} processes, {mesh.size} devices, {time.perf_counter() - began:.1f} s with compilation")
+    print("the same on one device:")
     with jax.default_device(jax.local_devices()[0]):
         expected, _ = train_flax.train(settings)
-    language_model.show(losses)
     apart = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
     print(f"losses of one device: at most {apart:.1e} apart")
     assert apart <= TOLERANCE * max(expected) and losses[-1] < losses[0]

@@ -116,27 +116,27 @@ def on_device(tokens: np.ndarray) -> torch.Tensor:
 
 
 def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The loss of every step, and the weights after the last one."""
+    """The loss of every step, printed on the way, and the weights after the last one."""
     model = LanguageModel(settings).to(device())
     optimizer = torch.optim.Adam(
         model.parameters(), settings.learning_rate, language_model.DECAYS, language_model.ADAM_EPSILON
     )
     losses = []
-    for inputs, targets in language_model.batches(settings):
+    for step, (inputs, targets) in enumerate(language_model.batches(settings)):
         loss = model(on_device(inputs), on_device(targets))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        language_model.show(step, losses[-1], settings)
     return torch.stack(losses).tolist(), model.weights()
 
 
 def main() -> None:
-    """Train and print the losses."""
+    """Train; the loss must fall."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     language_model.add_options(parser)
     losses, _ = train(language_model.settings_from(parser.parse_args()))
-    language_model.show(losses)
     assert losses[-1] < losses[0], "the loss falls"
 
 

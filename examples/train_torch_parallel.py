@@ -67,7 +67,7 @@ def train(settings: Settings) -> list[float]:
         model.parameters(), settings.learning_rate, language_model.DECAYS, language_model.ADAM_EPSILON, foreach=False
     )
     rank, each, losses = dist.get_rank(), settings.batch // dist.get_world_size(), []
-    for batch in language_model.batches(settings):
+    for step, batch in enumerate(language_model.batches(settings)):
         inputs, targets = (train_torch.on_device(tokens[rank * each : (rank + 1) * each]) for tokens in batch)
         loss = model(inputs, targets)
         loss.backward()
@@ -77,6 +77,8 @@ def train(settings: Settings) -> list[float]:
         loss = loss.detach()
         dist.all_reduce(loss)
         losses.append(loss / dist.get_world_size())
+        if dist.get_rank() == 0:
+            language_model.show(step, losses[-1], settings)
     return torch.stack(losses).tolist()
 
 
@@ -88,8 +90,8 @@ def run(settings: Settings) -> None:
     losses = train(settings)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {time.perf_counter() - began:.1f} s")
+        print("the same in one process:")
         expected, _ = train_torch.train(settings)
-        language_model.show(losses)
         apart = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
         print(f"losses of one process: at most {apart:.1e} apart")
         assert apart <= TOLERANCE * max(expected) and losses[-1] < losses[0]

@@ -23,17 +23,23 @@ import importlib.util
 import json
 import os
 import pathlib
+import queue
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import venv
+from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXTRAS = "torch,jax,flax,checkpoint,test,bench"
 #: One torch for all CPU runs, so that two of them differ only in what is being tested, and the transformers whose
 #: families the documents list.
 CPU_TORCH, CPU_TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
+#: Seconds after which somebody who waits wants to read something.
+TELL_EVERY = 10
 
 
 def has_cuda_device() -> bool:
@@ -66,19 +72,63 @@ def share_packages(directory: pathlib.Path) -> None:
 def make(directory: pathlib.Path, extras: str, on_gpu: bool, packages_of: pathlib.Path | None = None) -> None:
     """Create the environment and install the project, editable, with `extras` into it."""
     venv.create(directory, clear=True, with_pip=not on_gpu and packages_of is None, symlinks=True)
-    install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     project = ["--editable", f"{ROOT}[{extras}]"]
     if packages_of is not None:
         link_packages(packages_of, directory, extras)
-        subprocess.run([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
+        run_pip([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
     elif on_gpu:
         share_packages(directory)
-        subprocess.run([*install, "--no-build-isolation", *project], check=True)
+        run_pip([*install, "--no-build-isolation", *project])
     else:
         chosen = extras.split(",")
         pinned = [CPU_TORCH] if "torch" in chosen else []
         pinned += [CPU_TRANSFORMERS] if {"test", "transformers", "recipes"} & set(chosen) else []
-        subprocess.run([*install, *pinned, *project], check=True)
+        run_pip([*install, *pinned, *project])
+
+
+def run_pip(command: list[str]) -> None:
+    """Run pip and say what it does: every download of some megabytes, the packages it installs, and every TELL_EVERY
+    seconds that it is still there. All that it printed follows if it fails; raises CalledProcessError."""
+    start, said, doing = time.monotonic(), [], "starting pip"
+
+    def tell() -> None:
+        print(f"  {time.monotonic() - start:4.0f} s  {doing}", flush=True)
+
+    with subprocess.Popen(
+        [*command, "--progress-bar", "off"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pip:
+        assert pip.stdout
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def read(output: Iterable[str]) -> None:
+            for line in output:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, args=(pip.stdout,), daemon=True).start()
+        tell()
+        while True:
+            try:
+                line = lines.get(timeout=TELL_EVERY)
+            except queue.Empty:
+                tell()
+                continue
+            if line is None:
+                break
+            said.append(line)
+            if found := re.match(r"Collecting (\S+)", line):
+                doing = f"looking for {found[1]}"
+            elif found := re.match(r"\s+Downloading (\S+) \((.+)\)", line):
+                doing = f"downloading {found[1].rsplit('/')[-1]}, {found[2]}"
+                if re.search("[MG]B$", found[2]):
+                    tell()
+            elif line.startswith("Installing collected packages"):
+                doing = f"installing {line.count(',') + 1} packages"
+                tell()
+    if pip.returncode:
+        print("".join(said), end="", file=sys.stderr, flush=True)
+        raise subprocess.CalledProcessError(pip.returncode, command)
 
 
 def normalised(name: str) -> str:
