@@ -112,4 +112,4 @@ mutate: environment
 		$(if $(AGAIN),--again)
 
 clean:
-	rm -rf .venv .venv-torch .venv-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

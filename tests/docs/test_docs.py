@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.pages import commands
 from tests.support.paths import ROOT
 from tests.support.runtime.script_server import ScriptServer
 
@@ -208,14 +209,15 @@ def test_broken_links_are_found(tmp_path: pathlib.Path) -> None:
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for page in PAGES for name in re.findall(r"^    make ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    lines = [line for page in PAGES for line in commands(page.read_text())]
+    named = {name for line in lines for name in re.findall(r"(?:^| )make ([a-z-]+)", line)}
     assert {"parity", "test", "lint"} <= named <= targets
 
 
 def test_commands_exist() -> None:
     """Scripts, modules and examples that pages run."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    lines = [line for page in PAGES for line in re.findall(r"^    (\S.*)$", page.read_text(), re.MULTILINE)]
+    lines = [line for page in PAGES for line in commands(page.read_text())]
     named = {match[1] for line in lines if (match := re.match(r"(moe-[a-z]+|moebius-[a-z]+)\b", line))}
     assert {"moe-parity", "moebius-doctor", "moebius-tune", "moebius-convert"} == named == set(scripts)
     modules = {name for line in lines for name in re.findall(r"python -m (benchmarks\.\w+)", line)}

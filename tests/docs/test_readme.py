@@ -1,0 +1,138 @@
+"""The first page: its snippets say what they need, its shell is shell, and its figures are those of the records."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterable
+
+import pytest
+
+from tests.support.pages import commands, shell_blocks
+from tests.support.paths import ROOT
+from tools.snippets import labelled
+
+FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+README = PAGES["README.md"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+#: Extra -> what a block that needs it may import of the packages that are not always there.
+OFFERS = {
+    "torch": {"torch", "moe_torch"},
+    "jax": {"jax", "moe_jax"},
+    "flax": {"jax", "flax", "moe_jax"},
+    "transformers": {"torch", "transformers", "moe_torch"},
+}
+OFFERS["all"] = set().union(*OFFERS.values())
+OPTIONS = {"--index-url": 1, "--quiet": 0}
+
+
+def wrong_arguments(command: str) -> list[str]:
+    """The arguments of a `pip install` that are neither the project with known extras nor what it depends on."""
+    known = {re.split(r"[\[<>=;]", requirement)[0] for group in EXTRAS.values() for requirement in group}
+    words = shlex.split(command)
+    words, wrong = words[words.index("install") + 1 :], []
+    while words:
+        word = words.pop(0)
+        if word in OPTIONS:
+            del words[: OPTIONS[word]]
+            continue
+        name, extras = re.fullmatch(r"([^\[]*)(?:\[(.*)\])?", word).groups()  # type: ignore[union-attr]
+        own = name in (".", "moebius")
+        if own and set((extras or "torch").split(",")) <= set(EXTRAS):
+            continue
+        if own or name not in known - {"moebius"}:
+            wrong.append(word)
+    return wrong
+
+
+def faults_of_shell(block: str) -> list[str]:
+    """Why a reader could not paste a block: it does not parse, or words that explain are no comments."""
+    done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, timeout=20)
+    gaps = [f"no comment: {line}" for line in block.splitlines() if re.search(r"\S {2,}(?!#)\S", line.split(" #")[0])]
+    return [done.stderr] * (done.returncode != 0) + gaps
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_shell_is_shell(page: str) -> None:
+    faults = [fault for block in shell_blocks(PAGES[page]) for fault in faults_of_shell(block)]
+    installs = [command for command in commands(PAGES[page]) if re.search(r"\bpip3? install\b", command)]
+    assert not faults and not [word for command in installs for word in wrong_arguments(command)]
+    assert installs or page != "README.md"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("pip install '.[torch]'     torch alone", "no comment"),
+        ("pip install .[jax] (JAX alone)", "syntax error"),
+        ("make 'parity", "unexpected EOF"),
+    ],
+)
+def test_explanations_that_are_no_comments_are_found(line: str, fault: str) -> None:
+    (block,) = shell_blocks(f"Text\n\n    {line}\n\nText\n")
+    assert any(fault in found for found in faults_of_shell(block))
+
+
+def test_foreign_arguments_of_pip_are_found() -> None:
+    assert wrong_arguments("pip install '.[torch]' torch --index-url https://x 'jax[cuda12]' moebius[all]") == []
+    assert wrong_arguments("pip install '.[torch]' torch alone '.[nonesuch]'") == ["alone", ".[nonesuch]"]
+
+
+def test_every_snippet_says_what_it_needs() -> None:
+    blocks = labelled(README)
+    assert {label for label, _, _ in blocks} == set(OFFERS) <= set(EXTRAS)
+    for label, line, source in blocks:
+        imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
+        imported |= set(re.findall(r", (\w+)", " ".join(re.findall(r"^import .*", source, re.MULTILINE))))
+        needed = imported & OFFERS["all"]
+        assert needed <= OFFERS[str(label)], f"README.md:{line} needs {needed}"
+        smaller = [name for name, offered in OFFERS.items() if needed <= offered < OFFERS[str(label)]]
+        assert not smaller, f"README.md:{line} needs only {smaller}"
+
+
+def test_ci_makes_every_documented_environment() -> None:
+    script = (ROOT / ".ci/run").read_text()
+    made = re.search(r"^for extra in ((?:\w+ ?)+); do$", script, re.MULTILINE)
+    assert made and set(made[1].split()) == set(OFFERS)
+
+
+def between(values: Iterable[float]) -> str:
+    found = sorted(values)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+
+def column(page: str, heading: str) -> list[float]:
+    """The numbers below a heading in the first table of a page that has it."""
+    lines = [line for line in PAGES[page].splitlines() if line[:1] == "|"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    index = next(number for number, row in enumerate(rows) if heading in row and set(lines[number + 1]) <= set("|- :"))
+    place, width = rows[index].index(heading), len(rows[index])
+    below = [row[place] for row in rows[index + 1 :] if len(row) == width]
+    return [float(cell) for cell in below if re.fullmatch(r"\d+(\.\d+)?", cell)]
+
+
+def test_figures_beside_peers_are_those_of_the_records() -> None:
+    rows = {line.split("|")[1].strip(" *`[").split("]")[0]: line for line in README.splitlines() if line[:1] == "|"}
+    forward, training = "docs/user/performance.md", "docs/notebook/2026-11-22-training-step.md"
+    assert f"takes {between(column(forward, 'over triton_kernels'))} of its time" in rows["triton_kernels"]
+    assert f"takes {between(column(forward, 'over grouped_mm'))} of its time" in rows["torch's `grouped_mm"]
+    assert f"took {between(column(training, 'SonicMoE / dense'))} times" in rows["SonicMoE"]
+    assert f"ours {between(column(training, 'step / dense'))} |" in rows["SonicMoE"]
+    theirs = json.loads((ROOT / "benchmarks/vllm_h200.json").read_text())["microseconds"]
+    ratios = []
+    for name in ("forward-h200", "forward-many-h200"):
+        for row in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]:
+            cell = theirs.get(row["shape"], {}).get(str(row["tokens"]), {"active": None})
+            if row["routing"] == "balanced" and cell["active"] == row["active_experts"]:
+                ratios.append(row["torch_us"] / cell["us"])
+    assert f"takes {between(ratios)} of its experts alone" in rows["vLLM"]
+    kept = [other / ours for ours, other in zip(column("docs/user/training.md", "Moebius"), SCATTERMOE, strict=True)]
+    assert f"{min(kept):.1f} to {max(kept):.1f} times as many bytes" in rows["ScatterMoE"]
+
+
+SCATTERMOE = column("docs/user/training.md", "ScatterMoE")

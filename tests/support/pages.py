@@ -1,0 +1,26 @@
+"""What pages hold: blocks of shell, for the tests of several of them."""
+
+from __future__ import annotations
+
+import re
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?:\A|^\n)((?:^ {4}.*\n)+)", re.MULTILINE)
+#: How a block set apart by four spaces begins if it is shell; the others are formulas and what programs print.
+_COMMAND = re.compile(
+    r"(?:\w+=\S* )*(?:\.ci/\w+|git|export|make|pip|pytest|python|torchrun|moe-\w+|moebius-\w+)(?: |$)"
+)
+
+
+def shell_blocks(text: str) -> list[str]:
+    """Every block of shell: fenced and called so, or set apart by four spaces and beginning with a command."""
+    fenced = [fence[2] for fence in _FENCE.finditer(text) if fence[1] in ("sh", "bash", "shell", "console")]
+    indented = [re.sub("^ {4}", "", block, flags=re.MULTILINE) for block in _INDENTED.findall(_FENCE.sub("", text))]
+    return fenced + [block for block in indented if _COMMAND.match(block)]
+
+
+def commands(text: str) -> list[str]:
+    """The lines of every block of shell, without comments."""
+    lines = [line for block in shell_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+    bare = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
+    return [line for line in bare if line]
