@@ -1,0 +1,70 @@
+"""Calls with other numbers of tokens: kernels that are compiled once, and memory that the plan says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from moe_core.base.target import Target
+from moe_core.parallel import ExchangeSpec
+from moe_core.plan.steps import KernelLaunch
+from moe_core.runtime.warmup import kernel_identity
+from moe_torch.bridge.operator import Operator
+from tests.support.parallel.placements import placement_of
+from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.torch import run_rank
+from tests.support.parallel.twins import PLAIN, draw_problem
+from tests.support.parallel.ways import every_way
+
+__all__ = ["ranks"]
+
+
+LOADS = ("random", "hot_rank", "hot_expert", "empty_rank")
+#: Numbers of tokens of a warm-up, with every load and each rank without rows, and of the calls after it, all different.
+WARM, SIZES = (200, 399) * 6, tuple(np.random.default_rng(0).permutation(np.arange(200, 400)).tolist())
+
+
+def kernels_of_calls(group: Any, sizes: tuple[int, ...], way: ExchangeSpec, differentiated: bool) -> list[int]:
+    """How many kernels a GPU has compiled after each call with so many tokens a rank.
+
+    Every operator of a call is planned for an H100 too: a kernel is compiled for each `kernel_identity` that is new.
+    """
+    kernels: set[Any] = set()
+    plans: list[Any] = []
+    real = Operator.plan
+
+    def planned(self: Operator, tensors: Any, options: str, target: Target) -> Any:
+        plans.append(real(self, tensors, options, Target("cuda", 90, 132)))
+        return real(self, tensors, options, target)
+
+    for one in gc.get_objects():
+        if issubclass(type(one), Operator):
+            one._cache.clear()
+    counts, placement = [], placement_of("round_robin", 6, 2)
+    with mock.patch.object(Operator, "plan", planned):
+        for number, tokens in enumerate(sizes):
+            load = LOADS[number % len(LOADS)]
+            problem = draw_problem(number, placement, (tokens, tokens), 3, load, "bfloat16", PLAIN, sizes=(16, 16))
+            run_rank(group, problem, way, "reference", differentiated, None)
+            assert plans or tokens in sizes[:number], "another number of tokens is planned anew"
+            for plan in plans:
+                kernels |= {kernel_identity(plan, step) for step in plan.steps if isinstance(step, KernelLaunch)}
+            plans.clear()
+            counts.append(len(kernels))
+    return counts
+
+
+@every_way
+def test_other_numbers_of_tokens_compile_no_other_kernel(ranks: Pool, way: ExchangeSpec) -> None:
+    """200 of them forward with the default way, and some with a backward with the others."""
+    many = way == ExchangeSpec()
+    sizes = (*WARM, *(SIZES if many else SIZES[:12]))
+    for counts in ranks.call(kernels_of_calls, [(sizes, way, not many)] * 2):
+        assert counts[0] > (5 if many else 10)
+        np.testing.assert_array_equal(counts[len(WARM) :], counts[len(WARM) - 1])
