@@ -4,7 +4,9 @@
     python examples/train_torch_parallel.py                         # starts four ranks on this CPU
 
 Every rank has the whole model but the experts, of which it has a part, and a part of the batch. Gradients of experts
-have the bits of one process. All others are sums over ranks in another order, so losses differ by rounding.
+have the bits of one process. All others are sums over ranks in another order, so losses differ by rounding. With
+--ordered they are added up in the order of ranks, which costs an all-gather: training then has, bit by bit, the losses
+and gradients of one process that computes everything but the experts for each part of the batch by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +43,17 @@ def experts(block: Any, parallel: ExpertParallel, x: torch.Tensor) -> tuple[torc
     return y, language_model.BALANCE * balance + language_model.Z * z
 
 
-def average_gradients(model: torch.nn.Module, parallel: ExpertParallel) -> None:
+def add_up(values: torch.Tensor, ordered: bool) -> None:
+    """Make values their sum over ranks; ordered: rank 0's first, then rank 1's, and so on."""
+    if not ordered:
+        dist.all_reduce(values)
+        return
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values)
+    values.copy_(functools.reduce(torch.add, parts))
+
+
+def average_gradients(model: torch.nn.Module, parallel: ExpertParallel, ordered: bool) -> None:
     """Make every gradient that of the mean loss of all ranks."""
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad
@@ -49,12 +61,12 @@ def average_gradients(model: torch.nn.Module, parallel: ExpertParallel) -> None:
             # It is the sum over all ranks' tokens already.
             gradient /= parallel.gradient_divisor
         else:
-            dist.all_reduce(gradient)
+            add_up(gradient, ordered)
             gradient /= dist.get_world_size()
 
 
-def train(settings: Settings) -> list[float]:
-    """The loss of every step, in the mean over ranks."""
+def train(settings: Settings, ordered: bool = False) -> list[float]:
+    """The loss of every step, in the mean over ranks. ordered: see `add_up`."""
     device = train_torch.device()
     parallel = ExpertParallel(init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",)))
     model = train_torch.LanguageModel(settings).to(device)
@@ -71,23 +83,23 @@ def train(settings: Settings) -> list[float]:
         inputs, targets = (train_torch.on_device(tokens[rank * each : (rank + 1) * each]) for tokens in batch)
         loss = model(inputs, targets)
         loss.backward()
-        average_gradients(model, parallel)
+        average_gradients(model, parallel, ordered)
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
-        dist.all_reduce(loss)
+        add_up(loss, ordered)
         losses.append(loss / dist.get_world_size())
         if dist.get_rank() == 0:
             language_model.show(step, losses[-1], settings)
     return torch.stack(losses).tolist()
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, ordered: bool) -> None:
     """Train on all ranks, and on the first one alone; print both there."""
     assert settings.batch % dist.get_world_size() == 0, "every rank gets as many sequences"
     assert settings.dtype == "float32", "the experts compute in the dtype of their weights here"
     began = time.perf_counter()
-    losses = train(settings)
+    losses = train(settings, ordered)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {time.perf_counter() - began:.1f} s")
         print("the same in one process:")
@@ -98,27 +110,29 @@ def run(settings: Settings) -> None:
     dist.destroy_process_group()
 
 
-def run_rank(rank: int, settings: Settings, store: str) -> None:
+def run_rank(rank: int, settings: Settings, ordered: bool, store: str) -> None:
     """One of the processes that `main` starts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    run(settings)
+    run(settings, ordered)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     language_model.add_options(parser)
-    settings = language_model.settings_from(parser.parse_args())
+    parser.add_argument("--ordered", action="store_true", help="add gradients up in the order of ranks")
+    options = parser.parse_args()
+    settings = language_model.settings_from(options)
     if dist.is_torchelastic_launched():
         if torch.cuda.is_available():
             torch.cuda.set_device(distributed.get_node_local_rank())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        run(settings)
+        run(settings, options.ordered)
         return
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         # Forks, which import nothing again.
-        multiprocessing.start_processes(run_rank, (settings, store), RANKS, start_method="fork")
+        multiprocessing.start_processes(run_rank, (settings, options.ordered, store), RANKS, start_method="fork")
 
 
 if __name__ == "__main__":
