@@ -24,6 +24,7 @@ from moe_torch.modular.deep_gemm import (
 )
 from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts, DeepGemmExperts
+from moe_torch.modular.expert_parallel import MoEPrepareAndFinalizeAllToAll, MoEPrepareAndFinalizeNaiveEP
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute as FusedMoEExpertsModular
 from moe_torch.modular.gpt_oss import (
@@ -70,6 +71,8 @@ __all__ = [
     "FusedMoEPrepareAndFinalizeModular",
     "FusedMoEQuantConfig",
     "GatherIndx",
+    "MoEPrepareAndFinalizeAllToAll",
+    "MoEPrepareAndFinalizeNaiveEP",
     "MoEPrepareAndFinalizeNoEP",
     "OAITritonExperts",
     "PreparedTokens",

@@ -158,6 +158,14 @@ class TritonOrDeepGemmExperts(StandardExperts):
         """The member of the whole: a chunk alone may have too few tokens for it, and other bits on the other one."""
         return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)
 
+    def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:
+        """The same experts, both members, whose sums have the order of such a batch."""
+        changed = super().adding_as(num_tokens, num_experts)
+        changed.triton_expert = self.triton_expert.adding_as(num_tokens, num_experts)
+        if self.deep_gemm_expert is not None:
+            changed.deep_gemm_expert = self.deep_gemm_expert.adding_as(num_tokens, num_experts)
+        return changed
+
     def _members(self) -> list[FusedMoEPermuteExpertsUnpermute]:
         own = self.deep_gemm_expert
         return [self.triton_expert] if own is None else [self.triton_expert, own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import dataclasses
 import types
 from typing import Any, TypeVar
 
@@ -276,6 +277,13 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """The same experts, whose sums in every chunk of x `[M, K]` have the order of the whole: true of classes that
         support chunking. The modular kernel calls it before it splits a batch."""
         return self
+
+    def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:
+        """The same experts, whose sums have the order of a batch of so many tokens and experts, a shallow copy."""
+        tuning = Tuning() if self.tuning is None else self.tuning
+        changed = copy.copy(self)
+        changed.tuning = dataclasses.replace(tuning, expected_tokens=max(1, num_tokens), expected_experts=num_experts)
+        return changed
 
     @staticmethod
     def _supports_current_device() -> bool:

@@ -35,7 +35,7 @@ class _Chunks(NamedTuple):
 
 _PREPARE = (
     *("a1", "a1_scale", "a2_scale", "topk_weights", "topk_ids", "num_experts", "expert_map"),
-    *("apply_router_weight_on_input", "quant_config", "defer_input_quant"),
+    *("apply_router_weight_on_input", "quant_config", "defer_input_quant", "num_local_experts"),
 )
 #: As many of them does our own `prepare` take.
 _OURS = 8
@@ -98,8 +98,9 @@ class FusedMoEModularKernel(torch.nn.Module):
     chunk_size: experts get at most so many tokens at a time, which bounds the workspaces; a multiple of 16, None = all.
     The result is bitwise that of all tokens at once: every chunk adds up in the order of the whole batch. All tokens
     run at once on the reference engine, whose order depends on the batch, and under `torch.compile`. workspaces:
-    scratch to share with other kernels, None = its own. Raises InvalidInput where the formats of the two parts differ,
-    and for a chunk_size that the experts cannot do.
+    scratch to share with other kernels, None = its own. shared_experts: a function of hidden_states, run while tokens
+    are on their way to other ranks; the kernel then returns (its result, output). Raises InvalidInput where the formats
+    of the two parts differ, and for a chunk_size that the experts cannot do.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         *,
         chunk_size: int | None = None,
         workspaces: Workspaces | None = None,
+        shared_experts: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         require_instance("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize)
@@ -133,6 +135,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         self.prepare_finalize, self.fused_experts, self.chunk_size = prepare_finalize, fused_experts, chunk_size
         self._parts = _parts_of(prepare_finalize)
         self.workspaces = Workspaces() if workspaces is None else workspaces
+        self.shared_experts = shared_experts
 
     def forward(
         self,
@@ -152,7 +155,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         a1_scale: torch.Tensor | None = None,
         a2_scale: torch.Tensor | None = None,
         apply_router_weight_on_input: bool = False,
-    ) -> torch.Tensor:
+    ) -> Any:
         """output `[M, K]` of hidden_states `[M, K]`, in their dtype: bf16, fp16 or fp32, that of w1 and w2.
 
         w1, w2: in the weight_layout of the experts. topk_weights floats, topk_ids integers `[M, topk]`, -1 = no expert;
@@ -161,22 +164,26 @@ class FusedMoEModularKernel(torch.nn.Module):
         points: in addition to those of the experts' quant_config. apply_router_weight_on_input: on hidden_states, once
         (topk 1). Raises InvalidInput, Unsupported.
         """
-        ids = as_ids(topk_ids)
-        weights = as_weights(topk_weights, ids)
-        experts = self.fused_experts
-        if not (w1_scale is w2_scale is w1_zp is w2_zp is a1_scale is a2_scale is None):
-            scales = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
-            arrays = dict(zip(QUANTIZATION_ARRAYS, scales, strict=True))
-            experts = experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
-        experts, w1, w2 = experts.as_stored(w1, w2)
-        size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
-        if global_num_experts == -1:
-            global_num_experts = size.E if expert_map is None else expert_map.shape[0]
-        scratch, on_input = self.workspaces.here(hidden_states.device), apply_router_weight_on_input
-        output = _output_for(hidden_states, inplace, scratch)
         part, parts = self.prepare_finalize, self._parts
         if parts.of is not part:
             parts = self._parts = _parts_of(part)
+        try:
+            ids = as_ids(topk_ids)
+            weights = as_weights(topk_weights, ids)
+            experts = self.fused_experts
+            if not (w1_scale is w2_scale is w1_zp is w2_zp is a1_scale is a2_scale is None):
+                scales = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
+                arrays = dict(zip(QUANTIZATION_ARRAYS, scales, strict=True))
+                experts = experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
+            experts, w1, w2 = experts.as_stored(w1, w2)
+            size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
+            if global_num_experts == -1:
+                global_num_experts = size.E if expert_map is None else expert_map.shape[0]
+            scratch, on_input = self.workspaces.here(hidden_states.device), apply_router_weight_on_input
+            output = _output_for(hidden_states, inplace, scratch)
+        except (InvalidInput, Unsupported):
+            part.tell_failure(hidden_states.device)
+            raise
         prepare: Callable[..., Any] = part.prepare_async if parts.asynchronous else part.prepare
         finalize: Callable[..., Any] = part.finalize_async if parts.asynchronous else part.finalize
         prepared: Any
@@ -185,8 +192,9 @@ class FusedMoEModularKernel(torch.nn.Module):
         if parts.prepare is None:
             prepared = prepare(*tokens)
         else:
-            values: tuple[Any, ...] = (*tokens, experts.quant_config, experts.expects_unquantized_inputs)
+            values: tuple[Any, ...] = (*tokens, experts.quant_config, experts.expects_unquantized_inputs, size.E)
             prepared = prepare(**{name: values[place] for name, place in parts.prepare})
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         if parts.asynchronous:
             prepared = _received(prepared)
         if not isinstance(prepared, PreparedTokens):
@@ -197,6 +205,8 @@ class FusedMoEModularKernel(torch.nn.Module):
         given_ids = ids if prepared.topk_ids is None else as_ids(prepared.topk_ids)
         given_weights = weights if prepared.topk_weights is None else as_weights(prepared.topk_weights, given_ids)
         routing = (given_weights, given_ids)
+        if prepared.batch is not None:
+            experts = experts.adding_as(*prepared.batch)
         impl = experts.finalize_weight_and_reduce_impl()
         place = output if part.writes_output(impl) else None
         if prepared.a1q is not hidden_states:
@@ -211,7 +221,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             found = finalize(**{name: results[place] for name, place in parts.finalize})
         if parts.asynchronous:
             _received(found)
-        return output
+        return output if self.shared_experts is None else (shared, output)
 
     def _check(
         self,

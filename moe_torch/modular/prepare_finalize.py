@@ -25,7 +25,8 @@ class PreparedTokens:
 
     a1q: the activations in the class's format. expert_num_tokens: int32 `[E]`, of the batched format. topk_ids,
     topk_weights `[M', topk]`: of the tokens in a1q where these are others than the caller's, as after a dispatch to
-    other ranks; None = the caller's. handle: whatever `finalize` of the same class wants to know.
+    other ranks; None = the caller's. handle: whatever `finalize` of the same class wants to know. batch: the slots and
+    the experts of all ranks, where the experts' sums are to have the order that these have on one device.
     """
 
     a1q: torch.Tensor
@@ -34,6 +35,7 @@ class PreparedTokens:
     topk_ids: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     handle: Any = None
+    batch: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
         return iter((self.a1q, self.a1q_scale, self.expert_num_tokens))
@@ -47,8 +49,8 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     or all-to-all). The modular kernel passes the one's result to the other.
 
     The modular kernel passes `prepare` and `finalize` what their parameters name, so that all published lists work: a
-    subclass may take quant_config and defer_input_quant, leave the scales out, or leave out what finalize is not
-    interested in. `prepare` may return PreparedTokens, or the published tuple of 3 or 5.
+    subclass may take quant_config, defer_input_quant and num_local_experts (those of w1), leave the scales out, or
+    leave out what finalize is not interested in. `prepare` may return PreparedTokens, or the published tuple of 3 or 5.
     """
 
     @property
@@ -109,6 +111,10 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     def finalize_async(self, *arguments: Any, **named: Any) -> Any:
         """`finalize` that does not wait for other ranks; its arguments."""
         raise Unsupported(f"{type(self).__name__} has no finalize_async; let supports_async return False")
+
+    def tell_failure(self, device: torch.device) -> None:
+        """What the kernel calls where it raises before `prepare`, so that no other rank waits for it."""
+        return
 
     def topk_indices_dtype(self) -> torch.dtype | None:
         """What `prepare` wants ids to be, None = int32."""

@@ -30,7 +30,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.parallel.dense import shared_output
-from moe_torch.parallel.exchange import physical_ids
+from moe_torch.parallel.exchange import Places, physical_ids
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.routes import check_headers, make_routes, tell_failure
@@ -172,20 +172,12 @@ class Exchange:
                 dense = shared_output(x.detach(), wide[1], shared, experts, spec, group)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
-            first_token = 0
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
             tell_peers(self.parallel, placement, device)
             raise
         plan = self.plan
-        if plan.spec.mode != "all_to_all" and not x.is_cuda:
-            # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel
-            # with the routing, and the output is NaN where they differ.
-            check_headers(self.ranks, plan.header, x.device)
-        if placement.has_replicas:
-            tokens = self.ranks.all_gather(torch.tensor([len(x)], device=x.device), "tokens")
-            first_token = tokens[: self.ranks.rank].sum()
-        places, invalid_ids = physical_ids(ids, placement, first_token=first_token, token_mask=mask)
+        places, invalid_ids = places_of(self.ranks, plan, ids, mask)
         routes = make_routes(self.ranks, plan, places, weights)
         rows, row_weights = Dispatch.apply(routes, x.detach(), wide[0], weights)
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
@@ -256,6 +248,19 @@ class Exchange:
         )
         sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
         return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked)
+
+
+def places_of(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None = None) -> Places:
+    """Where the slots of this rank's ids int32 `[T, K]` go, after the first messages of an exchange, if it has any."""
+    if plan.spec.mode != "all_to_all" and not ids.is_cuda:
+        # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel with
+        # the routing, and the output is NaN where they differ.
+        check_headers(ranks, plan.header, ids.device)
+    first_token = 0
+    if plan.placement.has_replicas:
+        tokens = ranks.all_gather(torch.tensor([len(ids)], device=ids.device), "tokens")
+        first_token = tokens[: ranks.rank].sum()
+    return physical_ids(ids, plan.placement, first_token=first_token, token_mask=token_mask)
 
 
 def tell_peers(parallel: ExpertParallel, placement: Placement, device: torch.device) -> None:

@@ -24,6 +24,10 @@ APPLY = (
 SHAPES = "M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation"
 REDUCE = "output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input"
 PREPARE = "a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input"
+NEWEST_PREPARE = (
+    "a1, topk_weights, topk_ids, num_experts, expert_map=None, apply_router_weight_on_input=False, "
+    "quant_config=modular.FUSED_MOE_UNQUANTIZED_CONFIG, defer_input_quant=True"
+)
 EXPERTS = "FusedMoEPermuteExpertsUnpermute"
 #: Name -> its published parameters. More parameters, all with defaults, may follow.
 SIGNATURES = {
@@ -37,6 +41,8 @@ SIGNATURES = {
     "FusedMoEPrepareAndFinalize.finalize": REDUCE,
     "MoEPrepareAndFinalizeNoEP.prepare": PREPARE,
     "MoEPrepareAndFinalizeNoEP.finalize": REDUCE,
+    "MoEPrepareAndFinalizeNaiveEP.prepare_async": NEWEST_PREPARE,
+    "MoEPrepareAndFinalizeNaiveEP.finalize_async": REDUCE,
     "BatchedPrepareAndFinalize": "max_num_tokens, num_local_experts",
     "BatchedPrepareAndFinalize.prepare": PREPARE,
     "BatchedPrepareAndFinalize.finalize": REDUCE,
@@ -128,7 +134,7 @@ def found(dotted: str, start: Any = modular) -> Any:
 
 def published(text: str) -> Callable[..., None]:
     """A function with these parameters."""
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"modular": modular}
     exec(f"def f({text}): pass", scope)
     return scope["f"]
 

@@ -1,0 +1,304 @@
+"""Prepare and finalize that cross ranks: tokens go to the experts' ranks, and come home with the bits of one device."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.types import FusedMoEActivationFormat
+from moe_core.modular.weights import rows_are_alone
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import ExchangePlan, plan_exchange
+from moe_core.parallel.spec import ExchangeSpec
+from moe_torch.bridge.options import DTYPE_NAMES, require_instance
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens, weighted_input
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
+from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
+from moe_torch.modular.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from moe_torch.parallel.forward import ExpertParallel, places_of, tell_peers
+from moe_torch.parallel.function import Combine, Dispatch, uses_of
+from moe_torch.parallel.routes import Routes, start_routes
+
+_DELEGATE = TopKWeightAndReduceDelegate()
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Two halves: what is called while messages travel, and what waits for them and returns.
+Halves = tuple[Callable[[], None], Callable[[], Any]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _eager(function: Function) -> Function:
+    """A function that `torch.compile` leaves alone: in compiled programs a call is a graph break."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        # `torch.compiler.disable` imports Dynamo, which takes a second.
+        called = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+        return called(*arguments, **named)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(Function, run)
+
+
+class _Attached(torch.autograd.Function):
+    """`(rows, source) -> rows`, with a gradient of source that is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: torch.Tensor) -> Any:
+        return None, torch.zeros_like(*ctx.saved_tensors)
+
+
+class AcrossRanks(FusedMoEPrepareAndFinalize):
+    """What both exchanges share; format Standard. All ranks of a group call the kernel, in the same order.
+
+    A row that an owner gets is one slot: a token with one expert, whose weighted result goes home as a row. There the
+    rows of a token are added in fp32 in the order k = 0..topk-1, with one cast. Output and gradients have the bits that
+    the same kernel has on one device, with the tokens of all ranks in the order of ranks and all experts.
+
+    Args:
+        mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group.
+        placement: which experts lie on which rank. w1 and w2 are the `placement.per_rank` places of this rank, in the
+            order of `placement.owners[rank]`; what an empty place holds is not read.
+        exchange: how rows travel, None = `ExchangeSpec(mode)` of the class's mode.
+        max_tokens: the most tokens that a rank has in one call, None = any number.
+        timeout: seconds that a message may take on a CPU, None = what the group was made with.
+
+    A call may bring the rank's expert_map, which must say what placement says; it is compared when it is first seen.
+    Rows beyond a bound of the exchange make the output of their tokens NaN.
+
+    Raises:
+        InvalidInput: arguments that do not fit together, ranks that disagree.
+        PeerFailed: another rank raised before it sent anything; its own error says why.
+        Unsupported: what `moe_torch.parallel.ExpertParallel` cannot do, `on_overflow="drop"`, activations with one
+            scale that is found from all rows, and gradients of replicas.
+        RuntimeError: a message that failed, because a rank died or is late.
+    """
+
+    mode: ClassVar[str]
+    activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
+    maps_experts = property(lambda self: True)
+
+    def __init__(
+        self,
+        mesh: Any,
+        placement: Placement,
+        *,
+        exchange: ExchangeSpec | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        require_instance("placement", placement, Placement)
+        exchange = ExchangeSpec(self.mode) if exchange is None else exchange
+        self.parallel = ExpertParallel(mesh, exchange, max_tokens, timeout=timeout)
+        self.placement = placement
+        name, ranks = type(self).__name__, self.parallel.ranks()
+        if exchange.mode != self.mode:
+            raise InvalidInput(f"exchange.mode must be {self.mode!r} for {name}, got {exchange.mode!r}; leave it out")
+        if exchange.on_overflow == "drop":
+            raise Unsupported(f"exchange.on_overflow must be 'error' for {name}, which has nobody to tell, got 'drop'")
+        if placement.num_ranks != ranks.size:
+            raise InvalidInput(
+                f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
+            )
+        self._known_map: Callable[[], torch.Tensor | None] | None = None
+
+    def supports_async(self) -> bool:
+        return True
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.parallel.max_tokens
+
+    def num_dispatchers(self) -> int:
+        return self.placement.num_ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def tell_failure(self, device: torch.device) -> None:
+        tell_peers(self.parallel, self.placement, device)
+
+    def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
+        """`prepare_async`, and what it returns, called."""
+        return _finished(self.prepare_async(*arguments, **named))
+
+    def finalize(self, *arguments: Any, **named: Any) -> None:
+        """`finalize_async`, and what it returns, called."""
+        _finished(self.finalize_async(*arguments, **named))
+
+    @_eager
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
+        defer_input_quant: bool = True,
+        num_local_experts: int | None = None,
+    ) -> Halves:
+        """(hook, receiver): the hook sends rows once the counts are known, the receiver waits for those that come. What
+        the caller does before either of them runs while messages travel.
+
+        a1 `[M, K]` and its weights and ids `[M, topk]` are this rank's. Rows travel as they are, whatever
+        defer_input_quant says: experts quantise each row alike. num_experts: of all ranks. num_local_experts: of w1.
+        """
+        try:
+            # A number that is this rank's own is what the kernel says where the caller has said nothing.
+            if num_experts not in (self.placement.num_experts, num_local_experts, -1):
+                raise InvalidInput(
+                    f"num_experts must be {self.placement.num_experts}, those of {self.placement}, got {num_experts}; "
+                    "pass global_num_experts"
+                )
+            self._check_experts(expert_map, num_local_experts, quant_config)
+            ids = as_ids(topk_ids)
+            weights = as_weights(topk_weights, ids)
+            x = weighted_input(a1, weights, apply_router_weight_on_input)
+            plan = self._plan(x, ids)
+            wide = uses_of(x, 1)[0]
+        except Exception:
+            self.tell_failure(a1.device)
+            raise
+        ranks = self.parallel.ranks()
+        found = start_routes(ranks, plan, places_of(ranks, plan, ids).places, weights)
+        begun: list[Any] = []
+
+        def hook() -> None:
+            if not begun:
+                routes = found()
+                begun.extend((routes, routes.start_push(x.detach(), "rows")))
+
+        def receiver() -> PreparedTokens:
+            hook()
+            routes, arriving = begun
+            rows, row_weights = Dispatch.apply(routes, arriving, wide, weights)
+            batch = routes.group_tokens * plan.top_k, self.placement.num_experts
+            return PreparedTokens(rows, None, None, routes.ids, row_weights, routes, batch)
+
+        if self.mode != "all_to_all":
+            # Nothing is counted, so that nothing has to be waited for.
+            hook()
+        return _eager(hook), _eager(receiver)
+
+    @_eager
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
+        prepared: PreparedTokens | None = None,
+    ) -> Callable[[], None]:
+        """The receiver: it waits for the rows that come home, and adds them up into output `[M, K]`."""
+        routes = None if prepared is None else prepared.handle
+        if prepared is None or not isinstance(routes, Routes):
+            raise InvalidInput(
+                f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
+                f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
+            )
+        impl = weight_and_reduce_impl
+        if isinstance(impl, TopKWeightAndReduceDelegate):
+            impl = TopKWeightAndReduceContiguous()
+        weights, ids = prepared.topk_weights, prepared.topk_ids
+        assert weights is not None and ids is not None
+        rows = impl.apply(None, fused_expert_output, weights, ids, apply_router_weight_on_input)
+        if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
+            # Experts that touch nothing where no row has come; other ranks wait for this one's backward all the same.
+            rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
+        arriving = routes.start_pull(rows.detach().contiguous(), "results")
+
+        def receiver() -> None:
+            if torch.is_grad_enabled() and rows.requires_grad:
+                sums: Any = Combine.apply(routes, rows, None, None, output.dtype, arriving)
+                output.copy_(sums)
+                return
+            came, at_home = arriving(), routes.at_home
+            if len(came):
+                sum_by_token(output, came, at_home.row_of_slot, at_home.spec.top_k, "row")
+            else:
+                output.zero_()
+            if routes.spoilt is not None:
+                output.masked_fill_(routes.spoilt[:, None], torch.nan)
+
+        return _eager(receiver)
+
+    def _check_experts(
+        self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig
+    ) -> None:
+        if num_local_experts not in (None, self.placement.per_rank):
+            raise InvalidInput(
+                f"w1 must have the {self.placement.per_rank} places of this rank, got {num_local_experts} experts; "
+                "take those of placement.owners[rank], in that order"
+            )
+        if not rows_are_alone(quant_config):
+            raise Unsupported(
+                f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
+                "one of all rows would be each rank's own; give a1_scale and a2_scale"
+            )
+        known = None if self._known_map is None else self._known_map()
+        if expert_map is None or known is expert_map:
+            return
+        owned = self.placement.owners[self.parallel.ranks().rank]
+        local = [owned.index(expert) if expert in owned else -1 for expert in range(self.placement.num_experts)]
+        if expert_map.tolist() != local:
+            raise InvalidInput(
+                f"expert_map must be {local}, as {self.placement} has this rank's experts, got {expert_map.tolist()}; "
+                "leave it out, or make the placement that it is of"
+            )
+        self._known_map = weakref.ref(expert_map)
+
+    def _plan(self, x: torch.Tensor, ids: torch.Tensor) -> ExchangePlan:
+        most = self.parallel.max_tokens
+        if most is not None and len(x) > most:
+            raise InvalidInput(f"a1 must have at most max_tokens = {most} rows, got {len(x)}; raise max_tokens")
+        if x.dtype not in _DTYPES or x.dim() != 2 or len(ids) != len(x):
+            raise InvalidInput(
+                f"a1 must be bf16, fp16 or fp32 [{len(ids)}, K], a row for each of topk_ids, got {x.dtype} "
+                f"{list(x.shape)}; prepare tokens as they are"
+            )
+        sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
+        return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=torch.is_grad_enabled())
+
+
+def _finished(halves: Any) -> Any:
+    hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
+    if hook is not None:
+        hook()
+    return receiver()
+
+
+class MoEPrepareAndFinalizeNaiveEP(AcrossRanks):
+    """Every rank gets the tokens of all ranks, in an all-gather, and computes its experts' slots.
+
+    For few tokens, as many on every rank. The host reads nothing, so that on a GPU a CUDA graph may capture it; there
+    ranks that disagree make the output NaN. See `AcrossRanks`.
+    """
+
+    mode = "all_gather"
+
+
+class MoEPrepareAndFinalizeAllToAll(AcrossRanks):
+    """Ranks tell each other how many rows come, which the host reads once, then send those rows and no others.
+
+    Ranks may have different numbers of tokens, also none. See `AcrossRanks`.
+    """
+
+    mode = "all_to_all"
