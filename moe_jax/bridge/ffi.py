@@ -30,6 +30,7 @@ from moe_core.plan.steps import KEY_LENGTH, LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.runtime.prepared import Prepared
+from moe_jax.bridge.ending import wait_at_exit
 from moe_jax.bridge.tvm import import_tvm_ffi
 
 try:
@@ -102,6 +103,8 @@ def publish(plan: LaunchPlan, platform: str, device_indices: Iterable[int]) -> N
 
 
 def _make_runnable(plan: LaunchPlan, platform: str, index: int) -> _Runnable:
+    if platform == "cpu":
+        wait_at_exit()
     specs = [buffer.spec for buffer in (*plan.inputs, *plan.outputs)]
     strided = [buffer.name for buffer in plan.inputs if not buffer.spec.is_contiguous]
     if strided:
