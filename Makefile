@@ -20,7 +20,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
 .PHONY: environment parity test faults gate gate-all lint format bench bench-training memcheck soak upstream \
-	maxtext mutate fuzz clean
+	maxtext mutate fuzz docs docs-environment notebooks clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -110,6 +110,20 @@ LEAST ?= 0.97
 mutate: environment
 	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --least $(LEAST) $(if $(PATHS),--paths $(PATHS)) \
 		$(if $(AGAIN),--again)
+
+# The documentation site, in build/site, from an environment of its own beside the first. A broken link fails, and so
+# does a notebook that prints something else than what it is stored with. `make docs SERVE=1` shows the site and follows
+# changes; `make notebooks` stores what the notebooks print.
+DOCS = PYTHONPATH=. JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python
+docs-environment: environment
+	@$(PYTHON) tools/environment.py --directory .venv-docs --extras docs --beside .venv
+
+docs: docs-environment
+	$(if $(SERVE),,$(DOCS) -m tools.site.notebooks)
+	$(DOCS) -m mkdocs $(if $(SERVE),serve,build --quiet)
+
+notebooks: docs-environment
+	$(DOCS) -m tools.site.notebooks --write
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

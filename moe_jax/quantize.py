@@ -43,7 +43,8 @@ def quantize_rows(
         the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
 
     Raises:
-        InvalidInput, Unsupported.
+        InvalidInput: for arguments of the wrong type, dtype or shape, and for another format.
+        Unsupported: on a device without kernels.
     """
     call = OpCall("quantize_rows")
     require_type("format", format, Format)

@@ -50,7 +50,8 @@ def quantize_rows(
         the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
 
     Raises:
-        InvalidInput, Unsupported.
+        InvalidInput: for arguments of the wrong type, dtype or shape, and for another format.
+        Unsupported: on a device without kernels.
     """
     require_instance("format", format, Format)
     values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))

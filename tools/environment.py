@@ -11,6 +11,8 @@ Nothing happens when the environment is up to date, so every target asks for it 
 
 `--packages-of .venv` takes the packages from another environment instead of the index: those that the project and the
 extras require, and what these require, as links to the same files. What they do not require is not there.
+
+`--beside .venv` shows the packages of another environment, and pip adds what the extras need beyond them.
 """
 
 from __future__ import annotations
@@ -61,22 +63,35 @@ def fingerprint(extras: str, on_gpu: bool) -> str:
     return digest.hexdigest()
 
 
-def share_packages(directory: pathlib.Path) -> None:
-    """Let the environment see the packages of the running Python, which may itself be a virtual environment."""
+def share_packages(directory: pathlib.Path, beside: pathlib.Path | None = None) -> None:
+    """Let the environment see the packages of the running Python, which may itself be a virtual environment, or of
+    another environment."""
     folders = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    if beside is not None:
+        folders = [str(folder) for folder in beside.glob("lib/python*/site-packages")]
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
     target = next(directory.glob("lib/python*/site-packages"))
     (target / "host_packages.pth").write_text("".join(lines))
 
 
-def make(directory: pathlib.Path, extras: str, on_gpu: bool, packages_of: pathlib.Path | None = None) -> None:
+def make(
+    directory: pathlib.Path,
+    extras: str,
+    on_gpu: bool,
+    packages_of: pathlib.Path | None = None,
+    beside: pathlib.Path | None = None,
+) -> None:
     """Create the environment and install the project, editable, with `extras` into it."""
-    venv.create(directory, clear=True, with_pip=not on_gpu and packages_of is None, symlinks=True)
+    with_pip = beside is not None or (not on_gpu and packages_of is None)
+    venv.create(directory, clear=True, with_pip=with_pip, symlinks=True)
     install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     project = ["--editable", f"{ROOT}[{extras}]"]
     if packages_of is not None:
         link_packages(packages_of, directory, extras)
         run_pip([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
+    elif beside is not None:
+        share_packages(directory, beside)
+        run_pip([*install, *project])
     elif on_gpu:
         share_packages(directory)
         run_pip([*install, "--no-build-isolation", *project])
@@ -185,6 +200,7 @@ def main() -> int:
     parser.add_argument("--directory", default=".venv", help="folder of the environment (default: .venv)")
     parser.add_argument("--extras", help="extras of the project, comma-separated (default: all the tests need)")
     parser.add_argument("--packages-of", help="an environment to take the packages from (default: the package index)")
+    parser.add_argument("--beside", help="an environment whose packages this one sees, and pip adds what is missing")
     options = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 - this is where an old Python is told so
         version = ".".join(map(str, sys.version_info[:3]))
@@ -212,7 +228,8 @@ def main() -> int:
         return 1
     beside = f" beside the packages of {sys.executable}" if on_gpu else ""
     print(f"making {directory} with {extras}{beside}", flush=True)
-    make(directory, extras, on_gpu, ROOT / options.packages_of if options.packages_of else None)
+    others = [ROOT / name if name else None for name in (options.packages_of, options.beside)]
+    make(directory, extras, on_gpu, *others)
     stamp.write_text(json.dumps({"fingerprint": wanted, "python": sys.executable}))
     return 0
 

@@ -1,0 +1,99 @@
+"""The documentation site, as far as it needs no mkdocs: sections of docstrings, places of links, notebooks, navigation.
+
+`make docs` builds it and runs the notebooks.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+from tools.site.links import linked_files, place_of, rewritten
+from tools.site.notebooks import FOLDER, as_markdown
+from tools.site.sections import with_sections
+
+PROSE = """Sizes of a layout: rows by expert.
+
+num_experts: local groups; some are empty. rows, columns: of one
+matrix, e.g. of `x: y`. other: no parameter.
+Raises InvalidInput for sizes below 0, Unsupported for others."""
+
+
+def test_parameters_in_prose_become_a_section() -> None:
+    found = with_sections(
+        PROSE.replace("\n- rows: a list stays a list", ""), ["num_experts", "rows", "columns"], "Args"
+    )
+    assert found == (
+        "Sizes of a layout: rows by expert.\n\nArgs:\n    num_experts: local groups; some are empty.\n"
+        "    rows: of one matrix, e.g. of `x: y`. other: no parameter.\n"
+        "    columns: of one matrix, e.g. of `x: y`. other: no parameter.\n\n"
+        "**Raises** InvalidInput for sizes below 0, Unsupported for others."
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["One line.", "Sum.\n\nArgs:\n    rows: a section\n", "Sum.\n\n- rows: of a list\n- columns: as well"]
+)
+def test_other_docstrings_stay(text: str) -> None:
+    assert with_sections(text, ["rows", "columns"], "Args") == text.rstrip() or "Args:" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("README.md", "index.md"),
+        ("docs/README.md", "contents.md"),
+        ("docs/user/layers.md", "user/layers.md"),
+        ("docs/tutorials/port_to_flax.ipynb", "tutorials/port_to_flax.md"),
+        ("examples/torch_layer.py", "examples/torch_layer.md"),
+        ("examples", "examples/index.md"),
+        ("benchmarks", "repository/benchmarks/README.md"),
+        ("benchmarks/results", "repository/benchmarks/results/index.md"),
+        ("CONTRIBUTING.md", "repository/CONTRIBUTING.md"),
+    ],
+)
+def test_files_have_a_place_in_the_site(path: str, place: str) -> None:
+    assert place_of(path) == place
+
+
+def test_links_are_written_anew_and_broken_ones_found() -> None:
+    text = (
+        "[a](../../README.md#parity) [b](routing.md) ![c](../figures/x.svg) [d](https://d.org) [e](#e)\n"
+        '<img src="../figures/time-balanced.svg"> <a href="layers.md#f">f</a>\n```text\n[g](none.md)\n```\n'
+    )
+    found, broken = rewritten("docs/user/layers.md", text, "user/layers.md", lambda place: True)
+    assert found == (
+        "[a](../index.md#parity) [b](routing.md) ![c](../figures/x.svg) [d](https://d.org) [e](#e)\n"
+        '<img src="../figures/time-balanced.svg"> <a href="layers.html#f">f</a>\n```text\n[g](none.md)\n```\n'
+    )
+    assert broken == ["../figures/x.svg"]
+    _, broken = rewritten("docs/user/layers.md", text, "user/layers.md", lambda place: place != "index.md")
+    assert broken == ["../../README.md#parity", "../figures/x.svg"]
+
+
+def test_linked_files_come_along() -> None:
+    page = "[a](../../benchmarks/results/forward-h200.json) [b](layers.md) [c](../../examples/torch_layer.py)"
+    assert linked_files("docs/user/performance.md", page) == {"benchmarks/results/forward-h200.json"}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    folders = ("user", "developer", "tutorials")
+    pages = [place_of(f"docs/{name}/{path.name}") for name in folders for path in (ROOT / "docs" / name).iterdir()]
+    missing = [page for page in pages if f"- {page}\n" not in navigation]
+    assert len(pages) > 15 and not missing, missing
+
+
+def test_notebooks_are_stored_with_what_they_print() -> None:
+    notebooks = sorted(FOLDER.glob("*.ipynb"))
+    assert len(notebooks) >= 2
+    for path in notebooks:
+        cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert all(cell["execution_count"] is None for cell in code)
+        assert sum(bool(cell["outputs"]) for cell in code) >= 4
+        page = as_markdown(path)
+        assert page.startswith("# ") and "```text\n" in page and "For everybody" in page.split("```")[0]

@@ -1,0 +1,29 @@
+"""The extension of griffe that gives docstrings their sections before the API reference is made of them."""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import griffe
+
+from tools.site.sections import with_sections
+
+
+class Sections(griffe.Extension):
+    """Rewrites the docstrings of functions and classes before they are parsed."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        self._rewrite(func, [one.name.lstrip("*") for one in func.parameters], "Args")
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        fields = [name for name, member in cls.members.items() if member.is_attribute]
+        start = cls.members.get("__init__")
+        given: Iterable[Any] = start.parameters if isinstance(start, griffe.Function) else ()
+        parameters = [one.name.lstrip("*") for one in given if one.name != "self"]
+        self._rewrite(cls, parameters or fields, "Args" if parameters else "Attributes")
+
+    def _rewrite(self, subject: griffe.Function | griffe.Class, names: Sequence[str], title: str) -> None:
+        if subject.docstring is not None:
+            subject.docstring.value = with_sections(subject.docstring.value, names, title)

@@ -1,0 +1,119 @@
+"""What mkdocs does beside the pages of docs/: pages out of other files, and links that lead to them.
+
+Pages are written for the code host: README.md is the first page there, and links lead to any file of the repository.
+Here every linked file has a place in the site, and every link is written anew for it. A link that leads nowhere is a
+warning, and mkdocs.yml makes a warning an error.
+"""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import ast
+import logging
+import posixpath
+import re
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+from tools.site import notebooks, reference
+from tools.site.links import PAGES, PLACES, ROOT, linked_files, place_of, rewritten
+
+log = logging.getLogger("mkdocs.hooks.site")
+
+#: What Markdown of the code host shows as a list or a table, and the site as plain text.
+_LOST = re.compile(r"<p>(?:[^<]|<(?!/p>))*?\n(?:[-*] |\d+\. |\|)")
+
+
+def pages_of(folder: str) -> list[str]:
+    """The places of the pages of a folder of docs/, the newest first where names begin with dates."""
+    paths = [path for path in (ROOT / "docs" / folder).iterdir() if path.suffix in (".md", ".ipynb")]
+    return [place_of(f"docs/{folder}/{path.name}") for path in sorted(paths, reverse=True) if path.stem != "README"]
+
+
+def on_config(config: Any) -> Any:
+    """Fill the parts of the navigation that follow from files."""
+    examples = [f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))]
+    api = [*(f"api/{name}.md" for name in reference.MODULES), reference.SHARED]
+    more = {"API": api, "Examples": examples, "Notebook": pages_of("notebook")}
+    for section in config.nav:
+        for title, pages in section.items():
+            if title in more:
+                pages.extend(more[title])
+    return config
+
+
+def example_pages() -> dict[str, str]:
+    """A page for each example, its docstring above its source, and their list."""
+    pages, rows = {}, []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        source = path.read_text()
+        text = (ast.get_docstring(ast.parse(source)) or "").strip()
+        summary = text.split("\n\n")[0].replace("\n", " ")
+        rows.append(f"| [{path.name}]({path.stem}.md) | {summary.rstrip(':')} |")
+        pages[f"examples/{path.stem}.md"] = f"# {path.name}\n\n{text}\n\n```python\n{source}```\n"
+    intro = "For everybody who would rather read a program. All of these run on a CPU, and the tests run them:"
+    table = "\n".join(["| example | what it shows |", "|---|---|", *rows])
+    command = "```bash\npython examples/torch_layer.py\n```"
+    pages["examples/index.md"] = f"# Examples\n\n{intro}\n\n{command}\n\n{table}\n"
+    return pages
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that do not lie in docs/, and files that pages link to."""
+    moved = files.get_file_from_path("README.md")
+    if moved is not None:
+        files.remove(moved)
+    made = {PLACES.get(name, f"repository/{name}"): (ROOT / name).read_text() for name in (*PLACES, *PAGES)}
+    made |= example_pages() | reference.pages(ROOT)
+    for path in sorted((ROOT / "docs").rglob("*.ipynb")):
+        found = files.get_file_from_path(path.relative_to(ROOT / "docs").as_posix())
+        if found is not None:
+            files.remove(found)
+        made[place_of(str(path.relative_to(ROOT)))] = notebooks.as_markdown(path)
+    for place, text in made.items():
+        files.append(File.generated(config, place, content=text))
+    origin = {place: path for path, place in PLACES.items()} | {f"repository/{name}": name for name in PAGES}
+    for file in list(files.documentation_pages()):
+        path = origin.get(file.src_uri, f"docs/{file.src_uri}")
+        for linked in linked_files(path, file.content_string):
+            add(files, config, linked)
+    return files
+
+
+def add(files: Files, config: Any, path: str) -> None:
+    """Add a file of the repository to the site, or a folder's files and their list."""
+    place = place_of(path)
+    if files.get_file_from_path(place) is not None:
+        return
+    if (ROOT / path).is_dir():
+        inside = sorted(file.name for file in (ROOT / path).iterdir() if file.is_file())
+        text = "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in inside)])
+        files.append(File.generated(config, place, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+        for name in inside:
+            add(files, config, posixpath.join(path, name))
+    else:
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links of a page as they are in the site."""
+    place = page.file.src_uri
+    origin = {there: here for here, there in PLACES.items()}.get(place)
+    if origin is None:
+        origin = place.removeprefix("repository/") if place.startswith("repository/") else f"docs/{place}"
+    if not (ROOT / origin).exists() and not (ROOT / origin).with_suffix(".ipynb").exists():
+        return markdown  # made here, with links of the site
+
+    text, broken = rewritten(origin, markdown, place, lambda target: files.get_file_from_path(target) is not None)
+    for link in broken:
+        log.warning("%s links to %s, which is not in the site", origin, link)
+    return text
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Warn where the site would show Markdown as text."""
+    if not page.file.src_uri.startswith("api/"):
+        for match in _LOST.finditer(html):
+            log.warning("%s has a list or table without an empty line before it: %.80r", page.file.src_uri, match[0])
+    return html

@@ -1,0 +1,55 @@
+"""Sections of parameters and errors, out of docstrings as this project writes them.
+
+Docstrings say `name: meaning. other, another: meaning.` in prose, or have a section `Args:`. The first kind gets the
+sections of the second, so that the API reference shows a table of parameters. Only names of the signature begin a
+parameter; all other text stays where it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$", re.MULTILINE)
+_RAISES = re.compile(r"(?<![\w.])Raises ((?:InvalidInput|Unsupported)[^.]*(?:\.(?![ \n]|$)[^.]*)*)\.?\s*$")
+
+
+def parameters_of(text: str, names: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """(the text without its parameters, (names, meaning) of each) of a docstring's prose."""
+    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    if not known:
+        return text, []
+    # Behind the beginning, a sentence or a line's end: one name, or several with commas, and a colon.
+    begin = re.compile(rf"(?:(?<=^)|(?<=[.;]\s)|(?<=\n))((?:{known})(?:(?:, | and )(?:{known}))*): ")
+    rest, found = [], []
+    for paragraph in text.split("\n\n"):
+        listed = re.match(r"\s*(?:[-|*]|\d+\.|```| {4})", paragraph) is not None
+        marks = [] if listed else list(begin.finditer(paragraph))
+        if not marks:
+            rest.append(paragraph)
+            continue
+        before = paragraph[: marks[0].start()].strip()
+        if before:
+            rest.append(before)
+        ends = [mark.start() for mark in marks[1:]] + [len(paragraph)]
+        for mark, end in zip(marks, ends, strict=True):
+            found.append((mark[1], " ".join(paragraph[mark.end() : end].split()).rstrip(";")))
+    return "\n\n".join(rest), found
+
+
+def with_sections(text: str, names: Sequence[str], title: str) -> str:
+    """The docstring with a section of its parameters and one of its errors, where it has none."""
+    if _SECTION.search(text):
+        return text
+    raises = _RAISES.search(text)
+    if raises is not None:
+        text = text[: raises.start()].rstrip()
+    rest, found = parameters_of(text, names)
+    parts = [rest.strip()]
+    if found:
+        lines = [f"    {name}: {meaning}" for names_, meaning in found for name in re.split(r", | and ", names_)]
+        parts.append("\n".join([f"{title}:", *lines]))
+    if raises is not None:
+        reasons = " ".join(raises[1].split())
+        parts.append(f"**Raises** {reasons}.")
+    return "\n\n".join(part for part in parts if part)
