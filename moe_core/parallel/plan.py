@@ -92,6 +92,16 @@ class ExchangePlan:
         """The buffers where counts are known: of rows received as an owner, and of results given back, in a chunk."""
         return _Planner(self).buffers(received, returned)
 
+    def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
+        """Bytes that a forward has at once at most beside x and the weights: of these buffers and the output.
+
+        received, returned: as for `buffers_of`, None = the worst case. scratch: bytes that the owner's op needs beside
+        its input and its results. Index arrays, of a few int32 for each slot, are left out. A rank frees rows as soon
+        as they have moved on; training keeps the rows that the op was given.
+        """
+        known = received is not None and returned is not None
+        return _peak(self, self.buffers_of(received, returned) if known else self.buffers, scratch)
+
     def explain(self) -> str:
         """Everything as text."""
         spec, rows = self.spec, "rows of tokens" if self.spec.rows == "tokens" else "rows of slots"
@@ -103,6 +113,7 @@ class ExchangePlan:
             lines += [f"  {name:9}  {number}  {message}" for number, message in enumerate(messages)]
         for buffer in self.buffers:
             lines.append(f"  buffer     {buffer.name}: {buffer.bytes} bytes{', symmetric' if buffer.symmetric else ''}")
+        lines.append(f"  peak       {self.peak()} bytes at once, with the output and without the op's scratch")
         bounds = self.bounds
         if bounds.block is not None:
             lines.append(f"  bound      {bounds.block} rows from each rank, {bounds.back} back; more are counted")
@@ -299,11 +310,30 @@ class _Planner:
         found.append(ExchangeBuffer("received weights", received * self.width * 4, symmetric))
         if self.spec.mode not in ("all_gather", "peer"):
             found.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
+        if not symmetric and self.spec.rows == "tokens" and self.spec.sums == "slots":
+            # The owner's op has a row for each slot.
+            found.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
         if not symmetric:
             found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         sets = min(self.spec.chunks, 2)
         return tuple(dataclasses.replace(buffer, bytes=sets * buffer.bytes) for buffer in found)
+
+
+def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
+    size = {buffer.name: buffer.bytes for buffer in buffers}
+    received, results, output = size["received rows"], size.get("results", 0), plan.tokens * _Planner(plan).row_bytes
+    given = size.get("rows by slot", received)
+    routing = size["received ids"] + size["received weights"]
+    if any(buffer.symmetric for buffer in buffers):
+        return sum(size.values()) + max(output, scratch)
+    home = results + size["returned results"] + output + (given if plan.training else 0)
+    return routing + max(
+        size.get("sent rows", 0) + received,
+        received + size.get("rows by slot", 0),
+        given + results + scratch,
+        home,
+    )
 
 
 def _quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, int]]:

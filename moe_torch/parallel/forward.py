@@ -182,6 +182,8 @@ class Exchange:
         rows, row_weights = Dispatch.apply(routes, x.detach(), wide[0], weights)
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
+        # Training keeps them; else their memory is for the rows that come home.
+        del rows
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
         output = Combine.apply(routes, found.output, *dense, dtype, None)
         chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()

@@ -139,6 +139,7 @@ def test_sizes_of_buffers() -> None:
         ("received rows", 8192, False),
         ("received ids", 1024, False),
         ("received weights", 1024, False),
+        ("rows by slot", 16384, False),
         ("results", 16384, False),
         ("returned results", 8192, False),
     ]
@@ -150,6 +151,12 @@ def test_sizes_of_buffers() -> None:
         ("received weights", 512, True),
         ("returned results", 8192, True),
     ]
+    plan = plan_of(ExchangeSpec())
+    # Rows by slot and results, then results, those that came home and the output.
+    assert plan.peak() == 2048 + 2 * 16384 and plan.peak(scratch=100) == plan.peak() + 100
+    assert plan_of(ExchangeSpec(), training=True).peak() == 2048 + 2 * 16384 + 8192 + 2048
+    assert plan.peak(10, 20) == 10 * 2 * 4 * 4 + 20 * 128 + 8192 + 2048, "the fewer come, the more home weighs"
+    assert f"peak       {plan.peak()} bytes at once" in plan.explain()
     bounded = plan_of(ExchangeSpec(receive=20))
     assert bounded.buffers[1].bytes == 20 * 128 and "bound      20 rows received; more" in bounded.explain()
     quantized = plan_of(ExchangeSpec("all_gather", format=format_named("fp8_group"))).buffers

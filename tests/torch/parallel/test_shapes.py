@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,16 +12,20 @@ import pytest
 
 pytest.importorskip("torch")
 
+from torch.profiler import ProfilerActivity, profile
+
 from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec
 from moe_core.plan.steps import KernelLaunch
 from moe_core.runtime.warmup import kernel_identity
 from moe_torch.bridge.operator import Operator
+from tests.support.parallel.memory import Allocated, allocated, forget_plans, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
-from tests.support.parallel.twins import PLAIN, draw_problem
+from tests.support.parallel.twins import PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import every_way
+from tests.support.torch import running_on
 
 __all__ = ["ranks"]
 
@@ -43,9 +48,7 @@ def kernels_of_calls(group: Any, sizes: tuple[int, ...], way: ExchangeSpec, diff
         plans.append(real(self, tensors, options, Target("cuda", 90, 132)))
         return real(self, tensors, options, target)
 
-    for one in gc.get_objects():
-        if issubclass(type(one), Operator):
-            one._cache.clear()
+    forget_plans()
     counts, placement = [], placement_of("round_robin", 6, 2)
     with mock.patch.object(Operator, "plan", planned):
         for number, tokens in enumerate(sizes):
@@ -68,3 +71,26 @@ def test_other_numbers_of_tokens_compile_no_other_kernel(ranks: Pool, way: Excha
     for counts in ranks.call(kernels_of_calls, [(sizes, way, not many)] * 2):
         assert counts[0] > (5 if many else 10)
         np.testing.assert_array_equal(counts[len(WARM) :], counts[len(WARM) - 1])
+
+
+def allocated_on_a_cpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:
+    """Every allocation of torch's is in the profile."""
+
+    def most(call: Callable[[], Any]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            kept = call()
+        events = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        assert kept is not None
+        return max(itertools.accumulate(size for _, size in changes))
+
+    with running_on("reference"):
+        return allocated(group, problem, way, "cpu", most)
+
+
+@every_way
+def test_a_call_allocates_what_the_plan_says(ranks: Pool, way: ExchangeSpec) -> None:
+    placement = placement_of("round_robin", 6, 2)
+    problem = draw_problem(3, placement, (256, 256), 3, "hot_expert", "bfloat16", PLAIN, sizes=(768, 16))
+    for found in ranks.call(allocated_on_a_cpu, [(problem, way)] * 2):
+        np.testing.assert_allclose(found.peak, planned_peak(problem, way, found), 0.05)

@@ -1,0 +1,71 @@
+"""What an expert-parallel call of torch allocates, beside what its plan says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from moe_core.parallel import ExchangeSpec, plan_exchange
+from moe_core.parallel.exchange import owners_of, physical_ids
+from moe_torch.bridge.operator import Operator
+from moe_torch.parallel import ExpertParallel
+from moe_torch.parallel import moe as parallel_moe
+from tests.support.parallel.twins import Problem
+from tests.support.torch import to_torch
+
+
+class Allocated(NamedTuple):
+    """peak: bytes at once at most; scratch: of the owner's op."""
+
+    rank: int
+    peak: int
+    scratch: int
+
+
+def forget_plans() -> None:
+    """Let every operator plan its next call anew."""
+    for one in gc.get_objects():
+        if issubclass(type(one), Operator):
+            one._cache.clear()
+
+
+def allocated(
+    group: Any, problem: Problem, way: ExchangeSpec, device: Any, most: Callable[[Callable[[], Any]], int]
+) -> Allocated:
+    """Of a forward of a rank without gradients. most: the most bytes that a call has allocated at once."""
+    rank = torch.distributed.get_rank(group)
+    own: Any = problem.ranks()[rank]
+    x, experts, routing = to_torch((own.x, own.experts, own.routing), device)
+    parallel, scratch, real = ExpertParallel(group, way), [], Operator.ready
+
+    def observed(self: Operator, *arguments: Any, **options: Any) -> Any:
+        found = real(self, *arguments, **options)
+        if self.name.startswith("moe."):
+            scratch.append(found.prepared.plan.scratch_bytes)
+        return found
+
+    def call() -> Any:
+        return parallel_moe(x, experts, routing, problem.spec, parallel=parallel, placement=problem.placement)
+
+    forget_plans()
+    with torch.no_grad():
+        with mock.patch.object(Operator, "ready", observed):
+            call()
+        return Allocated(rank, most(call), max(scratch))
+
+
+def planned_peak(problem: Problem, way: ExchangeSpec, found: Allocated) -> int:
+    """What the plan says, of counts where counts travel."""
+    placement, ids = problem.placement, problem.routing.ids
+    plan = plan_exchange(
+        problem.tokens[0], ids.shape[1], problem.x.shape[1], problem.x.dtype.name, placement, way, training=False
+    )
+    if way.mode != "all_to_all":
+        return plan.peak(scratch=found.scratch)
+    here = owners_of(physical_ids(ids, placement).places, placement.per_rank) == found.rank
+    slots = int(here.sum())
+    return plan.peak(slots if way.rows == "slots" else int(here.any(axis=1).sum()), slots, scratch=found.scratch)
