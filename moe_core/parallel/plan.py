@@ -99,8 +99,9 @@ class ExchangePlan:
         its input and its results. Index arrays, of a few int32 for each slot, are left out. A rank frees rows as soon
         as they have moved on; training keeps the rows that the op was given.
         """
-        known = received is not None and returned is not None
-        return _peak(self, self.buffers_of(received, returned) if known else self.buffers, scratch)
+        if received is None or returned is None:
+            return _peak(self, self.buffers, scratch)
+        return _peak(self, self.buffers_of(received, returned), scratch)
 
     def explain(self) -> str:
         """Everything as text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.routing import RouterSpec
 from moe_torch.parallel import ExpertParallel, moe
+from tests.support.parallel.memory import Allocated, allocated, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.torch import compare_with_one_device
@@ -106,3 +107,25 @@ def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) 
         x, experts, routing = to_torch((problem.x, problem.experts, problem.routing), "cuda")
         alone = moe_torch.moe(x, experts, routing, problem.spec).output.float().cpu().numpy()
         np.testing.assert_array_equal(np.concatenate([rank[number] for rank in found]), alone)
+
+
+def allocated_on_a_gpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:
+    def most(call: Callable[[], Any]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = call()
+        torch.cuda.synchronize()
+        assert kept is not None
+        return torch.cuda.max_memory_allocated() - before
+
+    return allocated(group, problem, way, torch.device("cuda", torch.cuda.current_device()), most)
+
+
+@every_way
+def test_a_call_allocates_what_the_plan_says(gpus: Pool, way: ExchangeSpec) -> None:
+    size = len(gpus.processes)
+    placement = placement_of("round_robin", 10, size)
+    problem = draw_problem(3, placement, (2048,) * size, 4, "hot_expert", "bfloat16", PLAIN, sizes=(1024, 64))
+    for found in gpus.call(allocated_on_a_gpu, [(problem, way)] * size):
+        np.testing.assert_allclose(found.peak, planned_peak(problem, way, found), 0.05)
