@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import statistics
 import sys
@@ -169,21 +170,22 @@ class Group:
         return cell.named | {"error": self.error} if self.error else merged(cell, found)
 
     def _answers(self, limit: float) -> tuple[list[dict[str, Any]], str | None]:
-        """What every rank answered, and what the first one that failed said."""
-        end, found, silent = time.monotonic() + limit, [], None
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.0, end - time.monotonic())):
-                    silent = silent or f"rank {rank} did not answer in {limit:g} s"
-                    continue
-                found.append(pipe.recv())
-            except (EOFError, OSError):
-                silent = silent or f"the process of rank {rank} ended"
-                continue
-            if "error" in found[-1]:
-                # Its peers may wait for it.
-                return found, f"rank {rank}: {found[-1]['error']}"
-        return found, silent
+        """What every rank answered, or what the first one that failed said: its peers may wait for it."""
+        end, found = time.monotonic() + limit, {}
+        waited = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        while waited:
+            ready: Any = multiprocessing.connection.wait(list(waited), max(0.0, end - time.monotonic()))
+            for pipe in ready:
+                rank = waited.pop(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    return [], f"the process of rank {rank} ended"
+                if "error" in found[rank]:
+                    return [], f"rank {rank}: {found[rank]['error']}"
+            if not ready:
+                return [], f"rank {min(waited.values())} did not answer in {limit:g} s"
+        return [found[rank] for rank in sorted(found)], None
 
     def close(self) -> None:
         """End the processes, whatever they do."""
@@ -228,6 +230,9 @@ def rows_of_torchrun(options: Options, deadline: float) -> Iterator[Any]:
             found = {"error": "not run: the time was spent"} if late[0] else attempt(bench.measure, cell)
             dist.all_gather_object(ranks, found, group=gloo)
             errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(ranks) if "error" in one]
+            if errors:
+                # Ranks have to know the same.
+                bench.known.clear()
             if bench.rank == 0:
                 yield cell.named | {"error": errors[0]} if errors else merged(cell, ranks)
         dist.destroy_process_group()

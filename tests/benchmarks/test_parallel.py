@@ -10,6 +10,7 @@ import os
 import pathlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-from benchmarks import parallel
+import torch.distributed as dist
+
+from benchmarks import parallel, parallel_rank
 from benchmarks.parallel_rank import Cell, Setting, fitting
 from benchmarks.shapes import SHAPES
 
@@ -37,6 +40,27 @@ def test_a_run_on_a_cpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
         assert row["scaling"] == row["alone_us"] / row["us"] and row["plan_bytes"] > 0
         assert row["link_bytes"] > 0 and row["seconds"] > 0
     assert "| tiny_biased | 3 | padded | tokens | forward |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bench() -> Iterator[parallel_rank.Bench]:
+    """A group of one rank, in this process."""
+    threads, where = torch.get_num_threads(), {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    with parallel_rank.joined(Setting(1, "cpu", 0, 0.01, 60.0), 0, **where) as found:
+        yield found
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def test_a_step_is_timed_and_red_parity_is_not(bench: parallel_rank.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = parallel.parse(
+        ["--device", "cpu", "--shapes", "tiny", "--tokens", "4", "--modes", "padded", "--training"]
+    ).cells
+    found = bench.measure(cell)
+    assert len(found["us"]) >= 5 and found["link_bytes"] == 0 and "plan_bytes" not in found
+    real = parallel_rank.moe
+    monkeypatch.setattr(parallel_rank, "moe", lambda *given, **options: real(-given[0], *given[1:], **options))
+    assert "parity is red" in parallel_rank.attempt(bench.measure, cell)["error"]
 
 
 class Thread(threading.Thread):
