@@ -25,7 +25,9 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 environment:
 	@$(PYTHON) tools/environment.py
 
-parity: environment
+# Without the libraries of the tests, so that a newcomer waits for less.
+parity:
+	@$(PYTHON) tools/environment.py --extras torch,jax,checkpoint
 	.venv/bin/moe-parity --engines torch,jax
 
 test: environment

@@ -1,6 +1,7 @@
 """Make the virtual environment the Makefile's targets run in: `python3 tools/environment.py`.
 
-Nothing happens when the environment is up to date, so every target asks for it first.
+Nothing happens when the environment is up to date, so every target asks for it first. An environment that lacks extras
+gets them beside those that it has.
 
 - Without a CUDA device everything is installed from the package index, torch in one fixed version.
 - With one, torch, triton and jax must already be importable by the Python that runs this script: which builds fit the
@@ -54,12 +55,12 @@ def has_cuda_device() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def fingerprint(extras: str, on_gpu: bool) -> str:
-    """Changes when the environment must be made again."""
+def fingerprint(on_gpu: bool) -> str:
+    """Changes when the environment must be made again, whatever its extras."""
     digest = hashlib.sha256()
     for path in (ROOT / "pyproject.toml", pathlib.Path(__file__)):
         digest.update(path.read_bytes())
-    digest.update(json.dumps([str(ROOT), sys.version, extras, on_gpu]).encode())
+    digest.update(json.dumps([str(ROOT), sys.version, on_gpu]).encode())
     return digest.hexdigest()
 
 
@@ -80,10 +81,12 @@ def make(
     on_gpu: bool,
     packages_of: pathlib.Path | None = None,
     beside: pathlib.Path | None = None,
+    add: bool = False,
 ) -> None:
-    """Create the environment and install the project, editable, with `extras` into it."""
-    with_pip = beside is not None or (not on_gpu and packages_of is None)
-    venv.create(directory, clear=True, with_pip=with_pip, symlinks=True)
+    """Create the environment, unless `add`, and install the project, editable, with `extras` into it."""
+    if not add:
+        with_pip = beside is not None or (not on_gpu and packages_of is None)
+        venv.create(directory, clear=True, with_pip=with_pip, symlinks=True)
     install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     project = ["--editable", f"{ROOT}[{extras}]"]
     if packages_of is not None:
@@ -93,7 +96,8 @@ def make(
         share_packages(directory, beside)
         run_pip([*install, *project])
     elif on_gpu:
-        share_packages(directory)
+        if not add:
+            share_packages(directory)
         run_pip([*install, "--no-build-isolation", *project])
     else:
         chosen = extras.split(",")
@@ -219,18 +223,26 @@ def main() -> int:
     extras = options.extras or (EXTRAS if on_gpu else f"{EXTRAS},recipes,lint")
     directory = ROOT / options.directory
     inside = pathlib.Path(sys.prefix).resolve() == directory.resolve()
-    stamp, wanted = directory / "environment.json", fingerprint(extras, on_gpu)
+    stamp, wanted = directory / "environment.json", fingerprint(on_gpu)
     made = json.loads(stamp.read_text()) if stamp.exists() else {}
-    if made.get("fingerprint") == wanted and (inside or made.get("python") == sys.executable):
+    current = made.get("fingerprint") == wanted and (inside or made.get("python") == sys.executable)
+    held = set(made.get("extras", [])) if current else set()
+    if current and set(extras.split(",")) <= held:
         return 0
-    if inside:
+    # One that takes packages from another is made anew, as it holds those of exact extras.
+    add = current and not (options.packages_of or options.beside)
+    if inside and not add:
         print(f"{directory} must be made again, and it is active; run `deactivate` first", file=sys.stderr)
         return 1
     beside = f" beside the packages of {sys.executable}" if on_gpu else ""
-    print(f"making {directory} with {extras}{beside}", flush=True)
+    extras = ",".join(sorted(set(extras.split(",")) | held)) if add else extras
+    print(f"{'completing' if add else 'making'} {directory} with {extras}{beside}", flush=True)
+    if not add:
+        stamp.unlink(missing_ok=True)
     others = [ROOT / name if name else None for name in (options.packages_of, options.beside)]
-    make(directory, extras, on_gpu, *others)
-    stamp.write_text(json.dumps({"fingerprint": wanted, "python": sys.executable}))
+    make(directory, extras, on_gpu, *others, add=add)
+    python = made["python"] if add else sys.executable
+    stamp.write_text(json.dumps({"fingerprint": wanted, "python": python, "extras": extras.split(",")}))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import subprocess
 import sys
 from types import ModuleType
 
@@ -52,3 +53,49 @@ def test_a_front_end_gets_its_own_packages(environment: ModuleType, tmp_path: pa
             'Metadata-Version: 2.4\nName: moebius\nVersion: 1.0\nRequires-Dist: flax; extra == "flax"\n'
         )
         environment.required(site, "flax")
+
+
+def test_missing_extras_are_added_and_other_sources_start_anew(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """`make parity` makes a small environment, and `make test` adds to it what it lacks."""
+    made: list[tuple[str, bool]] = []
+    (tmp_path / "tools").mkdir()
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(environment, "fingerprint", lambda on_gpu: text)
+
+    def make(directory: pathlib.Path, extras: str, on_gpu: bool, *others: object, add: bool) -> None:
+        directory.mkdir(exist_ok=True)
+        made.append((extras, add))
+
+    monkeypatch.setattr(environment, "make", make)
+    text = "one"
+    for options in ("--extras torch,jax", "--extras torch,jax,test", "--extras jax", ""):
+        monkeypatch.setattr(sys, "argv", ["environment.py", *options.split()])
+        assert environment.main() == 0
+    everything = ",".join(sorted({*environment.EXTRAS.split(","), "recipes", "lint"}))
+    assert made == [("torch,jax", False), ("jax,test,torch", True), (everything, True)]
+    text = "another"
+    monkeypatch.setattr(sys, "argv", ["environment.py", "--extras", "jax"])
+    assert environment.main() == 0 and made[3:] == [("jax", False)]
+
+
+def test_pip_says_what_it_does_and_shows_its_output_when_it_fails(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        "Collecting torch==2.13.0",
+        "  Downloading torch-2.13.0.whl (190.0 MB)",
+        "  Downloading tiny.whl (9 kB)",
+        "Installing collected packages: a, b, c",
+    ]
+    script = f"import sys, time; print({chr(10).join(lines)!r}, flush=True); time.sleep(0.3); sys.exit(3)"
+    monkeypatch.setattr(environment, "TELL_EVERY", 0.2)
+    with pytest.raises(subprocess.CalledProcessError):
+        environment.run_pip([sys.executable, "-c", script])
+    captured = capsys.readouterr()
+    told = [line.split(" s  ")[1] for line in captured.out.splitlines()]
+    assert told[0] == "starting pip" and "downloading torch-2.13.0.whl, 190.0 MB" in told
+    assert told.count("installing 3 packages") >= 2, "it says that it is still there"
+    assert "tiny.whl" not in captured.out and "\n".join(lines) in captured.err
