@@ -159,13 +159,13 @@ def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
         compare_with_one_device(ranks, problem, way, "exact counts")
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_every_rank_is_a_shard_of_jax(ranks: Pool, number: int) -> None:
+@pytest.mark.parametrize("number, dtype", [(1, "bfloat16"), (3, "float32")])
+def test_every_rank_is_a_shard_of_jax(ranks: Pool, number: int, dtype: str) -> None:
     """Both frameworks send as many slots of a routing to the same places: all results are equal, rank by rank."""
     pytest.importorskip("jax")
     from tests.support.parallel import jax
 
-    problem = draw_problem(7, placement_of("round_robin", 5, 3), (4, 4, 4), 2, "random", "bfloat16", PLAIN)
+    problem = draw_problem(7, placement_of("round_robin", 5, 3), (4, 4, 4), 2, "random", dtype, PLAIN)
     found, shards = run_group(ranks, problem, WAYS[number]), jax.run_group(problem, WAYS[number])
     assert found.keys() == shards.keys()
     for name, array in found.items():
