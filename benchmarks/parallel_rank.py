@@ -335,15 +335,19 @@ class _Problem:
         return plan_exchange(*sizes, self.placement, self.exchange, training=self.cell.training)
 
     def _plan_bytes(self, target: Target) -> int:
-        """The exchange's buffers, rows of slots where tokens travelled, the products' scratch, and the output."""
+        """The most that the plans' arrays take at a time: as rows go out, in the products, or as results come home."""
         received, slots = self._received()
-        d_model = self.cell.shape.d_model
+        d_model, row = self.cell.shape.d_model, self.cell.shape.d_model * 2
         routing = TopK(ArraySpec((slots, 1), "int32"), ArraySpec((slots, 1), "float32"))
         experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
         plan = plan_moe(ArraySpec((slots, d_model), "bfloat16"), experts, routing, self.owner_spec, target)
-        buffers = sum(buffer.bytes for buffer in self._plan().buffers_of(received, slots))
-        copied = slots * d_model * 2 if self.cell.rows == "tokens" else 0
-        return buffers + copied + plan.scratch_bytes + self.cell.tokens * d_model * 2
+        sizes = {buffer.name: buffer.bytes for buffer in self._plan().buffers_of(received, slots)}
+        # The owner copies tokens that came once to a row for each of their slots.
+        rows, came = slots * row, sizes["received rows"] if self.cell.rows == "tokens" else 0
+        out = sizes.get("sent rows", 0) + came + rows
+        products = rows + plan.scratch_bytes + sizes["results"]
+        home = rows + sizes["results"] + sizes["returned results"] + self.cell.tokens * row
+        return max(out, products, home) + sizes["received ids"] + sizes["received weights"]
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""
