@@ -17,6 +17,7 @@ from moe_core.modular.types import (
     SlotContext,
 )
 from moe_core.modular.weights import activation_of
+from moe_torch.modular.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
 from moe_torch.modular.deep_gemm import (
     is_blackwell_deep_gemm_e8m0_used,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -60,6 +61,8 @@ __all__ = [
     "BatchedDeepGemmExperts",
     "BatchedPrepareAndFinalize",
     "BatchedTritonExperts",
+    "DeepEPHTPrepareAndFinalize",
+    "DeepEPLLPrepareAndFinalize",
     "DeepGemmExperts",
     "ExpertTokensMetadata",
     "FusedMoEActivationFormat",

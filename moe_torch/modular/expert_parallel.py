@@ -134,11 +134,11 @@ class AcrossRanks(FusedMoEPrepareAndFinalize):
 
     def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
         """`prepare_async`, and what it returns, called."""
-        return _finished(self.prepare_async(*arguments, **named))
+        return finished(self.prepare_async(*arguments, **named))
 
     def finalize(self, *arguments: Any, **named: Any) -> None:
         """`finalize_async`, and what it returns, called."""
-        _finished(self.finalize_async(*arguments, **named))
+        finished(self.finalize_async(*arguments, **named))
 
     @_eager
     def prepare_async(
@@ -278,7 +278,8 @@ class AcrossRanks(FusedMoEPrepareAndFinalize):
         return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=torch.is_grad_enabled())
 
 
-def _finished(halves: Any) -> Any:
+def finished(halves: Any) -> Any:
+    """What the halves of an asynchronous method have begun, waited for."""
     hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
     if hook is not None:
         hook()

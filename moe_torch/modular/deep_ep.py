@@ -1,0 +1,345 @@
+"""Prepare and finalize on a caller's `deep_ep.Buffer`: DeepEP moves the rows, the experts here compute."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from moe_core.base.checks import require_at_least, require_flag
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats.fp8 import FP8_GROUP
+from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.types import FusedMoEActivationFormat
+from moe_core.modular.weights import rows_are_alone
+from moe_torch import ops
+from moe_torch.modular.expert_parallel import Halves, finished
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens, weighted_input
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
+from moe_torch.modular.stages import as_ids, as_weights
+from moe_torch.modular.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+
+_DELEGATE = TopKWeightAndReduceDelegate()
+#: Ranks of a node; more exchange in messages of 512 bytes.
+_NODE = 8
+
+
+class _Sent(NamedTuple):
+    """What finalize has to know. handle: DeepEP's. ids: as DeepEP has them."""
+
+    handle: Any
+    ids: torch.Tensor
+
+
+class _OnBuffer(FusedMoEPrepareAndFinalize):
+    """What both kinds share: checks, and what they say of themselves.
+
+    buffer: a `deep_ep.Buffer` of the ranks that share the experts; all call, in the same order. num_dispatchers:
+    their number. Rank r has the experts from r * num_experts / num_dispatchers on. Rows are bf16; use_fp8_dispatch:
+    they travel as e4m3 with an fp32 scale per 128 columns, for experts that take such rows (`DeepGemmExperts`,
+    `BatchedDeepGemmExperts`). Sums are DeepEP's, not one device's bit by bit. Inference only.
+
+    Raises InvalidInput, and Unsupported for what the buffer cannot take.
+    """
+
+    #: Methods of a buffer that are called.
+    methods: ClassVar[tuple[str, ...]]
+    most_choices: ClassVar[int]
+    maps_experts = property(lambda self: True)
+
+    def __init__(self, buffer: Any, num_dispatchers: int, use_fp8_dispatch: bool) -> None:
+        missing = [name for name in self.methods if not callable(getattr(buffer, name, None))]
+        if missing:
+            if importlib.util.find_spec("deep_ep") is None:
+                raise Unsupported(
+                    f"{type(self).__name__} needs the package deep_ep, which is not installed, and a Buffer of it, got "
+                    f"{type(buffer).__name__}; install it, or use MoEPrepareAndFinalizeAllToAll"
+                )
+            raise InvalidInput(
+                f"buffer must be a deep_ep.Buffer, got {type(buffer).__name__} without {', '.join(missing)}; make one"
+            )
+        require_at_least("num_dispatchers", num_dispatchers, 1)
+        require_flag("use_fp8_dispatch", use_fp8_dispatch)
+        if num_dispatchers != buffer.group_size:
+            raise InvalidInput(
+                f"num_dispatchers must be {buffer.group_size}, the ranks of buffer, got {num_dispatchers}; pass those"
+            )
+        self.buffer, self.ranks, self.use_fp8_dispatch = buffer, num_dispatchers, use_fp8_dispatch
+
+    def supports_async(self) -> bool:
+        return True
+
+    def num_dispatchers(self) -> int:
+        return self.ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """`deep_ep.topk_idx_t`, int64 unless the package was built otherwise."""
+        return getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
+
+    def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
+        """`prepare_async`, and what it returns, called."""
+        return finished(self.prepare_async(*arguments, **named))
+
+    def finalize(self, *arguments: Any, **named: Any) -> None:
+        """`finalize_async`, and what it returns, called."""
+        finished(self.finalize_async(*arguments, **named))
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
+        defer_input_quant: bool = True,
+        num_local_experts: int | None = None,
+    ) -> Halves:
+        """(hook, receiver). a1 bf16 `[M, K]`; topk_weights and topk_ids `[M, topk]`, ids of all ranks' experts; ids
+        outside count as -1. expert_map, which the order of experts implies, is not read. defer_input_quant is not
+        asked: use_fp8_dispatch says how rows travel."""
+        # A number that is this rank's own is what the kernel says where the caller has said nothing.
+        if num_experts in (-1, num_local_experts) and num_local_experts is not None:
+            num_experts = num_local_experts * self.ranks
+        if num_experts % self.ranks or num_local_experts not in (None, num_experts // self.ranks):
+            raise InvalidInput(
+                f"num_experts must be {self.ranks} times those of w1, {num_local_experts}, got {num_experts}; pad the "
+                "experts, or use MoEPrepareAndFinalizeAllToAll"
+            )
+        if not rows_are_alone(quant_config):
+            raise Unsupported(
+                f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
+                "one of all rows would be each rank's own; give a1_scale and a2_scale"
+            )
+        ids = as_ids(topk_ids)
+        weights = as_weights(topk_weights, ids)
+        x = weighted_input(a1, weights, apply_router_weight_on_input)
+        self._check_rows(x, ids, weights)
+        self.check_sizes(x, num_experts)
+        ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(self.topk_indices_dtype())
+        return self.dispatch(x.contiguous(), weights, ids, num_experts)
+
+    def _check_rows(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        if x.dtype != torch.bfloat16:
+            raise Unsupported(f"a1 must be bf16, which DeepEP moves, got {x.dtype}; cast it")
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            raise Unsupported("a1 and topk_weights must need no gradient: DeepEP has none; call under torch.no_grad()")
+        if ids.shape[0] != len(x):
+            raise InvalidInput(f"topk_ids must have a row for each of the {len(x)} tokens of a1, got {list(ids.shape)}")
+        if ids.shape[1] > self.most_choices:
+            raise Unsupported(
+                f"topk must be at most {self.most_choices}, which DeepEP has room for, got {ids.shape[1]}"
+            )
+        if self.use_fp8_dispatch and x.shape[1] % 128:
+            raise Unsupported(
+                f"a1 must have a multiple of 128 columns for use_fp8_dispatch, got {x.shape[1]}; leave it out"
+            )
+
+    def check_sizes(self, x: torch.Tensor, num_experts: int) -> None:
+        """Raise Unsupported for sizes that the buffer cannot take."""
+        raise NotImplementedError
+
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:
+        """Hook and receiver of what is sent."""
+        raise NotImplementedError
+
+    def sent_of(self, prepared: PreparedTokens | None) -> _Sent:
+        """What prepare has left for finalize."""
+        sent = None if prepared is None else prepared.handle
+        if not isinstance(sent, _Sent):
+            raise InvalidInput(
+                f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
+                f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
+            )
+        return sent
+
+
+def _require_columns(x: torch.Tensor, what: str, fits: bool) -> None:
+    if not fits:
+        raise Unsupported(
+            f"a1 must have {what} columns for this buffer, got {x.shape[1]}; pad hidden_states and weights, or use "
+            "MoEPrepareAndFinalizeAllToAll"
+        )
+
+
+class DeepEPHTPrepareAndFinalize(_OnBuffer):
+    """DeepEP's high-throughput kernels, format Standard: a token travels once to each rank that has experts of it.
+
+    An owner's experts weight and add up a token's slots there, in bf16; DeepEP adds the ranks' rows. dp_size,
+    rank_expert_offset: as published; the latter must be the first expert of this rank.
+    """
+
+    methods = ("get_dispatch_layout", "dispatch", "combine")
+    most_choices = 32
+    activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
+
+    def __init__(
+        self,
+        buffer: Any,
+        num_dispatchers: int,
+        dp_size: int = 1,
+        rank_expert_offset: int | None = None,
+        *,
+        use_fp8_dispatch: bool = False,
+    ) -> None:
+        super().__init__(buffer, num_dispatchers, use_fp8_dispatch)
+        require_at_least("dp_size", dp_size, 1)
+        self.dp_size, self.rank_expert_offset = dp_size, rank_expert_offset
+
+    def check_sizes(self, x: torch.Tensor, num_experts: int) -> None:
+        first = self.buffer.rank * (num_experts // self.ranks)
+        if self.rank_expert_offset not in (None, first):
+            raise InvalidInput(
+                f"rank_expert_offset must be {first}, the first of rank {self.buffer.rank}, got "
+                f"{self.rank_expert_offset}; leave it out"
+            )
+        # Rows travel in units of so many bytes.
+        unit = (32 if self.ranks <= _NODE else 512) // (1 if self.use_fp8_dispatch else 2)
+        _require_columns(x, f"a multiple of {unit}", x.shape[1] % unit == 0)
+
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:
+        rows: Any = x
+        if self.use_fp8_dispatch:
+            quantized = ops.quantize_rows(x, FP8_GROUP)
+            rows = (quantized.values, quantized.scales)
+        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, num_experts)
+        came, own_ids, own_weights, _, handle, event = self.buffer.dispatch(
+            rows,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            async_finish=True,
+        )
+
+        def receiver() -> PreparedTokens:
+            event.current_stream_wait()
+            a1q, scale = came if isinstance(came, tuple) else (came, None)
+            # Ids are local already, -1 where another rank has the expert.
+            return PreparedTokens(a1q, scale, None, as_ids(own_ids), own_weights, _Sent(handle, ids))
+
+        return _nothing, receiver
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
+        prepared: PreparedTokens | None = None,
+    ) -> Halves:
+        """(hook, receiver): DeepEP's combine, into output `[M, K]`."""
+        sent, impl = self.sent_of(prepared), weight_and_reduce_impl
+        assert prepared is not None and prepared.topk_weights is not None and prepared.topk_ids is not None
+        if isinstance(impl, TopKWeightAndReduceDelegate):
+            impl = TopKWeightAndReduceContiguous()
+        own = prepared.topk_weights, prepared.topk_ids
+        rows = impl.apply(None, fused_expert_output, *own, apply_router_weight_on_input)
+        found, _, event = self.buffer.combine(rows.contiguous(), sent.handle, async_finish=True)
+
+        def receiver() -> None:
+            event.current_stream_wait()
+            output.copy_(found)
+
+        return _nothing, receiver
+
+
+class DeepEPLLPrepareAndFinalize(_OnBuffer):
+    """DeepEP's low-latency kernels, format BatchedExperts: a1q `[num_local_experts, max_tokens_per_rank * ranks, K]`.
+
+    For experts with max_num_tokens = max_tokens_per_rank and num_dispatchers, which leave weights and sums to finalize.
+    DeepEP weights and adds the slots at home. The experts of a token must differ. Tensors lie in the buffer, which has
+    room for two calls.
+    """
+
+    methods = ("low_latency_dispatch", "low_latency_combine", "get_low_latency_rdma_size_hint")
+    #: Those that DeepEP's kernels are compiled for; 3072 from its version 2 on.
+    SUPPORTED_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+    most_choices = 11
+    activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
+
+    def __init__(
+        self, buffer: Any, max_tokens_per_rank: int, num_dispatchers: int, use_fp8_dispatch: bool = False
+    ) -> None:
+        super().__init__(buffer, num_dispatchers, use_fp8_dispatch)
+        require_at_least("max_tokens_per_rank", max_tokens_per_rank, 1)
+        self.max_tokens_per_rank = max_tokens_per_rank
+        if not buffer.low_latency_mode:
+            raise InvalidInput("buffer must be in low-latency mode, got one that is not; pass low_latency_mode=True")
+        if max_tokens_per_rank * num_dispatchers % 4:
+            raise Unsupported(
+                f"max_tokens_per_rank times num_dispatchers must be a multiple of 4, got {max_tokens_per_rank} times "
+                f"{num_dispatchers}; round max_tokens_per_rank up"
+            )
+
+    def max_num_tokens_per_rank(self) -> int:
+        return self.max_tokens_per_rank
+
+    def check_sizes(self, x: torch.Tensor, num_experts: int) -> None:
+        sizes, most = self.SUPPORTED_HIDDEN_SIZES, self.max_tokens_per_rank
+        _require_columns(x, f"one of {', '.join(map(str, sizes))}", x.shape[1] in sizes)
+        if len(x) > most:
+            raise Unsupported(
+                f"a1 must have at most max_tokens_per_rank = {most} rows, got {len(x)}; raise it, or split the batch"
+            )
+        needed = self.buffer.get_low_latency_rdma_size_hint(most, x.shape[1], self.ranks, num_experts)
+        if self.buffer.num_rdma_bytes < needed:
+            raise Unsupported(
+                f"buffer must have at least {needed} bytes (num_rdma_bytes) for {most} tokens of {x.shape[1]} columns "
+                f"and {num_experts} experts, got {self.buffer.num_rdma_bytes}; make a larger one"
+            )
+
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:
+        came, counts, handle, _, hook = self.buffer.low_latency_dispatch(
+            x, ids, self.max_tokens_per_rank, num_experts, use_fp8=self.use_fp8_dispatch, return_recv_hook=True
+        )
+
+        def receiver() -> PreparedTokens:
+            a1q, scale = came if self.use_fp8_dispatch else (came, None)
+            return PreparedTokens(a1q, scale, counts, handle=_Sent(handle, ids))
+
+        return hook, receiver
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
+        prepared: PreparedTokens | None = None,
+    ) -> Halves:
+        """(hook, receiver): DeepEP's combine, weighted unless the weight was on the input, into output `[M, K]`."""
+        sent = self.sent_of(prepared)
+        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            raise InvalidInput(
+                f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, as DeepEP weights and adds, got "
+                f"{weight_and_reduce_impl}; choose batched experts that leave both to finalize"
+            )
+        weights = as_weights(topk_weights, sent.ids)
+        if apply_router_weight_on_input:
+            weights = torch.ones_like(weights)
+        rows = fused_expert_output.contiguous()
+        _, _, hook = self.buffer.low_latency_combine(
+            rows, sent.ids, weights, sent.handle, return_recv_hook=True, out=output
+        )
+        return hook, _nothing
+
+
+def _nothing() -> None:
+    return
