@@ -20,7 +20,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
 .PHONY: environment parity test faults gate gate-all lint format bench bench-training memcheck soak upstream \
-	maxtext mutate fuzz docs docs-environment notebooks clean
+	maxtext mutate fuzz docs docs-environment notebooks release-check clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -126,6 +126,11 @@ docs: docs-environment
 
 notebooks: docs-environment
 	$(DOCS) -m tools.site.notebooks --write
+
+# Builds what would be published into build/release, and tries it in an empty environment outside of the checkout.
+release-check:
+	@$(PYTHON) tools/environment.py --directory .venv-release --extras release
+	.venv-release/bin/python tools/release_check.py
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import importlib.resources
+import pathlib
+import re
+import runpy
 import tomllib
 
 import pytest
+import yaml
 
 import moe_core
 from tests.support.paths import ROOT
@@ -17,12 +22,44 @@ ENGINES = PROJECT["project"]["entry-points"]["moebius.engines"]
 
 def test_version_has_one_source() -> None:
     assert importlib.metadata.version("moebius") == moe_core.__version__
-    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["project"]["dynamic"] == ["version", "readme", "urls"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "moe_core.__version__"}
 
 
 def test_changelog_has_an_entry_for_the_version() -> None:
-    assert f"## [{moe_core.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    found = re.search(rf"^## \[{re.escape(moe_core.__version__)}\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert found and datetime.date.fromisoformat(found[1]), "a version that could be tagged has its date"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == (moe_core.__version__, found[1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_forms_parse_and_run_what_exists(path: pathlib.Path) -> None:
+    assert yaml.safe_load(path.read_text())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for kind, name in re.findall(r"run: (make |)([\w./-]+)", path.read_text()):
+        assert name in targets if kind else (ROOT / name).exists(), name
+
+
+def test_links_of_the_published_readme_lead_to_the_repository() -> None:
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    page = (
+        "![bars](docs/a.svg) [`x`](docs/b.md#c) [home](https://a.org/x) [here](#there)\n"
+        '<picture><source srcset="docs/dark.svg"><img src="docs/light.svg"></picture>\n[![badge](d.svg)](e.md)\n'
+    )
+    here = "https://example.org/moebius"
+    found = setup["published"](page, here, "v1")
+    assert f"![bars]({here}/raw/v1/docs/a.svg) [`x`]({here}/blob/v1/docs/b.md#c)" in found
+    assert "[home](https://a.org/x) [here](#there)" in found
+    assert f'srcset="{here}/raw/v1/docs/dark.svg"' in found and f'src="{here}/raw/v1/docs/light.svg"' in found
+    assert f"[![badge]({here}/raw/v1/d.svg)]({here}/blob/v1/e.md)" in found
+    assert setup["published"](page, None, "main") == " `x` [home](https://a.org/x) [here](#there)\n\n"
+    readme = (ROOT / "README.md").read_text()
+    for place in (here, None):
+        text = setup["published"](readme, place, "v1")
+        targets = re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset|href)=\"([^\"]+)\"", text)
+        assert targets and all(re.match("https://|#", one or other) for one, other in targets)
+    assert setup["urls"](None) == {} and setup["urls"](here)["Issues"] == f"{here}/issues"
 
 
 @pytest.mark.parametrize("package", ["moe_core", "moe_torch", "moe_jax"])

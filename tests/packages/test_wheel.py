@@ -52,7 +52,7 @@ print(json.dumps({"entries": entries, "loaded": loaded}))
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Built from copies of the files that matter: a build in the checkout would leave files there."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for package in (*PACKAGES, "tests", "benchmarks"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
