@@ -322,32 +322,22 @@ class _Problem:
             found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
         return found
 
-    def _received(self) -> tuple[int, int]:
-        """Rows that come to this rank, and rows of slots that it has then."""
-        bounds = self._plan().bounds
-        if bounds.back is not None and bounds.receive is not None:
-            return bounds.receive, self.bench.size * bounds.back
-        slots = int(self.slots[:, self.bench.rank].sum())
-        return (slots if self.cell.rows == "slots" else int(self.tokens[:, self.bench.rank].sum())), slots
-
     def _plan(self) -> Any:
         sizes = self.cell.tokens, self.cell.shape.top_k, self.cell.shape.d_model, "bfloat16"
         return plan_exchange(*sizes, self.placement, self.exchange, training=self.cell.training)
 
     def _plan_bytes(self, target: Target) -> int:
-        """The most that the plans' arrays take at a time: as rows go out, in the products, or as results come home."""
-        received, slots = self._received()
-        d_model, row = self.cell.shape.d_model, self.cell.shape.d_model * 2
+        """The most that the plans of the exchange and of the owner's products have at once."""
+        exchange, rank = self._plan(), self.bench.rank
+        counts = int(self.slots[:, rank].sum()), int(self.tokens[:, rank].sum())
+        slots = counts[0] if exchange.bounds.back is None else self.bench.size * exchange.bounds.back
         routing = TopK(ArraySpec((slots, 1), "int32"), ArraySpec((slots, 1), "float32"))
         experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
-        plan = plan_moe(ArraySpec((slots, d_model), "bfloat16"), experts, routing, self.owner_spec, target)
-        sizes = {buffer.name: buffer.bytes for buffer in self._plan().buffers_of(received, slots)}
-        # The owner copies tokens that came once to a row for each of their slots.
-        rows, came = slots * row, sizes["received rows"] if self.cell.rows == "tokens" else 0
-        out = sizes.get("sent rows", 0) + came + rows
-        products = rows + plan.scratch_bytes + sizes["results"]
-        home = rows + sizes["results"] + sizes["returned results"] + self.cell.tokens * row
-        return max(out, products, home) + sizes["received ids"] + sizes["received weights"]
+        x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
+        scratch = plan_moe(x, experts, routing, self.owner_spec, target).scratch_bytes
+        if exchange.bounds.back is not None:
+            return exchange.peak(scratch=scratch)
+        return exchange.peak(counts[self.cell.rows == "tokens"], slots, scratch=scratch)
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""
