@@ -24,6 +24,7 @@ from moe_core.specs.operands import (
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
+from moe_torch.layers.shards import on_own_experts, shared_like
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
@@ -64,7 +65,7 @@ class QuantizedMatrix(torch.nn.Module):
         if self.spec.tiling is None:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        for name, array in named_arrays(restore_weights(self.tensor()), prefix):
+        for name, array in named_arrays(on_own_experts(restore_weights, self.tensor()), prefix):
             destination[name] = array
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -75,7 +76,7 @@ class QuantizedMatrix(torch.nn.Module):
             arrays = {name: state_dict[f"{prefix}{name}"] for name in names}
             wanted = quantized_shapes(published, self.tensor().shape)._asdict()
             if all(array.shape == wanted[name] for name, array in arrays.items()):
-                tensor = tile(QuantizedTensor(published, **arrays), tiling.order)
+                tensor = on_own_experts(tile, QuantizedTensor(published, **arrays), tiling.order)
                 state_dict = {**state_dict, **dict(named_arrays(tensor, prefix))}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -94,8 +95,7 @@ def _moved(buffer: Any, fn: Any) -> torch.Tensor:
     """fn of a buffer that keeps its dtype: of its bytes, since casts of a module leave integers alone."""
     if hasattr(buffer, "device_mesh"):
         # DTensor takes a view in one dtype for one in another, of the same shape, that it has seen before.
-        local, sizes = _moved(buffer.to_local(), fn), {"shape": buffer.shape, "stride": buffer.stride()}
-        return type(buffer).from_local(local, buffer.device_mesh, buffer.placements, run_check=False, **sizes)
+        return shared_like(buffer, _moved(buffer.to_local(), fn))
     raw = buffer.view(torch.uint8)
     moved = fn(raw)
     return (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)
@@ -353,19 +353,16 @@ class PrepackedExperts(torch.nn.Module):
         The layer has no gradients then: call it under `torch.no_grad()`, and train after `restore_weights`. state_dict,
         load_state_dict, load_weights and export_weights keep the published layout, so that checkpoints fit prepacked
         layers and others; only the buffers themselves are tiled. Raises InvalidInput for experts that are not
-        quantised, not stored `out_in` or that cannot be tiled, and Unsupported for sharded ones.
+        quantised, not stored `out_in` or that cannot be tiled, and Unsupported for ones sharded otherwise than by
+        experts.
         """
         tiled_specs(self.spec, self.storage)
-        matrices = self._matrices()
-        for name, array in named_arrays(matrices, "experts."):
-            if hasattr(array, "full_tensor"):
-                raise Unsupported(f"{name} is a sharded DTensor; call prepack_weights before sharding")
-        self._hold(prepack_weights(matrices, self.spec.moe_spec(HUGGING_FACE)))
+        self._hold(on_own_experts(prepack_weights, self._matrices(), self.spec.moe_spec(HUGGING_FACE)))
 
     def restore_weights(self) -> None:
         """The inverse of `prepack_weights`, in place; a layer that is not prepacked stays as it is."""
         if self.is_prepacked:
-            self._hold(restore_weights(self._matrices()))
+            self._hold(on_own_experts(restore_weights, self._matrices()))
 
     @contextlib.contextmanager
     def published(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -380,7 +377,9 @@ class PrepackedExperts(torch.nn.Module):
 
     def restored_tensors(self) -> dict[str, torch.Tensor]:
         """The arrays of prepacked matrices in their published layout, by name; none of other layers."""
-        return dict(named_arrays(restore_weights(self._matrices()), "experts.")) if self.is_prepacked else {}
+        if not self.is_prepacked:
+            return {}
+        return dict(named_arrays(on_own_experts(restore_weights, self._matrices()), "experts."))
 
     def _matrices(self) -> ExpertWeights:
         experts = self._parts()["experts"]

@@ -66,6 +66,10 @@ class PlacedTensor(torch.Tensor):
         found: Any = _ToLocal.apply(self)
         return found
 
+    def of_local(self, local: torch.Tensor) -> PlacedTensor:
+        """Another array of the same experts, from this rank's part `[held, ...]`."""
+        return PlacedTensor(local, self._where)
+
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
         """All experts, `[E, ...]`, on every rank; a collective, and not differentiable."""

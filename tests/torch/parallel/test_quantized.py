@@ -15,7 +15,7 @@ import torch
 from moe_core.errors import Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.parallel import ExchangeSpec
-from moe_core.specs.operands import map_arrays, named_fields
+from moe_core.specs.operands import map_arrays, named_arrays, named_fields
 from moe_torch import LayerWeights, MoE
 from moe_torch.parallel import ExpertParallel, parallelize
 from tests.support.parallel.placements import placement_of
@@ -102,23 +102,56 @@ def test_interpreted_kernels_give_every_bit_of_one_device(ranks: Pool) -> None:
     compare(ranks, "mxfp4_w4a16", "round_robin", ExchangeSpec(), "interpreter")
 
 
-def checkpoint_of(group: Any, weights: LayerWeights) -> tuple[dict[str, np.ndarray], str]:
-    """The exported arrays of a shared-out layer, and what a scale of all rows raises."""
-    layer = MoE.from_weights(weights)
-    parallelize(layer, ExpertParallel(mesh_of(group)), placement=placement_of("round_robin", 4, 2))
-    refused = parallelize(MoE.from_spec(layer_spec("fp8_tensor")), ExpertParallel(mesh_of(group)))
-    message = ""
-    with running_on("reference"):
-        try:
-            refused(rows(1).float())
-        except Unsupported as error:
-            message = str(error)
-    return layer.export_weights().named(), message
+def prepacked(group: Any, weights: LayerWeights, kind: str, first: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Outputs of a layer whose matrices are tiled, loaded, and laid out as they were; and its exported arrays.
+
+    first: tiled before they are shared out."""
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    layer, x, found = MoE.from_weights(weights), rows(size)[rank * TOKENS :][:TOKENS], []
+    with running_on("reference"), torch.no_grad():
+        if first:
+            layer.prepack_weights()
+        parallelize(layer, ExpertParallel(mesh_of(group)), placement=placement_of(kind, 4, size))
+        if not first:
+            layer.prepack_weights()
+        assert layer.is_prepacked
+        found.append(layer(x))
+        state = layer.state_dict()
+        assert all(tuple(state[f"experts.{name}"].shape) == array.shape for name, array in arrays_of(weights).items())
+        layer.load_state_dict(state)
+        layer.load_weights(weights)
+        found.append(layer(x))
+        exported = layer.export_weights().named()
+        layer.restore_weights()
+        found.append(layer(x))
+    return [to_numpy(y.float()) for y in found], exported
 
 
-def test_weights_are_whole_again_and_one_scale_of_all_rows_is_refused(ranks: Pool) -> None:
+def arrays_of(weights: LayerWeights) -> dict[str, np.ndarray]:
+    return dict(named_arrays(weights.experts))
+
+
+@pytest.mark.parametrize("kind, first", [("linear", True), ("round_robin", False), ("linear", False)])
+def test_prepacked_matrices_are_shared_out(ranks: Pool, kind: str, first: bool) -> None:
+    """On three ranks: with the linear placement the last one has no expert."""
     weights, _ = quantized_weights("mxfp4_w4a16")
-    for named, message in ranks.call(checkpoint_of, [(weights,)] * 2):
-        assert message.startswith("activations must have a scale for each row across ranks, or given scales")
+    found = ranks.call(prepacked, [(weights, kind, first)] * 3)
+    with running_on("reference"), torch.no_grad():
+        expected = to_numpy(MoE.from_weights(weights)(rows(3)).float())
+    for number in range(3):
+        np.testing.assert_array_equal(np.concatenate([outputs[number] for outputs, _ in found]), expected)
+    for _, exported in found:
         for name, array in weights.named().items():
-            np.testing.assert_array_equal(named[name].view(np.uint8), array.view(np.uint8), name)
+            np.testing.assert_array_equal(exported[name].view(np.uint8), array.view(np.uint8), name)
+
+
+def one_scale(group: Any) -> str:
+    layer = parallelize(MoE.from_spec(layer_spec("fp8_tensor")), ExpertParallel(mesh_of(group)))
+    with running_on("reference"), pytest.raises(Unsupported) as caught:
+        layer(rows(1).float())
+    return str(caught.value)
+
+
+def test_one_scale_of_all_rows_is_refused(ranks: Pool) -> None:
+    for message in ranks.call(one_scale, [()] * 2):
+        assert message.startswith("activations must have a scale for each row across ranks, or given scales")
