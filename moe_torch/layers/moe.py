@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from moe_core.base import dtypes
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec
 from moe_core.layers import (
@@ -20,15 +19,15 @@ from moe_core.layers import (
     MoELayerSpec,
     SharedExpertsSpec,
     convert_weights,
-    first_table,
 )
 from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call, call_first
-from moe_torch.bridge.options import TORCH_DTYPES, encode, require_instance
+from moe_torch.bridge.options import encode, require_instance
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
 from moe_torch.layers.casts import autocast
+from moe_torch.layers.initial import initialize, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
@@ -52,7 +51,6 @@ _PARTS |= {"before": ProjectionParameters, "after": ProjectionParameters, "outpu
 _BESIDE = ("factor", "table")
 #: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
-_DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"))
 
 
 def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
@@ -62,19 +60,14 @@ def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
     return operator.names.index(name), part, *path
 
 
-def _require_dtype(dtype: torch.dtype | None) -> None:
-    """Raise InvalidInput unless the operators take parameters of this dtype (None: torch's default, always one)."""
-    if dtype is not None and dtype not in _DTYPES:
-        raise InvalidInput(f"dtype must be {', '.join(map(str, _DTYPES))}, got {dtype}; pass dtype=torch.float32")
-
-
 class MoE(PrepackedExperts, PlannedLayer):
     """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
 
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
     (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
     the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`);
-    bfloat16, float16 or float32, and on a CPU float64, to check gradients.
+    bfloat16, float16 or float32, and on a CPU float64, to check gradients. expert_parallel: a DeviceMesh of one axis, or
+    a `moe_torch.parallel.ExpertParallel`, whose ranks share the experts from the start (docs/user/parallel.md).
     Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
     `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
 
@@ -120,19 +113,26 @@ class MoE(PrepackedExperts, PlannedLayer):
         shared_experts: SharedExpertsSpec | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        expert_parallel: Any = None,
     ) -> None:
         super().__init__()
-        self._build(MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts), device, dtype)
+        spec = MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts)
+        self._build(spec, device, dtype, expert_parallel)
 
     @classmethod
     def from_spec(
-        cls, spec: MoELayerSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        cls,
+        spec: MoELayerSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        expert_parallel: Any = None,
     ) -> MoE:
         """The layer that `spec` describes, with initialised parameters."""
         require_instance("spec", spec, MoELayerSpec)
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
-        layer._build(spec, device, dtype)
+        layer._build(spec, device, dtype, expert_parallel)
         return layer
 
     @classmethod
@@ -170,8 +170,10 @@ class MoE(PrepackedExperts, PlannedLayer):
             layer.register_forward_pre_hook(without_input_ids, with_kwargs=True)
         return layer.train(block.training)
 
-    def _build(self, spec: MoELayerSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        _require_dtype(dtype)
+    def _build(self, spec: MoELayerSpec, device: Any, dtype: torch.dtype | None, expert_parallel: Any = None) -> None:
+        require_dtype(dtype)
+        # Experts on several ranks get no memory before each rank knows its own.
+        at_first = device if expert_parallel is None else "meta"
         self.spec, self.storage = spec, spec.storage(HUGGING_FACE)
         parameters, scheme = spec.parameters(HUGGING_FACE), spec.experts.scheme
         quantized = None if scheme is None else QuantizedSpec(scheme.weights, self.storage.weight_layout)
@@ -181,7 +183,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             # An output with nothing but a scale has no arrays.
             present = own or getattr(spec, part, None) is not None
-            setattr(self, part, group(own, device, dtype, quantized, trained=trained) if present else None)
+            setattr(self, part, group(own, at_first, dtype, quantized, trained=trained) if present else None)
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
         # Factors are applied between the stages, and other parts around the operator.
@@ -198,6 +200,8 @@ class MoE(PrepackedExperts, PlannedLayer):
         self._count = len(names)
         self._mask_place, self._like_place = names.index("token_mask"), names.index(like)
         self._set_options()
+        if expert_parallel is not None:
+            share_out(self, expert_parallel, device)
         self.reset_parameters()
 
     def _set_options(self) -> None:
@@ -220,16 +224,11 @@ class MoE(PrepackedExperts, PlannedLayer):
 
     def reset_parameters(self) -> None:
         """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); norms and scales one;
-        biases, the correction bias and quantised matrices zero; a table of ids has all experts in turn."""
+        biases, the correction bias and quantised matrices zero; a table of ids has all experts in turn.
+
+        Experts are drawn one after another. Ranks that share them get those of one process with the same seed."""
         with torch.no_grad(), self.published() as tensors:
-            for parameter in self.spec.parameters(HUGGING_FACE):
-                tensor = tensors[parameter.name]
-                if parameter.role == "weight":
-                    tensor.normal_(std=parameter.fan_in**-0.5)
-                elif parameter.role == "table":
-                    tensor.copy_(torch.from_numpy(first_table(parameter)))
-                else:
-                    tensor.fill_(parameter.fill)
+            initialize(self.spec, tensors)
 
     def forward(
         self,
