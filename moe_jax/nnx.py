@@ -191,7 +191,12 @@ class MoE(nnx.Module):
         if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
         options = {"dtype": dtype, "param_dtype": param_dtype or jnp.dtype(weights.dtype)}
-        layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
+        mesh = jax.sharding.get_abstract_mesh()
+        if not get_logical_axis_rules():
+            # Flax would look for logical axes among the mesh's.
+            mesh = jax.sharding.AbstractMesh((), ())
+        with jax.sharding.use_abstract_mesh(mesh):
+            layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
         layer._load(weights, copy)
         return layer
 

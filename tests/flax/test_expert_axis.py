@@ -57,13 +57,15 @@ def test_nnx_layers_follow_logical_rules() -> None:
 
 
 def test_nnx_layers_are_parallelized_in_place() -> None:
-    """Made and loaded first, or abstract and loaded in parts: no device ever has all experts."""
+    """Made and loaded first, also under the mesh, or abstract and loaded in parts: no device ever has all experts."""
     mesh, x = ep_mesh(4), tokens()
     with running_on("reference"):
         layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(1))
         expected, weights = np.asarray(layer(x)), layer.export_weights()
         abstract: MoE = nnx.eval_shape(lambda: MoE.from_spec(SPEC, rngs=nnx.Rngs(0)))
-        for own in (layer, abstract):
+        with jax.set_mesh(mesh):
+            under_the_mesh = MoE.from_weights(weights)
+        for own in (layer, under_the_mesh, abstract):
             own.parallelize(mesh)
             if own is abstract:
                 own.load_weights(weights)
