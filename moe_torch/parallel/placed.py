@@ -114,7 +114,9 @@ class PlacedTensor(torch.Tensor):
 
         given, named = tree_map(local, (args, kwargs or {}))
         found = func(*given, **named)
-        return args[0] if func._schema.is_mutable else tree_map(lambda one: PlacedTensor(one, first._where), found)
+        if func._schema.is_mutable:
+            return (kwargs or {}).get("out", args[0])
+        return tree_map(first.of_local, found)
 
     # torch.distributed.checkpoint asks for these three.
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
