@@ -20,7 +20,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
 .PHONY: environment parity test faults gate gate-all lint format bench bench-training memcheck soak upstream \
-	maxtext mutate fuzz docs docs-environment notebooks release-check clean
+	maxtext mutate fuzz docs docs-environment notebooks figures release-check clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -53,6 +53,10 @@ lint: environment
 format: environment
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# Every figure of the documents, from records.
+figures: environment
+	$(RUN) -m benchmarks.figures
 
 bench: RECORD ?= build/forward.json
 bench: environment

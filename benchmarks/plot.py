@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import theme
 from benchmarks.record import PLOTTED_SCHEMAS, STREAMING_BYTES_PER_US
 from benchmarks.shapes import SHAPES
 
@@ -24,23 +25,23 @@ Row = dict[str, Any]
 
 
 class Series(NamedTuple):
-    """One line: the field it shows, its label and how it is drawn."""
+    """One line: the field it shows, its label, its colour and how it is drawn."""
 
     field: str
     label: str
+    color: str
     style: str
 
 
 SERIES = (
-    Series("torch_us", "moebius, torch", "C0o-"),
-    Series("jax_device_us", "moebius, JAX (device time)", "C9.-"),
-    Series("triton_kernels_us", "triton_kernels", "C1s-"),
-    Series("grouped_mm_us", "torch grouped_mm", "C2^-"),
-    Series("grouped_mm_compiled_us", "torch grouped_mm, compiled", "C3v-"),
-    Series("ragged_dot_us", "jax.lax.ragged_dot (device time)", "C4D-"),
-    Series("tokamax_us", "tokamax (device time)", "C5P-"),
+    Series("torch_us", "Moebius, from torch (JAX runs the same kernels)", theme.OURS, "o-"),
+    Series("triton_kernels_us", "triton_kernels", theme.PEERS[0], "s-"),
+    Series("grouped_mm_us", "torch grouped_mm", theme.PEERS[1], "^-"),
+    Series("grouped_mm_compiled_us", "torch grouped_mm, compiled", theme.PEERS[5], "v-"),
+    Series("ragged_dot_us", "jax.lax.ragged_dot (device time)", theme.PEERS[3], "D-"),
+    Series("tokamax_us", "tokamax (device time)", theme.PEERS[4], "P-"),
 )
-BOUND = Series("bound_us", "bound: weight streaming or cuBLAS", "k--")
+BOUND = Series("bound_us", "bound: weight streaming or cuBLAS", theme.INK, "--")
 #: Ours and the dense products of equal FLOPs.
 _TIMES = ("torch_us", "dense_us")
 _MARKERS = "os^vDP"
@@ -82,16 +83,13 @@ def source_line(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         origin = record["provenance"]
         versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("torch", "jax", "triton"))
-        partial = ", partial" if record["partial"] else ""
+        partial = ", partial" if record.get("partial") else ""
         parts.append(f"{origin['device']}, {versions}, commit {origin['commit'][:10]}, {origin['date']}{partial}")
     return "; ".join(parts)
 
 
 def draw(rows: Sequence[Row], quantity: str, title: str, source: str) -> Any:
     """A figure with a panel per shape, in the order the shapes come in."""
-    import matplotlib
-
-    matplotlib.use("agg")
     from matplotlib import pyplot
 
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -105,7 +103,8 @@ def draw(rows: Sequence[Row], quantity: str, title: str, source: str) -> Any:
         for series in (*SERIES, BOUND) if quantity == "time" else SERIES:
             tokens, values = points(mine, series, quantity)
             if tokens:
-                (handles[series.label],) = panel.plot(tokens, values, series.style, markersize=4, linewidth=1.2)
+                look = {"color": series.color, "markersize": 4, "linewidth": 1.2}
+                (handles[series.label],) = panel.plot(tokens, values, series.style, **look)
         counts = sorted({row["tokens"] for row in mine})
         panel.set(title=shape, xlabel="tokens", ylabel=QUANTITIES[quantity], xscale="log")
         panel.set_xticks(counts, [str(count) for count in counts], minor=False, fontsize=7)
@@ -115,7 +114,7 @@ def draw(rows: Sequence[Row], quantity: str, title: str, source: str) -> Any:
             panel.set_yscale("log")
         else:
             panel.set_ylim(0, max(1.05, panel.get_ylim()[1]))
-            panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+            panel.axhline(1, color=theme.INK, linewidth=0.8, linestyle="--")
     for panel in list(panels.flat)[len(shapes) :]:
         panel.set_visible(False)
     figure.suptitle(title)
@@ -147,9 +146,6 @@ def roofline_points(rows: Sequence[Row]) -> dict[str, tuple[list[float], list[fl
 
 def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]], title: str, source: str) -> Any:
     """A figure of `roofline_points` below the two roofs: the memory's bandwidth and the fastest dense product."""
-    import matplotlib
-
-    matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(8.4, 5.4))
@@ -157,11 +153,15 @@ def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]]
     ridge = compute / (STREAMING_BYTES_PER_US / 1e6)
     lowest = min(ridge, *(min(intensity) for intensity, _, _ in found.values()))
     highest = max(2 * ridge, *(max(intensity) for intensity, _, _ in found.values()))
-    panel.plot([lowest, ridge, highest], [lowest * compute / ridge, compute, compute], "k--", linewidth=1)
+    panel.plot(
+        [lowest, ridge, highest], [lowest * compute / ridge, compute, compute], "--", color=theme.INK, linewidth=1
+    )
     panel.text(ridge, compute * 1.06, f"fastest dense product: {compute:.0f} TFLOP/s", fontsize=7)
     panel.text(lowest, 1.8 * lowest * compute / ridge, f"weights at {STREAMING_BYTES_PER_US / 1e6} TB/s", fontsize=7)
+    colors = (theme.OURS, *theme.PEERS)
     for number, (shape, (intensity, ours, _)) in enumerate(found.items()):
-        panel.plot(intensity, ours, f"C{number}{_MARKERS[number % len(_MARKERS)]}-", label=shape, markersize=4)
+        color, marker = colors[number % len(colors)], _MARKERS[number % len(_MARKERS)]
+        panel.plot(intensity, ours, f"{marker}-", color=color, label=shape, markersize=4)
     panel.set(title=title, xscale="log", yscale="log", xlabel="FLOPs per byte of the weights touched")
     panel.set_ylabel("TFLOP/s")
     panel.grid(True, alpha=0.3)
@@ -174,14 +174,11 @@ def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]]
 
 def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     """Write every figure of some records into a folder; returns the files."""
-    import matplotlib
-
     records = read_records(paths)
     rows = [row for record in records for row in record["rows"]]
     output.mkdir(parents=True, exist_ok=True)
     written, figures = [], {}
-    # No date and no random names inside: equal records give equal files.
-    with matplotlib.rc_context({"svg.hashsalt": "moebius", "svg.fonttype": "none"}):
+    with theme.drawing(kind):
         for routing in dict.fromkeys(row["routing"] for row in rows):
             mine = [row for row in rows if row["routing"] == routing]
             for quantity in QUANTITIES:
@@ -193,7 +190,7 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
                 figures[f"roofline-{routing}"] = draw_roofline(found, title, source_line(records))
         for name, figure in figures.items():
             path = output / f"{name}.{kind}"
-            figure.savefig(path, metadata={"Date": None} if kind == "svg" else None, dpi=150)
+            theme.save(figure, path)
             written.append(path)
     return written
 

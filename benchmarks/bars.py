@@ -1,0 +1,187 @@
+"""Bars out of records: how much longer each peer takes than Moebius, and what a training step keeps per token.
+
+    python -m benchmarks.bars benchmarks/results/forward-peers-h200.json benchmarks/results/forward-ratios-h200.json \\
+        benchmarks/results/forward-ragged-h200.json benchmarks/results/training-h200.json --output docs/figures/
+
+`speedup.svg` has a dot for every cell of a peer, that is a shape and a number of tokens, and a bar to their geometric
+mean; both times of a cell are of one run and one clock. `kept-bytes.svg` has a pair of bars for every shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import theme
+from benchmarks.plot import Row, source_line
+
+
+class Peer(NamedTuple):
+    """Somebody else's implementation: its name, what is compared, and its time over ours in a row, None = not timed."""
+
+    name: str
+    about: str
+    ratio: Callable[[Row], float | None]
+
+
+def by_turns(row: Row) -> float | None:
+    """Of interleaved replays, so that the chip's temperature counts for both."""
+    times = row.get("by_turns_us", {})
+    return times["triton_kernels"] / times["ours"] if "triton_kernels" in times else None
+
+
+def grouped_mm(row: Row) -> float | None:
+    """Of the faster one: compiled, or eager."""
+    found = [row[name] for name in ("grouped_mm_us", "grouped_mm_compiled_us") if name in row]
+    return min(found) / row["torch_us"] if found else None
+
+
+def device(field: str) -> Callable[[Row], float | None]:
+    """A peer in JAX: device times on both sides."""
+    return lambda row: row[field] / row["jax_device_us"] if field in row else None
+
+
+def vllm(row: Row) -> float | None:
+    """vLLM's experts alone, of a recorded run, over our whole forward, where both read as many experts."""
+    if "vllm_us" not in row or row["vllm_active_experts"] != row["active_experts"]:
+        return None
+    return row["vllm_us"] / row["torch_us"]
+
+
+def sonicmoe(row: Row) -> float | None:
+    """Steps, each over the dense products of its own run."""
+    return row["sonicmoe_over_dense"] / row["over_dense"] if "sonicmoe_over_dense" in row else None
+
+
+FORWARD = (
+    Peer("triton_kernels", "interleaved replays", by_turns),
+    Peer("vLLM", "its experts alone, separate run", vllm),
+    Peer("torch grouped_mm", "transformers' experts", grouped_mm),
+    Peer("tokamax", "ragged product, JAX", device("tokamax_us")),
+    Peer("jax.lax.ragged_dot", "JAX", device("ragged_dot_us")),
+)
+STEP = (
+    Peer("SonicMoE", "over dense products, separate run", sonicmoe),
+    Peer("torch grouped_mm", "transformers' experts", grouped_mm),
+)
+PARTS = {"forward": FORWARD, "step": STEP}
+TITLES = {"forward": "Forward", "step": "Training step"}
+
+
+def ratios(records: Sequence[dict[str, Any]], mode: str, peer: Peer) -> list[float]:
+    """A peer's time over ours for every cell; of records that share a cell, the first that has the peer counts."""
+    found: dict[tuple[Any, ...], float] = {}
+    for record in records:
+        for row in record["rows"]:
+            ratio = peer.ratio(row) if row["mode"] == mode and row["routing"] in ("balanced", "router") else None
+            if ratio is not None:
+                found.setdefault((row["shape"], row["tokens"]), ratio)
+    return list(found.values())
+
+
+def mean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def draw_speedups(records: Sequence[dict[str, Any]], source: str) -> Any:
+    """A panel for forwards and one for training steps; peers without a cell are left out."""
+    from matplotlib import pyplot
+
+    parts = {mode: [(peer, ratios(records, mode, peer)) for peer in peers] for mode, peers in PARTS.items()}
+    parts = {mode: [pair for pair in pairs if pair[1]] for mode, pairs in parts.items() if any(p[1] for p in pairs)}
+    sizes = [len(pairs) for pairs in parts.values()]
+    height = 0.52 * sum(sizes) + 0.55 * len(sizes) + 0.75
+    figure, panels = pyplot.subplots(
+        len(parts), 1, figsize=(8.6, height), sharex=True, squeeze=False, height_ratios=sizes
+    )
+    for panel, (mode, pairs) in zip(panels.flat, parts.items(), strict=True):
+        for place, (_, values) in enumerate(pairs):
+            middle = mean(values)
+            panel.barh(place, middle - 1, left=1, height=0.5, color=theme.OURS, alpha=0.45, linewidth=0)
+            panel.plot(values, [place] * len(values), "o", color=theme.OURS, markersize=4, markeredgewidth=0)
+            cells = f"{len(values)} cells" if len(values) > 1 else "1 cell"
+            span = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+            at = max(values) * 1.08
+            panel.text(at, place, f"{middle:.2f}×{span}, {cells}", va="center", fontsize=8)
+        panel.set_yticks(range(len(pairs)), [f"{peer.name}\n{peer.about}" for peer, _ in pairs], fontsize=8)
+        panel.invert_yaxis()
+        panel.axvline(1, color=theme.INK, linewidth=1, linestyle="--")
+        panel.set_title(TITLES[mode], fontsize=9, loc="left")
+        panel.set_xscale("log")
+        panel.set_xlim(0.8, 900)
+        panel.tick_params(axis="y", length=0)
+    ticks = [1, 2, 5, 10, 20, 50, 100]
+    panels.flat[-1].set_xticks(ticks, [f"{tick}×" for tick in ticks], fontsize=8)
+    panels.flat[-1].set_xticks([], minor=True)
+    figure.suptitle(
+        "Time of the peer over the time of Moebius, bf16: right of the line, Moebius is faster", fontsize=10
+    )
+    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
+    figure.tight_layout(rect=(0, (0.1 + 0.11 * source.count("\n") + 0.11) / height, 1, 1))
+    pyplot.close(figure)
+    return figure
+
+
+def draw_kept(records: Sequence[dict[str, Any]], source: str) -> Any:
+    """What a step keeps between forward and backward, of ours and of SonicMoE's formula, in KiB per token."""
+    from matplotlib import pyplot
+
+    rows = {row["shape"]: row for record in records for row in record["rows"] if "kept_bytes_per_token" in row}
+    figure, panel = pyplot.subplots(figsize=(8.6, 0.62 * len(rows) + 1.35))
+    series = (
+        ("kept_bytes_per_token", "Moebius", theme.OURS),
+        ("sonicmoe_kept_bytes_per_token", "SonicMoE (formula)", theme.PEERS[0]),
+    )
+    for offset, (field, label, color) in zip((-0.19, 0.19), series, strict=True):
+        values = [row[field] / 1024 for row in rows.values()]
+        places = [place + offset for place in range(len(rows))]
+        panel.barh(places, values, height=0.36, color=color, label=label, linewidth=0)
+        for place, value in zip(places, values, strict=True):
+            panel.text(value * 1.01, place, f"{value:.1f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlabel("KiB per token, kept from the forward for the backward, x included", fontsize=8)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.legend(loc="upper right", fontsize=8)
+    height = figure.get_figheight()
+    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
+    figure.tight_layout(rect=(0, 0.2 / height, 1, 1))
+    pyplot.close(figure)
+    return figure
+
+
+def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
+    """Write both figures of some records into a folder; returns the files."""
+    records = [json.loads(path.read_text()) for path in paths]
+    output.mkdir(parents=True, exist_ok=True)
+    kept = [record for record in records if any("kept_bytes_per_token" in row for row in record["rows"])]
+    written = []
+    with theme.drawing(kind):
+        figures = {"speedup": draw_speedups(records, "\n".join(dict.fromkeys(source_line([one]) for one in records)))}
+        if kept:
+            figures["kept-bytes"] = draw_kept(kept, source_line(kept))
+        for name, figure in figures.items():
+            written.append(output / f"{name}.{kind}")
+            theme.save(figure, written[-1])
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plot the bars of the named records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg")
+    options = parser.parse_args(arguments)
+    print("\n".join(map(str, plot(options.records, options.output, options.format))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Every figure of the documents, from recorded results: `python -m benchmarks.figures`, or `make figures`.
+
+The figures of performance come from records and are drawn by matplotlib (extra `bench`); the drawings of how things
+work come from tools.drawings. With newer records, change the names below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import bars, plot
+from tools import drawings
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+#: Lines against tokens, and bars: the records that they show.
+LINES = ("forward-peers-h200.json",)
+BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h200.json", "training-h200.json")
+
+
+def draw(output: Path) -> list[Path]:
+    """Write every figure into a folder; returns the files."""
+    written = plot.plot([RESULTS / name for name in LINES], output)
+    written += bars.plot([RESULTS / name for name in BARS], output)
+    return written + drawings.draw(output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw all figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=FIGURES, help="folder of the figures (default: docs/figures)")
+    print("\n".join(map(str, draw(parser.parse_args(arguments).output))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
