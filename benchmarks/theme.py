@@ -32,7 +32,7 @@ def drawing(kind: str = "svg") -> Iterator[None]:
 
     color, paper = (_DRAWN, "none") if kind == "svg" else ("#000000", "white")
     get_named_colors_mapping()[INK] = color
-    settings: dict[str, Any] = dict.fromkeys(_FOREGROUNDS, color) | dict.fromkeys(_BACKGROUNDS, paper)
+    settings: Any = dict.fromkeys(_FOREGROUNDS, color) | dict.fromkeys(_BACKGROUNDS, paper)
     settings |= {"svg.hashsalt": "moebius", "svg.fonttype": "none", "font.family": "sans-serif"}
     settings |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     with matplotlib.rc_context(settings):

@@ -69,7 +69,7 @@ def test_figures_of_the_documents_show_the_records(drawn: list[pathlib.Path]) ->
         stored = figures.FIGURES / path.name
         assert TEXT.findall(stored.read_text()) == TEXT.findall(path.read_text()), f"{path.name}: run `make figures`"
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    unused = [path.name for path in drawn if f"figures/{path.name}" not in pages and "roofline" not in path.name]
+    unused = [path.name for path in drawn if f"figures/{path.name}" not in pages]
     assert not unused, f"{unused} are in no page"
 
 
