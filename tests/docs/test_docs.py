@@ -227,6 +227,17 @@ def test_commands_exist() -> None:
     assert modules and files and not missing, missing
 
 
+@pytest.mark.parametrize("page", [*found("docs/user/*.md"), *found("docs/developer/*.md")], ids=page_name)
+def test_pages_begin_with_readers_and_an_example(page: pathlib.Path) -> None:
+    """Whom it is for in the first paragraph, and something to run before the second heading and within 20 lines."""
+    _, readers, *_ = page.read_text().split("\n\n")
+    assert re.match(r"For |This page is for ", readers), f"{page_name(page)} must say whom it is for first"
+    fence = re.search(r"^```(python|sh|bash)$", page.read_text(), re.MULTILINE)
+    assert fence, f"{page_name(page)} must have an example"
+    before = page.read_text()[: fence.start()]
+    assert before.count("\n## ") <= 1 and before.count("\n") < 20, f"{page_name(page)} must begin with its example"
+
+
 def test_files_that_pages_name_exist() -> None:
     pattern = re.compile(r"`((?:moe_core|moe_torch|moe_jax|tests|tools|benchmarks|docs)/[\w./]*)`")
     named = {(page_name(page), name) for page in PAGES for name in pattern.findall(page.read_text())}
