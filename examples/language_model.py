@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ DECAYS, ADAM_EPSILON = (0.9, 0.95), 1e-8
 class Settings:
     """Sizes of the model and of its training; each is an option of the command line.
 
-    d_ff: width of one expert. dtype: what the experts compute in; weights and all else are float32. text: a file.
+    d_ff: width of one expert. dtype: what the experts compute in; weights and all else are float32.
+    sample: bytes that the trained model writes. text: a file.
     """
 
     d_model: int = 32
@@ -49,6 +51,7 @@ class Settings:
     learning_rate: float = 1e-2
     dtype: str = "float32"
     seed: int = 0
+    sample: int = 24
     text: pathlib.Path = LICENSE
 
     def layer_spec(self) -> MoELayerSpec:
@@ -122,6 +125,35 @@ def show(step: int, loss: Any, settings: Settings) -> None:
     """
     if step % -(-settings.steps // 20) == 0 or step == settings.steps - 1:
         print(f"step {step:4}: loss {float(loss):.6f}", flush=True)
+
+
+def timed(losses: Iterable[Any], settings: Settings) -> list[Any]:
+    """The losses of a training that are shown as they come, and then its tokens per second, but for the first step's,
+    which compiles."""
+    found, began = [], 0.0
+    for step, loss in enumerate(losses):
+        found.append(loss)
+        show(step, loss, settings)
+        if step == 0:
+            float(loss)
+            began = time.perf_counter()
+    float(found[-1])
+    seconds = time.perf_counter() - began
+    if len(found) > 1:
+        print(f"{(len(found) - 1) * settings.batch * settings.length / seconds:.0f} tokens/s")
+    return found
+
+
+def sample(logits_of: Callable[[np.ndarray], Any], settings: Settings) -> str:
+    """Text that the model writes behind the first `length` bytes of its own: the likeliest byte each time.
+
+    logits_of: the logits `[1, L, VOCABULARY]` of tokens int32 `[1, L]`.
+    """
+    tokens = list(settings.tokens()[: settings.length])
+    for _ in range(settings.sample):
+        logits = np.asarray(logits_of(np.array([tokens[-settings.length :]], np.int32)))
+        tokens.append(int(logits[0, -1].argmax()))
+    return bytes(tokens[settings.length :]).decode("latin-1")
 
 
 def main() -> None:

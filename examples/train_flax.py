@@ -113,6 +113,12 @@ class LanguageModel(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         return self.embedding[...][tokens] + self.positions[...]
 
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return matmul(self.norm(x), self.embedding[...].T)
+
     def cross_entropy(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         logits = matmul(x, self.embedding[...].T)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -164,10 +170,9 @@ def steps(
 def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
     """The loss of every step, printed on the way, and the weights after the last one."""
     model = LanguageModel(settings)
-    losses = []
-    for step, loss in enumerate(steps(settings, model)):
-        losses.append(loss)
-        language_model.show(step, loss, settings)
+    losses = language_model.timed(steps(settings, model), settings)
+    logits = jax.jit(lambda model, tokens: model.logits(tokens))
+    print(f"it writes: {language_model.sample(lambda tokens: logits(model, tokens), settings)!r}")
     return [float(loss) for loss in losses], model.weights()
 
 

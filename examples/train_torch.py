@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 
 import language_model
 import numpy as np
@@ -90,6 +91,12 @@ class LanguageModel(torch.nn.Module):
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.embedding[tokens] + self.positions
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.norm(x) @ self.embedding.T
+
     def cross_entropy(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy((x @ self.embedding.T).flatten(0, 1), targets.flatten())
 
@@ -121,14 +128,19 @@ def train(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
     optimizer = torch.optim.Adam(
         model.parameters(), settings.learning_rate, language_model.DECAYS, language_model.ADAM_EPSILON
     )
-    losses = []
-    for step, (inputs, targets) in enumerate(language_model.batches(settings)):
-        loss = model(on_device(inputs), on_device(targets))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        language_model.show(step, losses[-1], settings)
+
+    def steps() -> Iterator[torch.Tensor]:
+        for inputs, targets in language_model.batches(settings):
+            loss = model(on_device(inputs), on_device(targets))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach()
+
+    losses = language_model.timed(steps(), settings)
+    with torch.no_grad():
+        text = language_model.sample(lambda tokens: model.logits(on_device(tokens)).cpu(), settings)
+    print(f"it writes: {text!r}")
     return torch.stack(losses).tolist(), model.weights()
 
 
