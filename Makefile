@@ -119,14 +119,14 @@ mutate: environment
 
 # The documentation site, in build/site, from an environment of its own beside the first. A broken link fails, and so
 # does a notebook that prints something else than what it is stored with. `make docs SERVE=1` shows the site and follows
-# changes; `make notebooks` stores what the notebooks print.
+# changes; `make notebooks` stores what the notebooks print. (mkdocs build --quiet would count no warnings, and pass.)
 DOCS = PYTHONPATH=. JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python
 docs-environment: environment
 	@$(PYTHON) tools/environment.py --directory .venv-docs --extras docs --beside .venv
 
 docs: docs-environment
 	$(if $(SERVE),,$(DOCS) -m tools.site.notebooks)
-	$(DOCS) -m mkdocs $(if $(SERVE),serve,build --quiet)
+	$(DOCS) -m mkdocs $(if $(SERVE),serve,build)
 
 notebooks: docs-environment
 	$(DOCS) -m tools.site.notebooks --write
