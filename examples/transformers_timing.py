@@ -41,17 +41,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of weights and computation (default: float32)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=options.hidden,
-        moe_intermediate_size=options.expert_width,
-        num_experts=options.experts,
-        num_experts_per_tok=options.top_k,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=options.hidden // 8,
-    )
+    sizes = {"hidden_size": options.hidden, "moe_intermediate_size": options.expert_width}
+    sizes |= {"num_experts": options.experts, "num_experts_per_tok": options.top_k}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": options.hidden // 8}
+    config = Qwen3MoeConfig(vocab_size=256, num_hidden_layers=options.layers, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(device)
     tokens = torch.randint(256, (1, options.tokens), device=device)
