@@ -148,6 +148,8 @@ def test_expert_data_counts_tiles(hist: list[int]) -> None:
         found = data.block_pid_map[block_m].tolist()
         assert found == tiles + [-1] * (len(found) - len(tiles))
         assert len(found) >= RoutingData(None, None, len(hist), 1).n_blocks(rows, block_m)
+    data_of_three = RoutingData(None, None, 3, 1)
+    assert [data_of_three.n_blocks(rows, 16) for rows in (0, 3, 4, 18, 19)] == [0, 3, 3, 3, 4]
     with pytest.raises(KeyError):
         data.block_pid_map[8]
     assert compute_expt_data(None, 4, 0).hist is None

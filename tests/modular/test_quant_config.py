@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -139,7 +140,18 @@ def test_sizes_come_from_axes_that_nothing_packs() -> None:
         moe_problem_size((4, 9, 16), (5, 64, 16), (5, 16, 32), (7, 2), "out_in")
 
 
-def test_capabilities_answer_and_say_why() -> None:
+def test_shapes_of_scales() -> None:
+    pytest.importorskip("torch")
+    from moe_torch.modular import FusedMoEQuantConfig as OfTorch
+
+    blocks = OfTorch.make(use_fp8_w8a8=True, block_shape=[128, 128])
+    assert blocks.scale_shape(7, 300) == (7, 3) and blocks.batched_scale_shape(4, 7, 300) == (4, 7, 3)
+    assert OfTorch.make(use_fp8_w8a8=True, per_act_token_quant=True).scale_shape(7, 300) == (7, 1)
+    assert OfTorch.make(use_fp8_w8a8=True).scale_shape(7, 300) == (1, 1)
+    assert OfTorch.make().scale_shape(7, 300) is None
+
+
+def test_capabilities_answer_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from moe_torch import modular
 
@@ -163,5 +175,8 @@ def test_capabilities_answer_and_say_why() -> None:
         assert experts._supports_current_device() and experts._supports_no_act_and_mul()
         assert experts._supports_quant_scheme(None, None) and experts._supports_quant_scheme(key, None)
         assert not experts._supports_quant_scheme(None, key)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_torch.modular.experts.target_of_device", mock.Mock(side_effect=Unsupported("no kernels")))
+        assert not modular.TritonExperts._supports_current_device()
     with pytest.raises(Unsupported, match="w1_precision is a precision object"):
         modular.TritonExperts(foreign)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,11 +22,20 @@ INT8_TENSOR = Format("int8_tensor", "int8", None, None)
 E2M1_TENSOR = Format("e2m1_tensor", "e2m1", None, None)
 
 
-def assert_same_bits(x: np.ndarray, format: Format, static_scale: np.ndarray | None = None) -> None:
+def assert_same_bits(
+    x: np.ndarray, format: Format, static_scale: np.ndarray | None = None, converts: bool | None = None
+) -> None:
+    """converts: whether kernels take the path of hardware that converts to fp8, None = as planned."""
     given = {} if static_scale is None else {"static_scale": static_scale}
     scales = None if static_scale is None else ArraySpec((1,), "float32")
     described = ArraySpec(x.shape, x.dtype.name)
-    found = run_plan(plan_quantize_rows(described, format, engine_target(), scales=scales), {"x": x} | given)
+    plan = plan_quantize_rows(described, format, engine_target(), scales=scales)
+    if converts is not None:
+        chosen = {"CONVERTS": Constant(converts)}
+        given_to = [[(name, chosen.get(name, value)) for name, value in step.arguments] for step in plan.steps]
+        steps = [replace(step, arguments=tuple(made)) for step, made in zip(plan.steps, given_to, strict=True)]
+        plan = replace(plan, steps=tuple(steps))
+    found = run_plan(plan, {"x": x} | given)
     expected = quantize_rows(x, static_scale, format=format)
     for name, wanted in zip(("values", "scales"), expected, strict=True):
         different = np.argwhere(found[name].view(np.uint8) != wanted.view(np.uint8))
@@ -40,6 +51,14 @@ def test_bits_of_the_reference(name: str) -> None:
         assert_same_bits(hard_rows(rows, 160 + odd, dtype, whole), format)
     if whole:
         assert_same_bits(hard_rows(20, 37, "float32"), format)
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_both_ways_to_e4m3_have_the_same_bits(converts: bool) -> None:
+    for format in (FP8_TENSOR, FP8_TOKEN, format_named("fp8_group")):
+        x = hard_rows(20, 160, "float32", format.group_rows is None)
+        x[3] *= -1
+        assert_same_bits(x, format, converts=converts)
 
 
 @pytest.mark.parametrize("format", [FP8_TENSOR, INT8_TENSOR, E2M1_TENSOR], ids=str)
