@@ -66,8 +66,8 @@ class MoE(PrepackedExperts, PlannedLayer):
     d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
     (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
     the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`);
-    bfloat16, float16 or float32, and on a CPU float64, to check gradients. expert_parallel: a DeviceMesh of one axis, or
-    a `moe_torch.parallel.ExpertParallel`, whose ranks share the experts from the start (docs/user/parallel.md).
+    bfloat16, float16 or float32, and on a CPU float64, to check gradients. expert_parallel: a DeviceMesh of one axis,
+    or a `moe_torch.parallel.ExpertParallel`, whose ranks share the experts from the start (docs/user/parallel.md).
     Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
     `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
+from importlib import util
 from typing import Any
 
 import torch
@@ -53,13 +55,17 @@ _DEFAULTS = ExpertsOptions()
 
 
 def register() -> None:
-    """Make `experts_implementation="moebius"` known to transformers, in this process. Calling it again changes nothing.
+    """Make `experts_implementation="moebius"` and `DistributedConfig(ep_implementation="moebius")` known to
+    transformers, in this process. Calling it again changes nothing.
 
     transformers accepts the name for every model, also for one whose experts never look at it: `use` raises there.
     Experts that cannot run on Moebius raise Unsupported, with the reason, when they are called.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    # Before 5.23 transformers has no such names.
+    if torch.distributed.is_available() and util.find_spec("transformers.distributed.expert_parallel"):
+        importlib.import_module("moe_torch.transformers.parallel")
 
 
 def has_interface(module: torch.nn.Module) -> bool:
@@ -101,23 +107,35 @@ def experts_forward(
     and the traces of `moe_torch.trace` do not see them. Raises Unsupported for experts with weights in another format,
     or activated in a way Moebius does not have.
     """
-    module: Any = experts
-    options: ExpertsOptions = getattr(module, OPTIONS, _DEFAULTS)
+    x, weights, routing, spec = operands_of(experts, hidden_states, top_k_index, top_k_weights)
+    run = _around_norm if getattr(experts, "has_post_expert_norm", False) else _whole
+    output = run(experts, x, weights, routing, spec)
+    return output if torch.is_autocast_enabled(x.device.type) else output.to(hidden_states.dtype)
+
+
+def options_of(experts: Any) -> ExpertsOptions:
+    """Those that `use` gave the experts."""
+    return getattr(experts, OPTIONS, _DEFAULTS)
+
+
+def operands_of(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> tuple[torch.Tensor, ExpertWeights, TopK, MoESpec]:
+    """What `moe_torch.moe` takes, of what `experts_forward` is given."""
+    options = options_of(experts)
     if not torch.compiler.is_compiling() and hidden_states.device.type == "cpu":
-        _align(module)
-    dtype = _compute_dtype(module, hidden_states)
-    spec = _spec(module, options)
-    if _is_fp8(module):
+        _align(experts)
+    dtype = _compute_dtype(experts, hidden_states)
+    spec = _spec(experts, options)
+    if _is_fp8(experts):
         needs_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
-        weights, activations = fp8_weights(module)
+        weights, activations = fp8_weights(experts)
         spec = replace(spec, activations=None if needs_gradient else activations)
     else:
-        weights = _weights(module, dtype, options.main_grad)
+        weights = _weights(experts, dtype, options.main_grad)
     x = hidden_states.to(dtype).contiguous()
     routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
-    run = _around_norm if getattr(module, "has_post_expert_norm", False) else _whole
-    output = run(module, x, weights, routing, spec)
-    return output if torch.is_autocast_enabled(x.device.type) else output.to(hidden_states.dtype)
+    return x, weights, routing, spec
 
 
 def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULTS) -> str | None:

@@ -1,0 +1,102 @@
+"""The experts of Hugging Face models on several ranks, through transformers' own expert parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel import ExchangeSpec, Placement
+from moe_torch.parallel import ExpertParallel, moe
+from moe_torch.transformers.activations import NAME, unsupported
+from moe_torch.transformers.experts import has_interface, operands_of, options_of, why_unsupported
+
+
+class MoebiusEP(EPImplementation):
+    """`DistributedConfig(ep_implementation="moebius")`: the experts run on Moebius, with the bits of one process.
+
+    Ranks of one tensor-parallel group have the same batch: each sends its part of the tokens to the experts, and all
+    get the results of all. The tokens of all ranks are then those of one process, in its order. The experts run on
+    Moebius whatever `experts_implementation` says.
+
+    exchange: how rows travel; for another, register a subclass under a name of its own.
+
+    Raises Unsupported for experts that Moebius cannot run, or not across ranks, when the model is loaded.
+    """
+
+    exchange = ExchangeSpec()
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        if not has_interface(experts):
+            raise unsupported(experts, "does not go through transformers' experts interface")
+        reason = why_unsupported(experts)
+        if reason is not None:
+            raise Unsupported(reason)
+        if getattr(experts, "has_post_expert_norm", False):
+            raise Unsupported(
+                f"ep_implementation {NAME!r} cannot run {type(experts).__name__}, which normalises what each expert "
+                "returns; pass ep_implementation='all_to_all'"
+            )
+        if not getattr(experts, "_is_expert_parallel", False):
+            raise InvalidInput(
+                f"ep_plan must share out every parameter of {type(experts).__name__} by 'grouped_gemm', got a plan "
+                "that leaves them whole; leave ep_plan out for the model's own"
+            )
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.parallel = ExpertParallel(ep_mesh, self.exchange)
+        self.placement = Placement.linear(self.num_local_experts * ep_mesh.size(), ep_mesh.size())
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Output `[T, D]` of the tokens that this rank has, in the dtype of hidden_states."""
+        if options_of(self.experts).main_grad:
+            raise Unsupported("main_grad cannot be had across ranks; leave it out of use(model)")
+        tokens, dtype = hidden_states.shape[0], hidden_states.dtype
+        given = [self._own(one) for one in (hidden_states, top_k_index, top_k_weights)]
+        x, weights, routing, spec = operands_of(self.experts, *given)
+        output = moe(x, weights, routing, spec, parallel=self.parallel, placement=self.placement).output
+        if not torch.is_autocast_enabled(x.device.type):
+            output = output.to(dtype)
+        if self.tp_mesh.size() == 1:
+            return output
+        width = output.shape[1]
+        options: Any = {"shape": torch.Size((tokens, width)), "stride": (width, 1)}
+        parts = DTensor.from_local(output.contiguous(), self.tp_mesh, [Shard(0)], **options)
+        return parts.full_tensor()
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's part of rows that all ranks of the tensor-parallel group have."""
+        if self.tp_mesh.size() == 1:
+            return rows
+        same = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
+        return same.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+
+
+EPImplementationInterface.register(NAME, MoebiusEP)
+
+
+def expert_parallel(config: Any, ranks: int) -> DistributedConfig:
+    """What `from_pretrained(name, distributed_config=...)` takes to share experts out among ranks, and nothing else.
+
+    config: of a causal language model. Attention, router and all else are whole on every rank, and every rank is called
+    with the same batch, so that logits are those of one process, bit by bit. transformers' own plans split attention
+    too: `DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="moebius")`, with other bits.
+
+    Raises InvalidInput for a model without a plan for its experts.
+    """
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    if not model.ep_plan or not model.tp_plan:
+        raise InvalidInput(
+            f"config must be of a model with an ep_plan and a tp_plan, got {type(config).__name__}; pass "
+            "DistributedConfig(ep_plan=...) yourself"
+        )
+    whole = dict.fromkeys(model.tp_plan, "replicate")
+    return DistributedConfig(tp_size=ranks, tp_plan=whole, ep_size=ranks, ep_implementation=NAME)
