@@ -27,6 +27,7 @@ from moe_core.parity.checkpoint_case import CheckpointInput, checkpoint_case, pr
 from moe_core.parity.devices import has_triton, prefer_interpreter, use_gpu
 from moe_core.parity.engines import DEFAULT_ENGINES, REFERENCE, Engine, load_engines, registered_engines
 from moe_core.parity.gradients import run_gradients
+from moe_core.parity.ranks import run_ranks
 from moe_core.parity.report import NOT_TESTED, CaseReport, untested_engines
 from moe_core.parity.run import run_case
 from moe_core.parity.summary import case_lines, closing_table
@@ -78,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", metavar="NAMES", help=f"{what}that are installed")
     what = f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint is named"
     parser.add_argument("--backward", action=argparse.BooleanOptionalAction, help=what)
+    what = (
+        "compare W ranks that share the experts with one device, bit by bit, on this CPU (torch: gloo, JAX: devices of "
+    )
+    what += "the host), and every gradient too; TRITON_INTERPRET=0 takes the NumPy engine for both sides"
+    parser.add_argument("--ranks", type=int, metavar="W", help=what)
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument("--verbose", action="store_true", help="print every stage of every case, not only of failures")
     what = "list the built-in cases and the registered engines, and which of these cannot start here"
@@ -103,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"moe-parity: cases: {len(steps)}; starting {options.engines or _DEFAULT}", file=sys.stderr, flush=True)
         engines, left_out = _engines(options)
         began = time.monotonic()
-        for report in _run(steps, engines):
+        for report in _run(steps, engines, options.ranks):
             reports.append(report)
             seconds.append(time.monotonic() - began)
             number = f"[{len(reports)}/{len(steps)}]"
@@ -135,6 +141,8 @@ def _check(options: argparse.Namespace) -> None:
         if options.checkpoint is None and given is not None and given is not False:
             flag = "--" + name.replace("_", "-")
             raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
+    if options.ranks is not None and options.ranks < 1:
+        raise InvalidInput(f"--ranks must be at least 1, got {options.ranks}; for example --ranks 4")
 
 
 def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
@@ -184,13 +192,14 @@ class _Step:
     make: Callable[[], Case] | None
 
 
-def _run(steps: Sequence[_Step], engines: Sequence[Engine]) -> Iterator[CaseReport]:
+def _run(steps: Sequence[_Step], engines: Sequence[Engine], ranks: int | None) -> Iterator[CaseReport]:
     case = None
     for number, step in enumerate(steps, start=1):
         say = _Progress(f"[{number}/{len(steps)}] {step.label}")
         if step.make is not None:
             case = step.make()
-            yield run_case(case, engines, say)
+            names = [engine.name for engine in engines]
+            yield run_case(case, engines, say) if ranks is None else run_ranks(case, ranks, names, say)
         elif case is not None:
             yield run_gradients(case, engines, say)
 
@@ -206,7 +215,8 @@ def _steps(options: argparse.Namespace) -> list[_Step]:
 
     def add(name: str, dtype: str, make: Callable[[], Case]) -> None:
         steps.append(_Step(f"{name}{dtype}", make))
-        if _with_backward(options, name):
+        # Across ranks, gradients are stages like others.
+        if options.ranks is None and _with_backward(options, name):
             steps.append(_Step(f"{name} backward{dtype}", None))
 
     if options.checkpoint is not None:
@@ -253,7 +263,8 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
         return COULD_NOT_RUN, f"could not run: {', '.join(idle)} supports none of these cases (see `skipped`)"
     engines = dict.fromkeys(f"{engine.engine} ({engine.device})" for engine in every if engine.tested)
     agree = "1 case agrees" if len(reports) == 1 else f"all {len(reports)} cases agree"
-    return AGREE, f"{agree} with the reference: {', '.join(engines)}"
+    against = next(engine.against for engine in every)
+    return AGREE, f"{agree} with {against}: {', '.join(engines)}"
 
 
 def _document(reports: Sequence[CaseReport], status: int, conclusion: str, error: str | None) -> dict[str, Any]:

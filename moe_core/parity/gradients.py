@@ -92,7 +92,7 @@ def compare_gradients(case: Case, run: GradientRun) -> Report:
     expected = reference_gradients(case, run.forward)
     tolerances = gradient_tolerances(case)
     names = [f"d_{name}" for name in differentiated(case)]
-    rows = tuple(_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
+    rows = tuple(gradient_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
     return Report(run.engine, run.device, rows)
 
 
@@ -106,7 +106,9 @@ def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mappin
     return moe_backward_stages(*arguments, token_mask=case.token_mask, shared=case.shared)
 
 
-def _row(name: str, expected: np.ndarray, found: np.ndarray | None, tolerances: Callable[[str], Tolerance]) -> StageRow:
+def gradient_row(
+    name: str, expected: np.ndarray, found: np.ndarray | None, tolerances: Callable[[str], Tolerance]
+) -> StageRow:
     if found is None:
         return StageRow(name, DIFFER, note="the engine has no such gradient")
     if found.dtype != expected.dtype and found.shape == expected.shape:

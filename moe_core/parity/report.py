@@ -64,7 +64,8 @@ class StageRow:
 class Report:
     """The comparison of one candidate with the reference, stage by stage in the order of the computation.
 
-    engine and device: who computed the candidate and what truly ran. skipped: why the case was not run, or "".
+    engine and device: who computed the candidate and what truly ran. skipped: why the case was not run, or "". against:
+    what it was compared with.
     """
 
     engine: str
@@ -72,6 +73,7 @@ class Report:
     rows: tuple[StageRow, ...]
     flips: tuple[Flip, ...] = ()
     skipped: str = ""
+    against: str = "the reference"
 
     @property
     def agrees(self) -> bool:
@@ -123,7 +125,7 @@ class Report:
         if self.verdict == NOT_TESTED:
             return f"NOT TESTED: {next(row.note for row in self.rows if row.verdict == NOT_TESTED)}"
         if self.agrees:
-            return f"agrees with the reference ({len(self.flips)} router flips)"
+            return f"agrees with {self.against} ({len(self.flips)} router flips)"
         return f"DIFFERS: first divergent stage is {self.first_divergent}"
 
     def as_dict(self) -> dict[str, Any]:

@@ -48,7 +48,5 @@ def test_what_would_mix_experts_up_is_refused() -> None:
             call()
     with pytest.raises(InvalidInput, match="both arrays must have one placement"):
         placed + part(0)
-    with pytest.raises(
-        InvalidInput, match=r"arrays beside PlacedTensor.* must have its placement, got Tensor"
-    ):
+    with pytest.raises(InvalidInput, match=r"arrays beside PlacedTensor.* must have its placement, got Tensor"):
         placed + WHOLE
