@@ -105,8 +105,8 @@ def run(
     """`moe` with a shared expert, which every rank has whole and runs on its own tokens."""
     require_type("spec", spec, MoESpec)
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
-    x, placement, axis_name = _require_x(x), group.placement, group.axis_name
-    _require_ranks(group, spec)
+    x, placement, axis_name = require_x(x), group.placement, group.axis_name
+    require_ranks(group, spec)
     _require_experts(experts, placement)
     mask = None if token_mask is None else jnp.asarray(token_mask)
     x, rank, tokens = varying_over(x, axis_name), jax.lax.axis_index(axis_name), x.shape[0]
@@ -155,7 +155,7 @@ def _route(
     return ids, weights, logits, traveling
 
 
-def _require_ranks(group: Group, spec: MoESpec) -> None:
+def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
     """Raise InvalidInput unless the axis is manual here and has the placement's ranks, Unsupported for what exchanges
     in JAX do not do."""
     axis_name, placement, exchange = group.axis_name, group.placement, group.exchange
@@ -175,7 +175,7 @@ def _require_ranks(group: Group, spec: MoESpec) -> None:
         ("exchange.sums", exchange.sums, exchange.sums != "slots", "slots"),
         ("exchange.format", exchange.format, exchange.format is not None, None),
         ("exchange.chunks", exchange.chunks, exchange.chunks != 1, 1),
-        ("spec.apply_router_weight_on_input", True, spec.apply_router_weight_on_input, False),
+        ("spec.apply_router_weight_on_input", True, spec is not None and spec.apply_router_weight_on_input, False),
     )
     for name, value, wrong, instead in refused:
         if wrong:
@@ -184,7 +184,8 @@ def _require_ranks(group: Group, spec: MoESpec) -> None:
             )
 
 
-def _require_x(x: Any) -> jax.Array:
+def require_x(x: Any) -> jax.Array:
+    """x as an array; InvalidInput for other than tokens `[T, D]`."""
     require_array("x", x)
     if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise InvalidInput(
