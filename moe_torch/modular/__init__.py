@@ -17,7 +17,6 @@ from moe_core.modular.types import (
     SlotContext,
 )
 from moe_core.modular.weights import activation_of
-from moe_torch.modular.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
 from moe_torch.modular.deep_gemm import (
     is_blackwell_deep_gemm_e8m0_used,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -25,7 +24,6 @@ from moe_torch.modular.deep_gemm import (
 )
 from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts, DeepGemmExperts
-from moe_torch.modular.expert_parallel import MoEPrepareAndFinalizeAllToAll, MoEPrepareAndFinalizeNaiveEP
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute as FusedMoEExpertsModular
 from moe_torch.modular.gpt_oss import (
@@ -36,6 +34,8 @@ from moe_torch.modular.gpt_oss import (
     triton_kernel_moe_forward,
 )
 from moe_torch.modular.kernel import FusedMoEModularKernel
+from moe_torch.modular.parallel.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
+from moe_torch.modular.parallel.exchange import MoEPrepareAndFinalizeAllToAll, MoEPrepareAndFinalizeNaiveEP
 from moe_torch.modular.prepare_finalize import (
     BatchedPrepareAndFinalize,
     FusedMoEPrepareAndFinalize,

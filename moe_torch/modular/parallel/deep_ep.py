@@ -15,7 +15,7 @@ from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_core.modular.weights import rows_are_alone
 from moe_torch import ops
-from moe_torch.modular.expert_parallel import Halves, finished
+from moe_torch.modular.parallel.exchange import Halves, finished
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens, weighted_input
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
 from moe_torch.modular.stages import as_ids, as_weights
