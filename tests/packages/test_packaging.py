@@ -33,6 +33,12 @@ def test_changelog_has_an_entry_for_the_version() -> None:
     assert (citation["version"], str(citation["date-released"])) == (moe_core.__version__, found[1])
 
 
+def test_entries_of_the_changelog_have_one_line() -> None:
+    body = (ROOT / "CHANGELOG.md").read_text().split("\n## ", 1)[1].splitlines()[1:]
+    wrong = [line for line in body if line and not re.match("- |## |#{3,4} |\\[", line)]
+    assert not wrong, f"an entry of CHANGELOG.md has one line, got {wrong[0]!r}; shorten it"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
 def test_workflows_and_forms_parse_and_run_what_exists(path: pathlib.Path) -> None:
     assert yaml.safe_load(path.read_text())
