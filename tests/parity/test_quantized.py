@@ -31,7 +31,7 @@ from tests.support.quantized.files import MXFP4 as MXFP4_CONFIG
 
 
 def test_quantised_products_and_rows_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--case", "deepseek_v3_fp8_block", "--tokens", "5", "--engines", "torch", "--json", "-")
+    arguments = ("--case", "deepseek_v3_fp8_block", "--tokens", "5", "--engines", "torch", "--verbose", "--json", "-")
     assert cli.main(arguments) == 0
     printed = capsys.readouterr()
     assert "fp8_block: products of weights fp8_block, activations fp8_group" in printed.err
