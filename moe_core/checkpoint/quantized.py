@@ -125,8 +125,8 @@ def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, co
 
 
 def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
-    """Where rows of a weight sit in one of its arrays; the format splits there."""
-    if isinstance(place, int):
+    """Where rows of a weight sit in one of its arrays; the format splits there. Experts sit where they do."""
+    if isinstance(place, int) or place == slice(None):
         return place
     per_row = {"values": 1, "scales": format.group_rows or 1, "zero_points": format.own_element.per_byte}[field]
     return slice(place.start // per_row, place.stop // per_row)

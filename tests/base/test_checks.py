@@ -65,6 +65,7 @@ def test_kinds_are_named_with_their_article_and_module() -> None:
 
     with pytest.raises(InvalidInput, match="got Derived"):
         checks.require_kind("router", Derived(2), RouterSpec)
+    assert checks.is_derived(Kind.THREE, (int,)) and not checks.is_derived(Derived(2), (RouterSpec, int))
 
 
 def test_tiles_are_powers_of_two_that_hold_what_there_is() -> None:

@@ -149,3 +149,16 @@ def test_a_file_of_ours_is_whole_or_as_before(tmp_path: Path) -> None:
         partial.write_text("second")
         raise ValueError("no more")
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_ours_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes before it gets the name, and then the directory, which holds the name."""
+    path, synced = tmp_path / "a.txt", []
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with whole_file(path) as partial:
+        partial.write_text("first")
+    assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]

@@ -38,6 +38,7 @@ def test_questions(question: str, those: tuple[Target, ...]) -> None:
 
 
 def test_names() -> None:
+    assert Target("cuda", 90, 1).num_sms == 1, "a GPU may have one multiprocessor"
     assert Target("interpreter", 0, 0) == INTERPRETER and repr(REFERENCE) == repr(Target("reference", 0, 0))
     assert [str(target) for target in (H200, MI300X, REFERENCE)] == [
         "cuda sm_90 (100 SMs)", "hip gfx942 (304 SMs)", "reference"

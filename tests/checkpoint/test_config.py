@@ -82,6 +82,7 @@ def test_models_in_others_and_alone_may_name_their_tensors_differently() -> None
         ("qwen3_moe", (), "model.", "model."),
         ("inkling2_text", (), "model.", "model.llm."),
         ("inkling2_text", ("text_config",), "model.language_model.", "model.llm."),
+        ("step3p5", ("text_config",), "model.language_model.", "model."),
         ("qwen3_omni_moe_text", ("thinker_config", "text_config"), "thinker.model.", "thinker.model."),
     ],
 )
@@ -93,9 +94,9 @@ def test_what_stands_before_the_layers_in_files(family: str, nested: tuple[str, 
 
 def test_a_report_of_a_conversion_names_what_is_not_finite() -> None:
     errors = (LayerError(3, 1e-3, 2e-3), LayerError(4, float("nan"), 0.0))
-    report = ConversionReport(format_named("mxfp4"), errors, 3 << 20, 1 << 20, ("a.weight", "b.weight"))
+    report = ConversionReport(format_named("mxfp4"), errors, 6 << 20, 2 << 20, ("a.weight", "b.weight"))
     assert str(report).splitlines() == [
-        "mxfp4: experts 3.0 MiB -> 1.0 MiB (3.00 times smaller)",
+        "mxfp4: experts 6.0 MiB -> 2.0 MiB (3.00 times smaller)",
         "  layer     gate_up        down   relative Frobenius error",
         "      3   1.000e-03   2.000e-03",
         "      4         nan   0.000e+00",

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="the judge needs torch")
 pytest.importorskip("transformers", reason="the judge needs transformers")
 
 from tests.support.families import INSTALLED, IS_EARLIER, JUDGE, ROWS, settings_of
+from tools.sweep import models
 
 
 @pytest.mark.skipif(IS_EARLIER, reason=f"families of transformers {JUDGE} are not all in the installed one")
@@ -51,6 +52,21 @@ def test_the_first_layers_of_minimax_m3_may_be_dense() -> None:
         ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, (1, 2)),
     ):
         assert FAMILIES["minimax_m3_vl_text"].layers(ModelConfig("x", settings | changes)).moe == layers
+
+
+@pytest.mark.skipif(IS_EARLIER, reason=f"layers of transformers before {JUDGE} may follow other settings")
+def test_layers_of_a_config_without_their_types_are_those_of_transformers() -> None:
+    families, compared = {family for family, _ in ROWS.values()}, 0
+    # Where the types of attention are given too, there must be one for each layer.
+    for family in sorted(family for family in families if "layer_types" not in models.settings(family)):
+        config = text_model(settings_of(family, {"num_hidden_layers": 6, "mlp_layer_types": None}))
+        settings = dict(config.settings)
+        types = settings.pop("mlp_layer_types", None)
+        if types is not None:
+            found = FAMILIES[config.model_type].layers(ModelConfig(config.model_type, settings))
+            assert found.moe == tuple(layer for layer, kind in enumerate(types) if kind != "dense"), family
+            compared += 1
+    assert compared > 10
 
 
 def test_layers_of_step3p5() -> None:

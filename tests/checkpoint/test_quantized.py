@@ -107,7 +107,9 @@ def test_fp8_blocks(tmp_path, family, d_ff, layout):
             shared[name] = made.pop("")
             prefix = f"model.layers.1.mlp.shared_experts.{name}_proj"
             tensors |= {prefix + suffix: array for suffix, array in made.items()}
-    path = write(tmp_path, quantized_config(family, FP8, 200, d_ff), {1: tensors})
+    # In one file the scales of up would lie behind those of gate, and too long a read would find them.
+    ups = {name: tensors.pop(name) for name in list(tensors) if ".up_proj." in name}
+    path = write(tmp_path, quantized_config(family, FP8, 200, d_ff), {1: tensors, 2: ups}, shards=True)
     layer = open_checkpoint(path).layer(1)
     assert layer.scheme.weights is FP8_BLOCK and layer.scheme.activations is FP8_GROUP
     assert layer.spec.activation.gate_layout == layout
@@ -157,6 +159,29 @@ def test_fused_fp8_as_transformers_saves_it(tmp_path):
     np.testing.assert_array_equal(
         dequantize(layer.experts.gate_up), np.concatenate([numbers["gate"], numbers["up"]], axis=1)
     )
+
+
+@pytest.mark.parametrize(("d_ff", "layout"), [(128, "halves"), (96, "separate")])
+def test_fp8_blocks_of_all_experts_in_one_tensor(tmp_path, d_ff, layout):
+    """step3p5: gate and up of all experts in a tensor each."""
+    generator = np.random.default_rng(8)
+    block, numbers = "model.layers.1.moe.", {}
+    tensors = {f"{block}gate.weight": np.ones((E, 200), np.float32), f"{block}router_bias": np.ones(E, np.float32)}
+    for name, shape in (("gate", (d_ff, 200)), ("up", (d_ff, 200)), ("down", (200, d_ff))):
+        made = [fp8_matrix(generator, *shape) for _ in range(E)]
+        numbers[name] = np.stack([one.pop("") for one in made])
+        tensors |= {f"{block}{name}_proj{suffix}": np.stack([one[suffix] for one in made]) for suffix in made[0]}
+    settings = {
+        **{"model_type": "step3p5", "hidden_size": 200, "moe_intermediate_size": d_ff, "moe_num_experts": E},
+        **{"num_hidden_layers": 2, "moe_layers_enum": "1", "moe_top_k": 2, "moe_router_scaling_factor": 3.0},
+        **{"share_expert_dim": 0, "quantization_config": FP8},
+    }
+    config = {"model_type": "step3p7", "text_config": settings}
+    experts = open_checkpoint(write(tmp_path, config, {1: tensors})).layer(1).experts
+    found = [dequantize(weight) for weight in (experts.gate_up, experts.up) if weight is not None]
+    assert len(found) == (1 if layout == "halves" else 2)
+    np.testing.assert_array_equal(np.concatenate(found, 1), np.concatenate([numbers["gate"], numbers["up"]], 1))
+    np.testing.assert_array_equal(dequantize(experts.down), numbers["down"])
 
 
 def test_scales_stored_as_exponents_are_read_as_numbers(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,14 @@ def test_what_layers_do_with_them(name: str) -> None:
         layer.output.register_forward_hook(lambda *call: calls.append(call))  # pyright: ignore
         layer(torch.from_numpy(x).bfloat16())
         assert len(calls) == 1
+
+
+def test_tf32_is_of_every_product_between_the_stages() -> None:
+    for allowed, precision in ((False, "ieee"), (True, "tf32")):
+        spec = dataclasses.replace(SPECS["both"], allow_tf32=allowed)
+        with running_on("interpreter") as device:
+            text = MoE.from_spec(spec, device=device).explain(5, training=True)
+        assert set(re.findall(r"INPUT_PRECISION=(\w+)", text)) == {precision}
 
 
 def test_a_stack_in_linen() -> None:

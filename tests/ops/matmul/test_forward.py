@@ -164,12 +164,14 @@ def test_same_bits_twice_and_close_across_configs(block_m: int) -> None:
 _LAYOUT = LayoutSpec(4, 2, 3)
 _GOOD = MatmulOperands(ArraySpec((4, 16), "bfloat16"), ArraySpec((3, 16, 8), "bfloat16"))
 _TOKEN = MatmulSpec("in_out", "token")
+_STACK = {"weight": ArraySpec((2, 3, 16, 8), "bfloat16")}
 
 
 @pytest.mark.parametrize(
     ("change", "spec", "layout", "words"),
     [
         ({"x": ArraySpec((2, 4, 16), "bfloat16")}, _TOKEN, _LAYOUT, ("x must be", "(2, 4, 16)", "flatten")),
+        ({"x": ArraySpec((4, 0), "bfloat16")}, _TOKEN, _LAYOUT, ("x must have at least one column", "(4, 0)", "wider")),
         ({"x": ArraySpec((4, 16), "int32")}, _TOKEN, _LAYOUT, ("x must be bfloat16", "int32", "cast")),
         ({"x": ArraySpec((5, 16), "bfloat16")}, _TOKEN, _LAYOUT, ("x must be [4, 16]", "(5, 16)")),
         ({"x": ArraySpec((4, 16), "bfloat16", (1, 4))}, _TOKEN, _LAYOUT, ("x must have dense rows", "contiguous")),
@@ -186,6 +188,8 @@ _TOKEN = MatmulSpec("in_out", "token")
         ({"row_weight": ArraySpec((4,), "float32")}, _TOKEN, _LAYOUT, ("row_weight must be [8]", "(4,)")),
         ({"row_weight": ArraySpec((8,), "float16")}, _TOKEN, _LAYOUT, ("row_weight must be float32", "float16")),
         ({"layer_index": ArraySpec((1,), "int32")}, _TOKEN, _LAYOUT, ("weight must be [num_layers, 3, 16, n]",)),
+        (_STACK | {"layer_index": ArraySpec((2,), "int32")}, _TOKEN, _LAYOUT, ("layer_index must be [1]", "(2,)")),
+        (_STACK | {"layer_index": ArraySpec((1,), "int64")}, _TOKEN, _LAYOUT, ("layer_index must be int32", "int64")),
         ({"weight": ArraySpec((16, 8), "bfloat16")}, _TOKEN, None, ("gather and scatter must be 'row'", "layout")),
     ],
 )
@@ -253,3 +257,14 @@ def test_every_row_of_a_batched_layout_is_written() -> None:
         "slot_of_row": np.arange(128, dtype=np.int32) % 64,
     }
     assert (run_matmul(operands, layout, arrays, MatmulSpec("in_out")) == 16).all()
+
+
+def test_one_sum_over_two_weights_that_are_longer_than_a_step() -> None:
+    random = np.random.default_rng(1)
+    x = random_array(random, (9, 160), "float32")
+    weight, up = (random_array(random, (80, 24), "float32") for _ in range(2))
+    operands = MatmulOperands(x, weight, up)
+    plan = plan_matmul_ogs(spec_of(operands), None, MatmulSpec("in_out"), engine_target(), joined=True)
+    actual = run_plan(plan, dict(named_arrays(operands)))["y"]
+    expected = x @ np.concatenate([weight, up])
+    assert_close(actual, expected, matmul_tolerance("float32", "float32", 160), label="y")

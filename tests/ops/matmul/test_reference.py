@@ -174,3 +174,17 @@ def test_padding_rows_inside_a_group_are_skipped():
         spec=MatmulSpec("in_out"),
     )
     assert y.tolist() == [[1.0], [0.0], [3.0]]
+
+
+def test_a_negative_size_is_that_of_a_group_without_rows():
+    """As the kernels have it: sizes may come from anywhere."""
+    y = matmul_ogs(
+        np.array([[1.0], [2.0], [3.0]], np.float32),
+        np.array([[[1.0]], [[10.0]], [[100.0]]], np.float32),
+        np.array([1, -2, 2], np.int32),
+        np.array([0, 1, 1, 3], np.int32),
+        np.array([0, 1, 2], np.int32),
+        layout=LayoutSpec(3, 1, 3),
+        spec=MatmulSpec("in_out"),
+    )
+    assert y.tolist() == [[1.0], [200.0], [300.0]]

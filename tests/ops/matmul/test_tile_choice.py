@@ -309,3 +309,13 @@ def test_products_that_store_their_pre_activation_leave_tall_blocks_of_a_table(r
     again = storing(MatmulTuning(tall), "pre")
     assert again is not None and again.config == low
     assert str(again) == "given for this call; 128 rows where the pre-activation is stored"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits"),
+    [("float32", {16: 16, 17: 32}), ("bfloat16", {10: 16, 11: 32, 24: 32, 25: 64, 100: 64, 101: 128})],
+)
+def test_tiles_are_higher_for_more_rows_of_an_expert(dtype: str, limits: dict[int, int]) -> None:
+    a100 = Target("cuda", 80, 108)
+    problems = {rows: plain_problem(rows * E, E, 512, 512, dtype, target=a100) for rows in limits}
+    assert {rows: heuristic_tile(problem).config.block_m for rows, problem in problems.items()} == limits

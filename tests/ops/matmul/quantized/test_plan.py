@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import (
@@ -24,7 +25,9 @@ from moe_core.formats import (
 )
 from moe_core.ops.common.zero_rows import ZERO_ROWS
 from moe_core.ops.matmul.forward import plan_matmul_ogs
+from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.plan import MATMUL_QUANTIZED
+from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close, stage_tolerances
@@ -34,6 +37,7 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import Tuning
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.quantized.operands import LAYOUTS, SCHEMES, draw_experts, reduction_of
@@ -274,3 +278,22 @@ def test_ragged_quantised_rows_follow_the_layout():
             MatmulSpec("out_in", out_dtype="bfloat16"),
             REFERENCE,
         )
+
+
+def test_tiles_are_as_high_as_twice_the_rows_of_an_expert():
+    operands, spec = tensor(scheme_named("int8_w8a16").weights, 8, 512, 512), MatmulSpec("out_in", "token")
+    heights = []
+    for rows in (10, 11, 24, 25, 100, 101):
+        layout = LayoutSpec(8 * rows, 1, 8)
+        x = ArraySpec((8 * rows, 512), "bfloat16")
+        problem = MatmulProblem(MatmulOperands(x, operands), layout, spec, GPUS[0])
+        heights.append(heuristic_tile(problem).config.block_m)
+    assert heights == [16, 32, 32, 64, 64, 128]
+
+
+def test_a_stage_has_rows_as_they_are_stored_beside_codes():
+    weight, layout = tensor(scheme_named("int8_w8a16").weights, 8, 512, 512), LayoutSpec(64, 2, 8)
+    config = TileConfig(128, 64, 128, 8, 8, family="quantized")
+    for x, needed in ((ArraySpec((64, 512), "bfloat16"), 40960), (ArraySpec((64, 512), "float32"), 73728)):
+        with pytest.raises(InvalidInput, match=rf"8 stages of {needed} bytes exceed the 232448 bytes of shared memory"):
+            plan_matmul_ogs(MatmulOperands(x, weight), layout, MatmulSpec("out_in", "token"), GPUS[1], config=config)

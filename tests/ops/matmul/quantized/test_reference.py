@@ -64,7 +64,7 @@ def test_products_of_every_scheme(scheme, dtype):
     x = draw_array(rng, (7, inputs), dtype)
     rows = x if scheme.activations is None else quantize(x, scheme.activations)
     for layout in LAYOUTS:
-        weight = draw_weight(rng, (131, inputs), scheme.weights, layout)
+        weight = draw_weight(rng, (515, inputs), scheme.weights, layout)
         spec = MatmulSpec(layout, out_dtype=dtype)
         y = matmul_ogs(rows, weight, layout=None, spec=spec)
         tolerance = quantized_matmul_tolerance(dtype, inputs, scheme.weights, spec, rows=scheme.activations)
