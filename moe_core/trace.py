@@ -137,7 +137,7 @@ class RoutingTrace:
                 )
             sizes = _sizes(metadata.get("num_experts", ""))
             # A file with fewer tensors than layers need is not asked for each of them.
-            numbers = range(min(len(sizes), len(file.entries)))
+            numbers = range(min(len(sizes), 1 + len(file.entries)))
             names = [[f"layers.{number}.{name}" for name in _ARRAYS] for number in numbers]
             missing = {name for pair in names for name in pair} - set(file.entries)
             if missing or not sizes:

@@ -120,6 +120,9 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
         "precision_config": PrecisionConfig(weight_scale=torch.zeros(1, N, dtype=torch.uint8)),
     },
     "sizes of its memory": {"x": tensor.Tensor(normal(T, D), shape=[torch.tensor(4), D], shape_max=[T, D])},
+    rf"got \[{T - 1}, {D}\] in \[{T}, {D}\]: no kernel reads a part": {
+        "x": tensor.Tensor(normal(T, D), shape=[T - 1, D])
+    },
     "two FP4 elements": {"w": tensor.Tensor(torch.zeros(D // 2, N, dtype=torch.uint8), tensor.FP4, [D, N - 4])},
     "elements of torch": {"x": tensor.Tensor(normal(T, D), tensor.BIT, [T, D])},
     "packed along N": {

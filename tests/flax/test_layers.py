@@ -179,6 +179,8 @@ def test_dtype_is_computed_in_and_returned() -> None:
         experts = dataclasses.replace(own.experts, **rounded)
         expected = moe_jax.moe(x.astype(jnp.bfloat16), experts, own.router, spec.moe_spec(MAXTEXT)).output
         require_same_bits(y, expected, "bf16 compute on fp32 parameters")
+        module, variables = linen_layer(weights, spec, dtype=jnp.bfloat16)
+        require_same_bits(module.apply(variables, x), y, "Linen")
         # No dtype: the wider of x and the parameters.
         assert nnx_layer(weights, spec)(x.astype(jnp.bfloat16)).dtype == jnp.float32
         narrow = nnx_layer(draw_weights(spec, "bfloat16"), spec, param_dtype=jnp.bfloat16)

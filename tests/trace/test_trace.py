@@ -87,6 +87,9 @@ def test_playback_hands_out_every_layer_once() -> None:
             playback.next(*wrong)
     with pytest.raises(InvalidInput, match="layer 1 of the trace must choose among 7 experts, got 6"):
         playback.next(4, 2, 7)
+    for wrong in (LayerRouting(layers[0].ids, layers[1].weights, E), LayerRouting(layers[1].ids, layers[0].weights, E)):
+        with pytest.raises(InvalidInput, match=r"layer 0 of the trace must have ids and weights .* = \(3, 2\), got"):
+            Playback((wrong,)).next(3, 2, E)
     assert playback.next(4, 2, E) is layers[1]
     playback.finish()
     with pytest.raises(InvalidInput, match="must hold every MoE layer that runs, got 2"):
@@ -151,6 +154,9 @@ def test_wrong_files_are_refused(tmp_path: pathlib.Path) -> None:
         numpy_files.save_file(arrays, path, metadata)
         with pytest.raises(InvalidInput, match=message):
             RoutingTrace.load(path)
+    numpy_files.save_file({}, path, ours | {"num_experts": "[6]"})
+    with pytest.raises(InvalidInput, match=r"got 1 layers and no \['layers.0.ids', 'layers.0.weights'\]"):
+        RoutingTrace.load(path)
 
 
 def test_sizes_of_every_kind_of_routing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,11 @@ def test_calls_outside_shard_map_and_of_wrong_arrays_are_refused() -> None:
         running_on("reference"),
         pytest.raises(InvalidInput, match=r"x must be bf16, fp16 or fp32 \[T, D\], got float32"),
     ):
+        jax.eval_shape(call, x, experts, ids, weights)
+    call = shard(
+        lambda x, experts, *given: rank_forward(x, dataclasses.replace(experts, down=experts.down[..., 0]), *given)
+    )
+    with running_on("reference"), pytest.raises(InvalidInput, match=r"experts must be the 3 places .*, got down \[3, "):
         jax.eval_shape(call, x, experts, ids, weights)
 
 

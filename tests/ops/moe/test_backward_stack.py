@@ -13,6 +13,7 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import RouterLogits, named_arrays
 from moe_core.specs.routing import RouterSpec
+from tests.support.harness import engine_target
 from tests.support.strategies import draw_array, hard_routing
 from tests.support.training.moe_backward import Problem, draw
 
@@ -49,6 +50,22 @@ def test_a_layer_outside_the_stack_shows_in_the_gradient_of_the_logits() -> None
     found = problem.backward(wanted=("d_x", "d_routing.logits", "d_experts.down"))
     assert np.isnan(found["d_x"]).all() and np.isnan(found["d_routing.logits"]).any(axis=1).all()
     assert not found["d_experts.down"].any()
+
+
+@pytest.mark.parametrize("target", [Target("reference"), engine_target()], ids=lambda target: target.kind)
+def test_gradients_are_of_the_whole_stack_or_of_the_layer_used(target: Target) -> None:
+    single = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")), with_shared=True)
+    shared = single.operands.shared
+    assert shared is not None
+    stack = {name: np.stack([array] * LAYERS) for name, array in named_arrays(shared) if name != "gate"}
+    operands = dataclasses.replace(outside(single, 1).operands, shared=dataclasses.replace(shared, **stack))
+    problem = dataclasses.replace(single, operands=operands)
+    alone, whole, used = single.backward(target), problem.backward(target), problem.backward(target, one_layer=True)
+    for name, gradient in alone.items():
+        np.testing.assert_array_equal(used[name], gradient, name)
+        if name.startswith(("d_experts.", "d_shared.")) and name != "d_shared.gate":
+            gradient = np.stack([np.zeros_like(gradient), gradient])
+        np.testing.assert_array_equal(whole[name], gradient, name)
 
 
 def test_the_reference_raises() -> None:

@@ -98,11 +98,13 @@ def test_weighted_input(outputs: tuple[str, ...], with_extra: bool, dtype: str) 
         rng.random((tokens, 1), np.float32),
     )
     extra = draw_array(rng, (tokens, width))
-    d_rows[rows[absent]], x[absent], weights[absent], rows[absent] = np.nan, np.nan, np.nan, -1
+    d_rows[rows[absent]], x[absent], weights[absent] = np.nan, np.nan, np.nan
+    # No row, and one behind the last.
+    rows[absent] = np.where(np.arange(absent.sum()) % 2, -1, tokens)
     plan = plan_weighted_input(spec_of(d_rows), spec_of(x), engine_target(), outputs=outputs, with_extra=with_extra)
     arrays = {"d_rows": d_rows, "x": x, "row_of_slot": rows, "weights": weights}
     found = run_plan(plan, arrays | ({"extra": extra} if with_extra else {}))
-    d_source = np.where(absent[:, None], np.float32(0), to_float32(d_rows)[np.maximum(rows, 0)])
+    d_source = np.where(absent[:, None], np.float32(0), to_float32(d_rows)[np.where(absent, 0, rows)])
     d_x = d_source * np.where(absent[:, None], np.float32(0), weights) + (extra if with_extra else 0)
     products = d_source * np.where(absent[:, None], np.float32(0), to_float32(x))
     expected = {"d_x": round_to(d_x, x.dtype), "d_weight": products.sum(axis=1, keepdims=True)}

@@ -132,5 +132,8 @@ def test_no_tokens_launch_nothing() -> None:
 
 
 def test_sizes_beyond_int32_are_refused() -> None:
+    weight = ArraySpec((1, 8), "bfloat16")
+    # The last tile of 128 rows must end before 2**31.
+    assert plan_router(ArraySpec((2**31 - 128, 1), "bfloat16"), weight, None, LogitsSpec(), H200).steps
     with pytest.raises(Unsupported, match="numbers tokens and weights in int32"):
-        plan_router(ArraySpec((2**31 - 64, 1), "bfloat16"), ArraySpec((1, 8), "bfloat16"), None, LogitsSpec(), H200)
+        plan_router(ArraySpec((2**31 - 127, 1), "bfloat16"), weight, None, LogitsSpec(), H200)

@@ -170,6 +170,15 @@ def test_a_token_routes_alike_alone_and_in_a_large_batch():
         assert np.array_equal(alone[0][0], ids[token]) and np.array_equal(alone[1][0], weights[token])
 
 
+def test_float64_logits_are_ranked_by_all_their_bits() -> None:
+    """More experts than are sorted whole, with ties, NaN and differences that fp32 has not."""
+    random = np.random.default_rng(0)
+    logits = 1 + random.permuted(np.tile(np.arange(20) // 2, (4, 1)), axis=1) * 2.0**-40
+    logits[1, ::3] = logits[2, 2:] = np.nan
+    ids, _ = routing.route(logits, spec=RouterSpec(5))
+    assert ids.tolist() == [ranking(row, list(range(20)))[:5] for row in logits.tolist()]
+
+
 @pytest.mark.parametrize("layout", ["in_out", "out_in"])
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")])
 def test_router_keeps_fp32_logits(layout: str, dtypes: tuple[str, str]):

@@ -74,6 +74,7 @@ class Problem:
         into: dict[str, np.ndarray] | None = None,
         kept: dict[str, np.ndarray] | None = None,
         wide: bool = False,
+        one_layer: bool = False,
     ) -> dict[str, np.ndarray]:
         """kept: the outputs of the target's forward, which runs now if there is none. wide: d_x is fp32."""
         target, into = target or engine_target(), into or {}
@@ -87,6 +88,7 @@ class Problem:
             target,
             wanted=wanted or self.names(),
             accumulate=tuple(into),
+            one_layer=one_layer,
             wide=wide,
         )
         assert [buffer.name for buffer in plan.outputs] == list(wanted or self.names())
