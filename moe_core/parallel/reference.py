@@ -151,9 +151,10 @@ class _Home(MoEBackward):
         if not self.spec.apply_router_weight_on_input:
             self.d_x += reduce(rows, order, top_k=order.shape[1], order="row", out_dtype="float32")
             return by_slot
-        # K = 1: what was x times the weight gives gradients of both.
-        tokens = np.flatnonzero(order[:, 0] >= 0)
-        d_source, weights = to_float32(rows[order[tokens, 0]]), self.stages["weights"]
+        # K = 1, so one row at most comes back for a token: what was x times the weight gives gradients of both.
+        row = order.max(axis=1)
+        tokens = np.flatnonzero(row >= 0)
+        d_source, weights = to_float32(rows[row[tokens]]), self.stages["weights"]
         by_slot = np.zeros(weights.shape, working_dtype(self.x))
         with np.errstate(all="ignore"):
             by_slot[tokens, 0] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)

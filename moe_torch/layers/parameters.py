@@ -127,7 +127,7 @@ class ParameterGroup(torch.nn.Module):
         dtype: torch.dtype | None,
         quantized: QuantizedSpec | None = None,
         *,
-        trained: bool = True,
+        trained: bool,
     ) -> None:
         torch.nn.Module.__init__(self)
         present = {parameter.name.split(".")[1]: parameter for parameter in parameters}

@@ -177,15 +177,17 @@ def test_rows_of_tokens_without_an_expert_are_not_projected() -> None:
     assert all(np.isfinite(one).all() and one.any() for one in (*found, flat[L, D], flat[L,]))
 
 
-def test_a_layer_scales_its_output_before_it_is_rounded() -> None:
+@pytest.mark.parametrize("fields", [{"output": OutputSpec(scale=0.3)}, {"latent": LATENT}], ids=lambda one: [*one][0])
+def test_bf16_layers_round_their_sums_alike(fields: dict[str, Any]) -> None:
     nnx = pytest.importorskip("moe_jax.nnx")
-    spec, (x, _) = dataclasses.replace(PLAIN, output=OutputSpec(scale=0.3)), masked_rows(D)
+    spec, (x, _) = dataclasses.replace(PLAIN, **fields), masked_rows(D)
     layer = MoE.from_spec(spec, dtype=torch.bfloat16)
     weights = draw_weights(spec, 3, "bfloat16")
     layer.load_weights(weights)
     other = nnx.MoE.from_weights(weights)
-    y = other(jax.numpy.asarray(x, "bfloat16")).astype("float32")
-    np.testing.assert_array_equal(y, layer(torch.from_numpy(x).bfloat16()).float().detach())
+    y = other(jax.numpy.asarray(x, "bfloat16"))
+    assert y.dtype == "bfloat16"
+    np.testing.assert_array_equal(y.astype("float32"), layer(torch.from_numpy(x).bfloat16()).float().detach())
 
 
 def test_a_mixer_takes_no_ids() -> None:

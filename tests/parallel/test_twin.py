@@ -186,6 +186,15 @@ def test_sums_at_ranks_differ_by_rounding_alone(seed: int, mode: str) -> None:
         require_same(gather_experts([own[name] for own in found], placement), expected[name], name)
 
 
+@pytest.mark.parametrize("sums", ["slots", "ranks"])
+def test_weights_on_the_input_have_the_gradients_of_one_device_wherever_sums_are(sums: str) -> None:
+    problem = draw_problem(5, Placement.linear(6, 3), (5, 4, 3), 1, "random", "float32", SPECS[2], extras=True)
+    forward = moe(problem.ranks(), problem.spec, problem.placement, ExchangeSpec(sums=sums))
+    found = moe_backward(problem.gradients(), problem.ranks(), problem.spec, forward)
+    expected = problem.alone_backward(problem.alone())
+    np.testing.assert_allclose(np.concatenate([own["d_x"] for own in found]), expected["d_x"], 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize(
     "way", [way for way in WAYS if way.mode != "all_gather"], ids=lambda way: f"{way.mode}-{way.rows}"
 )

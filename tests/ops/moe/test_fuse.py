@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS, PORTABLE
 from moe_core.ops.matmul.sm90.plan import SM90
@@ -25,7 +26,9 @@ from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
 from moe_core.runtime import interpreter
-from moe_core.specs.operands import RouterLogits, TopK
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import Tuning
@@ -213,3 +216,16 @@ def test_counters_hold_every_row_block_or_tile_of_columns() -> None:
         chained, one_token = fusion_counters(2, count, 1), fusion_counters(1, 1, count)
         assert chained >= count + 2 and one_token >= count
         assert chained.bit_count() == one_token.bit_count() == 1
+
+
+def test_plans_have_counters_for_every_row_block() -> None:
+    """Of more experts than the fewest counters are for."""
+    experts = ExpertWeights(ArraySpec((2048, 64, 32), "bfloat16"), ArraySpec((2048, 16, 64), "bfloat16"))
+    routing, spec = RouterLogits(ArraySpec((256, 2048), "float32")), MoESpec(Activation("silu"), RouterSpec(16))
+    plan = moe.plan_moe(ArraySpec((256, 64), "bfloat16"), experts, routing, spec, CUDA)
+    assert CHAINED in kernels(plan)
+    counters, schedule = (
+        next(buffer.spec for buffer in plan.scratch if buffer.name.startswith(name))
+        for name in ("tile_counters", "schedule")
+    )
+    assert counters.size >= 2 + schedule.shape[0] > 1024

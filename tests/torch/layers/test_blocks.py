@@ -52,6 +52,14 @@ def test_layer_is_the_block(engine: str, family: str) -> None:
         assert_close(to_numpy(y), to_numpy(wanted), tolerances(layer.spec, "float32")["output"], label)
 
 
+def test_a_norm_of_the_experts_sum_is_the_blocks_own() -> None:
+    """Which files have beside the block, under another name."""
+    block = block_of("deepseek_v3")
+    block.post_mlp_layernorm = torch.nn.RMSNorm(models.D)
+    layer = MoE.from_block(block, block.config.to_dict() | {"model_type": "axk1"})
+    assert layer.output is not None and layer.output.norm is block.post_mlp_layernorm.weight
+
+
 def test_weights_are_the_blocks_own() -> None:
     block = block_of("deepseek_v3")
     layer = MoE.from_block(block)

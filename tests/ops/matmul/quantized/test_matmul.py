@@ -166,6 +166,13 @@ def test_many_tokens_take_other_ways(name: str) -> None:
         check(scheme, spec, problem(scheme, spec, d=256), config)
 
 
+@pytest.mark.parametrize(("name", "layout"), [("mxfp4_w4a16", "in_out"), ("mxfp8", "out_in")])
+def test_blocks_wider_than_the_matrix_read_none_of_what_lies_behind(name: str, layout: str) -> None:
+    scheme, spec = scheme_named(name), MatmulSpec(layout, "token", "slot", out_dtype="float32")
+    operands = problem(scheme, spec, d=32, stacked=False)
+    check(scheme, spec, operands, TileConfig(16, 16, 128, 4, 1, family="quantized"))
+
+
 def test_groups_that_no_block_divides() -> None:
     scheme = Scheme("odd_groups", int8_grouped(24, zero_points=True))
     spec = MatmulSpec("out_in", "token", "row")
