@@ -177,7 +177,7 @@ def test_rows_of_tokens_without_an_expert_are_not_projected() -> None:
     assert all(np.isfinite(one).all() and one.any() for one in (*found, flat[L, D], flat[L,]))
 
 
-@pytest.mark.parametrize("fields", [{"output": OutputSpec(scale=0.3)}, {"latent": LATENT}], ids=lambda one: [*one][0])
+@pytest.mark.parametrize("fields", [{"output": OutputSpec(scale=0.3)}, {"latent": LATENT}], ids=["scaled", "latent"])
 def test_bf16_layers_round_their_sums_alike(fields: dict[str, Any]) -> None:
     nnx = pytest.importorskip("moe_jax.nnx")
     spec, (x, _) = dataclasses.replace(PLAIN, **fields), masked_rows(D)

@@ -17,6 +17,7 @@ from moe_torch import modular, ops
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, into
 from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.stored import _scale_of
+from moe_torch.operators.requests import moe_request
 from tests.support.torch import require_equal, running_on
 
 E, K = 5, 16
@@ -51,6 +52,17 @@ def test_they_read_their_own_tensors() -> None:
             for inplace in (True, False):
                 found = kernel(X.clone() if inplace else X, W1, W2, WEIGHTS, IDS, inplace=inplace)
                 require_equal(found, expected, f"inplace {inplace}")
+
+
+def test_memory_is_blamed_only_where_it_is_misaligned() -> None:
+    outside = moe_torch.ExpertWeights(W1[None], W2[None], layer_index=torch.tensor([1], dtype=torch.int32))
+    spec = MoESpec(Activation("silu"), weight_layout="out_in")
+    operator, arrays, text = moe_request(X, outside, moe_torch.TopK(IDS, WEIGHTS), spec, None, None, None)
+    memory = torch.empty(X.numel() + 1)
+    with running_on("reference"), torch.no_grad():
+        for place, message in ((memory[:-1], "layer_index must be in"), (memory[1:], "the memory of output must")):
+            with pytest.raises(InvalidInput, match=message):
+                into.write_into(operator, {"output": place.view(6, K)}, *arrays, text)
 
 
 def test_plain_calls_write_to_the_memory_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
