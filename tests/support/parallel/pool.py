@@ -1,4 +1,4 @@
-"""Four processes that are the ranks of gloo groups, started once for all tests of a module."""
+"""Four processes that are the ranks of gloo groups, started once for all tests of a process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import pathlib
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 MOST_RANKS = 4
+#: What ranks that load models would import each for itself.
+_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "gpt_oss")]
 #: Seconds until a call of the ranks counts as hanging, and until gloo gives up.
 TIMEOUT, GLOO_TIMEOUT = 60, 40
 
@@ -54,7 +56,7 @@ class Pool:
         # Forks of a process that has imported everything and has run nothing; a GPU's driver survives no fork.
         context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         if backend == "gloo":
-            context.set_forkserver_preload(["tests.support.parallel.torch"])
+            context.set_forkserver_preload(["tests.support.parallel.torch", *_MODELS])
         self.folder = tempfile.TemporaryDirectory()
         store = str(pathlib.Path(self.folder.name) / "store")
         self.pipes, self.processes = [], []
@@ -102,10 +104,26 @@ class Pool:
             pipe.close()
         self.folder.cleanup()
 
+    def works(self) -> bool:
+        """Whether all ranks answer."""
+        try:
+            return self.call(_nothing, [()] * len(self.processes)) == [None] * len(self.processes)
+        except (AssertionError, OSError):
+            return False
+
+
+def _nothing(group: Any) -> None:
+    """What a rank that lives can do."""
+
+
+_shared: list[Pool] = []
+
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """A pool for a module's tests."""
-    pool = Pool()
-    yield pool
-    pool.close()
+def ranks() -> Pool:
+    """The pool of all modules of a process; a new one where a test left ranks that no longer answer."""
+    if not (_shared and _shared[0].works()):
+        for pool in _shared:
+            pool.close()
+        _shared[:] = [Pool()]
+    return _shared[0]
