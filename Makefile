@@ -19,7 +19,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py \
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
-.PHONY: environment parity test faults gate gate-all lint format bench bench-training memcheck soak upstream \
+.PHONY: environment parity test pages faults gate gate-all lint format bench bench-training memcheck soak upstream \
 	maxtext mutate fuzz docs docs-environment notebooks figures release-check clean
 
 environment:
@@ -31,7 +31,11 @@ parity:
 	.venv/bin/moe-parity --engines torch,jax
 
 test: environment
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --ignore tests/faults
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --ignore tests/faults --ignore tests/docs
+
+# Every block of every page and every example, and what pages say of the project.
+pages: environment
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/docs
 
 # Copies of kernels with planted faults: every fault must turn a comparison red.
 faults: environment

@@ -36,7 +36,7 @@ def kernels() -> set[pathlib.Path]:
 def patterns() -> list[tuple[pathlib.Path, str]]:
     """(folder, pattern) of everything in pyproject.toml that names files."""
     setuptools, pyright = TOOLS["setuptools"], TOOLS["pyright"]
-    found = [(ROOT, name) for name in (PROJECT["project"]["readme"], *PROJECT["project"]["license-files"])]
+    found = [(ROOT, name) for name in PROJECT["project"]["license-files"]]
     found += [(ROOT, pattern) for pattern in setuptools["packages"]["find"]["include"]]
     for package, data in setuptools["package-data"].items():
         folders = [ROOT / name for name in ("moe_core", "moe_torch", "moe_jax")] if package == "*" else [ROOT / package]
