@@ -19,7 +19,11 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py \
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
-.PHONY: environment parity test pages faults gate gate-all lint format bench bench-training memcheck soak upstream \
+# Beside the suite: what starts processes for ranks.
+RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py \
+	$(addprefix tests/modular/,test_expert_parallel.py test_jax_expert_parallel.py test_deep_ep.py)
+
+.PHONY: environment parity test ranks pages faults gate gate-all lint format bench bench-training memcheck soak upstream \
 	maxtext mutate fuzz docs docs-environment notebooks figures release-check clean
 
 environment:
@@ -31,7 +35,11 @@ parity:
 	.venv/bin/moe-parity --engines torch,jax
 
 test: environment
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --ignore tests/faults --ignore tests/docs
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs $(RANK_TESTS))
+
+# Expert parallelism on processes that are ranks.
+ranks: environment
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(RANK_TESTS)
 
 # Every block of every page and every example, and what pages say of the project.
 pages: environment
