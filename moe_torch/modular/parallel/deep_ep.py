@@ -13,10 +13,9 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats.fp8 import FP8_GROUP
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import FusedMoEActivationFormat
-from moe_core.modular.weights import rows_are_alone
 from moe_torch import ops
-from moe_torch.modular.parallel.exchange import Halves, finished
-from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens, weighted_input
+from moe_torch.modular.parallel.exchange import Halves, InHalves, require_lone_rows
+from moe_torch.modular.prepare_finalize import PreparedTokens, weighted_input
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
 from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.weight_and_reduce import (
@@ -37,7 +36,7 @@ class _Sent(NamedTuple):
     ids: torch.Tensor
 
 
-class _OnBuffer(FusedMoEPrepareAndFinalize):
+class _OnBuffer(InHalves):
     """What both kinds share: checks, and what they say of themselves.
 
     buffer: a `deep_ep.Buffer` of the ranks that share the experts; all call, in the same order. num_dispatchers:
@@ -72,26 +71,12 @@ class _OnBuffer(FusedMoEPrepareAndFinalize):
             )
         self.buffer, self.ranks, self.use_fp8_dispatch = buffer, num_dispatchers, use_fp8_dispatch
 
-    def supports_async(self) -> bool:
-        return True
-
     def num_dispatchers(self) -> int:
         return self.ranks
-
-    def output_is_reduced(self) -> bool:
-        return True
 
     def topk_indices_dtype(self) -> torch.dtype:
         """`deep_ep.topk_idx_t`, int64 unless the package was built otherwise."""
         return getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
-
-    def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
-        """`prepare_async`, and what it returns, called."""
-        return finished(self.prepare_async(*arguments, **named))
-
-    def finalize(self, *arguments: Any, **named: Any) -> None:
-        """`finalize_async`, and what it returns, called."""
-        finished(self.finalize_async(*arguments, **named))
 
     def prepare_async(
         self,
@@ -116,11 +101,7 @@ class _OnBuffer(FusedMoEPrepareAndFinalize):
                 f"num_experts must be {self.ranks} times those of w1, {num_local_experts}, got {num_experts}; pad the "
                 "experts, or use MoEPrepareAndFinalizeAllToAll"
             )
-        if not rows_are_alone(quant_config):
-            raise Unsupported(
-                f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
-                "one of all rows would be each rank's own; give a1_scale and a2_scale"
-            )
+        require_lone_rows(quant_config)
         ids = as_ids(topk_ids)
         weights = as_weights(topk_weights, ids)
         x = weighted_input(a1, weights, apply_router_weight_on_input)

@@ -63,7 +63,34 @@ class _Attached(torch.autograd.Function):
         return None, torch.zeros_like(*ctx.saved_tensors)
 
 
-class AcrossRanks(FusedMoEPrepareAndFinalize):
+class InHalves(FusedMoEPrepareAndFinalize):
+    """What crosses ranks in two halves; the methods without async call both."""
+
+    def supports_async(self) -> bool:
+        return True
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
+        """`prepare_async`, and what it returns, called."""
+        return finished(self.prepare_async(*arguments, **named))
+
+    def finalize(self, *arguments: Any, **named: Any) -> None:
+        """`finalize_async`, and what it returns, called."""
+        finished(self.finalize_async(*arguments, **named))
+
+
+def require_lone_rows(quant_config: FusedMoEQuantConfig) -> None:
+    """Raise Unsupported where activations have one scale that is found from all rows."""
+    if not rows_are_alone(quant_config):
+        raise Unsupported(
+            f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
+            "one of all rows would be each rank's own; give a1_scale and a2_scale"
+        )
+
+
+class AcrossRanks(InHalves):
     """What both exchanges share; format Standard. All ranks of a group call the kernel, in the same order.
 
     A row that an owner gets is one slot: a token with one expert, whose weighted result goes home as a row. There the
@@ -117,28 +144,14 @@ class AcrossRanks(FusedMoEPrepareAndFinalize):
             )
         self._known_map: Callable[[], torch.Tensor | None] | None = None
 
-    def supports_async(self) -> bool:
-        return True
-
     def max_num_tokens_per_rank(self) -> int | None:
         return self.parallel.max_tokens
 
     def num_dispatchers(self) -> int:
         return self.placement.num_ranks
 
-    def output_is_reduced(self) -> bool:
-        return True
-
     def tell_failure(self, device: torch.device) -> None:
         tell_peers(self.parallel, self.placement, device)
-
-    def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
-        """`prepare_async`, and what it returns, called."""
-        return finished(self.prepare_async(*arguments, **named))
-
-    def finalize(self, *arguments: Any, **named: Any) -> None:
-        """`finalize_async`, and what it returns, called."""
-        finished(self.finalize_async(*arguments, **named))
 
     @_eager
     def prepare_async(
@@ -248,11 +261,7 @@ class AcrossRanks(FusedMoEPrepareAndFinalize):
                 f"w1 must have the {self.placement.per_rank} places of this rank, got {num_local_experts} experts; "
                 "take those of placement.owners[rank], in that order"
             )
-        if not rows_are_alone(quant_config):
-            raise Unsupported(
-                f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
-                "one of all rows would be each rank's own; give a1_scale and a2_scale"
-            )
+        require_lone_rows(quant_config)
         known = None if self._known_map is None else self._known_map()
         if expert_map is None or known is expert_map:
             return
