@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,10 +262,21 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
     idle = untested_engines(reports)
     if idle:
         return COULD_NOT_RUN, f"could not run: {', '.join(idle)} supports none of these cases (see `skipped`)"
-    engines = dict.fromkeys(f"{engine.engine} ({engine.device})" for engine in every if engine.tested)
-    agree = "1 case agrees" if len(reports) == 1 else f"all {len(reports)} cases agree"
+    compared = [report for report in reports if any(engine.tested for engine in report.reports)]
+    skipped = [f"{report.case} {report.dtype}" for report in reports if report not in compared]
+    agree = f"{len(compared)} {'case agrees' if len(compared) == 1 else 'cases agree'}"
+    if len(compared) == len(reports) > 1:
+        agree = f"all {agree}"
+    rest = f"; {len(skipped)} skipped: {', '.join(skipped)}" if skipped else ""
     against = next(engine.against for engine in every)
-    return AGREE, f"{agree} with {against}: {', '.join(engines)}"
+    return AGREE, f"{agree} with {against}: {', '.join(_shares(compared))}{rest}"
+
+
+def _shares(reports: Sequence[CaseReport]) -> Iterator[str]:
+    """Each engine and its device, and on how many of the cases where it did not run on all."""
+    counts = Counter(f"{found.engine} ({found.device}" for case in reports for found in case.reports if found.tested)
+    for engine, count in counts.items():
+        yield f"{engine})" if count == len(reports) else f"{engine}, {count} of {len(reports)})"
 
 
 def _document(reports: Sequence[CaseReport], status: int, conclusion: str, error: str | None) -> dict[str, Any]:

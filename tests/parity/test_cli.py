@@ -21,7 +21,7 @@ from moe_core.runtime.cuda import cuda_available
 from moe_torch.parity import triton_kernels as triton_kernels_engine
 from tests.support.checkpoint_files import FAMILIES, MOE_LAYERS, D, write_family
 from tests.support.faults.kernel_copies import OpFault, plant
-from tests.support.parity import FaultyEngine, run_json
+from tests.support.parity import AlteredEngine, FaultyEngine, run_json
 from tests.support.paths import ROOT
 
 #: A run of a few seconds.
@@ -157,6 +157,18 @@ def test_an_engine_that_skips_every_case_could_not_run(
     assert status == 2
     assert document["cases"][0]["engines"][0]["skipped"] == "float16 is left out"
     assert "faulty supports none of these cases" in document["conclusion"]
+
+
+def test_the_last_line_counts_the_cases_of_an_engine_that_skips_some(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_engines(monkeypatch, torch="moe_torch.parity.torch:TorchEngine", altered="tests.support.parity:AlteredEngine")
+    reasons = iter((None, "one dtype is left out"))
+    monkeypatch.setattr(AlteredEngine, "why_unsupported", lambda self, case: next(reasons))
+    status, document = run_json(capsys, "--case", "llama4", "--tokens", "5", "--engines", "torch,altered")
+    assert status == 0, document["conclusion"]
+    assert document["conclusion"].startswith("all 2 cases agree with the reference: torch (")
+    assert document["conclusion"].endswith("), altered (a test, 1 of 2)")
 
 
 def test_an_engine_that_fails_could_not_run(

@@ -16,6 +16,7 @@ pytest.importorskip("jax", reason="needs JAX")
 
 from moe_core.errors import InvalidInput
 from moe_core.parallel.shards import shard_experts
+from moe_core.parity import cli
 from moe_core.parity.builtin_cases import Draw, built_in_case
 from moe_core.parity.ranks import RanksRun, run_ranks
 from moe_core.specs.operands import ExpertWeights
@@ -100,6 +101,17 @@ def test_what_cannot_run_is_said() -> None:
         run_ranks(CASE, 2, ["triton_kernels"], quiet)
     quantized = run_ranks(built_in_case("qwen3_moe_int4", Draw(num_tokens=4)), 2, ["torch"], quiet)
     assert quantized.reports[0].skipped == "the comparison of ranks takes plain experts only"
+
+
+def test_a_skipped_case_does_not_count_as_agreeing(sound: Any) -> None:
+    quantized = built_in_case("qwen3_moe_int4", Draw(num_tokens=4))
+    report, skipped = run_ranks(CASE, 2, ["torch"], quiet, sound), run_ranks(quantized, 2, ["torch"], quiet)
+    agree = "agrees with one device: torch (2 ranks, numpy)"
+    left_out = "skipped: qwen3_moe_int4 on 2 ranks bfloat16"
+    assert cli._conclude([report, skipped]) == (cli.AGREE, f"1 case {agree}; 1 {left_out}")
+    assert cli._conclude([report, report]) == (cli.AGREE, f"all 2 cases {agree.replace('agrees', 'agree')}")
+    assert cli._conclude([report, skipped, report])[1] == f"2 cases {agree.replace('agrees', 'agree')}; 1 {left_out}"
+    assert cli._conclude([skipped])[0] == cli.COULD_NOT_RUN
 
 
 def test_the_command_compares_ranks_of_both_front_ends() -> None:
