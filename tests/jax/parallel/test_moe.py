@@ -21,7 +21,7 @@ from tests.support.jax import REAL_KERNELS
 from tests.support.parallel.jax import compare_with_one_device, compare_with_twin, group_step, run_group
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
-from tests.support.parallel.ways import BOUNDED, STATIC, WAYS, every_way, most_received, over
+from tests.support.parallel.ways import BOUNDED, STATIC, WAYS, every_way, most_received, over, require_dropped
 
 #: MOEBIUS_DEPTH=2 compiles programs that are left out here, since they differ little from those that are not.
 DEPTH = int(os.environ.get("MOEBIUS_DEPTH", "1"))
@@ -126,6 +126,16 @@ def test_overflow_is_counted_exactly(way: ExchangeSpec) -> None:
     if way == WAYS[4] or DEPTH > 1:
         dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
         assert compare_with_twin(problem, dropped, "drop") > 0
+
+
+@over(BOUNDED if DEPTH > 1 else WAYS[1::3])
+def test_gradients_of_dropped_slots(way: ExchangeSpec) -> None:
+    """They are 0, and all others are those of a routing without these slots."""
+    placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    dropped = dataclasses.replace(way, receive=6, on_overflow="drop")
+    for seed, load in enumerate(("random", "hot_rank", "masked", "absent")):
+        problem = draw_problem(seed, placement, (5, 5, 5), 3, load, "bfloat16", spec)
+        require_dropped(run_group(problem, dropped), problem, dropped, load)
 
 
 def test_repeated_ids_beyond_the_worst_case_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.reference import moe as twin
+from moe_core.parallel.reference import moe_backward as twin_backward
+from moe_core.parallel.shards import gather_experts
 from tests.support.parallel.twins import Problem
 
 WAYS = (
@@ -75,6 +78,29 @@ def require_twin(found: dict[str, Any], problem: Problem, exchange: ExchangeSpec
     require_same(found["output"], np.concatenate([own.output for own in expected.outputs]), f"output, {label}")
     assert found["overflow"].tolist() == expected.overflow.tolist(), label
     return int(found["overflow"][0])
+
+
+def require_dropped(found: dict[str, Any], problem: Problem, exchange: ExchangeSpec, label: str) -> None:
+    """Raise unless output and gradients are the twin's where slots are dropped, and those of one device whose routing
+    lacks these slots. Routing is given."""
+    ranks, placement = problem.ranks(), problem.placement
+    forward = twin(ranks, problem.spec, placement, exchange)
+    backward = twin_backward(problem.gradients(), ranks, problem.spec, forward)
+    lost = np.concatenate(forward.routes.lost)
+    assert lost.any() and found["overflow"].tolist() == forward.overflow.tolist(), label
+    without = dataclasses.replace(problem.routing, ids=np.where(lost, -1, problem.routing.ids))
+    alone = dataclasses.replace(problem, routing=without)
+    stages = alone.alone()
+    require_same(found["output"], stages["output"], f"output, {label}")
+    expected = alone.alone_backward(stages)
+    wanted = {"d_x", "d_routing.weights", "d_experts.gate_up", "d_experts.down"}
+    assert wanted <= found.keys(), label
+    for name in wanted:
+        parts = [own[name] for own in backward]
+        whole = gather_experts(parts, placement) if name.startswith("d_experts.") else np.concatenate(parts)
+        require_same(found[name], whole, f"{name} of the twin, {label}")
+        require_same(found[name], expected[name], f"{name} of one device, {label}")
+    assert not found["d_routing.weights"][lost].any(), label
 
 
 def most_received(problem: Problem, way: ExchangeSpec) -> int:

@@ -22,7 +22,7 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_group
 from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
-from tests.support.parallel.ways import BOUNDED, WAYS, every_way, most_received, over, require_same
+from tests.support.parallel.ways import BOUNDED, WAYS, every_way, most_received, over, require_dropped, require_same
 from tests.support.strategies import seeds
 from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
 
@@ -143,8 +143,22 @@ def test_overflow_is_counted_exactly(ranks: Pool, way: ExchangeSpec, load: str) 
     assert found[-1] == 0 and all(found[:-1]) and sorted(found, reverse=True) == found
     dropped = dataclasses.replace(way, receive=most - 1, on_overflow="drop")
     assert compare_with_twin(ranks, problem, dropped, "drop") > 0
-    # Gradients of what is dropped are those without these slots.
-    run_group(ranks, problem, dropped)
+
+
+@over(BOUNDED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_dropped_slots(ranks: Pool, way: ExchangeSpec, dtype: str) -> None:
+    """They are 0, and all others are those of a routing without these slots."""
+    placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    for seed, load in enumerate(("random", "hot_rank", "masked", "absent")):
+        problem = draw_problem(seed, placement, (5, 5, 5), 3, load, dtype, spec)
+        for receive in (0, most_received(problem, way) - 1):
+            dropped = dataclasses.replace(way, receive=receive, on_overflow="drop")
+            require_dropped(run_group(ranks, problem, dropped), problem, dropped, f"{load}, {receive}")
+    for fault in ("gradient_not_returned", "output_gradient_of_another"):
+        found = run_group(ranks, problem, dropped, fault=fault)
+        with pytest.raises(AssertionError):
+            require_dropped(found, problem, dropped, fault)
 
 
 def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
