@@ -1,0 +1,189 @@
+"""Memory at every rank of a group that all its ranks write to: loads and stores at peers' addresses, and barriers."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import tempfile
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_torch.parallel.group import Ranks
+
+#: Where each part begins; what kernels store at once is a divisor of it.
+_ALIGNMENT = 256
+#: Seconds that a barrier on a GPU waits where the group does not say.
+_BARRIER_SECONDS = 600.0
+
+
+class Region(NamedTuple):
+    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: where every rank has its
+    own, for loads and stores of this rank."""
+
+    own: torch.Tensor
+    addresses: torch.Tensor
+
+
+class Part(NamedTuple):
+    """The shape and dtype of a region."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Its numbers."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Up to where the next one may begin."""
+        return -(-self.size * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+class Symmetric:
+    """One allocation of every rank of a group; made by `symmetric`.
+
+    peers: the bytes of every rank as memory of this process, uint8 `[bytes]` each. regions: arrays that lie one behind
+    another in it, the same at every rank.
+    """
+
+    def __init__(self, peers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, handle: Any) -> None:
+        self.peers, self.device, self._handle = tuple(peers), peers[rank].device, handle
+        regions, begin = [], 0
+        for part in parts:
+            own = peers[rank][begin:][: part.size * part.dtype.itemsize].view(part.dtype).view(part.shape)
+            addresses = [peer.data_ptr() + begin for peer in peers]
+            regions.append(Region(own, torch.tensor(addresses, dtype=torch.int64, device=self.device)))
+            begin += part.bytes
+        self.regions = tuple(regions)
+
+    def barrier(self, ranks: Ranks, what: str, channel: int = 0) -> None:
+        """All that ranks have stored so far can be loaded afterwards, and all that they have loaded may be overwritten.
+
+        On a GPU its stream waits, not the host. channel: barriers that may be under way at once have different ones.
+        """
+        if self._handle is not None:
+            self._handle.barrier(channel, _milliseconds(ranks, self.device))
+        else:
+            ranks.all_gather(torch.zeros(1, dtype=torch.int32), what)
+
+
+def _milliseconds(ranks: Ranks, device: torch.device) -> int:
+    """How long a barrier on a GPU waits."""
+    seconds = ranks.timeout
+    if seconds is None:
+        options = getattr(ranks.group._get_backend(device), "options", None)
+        seconds = options._timeout.total_seconds() if options is not None else _BARRIER_SECONDS
+    return max(1, int(seconds * 1000))
+
+
+_Known = dict[tuple[torch.device, tuple[Part, ...]], Symmetric]
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
+def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Symmetric:
+    """Memory for these parts, the same for all calls of a group with equal ones.
+
+    The first time it is a collective that waits. Raises InvalidInput where ranks have other parts, and Unsupported on
+    every rank where one cannot reach the memory of another, or where a CUDA graph is captured.
+    """
+    known = _known.setdefault(ranks.group, {})
+    if (device, parts) not in known:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                "memory that ranks share must be there before a CUDA graph is captured; call once with the same sizes"
+            )
+        # It stays: what is captured, or saved for a backward, holds its addresses.
+        known[device, parts] = _allocate(ranks, parts, device)
+    return known[device, parts]
+
+
+def _allocate(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Symmetric:
+    size = max(_ALIGNMENT, sum(part.bytes for part in parts))
+    sizes = _told(ranks, size)
+    if len(set(sizes)) != 1:
+        raise InvalidInput(
+            f"all ranks must share as many bytes before {ranks.where}, got {sizes} by rank; give max_tokens, and all "
+            "else that sizes follow from, alike"
+        )
+    with torch.inference_mode(False):
+        peers, handle = _on_gpus(ranks, size, device) if device.type == "cuda" else (_on_cpu(ranks, size), None)
+        return Symmetric(peers, parts, ranks.rank, handle)
+
+
+def _told(ranks: Ranks, value: Any) -> list[Any]:
+    """What every rank tells."""
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, value, group=ranks.group)
+    return found
+
+
+def _require_none(ranks: Ranks, problem: str | None) -> None:
+    """Raise Unsupported on every rank where one has a problem."""
+    wrong = {rank: why for rank, why in enumerate(_told(ranks, problem)) if why}
+    if wrong:
+        rank, why = next(iter(wrong.items()))
+        raise Unsupported(
+            f"mode 'peer' needs ranks that reach each other's memory, got on rank {rank}: {why}; use mode 'padded' or "
+            "'all_to_all'"
+        )
+
+
+def _host() -> str:
+    """What processes of one host have in common."""
+    name = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return name.read_text().strip() if name.exists() else os.uname().nodename
+
+
+def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
+    """Shared memory of processes: a file that every rank maps."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=f"moebius-{os.getpid()}-") as file:
+        problem = None
+        try:
+            # Pages of /dev/shm that are not there when they are touched end the process.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            problem = f"{size} bytes of shared memory cannot be had: {error}"
+        _require_none(ranks, problem)
+        names, peers = _told(ranks, (_host(), file.name)), []
+        try:
+            for host, name in names:
+                if host != names[ranks.rank][0]:
+                    raise OSError("it is on another host")
+                peers.append(torch.from_file(name, shared=True, size=size, dtype=torch.uint8))
+        except (OSError, RuntimeError) as error:
+            problem = f"rank {len(peers)}'s memory cannot be mapped: {error}"
+        # Behind this every rank has mapped every file, and their names may go.
+        _require_none(ranks, problem)
+    return peers
+
+
+def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """Memory that torch maps into every rank, and torch's handle of it."""
+    import torch.distributed._symmetric_memory as memory
+
+    told, problem = _told(ranks, (_host(), device.index)), None
+    for rank, (host, index) in enumerate(told):
+        if host != told[ranks.rank][0]:
+            problem = f"rank {rank} is on another host"
+        elif index != device.index and not torch.cuda.can_device_access_peer(device, index):
+            problem = f"GPU {device.index} has no peer access to GPU {index} of rank {rank}"
+    _require_none(ranks, problem)
+    peers, handle = [], None
+    try:
+        own = memory.empty(size, dtype=torch.uint8, device=device)
+        handle = memory.rendezvous(own, ranks.group)
+        peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks.size)]
+        assert peers[ranks.rank].data_ptr() == own.data_ptr(), "a rank's own memory is where it was allocated"
+    except RuntimeError as error:
+        problem = f"torch shares no memory: {error}"
+    _require_none(ranks, problem)
+    return peers, handle
