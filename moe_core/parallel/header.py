@@ -16,8 +16,9 @@ from moe_core.parallel.spec import MODES, ExchangeSpec
 
 #: Changes when the meaning of a header does. Never 0, which is the header of a rank that failed.
 _MAGIC = 0x4D6F4501
-#: Modes whose messages have one size on all ranks, which follows from the number of tokens.
-STATIC_MODES = ("all_gather", "padded")
+#: Modes whose messages or buffers have one size on all ranks, which follows from the number of tokens; with mode `peer`
+#: that is the most there may be.
+STATIC_MODES = ("all_gather", "padded", "peer")
 
 
 class Header(NamedTuple):

@@ -193,6 +193,9 @@ def _why_not_exact(spec: ExchangeSpec, training: bool) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+_BARRIER = Collective("barrier", "arrival", "int32", 0, 0)
+
+
 class _Planner:
     """Sizes of one exchange, or of one chunk of it."""
 
@@ -254,28 +257,38 @@ class _Planner:
     def forward(self) -> tuple[Collective, ...]:
         """All messages of a forward, in order."""
         mode, header = self.spec.mode, len(Header._fields)
-        barrier = [Collective("barrier", "arrival", "int32", 0, 0)] * (mode == "peer")
+        if mode == "peer":
+            return tuple(self._between_barriers()) * self.spec.chunks
         # Ids, and weights as their bits, travel together; of slots whose rows are counted, weights alone.
         width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
         routing = self._table(self._rows_kind, what, "int32", self.sent, width)
-        if mode in ("all_to_all", "peer"):
-            # Of slots the rows of every place; of tokens their number, and where the host reads that of their slots.
-            # All ranks get all: a home has to know where its rows begin, and what does not fit.
-            groups = (
-                self.plan.placement.num_places if self.spec.rows == "slots" else self.ranks * (2 - (mode == "peer"))
-            )
+        if mode == "all_to_all":
+            # Of slots the rows of every place; of tokens their number, and that of their slots. All ranks get all: a
+            # home has to know where its rows begin, and what does not fit.
+            groups = self.plan.placement.num_places if self.spec.rows == "slots" else self.ranks * 2
             first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
         else:
             copies = 1 if mode == "all_gather" else self.ranks
             size = routing.bytes + copies * header * 4
             first, routing = [dataclasses.replace(routing, what=f"header, {what}", bytes=size)], None
-        chunk = [*barrier, *self._rows(self._rows_kind), *([routing] if routing else []), *barrier]
-        chunk += [self._results("results"), *barrier]
+        chunk = [*self._rows(self._rows_kind), *([routing] if routing else []), self._results("results")]
         # Counts of all chunks travel at once, so that the host reads once; a header in each message of routing.
         messages = [*first, *chunk * self.spec.chunks] if routing else [*first, *chunk] * self.spec.chunks
         if self.bounds.block is not None or self.bounds.receive is not None:
             messages.append(self._table("all_reduce", "overflow", "int32", 1, 1))
         return tuple(messages)
+
+    def _between_barriers(self) -> list[Collective]:
+        """Of one chunk with mode `peer`. What is stored in one stage is read behind the barrier that ends it."""
+        groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
+        # Eight numbers of the header, the tokens in as much as is stored at once, and counts: of slots by place.
+        message = len(Header._fields) + 4 + groups + (self.ranks if by_token else 0)
+        found = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
+        if by_token and self.spec.receive is not None:
+            found += [self._table("push", "counts of what fits", "int32", 1, groups), _BARRIER]
+        slots = self.tokens * self.top_k
+        found += [self._table("push", "weights and origins", "int32", slots, 3 + by_token), *self._rows("push")]
+        return [*found, _BARRIER, self._results("results"), _BARRIER]
 
     @property
     def width_of_ids(self) -> int:
@@ -284,7 +297,7 @@ class _Planner:
 
     def backward(self) -> tuple[Collective, ...]:
         """All messages of a backward, in order; counts are known."""
-        barrier = [Collective("barrier", "arrival", "int32", 0, 0)] * (self.spec.mode == "peer")
+        barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
         per_row = 1 if self.spec.sums == "slots" else self.top_k
@@ -302,20 +315,25 @@ class _Planner:
 
     def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
         """Memory of the exchange, beside x and the output."""
-        symmetric = self.spec.mode == "peer"
-        incoming = self.row_bytes
+        incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
         if self.spec.format is not None:
             incoming = sum(size for *_, size in _quantized_bytes(self.spec, self.plan.d_model))
         found = [ExchangeBuffer("received rows", received * incoming, symmetric)]
-        found.append(ExchangeBuffer("received ids", received * self.width_of_ids * 4, symmetric))
-        found.append(ExchangeBuffer("received weights", received * self.width * 4, symmetric))
+        by_slot = self.spec.rows == "tokens" and self.spec.sums == "slots"
+        if symmetric:
+            # Weights and origins, and the row of a slot's token; gradients of weights.
+            numbers = 3 + (self.spec.rows == "tokens") + self.plan.training
+            found.append(ExchangeBuffer("received weights and origins", given * numbers * 4, True))
+            by_slot |= self.plan.training or self.spec.format is not None
+        else:
+            found.append(ExchangeBuffer("received ids", received * self.width_of_ids * 4, False))
+            found.append(ExchangeBuffer("received weights", received * self.width * 4, False))
         if self.spec.mode not in ("all_gather", "peer"):
             found.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
-        if not symmetric and self.spec.rows == "tokens" and self.spec.sums == "slots":
-            # The owner's op has a row for each slot.
+        if by_slot:
+            # The owner's op has a row for each slot; what it keeps for a backward must not be stored over.
             found.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
-        if not symmetric:
-            found.append(ExchangeBuffer("results", given * self.row_bytes, False))
+        found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         sets = min(self.spec.chunks, 2)
         return tuple(dataclasses.replace(buffer, bytes=sets * buffer.bytes) for buffer in found)
@@ -323,17 +341,18 @@ class _Planner:
 
 def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
     size = {buffer.name: buffer.bytes for buffer in buffers}
-    received, results, output = size["received rows"], size.get("results", 0), plan.tokens * _Planner(plan).row_bytes
-    given = size.get("rows by slot", received)
+    received, results, output = size["received rows"], size["results"], plan.tokens * _Planner(plan).row_bytes
+    symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
+    given = size.get("rows by slot", 0 if symmetric else received)
+    kept = given if plan.training else 0
+    if symmetric:
+        return symmetric + results + max(given + scratch, kept + output)
     routing = size["received ids"] + size["received weights"]
-    if any(buffer.symmetric for buffer in buffers):
-        return sum(size.values()) + max(output, scratch)
-    home = results + size["returned results"] + output + (given if plan.training else 0)
     return routing + max(
         size.get("sent rows", 0) + received,
         received + size.get("rows by slot", 0),
         given + results + scratch,
-        home,
+        results + size["returned results"] + output + kept,
     )
 
 

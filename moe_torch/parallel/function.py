@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_torch import ops
-from moe_torch.parallel.exchange import take
 from moe_torch.parallel.group import Arriving
 from moe_torch.parallel.routes import Routes
 
@@ -27,36 +25,31 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, routes: Routes, x: torch.Tensor | Arriving, wide: torch.Tensor, weights: torch.Tensor) -> Any:
-        ctx.routes, ctx.shape = routes, weights.shape
+        ctx.routes = routes
         rows = routes.push(x, "rows") if isinstance(x, torch.Tensor) else x()
         return rows, routes.weights.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: torch.Tensor, d_weights: torch.Tensor) -> Any:
-        routes, wide, by_slot = ctx.routes, None, None
-        if ctx.needs_input_grad[2]:
-            rows = routes.pull(d_rows.contiguous(), "d_x")
-            wide = ops.reduce(rows, routes.at_home, order="row", out_dtype=torch.float32)
-        if ctx.needs_input_grad[3]:
-            came = routes.pull(d_weights.contiguous(), "d_weights")
-            by_slot = take(came, routes.at_home.row_of_slot, 0).view(ctx.shape)
-        return None, None, wide, by_slot
+        wanted = ctx.needs_input_grad[2:]
+        given = [one.contiguous() if asked else None for one, asked in zip((d_rows, d_weights), wanted, strict=True)]
+        return None, None, *ctx.routes.gradients(*given)
 
 
 class Combine(torch.autograd.Function):
-    """`(routes, rows, shared, gate, out_dtype, arriving) -> y [T, D]`: the sum of each token's slots, then shared
+    """`(routes, rows, shared, gate, out_dtype, total) -> y [T, D]`: the sum of each token's slots, then shared
     `[T, D]`, if there is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients.
 
-    arriving: the same rows on their way home, None = they have not left.
+    total: `routes.start_total` of the same rows, None = they have not left.
     """
 
     @staticmethod
     def forward(ctx: Any, routes: Routes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
-        shared, gate, out_dtype, arriving = others
+        shared, gate, out_dtype, total = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
-        came = routes.pull(rows.contiguous(), "results") if arriving is None else arriving()
-        y = ops.reduce(came, routes.at_home, order="row", shared=shared, shared_gate=gate, out_dtype=out_dtype)
+        total = routes.start_total(rows.contiguous(), "results") if total is None else total
+        y = total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
         if routes.spoilt is not None:
             y.masked_fill_(routes.spoilt[:, None], torch.nan)
         return y

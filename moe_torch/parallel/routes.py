@@ -89,6 +89,29 @@ class Routes:
         """`pull` that waits where what it returns is called."""
         return self.ranks.start_all_to_all(rows, what, *self.home)
 
+    def start_total(self, rows: torch.Tensor, what: str) -> Callable[..., torch.Tensor]:
+        """What sums each token's rows of slots, `[T, N]`, with the options of `ops.reduce`; of rows of slots at their
+        owners, `[R, N]`, which set off."""
+        arriving = self.start_pull(rows, what)
+
+        def total(**options: Any) -> torch.Tensor:
+            return ops.reduce(arriving(), self.at_home, order="row", **options)
+
+        return total
+
+    def gradients(
+        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """d_x fp32 `[T, D]` and the gradients of weights fp32 `[T, K]`, of those by slot at their owners."""
+        wide = by_slot = None
+        if d_rows is not None:
+            rows = self.pull(d_rows, "d_x")
+            wide = ops.reduce(rows, self.at_home, order="row", out_dtype=torch.float32)
+        if d_weights is not None:
+            came = self.pull(d_weights, "d_weights")
+            by_slot = take(came, self.at_home.row_of_slot, 0).view(-1, self.at_home.spec.top_k)
+        return wide, by_slot
+
 
 def make_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights: torch.Tensor) -> Routes:
     """From the places of this rank's slots, int32 `[T, K]`, and their weights, fp32 `[T, K]`.

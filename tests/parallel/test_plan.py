@@ -91,9 +91,11 @@ def test_messages_of_each_mode_in_order() -> None:
         *("all_gather header, ids and weights", "all_gather rows", "reduce_scatter results", "all_reduce overflow")
     ]
     assert kinds(plan_of(ExchangeSpec("peer"))) == [
-        *("all_gather header and counts", "barrier arrival", "push rows", "push ids and weights", "barrier arrival"),
+        *("push header and counts", "barrier arrival", "push weights and origins", "push rows", "barrier arrival"),
         *("push results", "barrier arrival"),
     ]
+    assert kinds(plan_of(ExchangeSpec("peer", receive=20)))[2:4] == ["push counts of what fits", "barrier arrival"]
+    assert "push counts of what fits" not in kinds(plan_of(ExchangeSpec("peer", "slots", receive=20)))
     quantized = plan_of(ExchangeSpec(format=format_named("fp8_group")))
     assert [(message.what, message.dtype, message.bytes) for message in quantized.forward[1:3]] == [
         ("values", "float8_e4m3fn", 64 * 64),
@@ -119,8 +121,8 @@ SIZES: list[tuple[ExchangeSpec, list[tuple[int, int]]]] = [
         ExchangeSpec("all_gather", sums="ranks"),
         [(16, 544), (16, 2048), (64, 8192), (1, 4), (16, 2048), (64, 8192), (64, 1024)],
     ),
-    (ExchangeSpec("peer", "slots"), [(1, 64), (0, 0), (64, 8192), (64, 256), (0, 0), (128, 16384), (0, 0)]),
-    (ExchangeSpec("peer"), [(1, 48), (0, 0), (64, 8192), (64, 2048), (0, 0), (128, 16384), (0, 0)]),
+    (ExchangeSpec("peer", "slots"), [(1, 80), (0, 0), (64, 768), (64, 8192), (0, 0), (128, 16384), (0, 0)]),
+    (ExchangeSpec("peer"), [(1, 96), (0, 0), (64, 1024), (64, 8192), (0, 0), (128, 16384), (0, 0)]),
 ]
 
 
@@ -143,14 +145,17 @@ def test_sizes_of_buffers() -> None:
         ("results", 16384, False),
         ("returned results", 8192, False),
     ]
-    assert [
-        (buffer.name, buffer.bytes, buffer.symmetric) for buffer in plan_of(ExchangeSpec("peer", "slots")).buffers
-    ] == [
+    peer = [plan_of(ExchangeSpec("peer", "slots"), training=training) for training in (False, True)]
+    assert [(buffer.name, buffer.bytes, buffer.symmetric) for buffer in peer[0].buffers] == [
         ("received rows", 16384, True),
-        ("received ids", 0, True),
-        ("received weights", 512, True),
+        ("received weights and origins", 1536, True),
+        ("results", 16384, False),
         ("returned results", 8192, True),
     ]
+    shared = 16384 + 1536 + 8192
+    assert peer[0].peak() == shared + 16384 + 2048 and peer[0].peak(scratch=5000) == shared + 16384 + 5000
+    # Beside rows that training keeps, and gradients of weights.
+    assert peer[1].peak() == shared + 512 + 2 * 16384 + 2048
     plan = plan_of(ExchangeSpec())
     # Rows by slot and results, then results, those that came home and the output.
     assert plan.peak() == 2048 + 2 * 16384 and plan.peak(scratch=100) == plan.peak() + 100
@@ -172,6 +177,8 @@ def test_chunks_travel_one_after_another() -> None:
         assert thrice.bounds == sixth.bounds and thrice.expected_tokens == once.expected_tokens
         if mode in ("all_gather", "padded"):
             assert thrice.forward == 3 * sixth.forward[:-1] + sixth.forward[-1:]
+        elif mode == "peer":
+            assert thrice.forward == 3 * sixth.forward
         else:
             assert thrice.forward[1:] == 3 * sixth.forward[1:] and thrice.forward[0].bytes > sixth.forward[0].bytes
 

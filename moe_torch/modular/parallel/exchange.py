@@ -236,10 +236,11 @@ class AcrossRanks(InHalves):
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
             # Experts that touch nothing where no row has come; other ranks wait for this one's backward all the same.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
-        arriving = routes.start_pull(rows.detach().contiguous(), "results")
+        asked = torch.is_grad_enabled() and rows.requires_grad
+        arriving = (routes.start_total if asked else routes.start_pull)(rows.detach().contiguous(), "results")
 
         def receiver() -> None:
-            if torch.is_grad_enabled() and rows.requires_grad:
+            if asked:
                 sums: Any = Combine.apply(routes, rows, None, None, output.dtype, arriving)
                 output.copy_(sums)
                 return
