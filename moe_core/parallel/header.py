@@ -74,8 +74,7 @@ def header_of(
     options |= sum(flag << 4 + place for place, flag in enumerate(flags))
     options |= spec.chunks << 8 | format_digest << 14
     receive = -1 if spec.receive is None else spec.receive
-    digest = zlib.crc32(np.array(placement.owners, np.int32).tobytes()) & 0x7FFFFFFF
-    return Header(_MAGIC, options, receive, tokens, top_k, d_model, placement.version, digest)
+    return Header(_MAGIC, options, receive, tokens, top_k, d_model, placement.version, placement.digest)
 
 
 def compare_headers(headers: np.ndarray, where: str = "the exchange") -> int:

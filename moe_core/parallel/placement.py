@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,6 +110,11 @@ class Placement:
         return sum(expert != HOLE for rank in self.owners for expert in rank) > self.num_experts
 
     @functools.cached_property
+    def digest(self) -> int:
+        """31 bits that tell owners apart, for ranks to compare."""
+        return zlib.crc32(np.array(self.owners, np.int32).tobytes()) & 0x7FFFFFFF
+
+    @functools.cached_property
     def tables(self) -> PlacementTables:
         """The same as arrays, which must not be written to."""
         held = np.array(self.owners, np.int32).reshape(-1)
@@ -165,15 +171,9 @@ class Placement:
 
         Raises InvalidInput.
         """
-        loads = np.asarray(load, np.float64)
-        if loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
-            raise InvalidInput(
-                f"load must be [num_experts] of finite numbers of at least 0, got {load!r}; pass counts per expert"
-            )
+        loads = _loads(load)
         experts, ranks = _sizes(loads.size, num_ranks)
-        per_rank, nodes = as_integer("per_rank", per_rank, 1, INT32_LIMIT), as_integer("nodes", nodes, 1)
-        if ranks % nodes:
-            raise InvalidInput(f"nodes must divide num_ranks = {ranks}, got {nodes}; choose a divisor")
+        per_rank, nodes = as_integer("per_rank", per_rank, 1, INT32_LIMIT), _nodes(nodes, ranks)
         if ranks * per_rank < experts:
             raise InvalidInput(
                 f"per_rank must be at least {-(-experts // ranks)} for {experts} experts on {ranks} ranks, got "
@@ -187,6 +187,61 @@ class Placement:
         for group in _share_out(loads, nodes):
             owners += _Node(loads, _copies(loads, group, own * per_rank, most), own, per_rank).owners()
         return Placement(experts, tuple(owners))
+
+    def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
+        """Mean over maximum of what ranks have to do, in (0, 1]: 1 = all equally much, also where there is nothing.
+
+        load `[E]`: as for `balanced`; a replica has an equal part of it. Raises InvalidInput.
+        """
+        loads = _loads(load)
+        if len(loads) != self.num_experts:
+            raise InvalidInput(f"load must be of the {self.num_experts} experts, got {len(loads)} numbers; pass all")
+        held, _, start = self.tables
+        part = np.where(held == HOLE, 0.0, (loads / np.diff(start))[held])
+        ranks = part.reshape(self.num_ranks, -1).sum(axis=1)
+        return float(ranks.mean() / ranks.max()) if ranks.any() else 1.0
+
+    def near(self, previous: Placement, *, nodes: int = 1) -> Placement:
+        """The same experts together, on ranks and places where little has to move from `previous`; its next version.
+
+        Ranks of a node swap what they hold: each takes, in turn, what it has most of already. An expert that stays on
+        its rank keeps its place. previous: of as many experts and ranks, and no more places. Returns `previous` where
+        nothing moves. Raises InvalidInput.
+        """
+        sizes = [(one.num_experts, one.num_ranks) for one in (self, previous)]
+        if sizes[0] != sizes[1] or previous.per_rank > self.per_rank:
+            raise InvalidInput(
+                f"previous must have {self.num_experts} experts, {self.num_ranks} ranks and at most {self.per_rank} "
+                f"places on each, got {previous}; make both for the same ranks"
+            )
+        each = self.num_ranks // _nodes(nodes, self.num_ranks)
+        held = [set(rank) - {HOLE} for rank in previous.owners]
+        taken = [set(rank) - {HOLE} for rank in self.owners]
+        pairs = [
+            (-len(held[rank] & taken[other]), rank, other)
+            for rank in range(self.num_ranks)
+            for other in range(rank // each * each, rank // each * each + each)
+        ]
+        chosen: dict[int, int] = {}
+        given: set[int] = set()
+        for _, rank, other in sorted(pairs):
+            if rank not in chosen and other not in given:
+                chosen[rank] = other
+                given.add(other)
+        # Taking in turn may do worse than no swap at all.
+        same = {rank: rank for rank in chosen}
+        kept = [sum(len(held[rank] & taken[way[rank]]) for rank in way) for way in (chosen, same)]
+        chosen = chosen if kept[0] > kept[1] else same
+        owners = []
+        for rank in range(self.num_ranks):
+            new = taken[chosen[rank]]
+            places = [expert if expert in new else HOLE for expert in previous.owners[rank]]
+            places += [HOLE] * (self.per_rank - len(places))
+            coming = iter(sorted(new - held[rank]))
+            owners.append(tuple(next(coming, HOLE) if expert == HOLE else expert for expert in places))
+        if tuple(owners) == previous.owners:
+            return previous
+        return Placement(self.num_experts, tuple(owners), previous.version + 1)
 
     def moved(self, other: Placement) -> tuple[Move, ...]:
         """What has to be copied so that this placement becomes `other`, by target.
@@ -215,6 +270,22 @@ class Placement:
 
 def _sizes(num_experts: int, num_ranks: int) -> tuple[int, int]:
     return as_integer("num_experts", num_experts, 1, INT32_LIMIT), as_integer("num_ranks", num_ranks, 1, INT32_LIMIT)
+
+
+def _loads(load: Sequence[float] | np.ndarray) -> np.ndarray:
+    loads = np.asarray(load, np.float64)
+    if loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
+        raise InvalidInput(
+            f"load must be [num_experts] of finite numbers of at least 0, got {load!r}; pass counts per expert"
+        )
+    return loads
+
+
+def _nodes(nodes: int, num_ranks: int) -> int:
+    nodes = as_integer("nodes", nodes, 1)
+    if num_ranks % nodes:
+        raise InvalidInput(f"nodes must divide num_ranks = {num_ranks}, got {nodes}; choose a divisor")
+    return nodes
 
 
 def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:

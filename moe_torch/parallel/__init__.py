@@ -4,9 +4,11 @@ from moe_core.parallel import ExchangeSpec, ParallelOutput, PeerFailed, Placemen
 from moe_torch.parallel.forward import ExpertParallel, moe
 from moe_torch.parallel.layer import parallelize, total_over_ranks
 from moe_torch.parallel.losses import group_losses
+from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.placed import PlacedTensor
+from moe_torch.parallel.rebalance import LayerMoves, Rebalancer
 
 __all__ = [
-    "ExchangeSpec", "ExpertParallel", "ParallelOutput", "PeerFailed", "PlacedTensor", "Placement", "group_losses",
-    "moe", "parallelize", "total_over_ranks",
+    "ExchangeSpec", "ExpertParallel", "LayerMoves", "MovingPlacement", "ParallelOutput", "PeerFailed", "PlacedTensor",
+    "Placement", "Rebalancer", "group_losses", "moe", "parallelize", "total_over_ranks",
 ]  # fmt: skip

@@ -35,16 +35,27 @@ class Places(NamedTuple):
 
 
 def physical_ids(
-    ids: torch.Tensor, placement: Placement, *, first_token: Any = 0, token_mask: torch.Tensor | None = None
+    ids: torch.Tensor,
+    placement: Placement,
+    *,
+    first_token: Any = 0,
+    token_mask: torch.Tensor | None = None,
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Places:
-    """The place of every slot, from ids int32 `[T, K]`; first_token: the number of the first token in the group."""
-    _, places, start = constants(_rows(placement), ids.device)
+    """The place of every slot, from ids int32 `[T, K]`.
+
+    first_token: the number of the first token in the group. tables: places and start of `PlacementTables`, where they
+    may hold another placement when this is replayed; None = those of the placement.
+    """
+    # What is captured has to hold for placements to come.
+    has_replicas, num_experts = tables is not None or placement.has_replicas, placement.num_experts
+    places, start = constants(_rows(placement), ids.device)[1:] if tables is None else tables
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)
-    invalid = (known < -1) | (known >= placement.num_experts)
+    invalid = (known < -1) | (known >= num_experts)
     valid = ~invalid & (known >= 0)
     expert = torch.where(valid, known, 0).long()
     first = start[expert]
-    if placement.has_replicas:
+    if has_replicas:
         token = first_token + torch.arange(len(ids), device=ids.device)[:, None]
         number = (token + torch.arange(ids.shape[1], device=ids.device)) % (start[expert + 1] - first)
         first = first + number

@@ -12,6 +12,7 @@ import torch
 
 from moe_core.base.checks import finite_float, set_integer
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.header import STATIC_MODES
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
@@ -33,6 +34,7 @@ from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.exchange import Places, physical_ids
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
+from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.routes import check_headers, make_routes, tell_failure
 
 
@@ -99,7 +101,7 @@ def moe(
     spec: MoESpec,
     *,
     parallel: ExpertParallel,
-    placement: Placement,
+    placement: Placement | MovingPlacement,
     shared: SharedExpert | None = None,
     token_mask: torch.Tensor | None = None,
 ) -> ParallelOutput:
@@ -118,7 +120,7 @@ def moe(
         routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
-        placement: which experts lie on which rank.
+        placement: which experts lie on which rank; a `MovingPlacement` may change between calls, for inference.
         shared: a dense expert that every token visits, on its own rank.
         token_mask: bool `[T]`, as for `moe_torch.moe`.
 
@@ -135,14 +137,16 @@ def moe(
         RuntimeError: a message that failed, because a rank died or is late.
     """
     require_instance("parallel", parallel, ExpertParallel)
-    require_instance("placement", placement, Placement)
+    require_instance("placement", placement, (Placement, MovingPlacement))
+    moving = placement if isinstance(placement, MovingPlacement) else None
+    placement = placement.current if isinstance(placement, MovingPlacement) else placement
     ranks = parallel.ranks()
     if placement.num_ranks != ranks.size:
         raise InvalidInput(
             f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
         )
     operands = MoEOperands(x, experts, routing, token_mask, None, shared)
-    run: Any = Exchange(parallel, placement, ranks).run
+    run: Any = Exchange(parallel, placement, ranks, moving).run
     if "torch._dynamo" in sys.modules:
         # Called from compiled code, it compiles nothing itself.
         run = torch.compiler.disable(run)
@@ -156,8 +160,10 @@ moe._torchdynamo_disable = True  # type: ignore[attr-defined]
 class Exchange:
     """One call. A rank that raises before the first message sends its peers a header of zeros, so that none waits."""
 
-    def __init__(self, parallel: ExpertParallel, placement: Placement, ranks: Ranks) -> None:
-        self.parallel, self.placement, self.ranks = parallel, placement, ranks
+    def __init__(
+        self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None = None
+    ) -> None:
+        self.parallel, self.placement, self.ranks, self.moving = parallel, placement, ranks, moving
         self.plan: ExchangePlan | None = None
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
@@ -177,8 +183,10 @@ class Exchange:
             tell_peers(self.parallel, placement, device)
             raise
         plan = self.plan
-        places, invalid_ids = places_of(self.ranks, plan, ids, mask)
-        routes = make_routes(self.ranks, plan, places, weights)
+        moving = self.moving
+        places, invalid_ids = places_of(self.ranks, plan, ids, mask, moving)
+        header = None if moving is None else moving.header(plan.header)
+        routes = make_routes(self.ranks, plan, places, weights, header)
         rows, row_weights = Dispatch.apply(routes, x.detach(), wide[0], weights)
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
@@ -189,6 +197,8 @@ class Exchange:
         chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
         counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=x.device)
         counts = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1]
+        if moving is not None:
+            moving.load.add_(counts)
         received = found.tokens_per_expert
         return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
 
@@ -248,21 +258,31 @@ class Exchange:
         asked = torch.is_grad_enabled() and any(
             isinstance(array, torch.Tensor) and array.requires_grad for array in arrays
         )
+        if self.moving is not None:
+            self.moving.require_usable(asked)
         sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
         return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked)
 
 
-def places_of(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None = None) -> Places:
+def places_of(
+    ranks: Ranks,
+    plan: ExchangePlan,
+    ids: torch.Tensor,
+    token_mask: torch.Tensor | None = None,
+    moving: MovingPlacement | None = None,
+) -> Places:
     """Where the slots of this rank's ids int32 `[T, K]` go, after the first messages of an exchange, if it has any."""
     if plan.spec.mode != "all_to_all" and not ids.is_cuda:
         # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel with
         # the routing, and the output is NaN where they differ.
         check_headers(ranks, plan.header, ids.device)
-    first_token = 0
-    if plan.placement.has_replicas:
-        tokens = ranks.all_gather(torch.tensor([len(ids)], device=ids.device), "tokens")
+    # Of ranks that have equally many tokens.
+    first_token: Any = ranks.rank * len(ids)
+    if plan.placement.has_replicas and plan.spec.mode not in STATIC_MODES:
+        tokens = ranks.all_gather(torch.full((1,), len(ids), device=ids.device), "tokens")
         first_token = tokens[: ranks.rank].sum()
-    return physical_ids(ids, plan.placement, first_token=first_token, token_mask=token_mask)
+    tables = None if moving is None else (moving.places, moving.start)
+    return physical_ids(ids, plan.placement, first_token=first_token, token_mask=token_mask, tables=tables)
 
 
 def tell_peers(parallel: ExpertParallel, placement: Placement, device: torch.device) -> None:

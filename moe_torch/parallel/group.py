@@ -46,7 +46,7 @@ class Ranks:
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
         """`all_gather` that waits where what it returns is called."""
         found = buffer((self.size, *values.shape), values.dtype, values.device)
-        into, sent = (_as_bytes(array).view(-1) for array in (found, values.contiguous()))
+        into, sent = (as_bytes(array).view(-1) for array in (found, values.contiguous()))
         return self._start("all_gather", what, found, lambda: _all_gather(into, sent, self.group, async_op=True))
 
     def all_to_all(
@@ -62,7 +62,7 @@ class Ranks:
         """`all_to_all` that waits where what it returns is called."""
         count = len(rows) if received is None else sum(received)
         found = buffer((count, *rows.shape[1:]), rows.dtype, rows.device)
-        into, source = _as_bytes(found), _as_bytes(rows.contiguous())
+        into, source = as_bytes(found), as_bytes(rows.contiguous())
         splits = (None, None) if sent is None or received is None else (list(received), list(sent))
         return self._start(
             "all_to_all",
@@ -104,7 +104,7 @@ class Ranks:
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
-def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """The same memory as rows of bytes, which every backend moves; NaN and fp8 stay what they are."""
     return values.view(len(values), values[:1].numel() if len(values) else 0).view(torch.uint8)
 

@@ -17,6 +17,7 @@ from moe_core.parallel.result import ParallelOutput
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_torch.bridge.options import require_instance
 from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers
+from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.placed import PlacedTensor, filled_up, held_experts
 
 if TYPE_CHECKING:
@@ -31,10 +32,12 @@ class LayerExchange:
     parallel: ExpertParallel
     placement: Placement
     began: bool = False
+    #: Of a layer with a Rebalancer.
+    moving: MovingPlacement | None = None
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
-        # Copies of a layer are on the same ranks.
-        return self
+        # Copies of a layer are on the same ranks, and their experts stay where they are.
+        return LayerExchange(self.parallel, self.placement)
 
     def before(self, layer: Any, arguments: Any) -> None:
         """The layer's hook ahead of a forward."""
@@ -73,7 +76,8 @@ class LayerExchange:
         if missing:
             experts = map_arrays(experts, lambda array: filled_up(array, missing))
         options: Any = {"token_mask": token_mask, "shared": shared}
-        return moe(x, experts, routing, spec, parallel=self.parallel, placement=self.placement, **options)
+        placement = self.placement if self.moving is None else self.moving
+        return moe(x, experts, routing, spec, parallel=self.parallel, placement=placement, **options)
 
     def within_capacity(
         self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]

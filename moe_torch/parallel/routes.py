@@ -113,20 +113,35 @@ class Routes:
         return wide, by_slot
 
 
-def make_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights: torch.Tensor) -> Routes:
+def make_routes(
+    ranks: Ranks,
+    plan: ExchangePlan,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    header: torch.Tensor | None = None,
+) -> Routes:
     """From the places of this rank's slots, int32 `[T, K]`, and their weights, fp32 `[T, K]`.
 
-    A collective. Raises PeerFailed and InvalidInput as `compare_headers` does.
+    header: int32 `[8]` on the device, None = the plan's. A collective. Raises PeerFailed and InvalidInput as
+    `compare_headers` does.
     """
-    return start_routes(ranks, plan, places, weights)()
+    return start_routes(ranks, plan, places, weights, header)()
 
 
-def start_routes(ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights: torch.Tensor) -> Callable[[], Routes]:
+def start_routes(
+    ranks: Ranks,
+    plan: ExchangePlan,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    header: torch.Tensor | None = None,
+) -> Callable[[], Routes]:
     """`make_routes` that waits for the other ranks' counts where what it returns is called; where nothing is counted,
     all is done there."""
+    if header is None:
+        (header,) = exchange.constants((tuple(plan.header),), places.device)
     if plan.spec.mode == "all_to_all":
-        return _Counted(ranks, plan, places, weights).start()
-    return _Blocks(ranks, plan, places, weights).routes
+        return _Counted(ranks, plan, places, weights, header).start()
+    return _Blocks(ranks, plan, places, weights, header).routes
 
 
 def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
@@ -157,8 +172,15 @@ def _layout(tokens: int, top_k: int, capacity: int, slot_of_row: Any, row_of_slo
 class _Planner:
     """What both kinds of routes have in common."""
 
-    def __init__(self, ranks: Ranks, plan: ExchangePlan, places: torch.Tensor, weights: torch.Tensor) -> None:
-        self.ranks, self.plan, self.places, self.weights = ranks, plan, places, weights
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: ExchangePlan,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        header: torch.Tensor,
+    ) -> None:
+        self.ranks, self.plan, self.places, self.weights, self.header = ranks, plan, places, weights, header
         self.tokens, self.top_k = places.shape
         self.num_ranks, self.per_rank = plan.placement.num_ranks, plan.placement.per_rank
         self.owners = exchange.owners_of(places, self.per_rank)
@@ -205,8 +227,7 @@ class _Counted(_Planner):
         if not self.by_slot:
             back = ops.make_layout(self.owners, self.num_ranks)
             counts.append(back.group_sizes)
-        (header,) = exchange.constants((tuple(self.plan.header),), self.places.device)
-        arriving = self.ranks.start_all_gather(torch.cat([header, *counts]), "header and counts")
+        arriving = self.ranks.start_all_gather(torch.cat([self.header, *counts]), "header and counts")
         return lambda: self.routes(groups, sent, back, arriving())
 
     def routes(self, groups: torch.Tensor, sent: RaggedLayout, back: RaggedLayout, on_device: torch.Tensor) -> Routes:
@@ -342,7 +363,7 @@ class _Blocks(_Planner):
 
     def exchanged(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether all ranks have this rank's header, on the device, and the rows of a table that come here."""
-        (header,) = exchange.constants((tuple(self.plan.header),), table.device)
+        header = self.header
         what = "header, ids and weights"
         if self.plan.spec.mode == "all_gather":
             came = self.ranks.all_gather(torch.cat([header, table.view(-1)]), what)

@@ -17,13 +17,6 @@ from moe_core.parallel import Move, Placement
 from tests.support.parallel.placements import placement_of, placements
 
 
-def efficiency(placement: Placement, load: np.ndarray) -> float:
-    """Mean over maximum of what ranks have to do."""
-    copies = np.diff(placement.tables.start)
-    ranks = [sum(load[expert] / copies[expert] for expert in rank if expert >= 0) for rank in placement.owners]
-    return float(np.mean(ranks) / np.max(ranks))
-
-
 def test_worked_examples() -> None:
     assert Placement.linear(5, 2).owners == ((0, 1, 2), (3, 4, -1))
     assert Placement.round_robin(5, 2).owners == ((0, 2, 4), (1, 3, -1))
@@ -96,11 +89,62 @@ def test_balance_of_zipf_loads() -> None:
         for seed in range(5):
             load = np.random.default_rng(seed).permutation(np.arange(1, experts + 1) ** -0.6)
             linear = Placement.linear(experts, ranks)
-            found.append(efficiency(Placement.balanced(load, ranks, per_rank) if per_rank else linear, load))
+            found.append((Placement.balanced(load, ranks, per_rank) if per_rank else linear).balancedness(load))
         return float(np.mean(found))
 
     assert round(mean(128, 4, None), 2) == 0.85 and round(mean(128, 4, 32), 2) == 0.99
     assert round(mean(256, 64, None), 2) == 0.25 and round(mean(256, 64, 5), 2) == 0.99
+
+
+@given(placement=placements(), seed=st.integers(0, 99))
+def test_balancedness_is_mean_over_maximum_of_ranks(placement: Placement, seed: int) -> None:
+    load = np.random.default_rng(seed).integers(0, 9, placement.num_experts)
+    copies = np.diff(placement.tables.start)
+    ranks = [sum(load[expert] / copies[expert] for expert in rank if expert >= 0) for rank in placement.owners]
+    expected = np.mean(ranks) / np.max(ranks) if any(ranks) else 1.0
+    np.testing.assert_allclose(placement.balancedness(load), expected, 1e-12)
+
+
+@given(
+    ranks=st.integers(1, 4),
+    nodes=st.integers(1, 2),
+    experts=st.integers(4, 12),
+    spare=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_a_near_placement_has_the_same_shares_and_moves_little(
+    ranks: int, nodes: int, experts: int, spare: int, seed: int
+) -> None:
+    random, ranks = np.random.default_rng(seed), ranks * nodes
+    per_rank = min(experts, -(-experts // ranks) + spare)
+    load = random.integers(0, 50, experts)
+    old, new = (Placement.balanced(given, ranks, per_rank, nodes=nodes) for given in (load, random.permutation(load)))
+    near = new.near(old, nodes=nodes)
+    own = ranks // nodes
+    for node in range(nodes):
+        both = [sorted(map(sorted, one.owners[node * own : (node + 1) * own])) for one in (new, near)]
+        assert both[0] == both[1], "each rank of the node has what one of them was to have"
+    for before, after in zip(old.owners, near.owners, strict=True):
+        for place, expert in enumerate(before):
+            assert expert not in after or after[place] == expert, "an expert that stays keeps its place"
+    assert len(old.moved(near)) <= len(old.moved(new))
+    assert old.near(old, nodes=nodes) is old and near.version == old.version + (near.owners != old.owners)
+    again = Placement.balanced(load, ranks, per_rank, nodes=nodes)
+    assert again.near(old, nodes=nodes) is old, "equal loads move nothing"
+
+
+def test_near_placements_by_hand() -> None:
+    old = Placement(4, ((0, 1), (2, 3)), 5)
+    swapped = Placement(4, ((2, 3), (0, 1)))
+    assert swapped.near(old) is old
+    assert Placement(4, ((1, 2), (0, 3))).near(old).owners == ((2, 1), (0, 3))
+    wider = Placement.balanced([9, 1, 1, 1], 2, 3).near(old)
+    assert wider == Placement(4, ((0, 1, 2), (0, 3, 1)), 6)
+    for wrong in (Placement.linear(4, 4), Placement.linear(3, 2), wider):
+        with pytest.raises(InvalidInput, match="previous must have 4 experts, 2 ranks and at most 2 places on each"):
+            swapped.near(wrong)
+    with pytest.raises(InvalidInput, match="load must be of the 4 experts, got 3 numbers"):
+        old.balancedness([1, 2, 3])
 
 
 @given(data=st.data(), experts=st.integers(1, 9), ranks=st.integers(1, 4))

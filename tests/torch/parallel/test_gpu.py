@@ -12,13 +12,17 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import moe_torch
+from moe_core.errors import InvalidInput
+from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.routing import RouterSpec
-from moe_torch.parallel import ExpertParallel, moe
+from moe_torch import MoE
+from moe_torch.parallel import ExpertParallel, Rebalancer, moe, parallelize
 from tests.support.parallel.memory import Allocated, allocated, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
@@ -107,6 +111,78 @@ def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) 
         x, experts, routing = to_torch((problem.x, problem.experts, problem.routing), "cuda")
         alone = moe_torch.moe(x, experts, routing, problem.spec).output.float().cpu().numpy()
         np.testing.assert_array_equal(np.concatenate([rank[number] for rank in found]), alone)
+
+
+SERVED = MoELayerSpec(256, 192, 16, 4, RouterSpec(4, renormalize=True), ExpertsSpec(bias=True), router_bias=True)
+
+
+def served(seed: int, hot: int, dtype: torch.dtype = torch.bfloat16) -> MoE:
+    """A layer on this rank's GPU whose router prefers two experts."""
+    torch.manual_seed(seed)
+    layer = MoE.from_spec(SERVED, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.1)
+        layer.router.bias[hot : hot + 2] += 2.0
+    return layer.cuda()
+
+
+def replay_between_moves(group: Any, way: ExchangeSpec) -> tuple[list[np.ndarray], list[int], int]:
+    """Outputs of one captured graph while experts move between its replays, how many moved, and bytes at the peak."""
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("ep",))
+    parallel, layer = ExpertParallel(mesh, way), served(0, 0)
+    parallelize(layer, parallel)
+    rebalancer = Rebalancer([layer], parallel, every=2, window=2, places_per_rank=16 // size + 1)
+    x = torch.zeros(64, 256, dtype=torch.bfloat16, device="cuda")
+    outputs, moved = [], []
+    with torch.no_grad():
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        with (
+            pytest.raises(InvalidInput, match="step must be called between replays"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            x.add_(0)
+            rebalancer.step()
+        rebalancer._load.zero_()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for step in range(6):
+            if step == 3:
+                layer.router.bias.copy_(layer.router.bias.roll(9))
+            x.copy_(tokens_of(step, size)[rank * 64 :][:64])
+            graph.replay()
+            outputs.append(y.float().cpu().numpy())
+            moved.append(sum(len(one.moves) for one in rebalancer.step()))
+        peak = torch.cuda.max_memory_allocated() - before
+    return outputs, moved, peak
+
+
+def tokens_of(step: int, size: int) -> torch.Tensor:
+    return torch.randn(64 * size, 256, generator=torch.Generator().manual_seed(step)).bfloat16().cuda()
+
+
+@over(STATIC)
+def test_a_graph_stays_valid_while_experts_move(gpus: Pool, way: ExchangeSpec) -> None:
+    size = len(gpus.processes)
+    found = gpus.call(replay_between_moves, [(way,)] * size)
+    layer = served(0, 0)
+    # As many rows as on all ranks: tiles are those of the whole batch.
+    with torch.no_grad():
+        for step in range(6):
+            if step == 3:
+                layer.router.bias.copy_(layer.router.bias.roll(9))
+            y = layer(tokens_of(step, size)).float().cpu().numpy()
+            np.testing.assert_array_equal(np.concatenate([own[0][step] for own in found]), y, f"step {step}")
+    for _, moved, peak in found:
+        assert moved == found[0][1] and moved[1] > 0 and moved[5] > 0
+        # All moved experts of the largest array, sent and received, and small things.
+        assert peak <= 2 * 17 * 2 * 192 * 256 * 2 + 2**20
 
 
 def allocated_on_a_gpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:

@@ -1,0 +1,87 @@
+"""A placement that changes while a model serves: what of it lies on the device, at addresses that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.header import Header
+from moe_core.parallel.placement import HOLE, Placement
+from moe_torch.parallel.exchange import constants
+
+#: Where a header says which placement a rank has: the version and the digest, its last two numbers.
+_OF_PLACEMENT = Header._fields.index("version")
+
+
+class MovingPlacement:
+    """A placement, and its tables as int32 arrays on a device, which `change` writes to.
+
+    `moe_torch.parallel.moe` takes one where it takes a Placement. CUDA graphs that were captured with it stay valid
+    when experts move: they read the arrays anew.
+
+    Args:
+        placement: with which it begins; no place of it is empty.
+        device: where the layer computes.
+        load: int32 `[E]` on the device, to which every forward adds the rows that this rank's tokens have for each
+            expert. None = one of its own, which begins at zero.
+
+    Attributes:
+        current: the placement now.
+        places, start: int32 `[W * L]` and `[E + 1]`, see `moe_core.parallel.PlacementTables`.
+        load: see above.
+        why_broken: why the experts must not be used any more; None = they may be.
+
+    Raises:
+        InvalidInput: a placement with empty places.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device | str, *, load: torch.Tensor | None = None) -> None:
+        require_full(placement)
+        self.current, self.why_broken = placement, None
+        with torch.inference_mode(False):
+            self.places = torch.empty(placement.num_places, dtype=torch.int32, device=device)
+            self.start = torch.empty(placement.num_experts + 1, dtype=torch.int32, device=device)
+            self._named = torch.empty(2, dtype=torch.int32, device=device)
+            self.load = torch.zeros_like(self.start[1:]) if load is None else load
+        self.change(placement)
+
+    why_broken: str | None
+
+    @torch.no_grad()
+    def change(self, placement: Placement) -> None:
+        """Have another placement of as many experts and places from the next call on. Moves no weights.
+
+        Raises InvalidInput for other sizes.
+        """
+        sizes = [(one.num_experts, one.num_ranks, one.per_rank) for one in (self.current, placement)]
+        if sizes[0] != sizes[1]:
+            raise InvalidInput(f"placement must have {sizes[0]} experts, ranks and places, got {sizes[1]}; keep them")
+        require_full(placement)
+        _, places, start = placement.tables
+        self.places.copy_(torch.tensor(places))
+        self.start.copy_(torch.tensor(start))
+        self._named.copy_(torch.tensor([placement.version, placement.digest], dtype=torch.int32))
+        self.current = placement
+
+    def header(self, header: Sequence[int]) -> torch.Tensor:
+        """A header int32 `[8]` on the device that names the placement of whenever it is read."""
+        (others,) = constants((tuple(header[:_OF_PLACEMENT]),), self._named.device)
+        return torch.cat([others, self._named])
+
+    def require_usable(self, needs_gradient: bool) -> None:
+        """Raise Unsupported for a forward that would need a gradient, RuntimeError where weights were lost."""
+        if needs_gradient:
+            raise Unsupported(
+                "a layer with a Rebalancer must be called under torch.no_grad(): gradients and an optimizer's state "
+                "do not move with its experts; train it before"
+            )
+        if self.why_broken is not None:
+            raise RuntimeError(self.why_broken)
+
+
+def require_full(placement: Placement) -> None:
+    """Raise InvalidInput where a place is empty."""
+    if any(expert == HOLE for rank in placement.owners for expert in rank):
+        raise InvalidInput(f"placement must have an expert at every place, got {placement}; fill up with replicas")
