@@ -1,6 +1,6 @@
 """A decoding loop over Mixture-of-Experts layers: tokens per second of eager calls, launchers and a CUDA graph.
 
-    python examples/decode_loop.py --layers 36 --d-model 2880 --d-ff 2880 --experts 128 --top-k 4 --tokens 1 --steps 200
+    python examples/decode_loop.py --layers 24 --d-model 2880 --d-ff 2880 --experts 32 --top-k 4 --tokens 1 --steps 200
 
 `warmup` compiles every kernel first, so that no step waits for a compiler. `prepare_moe` checks the weights once. A
 CUDA graph records a whole step and launches it at once. All three give the same bits. The default sizes take seconds on

@@ -1,9 +1,9 @@
 """The language model of train_flax.py with its experts on four devices, and the losses of one device beside.
 
-    python examples/train_flax_parallel.py                  # one process with four devices
-    python examples/train_flax_parallel.py --processes 2    # two processes of jax.distributed with two devices each
+    python examples/train_flax_parallel.py                  # one process with all GPUs, or four devices of the CPU
+    python examples/train_flax_parallel.py --processes 2    # jax.distributed: two processes with two of these each
 
-On a CPU the devices are parts of the host. Every device has the whole model but the experts, of which it has a part,
+Devices of a CPU are parts of the host. Every device has the whole model but the experts, of which it has a part,
 and a part of the batch. Losses differ from those of one device by rounding: sums over devices have another order.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import socket
 import subprocess
 import sys
@@ -70,12 +71,13 @@ def run(settings: Settings) -> None:
 
 
 def start(processes: int) -> None:
-    """Start so many processes with the same arguments, and wait for them."""
+    """Start so many processes with the same arguments on the CPU, and wait for them."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("localhost", 0))
         place = f"localhost:{free.getsockname()[1]}"
     own = [sys.executable, *sys.argv, "--coordinator", place, "--process"]
-    children = [subprocess.Popen([*own, str(number)]) for number in range(processes)]
+    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
+    children = [subprocess.Popen([*own, str(number)], env=on_cpu) for number in range(processes)]
     failed = [child.args for child in children if child.wait() != 0]
     assert not failed, failed
 

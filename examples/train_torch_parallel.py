@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import pathlib
 import tempfile
 import time
@@ -129,6 +130,7 @@ def main() -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(settings, options.ordered)
         return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks are the CPU's, whatever else the machine has
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         # Forks, which import nothing again.

@@ -89,6 +89,7 @@ def main() -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(name)
         return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks are the CPU's, whatever else the machine has
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         # Forks, which import nothing again.
