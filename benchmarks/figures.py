@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bars, plot
+from benchmarks import bars, curves, plot
 from tools import drawings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,12 +19,15 @@ RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 #: Lines against tokens, and bars: the records that they show.
 LINES = ("forward-peers-h200.json",)
 BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h200.json", "training-h200.json")
+#: Figure -> the record of its loss curves.
+CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
 
 
 def draw(output: Path) -> list[Path]:
     """Write every figure into a folder; returns the files."""
     written = plot.plot([RESULTS / name for name in LINES], output)
     written += bars.plot([RESULTS / name for name in BARS], output)
+    written += [curves.plot(RESULTS / record, output / figure) for figure, record in CURVES.items()]
     return written + drawings.draw(output)
 
 

@@ -1,11 +1,12 @@
 """Trains the same language model in PyTorch and in Flax, and says by how much they differ and where that begins.
 
-    python examples/compare_training.py --output record.json --plot curves.svg
+    python examples/compare_training.py --output record.json
+    python -m benchmarks.curves record.json --output curves.svg
 
 First the ops of one forward, in order. On its own input an op is fed by the framework's own ops before it, and the
 first one that gives other bits is where the frameworks part. On the same input it is fed with the bits that Flax
 computed: there the Mixture-of-Experts layers must give the same bits, outputs and gradients. Then the losses of both,
-step by step. `--plot` needs matplotlib.
+step by step. The second command draws the losses and needs matplotlib.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EXPERTS = "mixture of experts"
 #: bit that experts compute with, where that are 8 or 11 bits, or another expert for a token that is between two: among
 #: many choices of experts some are, whatever the dtype, and Adam makes whole steps of small differences.
 TOLERANCE, TOLERANCE_AMONG_MANY = 1e-3, 3e-2
-MANY_CHOICES = 100_000  # tokens times layers times steps
+MANY_CHOICES = 25_000  # tokens times layers times steps
 
 
 class Difference(NamedTuple):
@@ -215,38 +216,11 @@ def make_record(
     }
 
 
-def draw(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Both loss curves over the steps, and below them their distance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "moebius"  # equal records give equal files
-    ours, theirs = (np.array(record["losses"][name]) for name in ("torch", "flax"))
-    figure, (curves, distances) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=(2, 1))
-    curves.plot(ours, "C1-", linewidth=3, alpha=0.5, label="PyTorch, Adam of torch")
-    curves.plot(theirs, "C0--", linewidth=1, label="Flax NNX, Adam of optax")
-    curves.set_ylabel("loss, nats per byte")
-    curves.legend()
-    different = np.abs(ours - theirs)
-    distances.plot(np.where(different > 0, different, np.nan), "C2.", markersize=3)
-    if different.any():
-        distances.set_yscale("log")
-    distances.set_ylabel("difference")
-    distances.set_xlabel("step; equal losses have no point")
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    figure.suptitle(f"{record['device']}\n{versions}", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def main() -> None:
     """Compare, print, write what was asked for, and fail where they are not alike."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     language_model.add_options(parser)
     parser.add_argument("--output", type=pathlib.Path, help="write the record to this JSON file")
-    parser.add_argument("--plot", type=pathlib.Path, help="write the curves to this .svg or .png file")
     options = parser.parse_args()
     settings = language_model.settings_from(options)
     rows = compare_ops(settings)
@@ -264,8 +238,6 @@ def main() -> None:
     record = make_record(settings, rows, {"torch": ours, "flax": theirs}, weights)
     if options.output is not None:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
-    if options.plot is not None:
-        draw(record, options.plot)
     require_alike(rows, ours, theirs, tolerance_of(settings))
 
 

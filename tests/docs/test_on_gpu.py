@@ -20,6 +20,7 @@ COMMANDS = [
     command
     for path in EXAMPLES
     for command in commands(ast.get_docstring(ast.parse(path.read_text()), clean=False) or "")
+    if "examples/" in command
 ]
 
 

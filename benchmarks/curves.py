@@ -1,0 +1,77 @@
+"""Loss curves of both frameworks, out of records of examples/compare_training.py.
+
+    python -m benchmarks.curves benchmarks/results/training-curves-h200.json --output docs/figures/training-h200.svg
+
+Above, the loss of every step; below, how far the two are apart. Equal records give equal files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import theme
+
+CURVES = (
+    ("torch", "PyTorch, Adam of torch", theme.PEERS[0], 3.0),
+    ("flax", "Flax NNX, Adam of optax", theme.OURS, 1.2),
+)
+
+
+def source_line(record: dict[str, Any]) -> str:
+    """Where the curves come from: device, versions, and commit and date where the record has them."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    origin = f", commit {record['commit'][:10]}, {record['date']}" if "commit" in record else ""
+    return f"{record['device']}, {versions}{origin}"
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """A figure with both curves, and their difference below; steps of equal losses have no point there."""
+    from matplotlib import pyplot
+
+    losses = record["losses"]
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8.6, 5.2), height_ratios=(2, 1))
+    for name, label, color, width in CURVES:
+        dashes = "--" if width < 2 else "-"
+        above.plot(losses[name], dashes, color=color, linewidth=width, alpha=1 if width < 2 else 0.5, label=label)
+    above.set_ylabel("loss, nats per byte", fontsize=8)
+    above.legend(fontsize=8)
+    apart = [abs(one - other) for one, other in zip(losses["torch"], losses["flax"], strict=True)]
+    steps = [step for step, distance in enumerate(apart) if distance]
+    below.plot(steps, [apart[step] for step in steps], ".", color=theme.OURS, markersize=4)
+    if steps:
+        below.set_yscale("log")
+    below.set_ylabel("difference", fontsize=8)
+    below.set_xlabel(f"step; {len(apart) - len(steps)} of {len(apart)} steps have equal losses", fontsize=8)
+    for panel in (above, below):
+        panel.tick_params(labelsize=8)
+        panel.grid(True, alpha=0.3)
+    figure.text(0.5, 0.01, source_line(record), ha="center", fontsize=6)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    pyplot.close(figure)
+    return figure
+
+
+def plot(record: Path, output: Path) -> Path:
+    """Write the figure of a record, as .svg or .png; returns the file."""
+    with theme.drawing(output.suffix[1:]):
+        theme.save(draw(json.loads(record.read_text())), output)
+    return output
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plot the curves of the named record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, metavar="RECORD")
+    parser.add_argument("--output", type=Path, required=True, help="the figure: a .svg or .png file")
+    options = parser.parse_args(arguments)
+    print(plot(options.record, options.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
