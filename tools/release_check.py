@@ -2,7 +2,8 @@
 
 The source distribution and the wheel are built from a copy of the tracked files, and lie in build/release at the end.
 The wheel is installed with its extra `all` in an empty environment outside of the checkout. There every snippet of the
-README runs, and the doctor, and a parity case. A tag in MOEBIUS_REVISION must be that of the version.
+README and of docs/user/start.md runs, and the doctor, and a parity case. A tag in MOEBIUS_REVISION must be that of the
+version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the README's Python: `python tools/snippets.py --label torch` runs the blocks that begin `# needs .[torch]`.
+"""Run the Python of the first pages: `python tools/snippets.py --label torch` runs what begins `# needs .[torch]`.
 
 CI runs each label in an environment that has this extra and nothing else, so that what a reader installs is what a
 block needs. The packages under test are those that are installed: the checkout is not on the path.
@@ -15,6 +15,8 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+#: What a newcomer reads first, and whose blocks say what they need.
+PAGES = ("README.md", "docs/user/start.md")
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LABEL = re.compile(r"# needs \.\[(\w+)\]\n")
 
@@ -33,12 +35,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", required=True, help="an extra: torch, jax, flax, transformers or all")
     label = parser.parse_args().label
-    blocks = [block for block in labelled((ROOT / "README.md").read_text()) if block[0] == label]
+    blocks = [(page, *block) for page in PAGES for block in labelled((ROOT / page).read_text()) if block[0] == label]
     if not blocks:
-        print(f"no Python block of README.md begins `# needs .[{label}]`", file=sys.stderr)
+        print(f"no Python block of {', '.join(PAGES)} begins `# needs .[{label}]`", file=sys.stderr)
         return 2
     failed = 0
-    for _, line, source in blocks:
+    for page, _, line, source in blocks:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             script = pathlib.Path(folder) / "block.py"
@@ -47,7 +49,7 @@ def main() -> int:
             done = subprocess.run([sys.executable, str(script)], cwd=folder)
         failed += done.returncode != 0
         verdict = "ran" if done.returncode == 0 else f"FAILED with status {done.returncode}"
-        print(f"README.md:{line}, .[{label}]: {verdict} in {time.monotonic() - began:.1f} s", flush=True)
+        print(f"{page}:{line}, .[{label}]: {verdict} in {time.monotonic() - began:.1f} s", flush=True)
     return int(failed > 0)
 
 

@@ -1,4 +1,4 @@
-"""The first page: its snippets say what they need, its shell is shell, and its figures are those of the records."""
+"""The first pages: their snippets say what they need, shell is shell, and figures are those of the records."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.pages import commands, shell_blocks
 from tests.support.paths import ROOT
+from tools.snippets import PAGES as FIRST_PAGES
 from tools.snippets import labelled
 
 FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -84,15 +85,20 @@ def test_foreign_arguments_of_pip_are_found() -> None:
 
 
 def test_every_snippet_says_what_it_needs() -> None:
-    blocks = labelled(README)
-    assert {label for label, _, _ in blocks} == set(OFFERS) <= set(EXTRAS)
-    for label, line, source in blocks:
+    blocks = [(page, *block) for page in FIRST_PAGES for block in labelled(PAGES[page])]
+    assert {label for _, label, _, _ in blocks} == set(OFFERS) <= set(EXTRAS)
+    for page, label, line, source in blocks:
         imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
         imported |= set(re.findall(r", (\w+)", " ".join(re.findall(r"^import .*", source, re.MULTILINE))))
         needed = imported & OFFERS["all"]
-        assert needed <= OFFERS[str(label)], f"README.md:{line} needs {needed}"
+        assert needed <= OFFERS[str(label)], f"{page}:{line} needs {needed}"
         smaller = [name for name, offered in OFFERS.items() if needed <= offered < OFFERS[str(label)]]
-        assert not smaller, f"README.md:{line} needs only {smaller}"
+        assert not smaller, f"{page}:{line} needs only {smaller}"
+
+
+def test_the_readme_is_a_screen() -> None:
+    """Depth is behind its links."""
+    assert len(README.splitlines()) <= 90
 
 
 def test_ci_makes_every_documented_environment() -> None:
@@ -117,8 +123,11 @@ def column(page: str, heading: str) -> list[float]:
 
 
 def test_figures_beside_peers_are_those_of_the_records() -> None:
-    rows = {line.split("|")[1].strip(" *`[").split("]")[0]: line for line in README.splitlines() if line[:1] == "|"}
     forward, training = "docs/user/performance.md", "docs/notebook/2026-11-22-training-step.md"
+    beside = PAGES[forward].split("## Beside other implementations\n")[1].split("\n## ")[0]
+    rows = {line.split("|")[1].strip(" *`[").split("]")[0]: line for line in beside.splitlines() if line[:1] == "|"}
+    shown = {line.split("|")[1].strip(" *`[").split("]")[0] for line in README.splitlines() if line[:1] == "|"}
+    assert rows.keys() <= shown
     assert f"takes {between(column(forward, 'over triton_kernels'))} of its time" in rows["triton_kernels"]
     assert f"takes {between(column(forward, 'over grouped_mm'))} of its time" in rows["torch's `grouped_mm"]
     assert f"took {between(column(training, 'SonicMoE / dense'))} times" in rows["SonicMoE"]
