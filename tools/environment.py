@@ -11,7 +11,8 @@ gets them beside those that it has.
 `CUDA_VISIBLE_DEVICES= make test` hides the devices and gives the first kind.
 
 `--packages-of .venv` takes the packages from another environment instead of the index: those that the project and the
-extras require, and what these require, as links to the same files. What they do not require is not there.
+extras require, and what these require, as links to the same files. What they do not require is not there. `--without
+triton` leaves a package out, too.
 
 `--beside .venv` shows the packages of another environment, and pip adds what the extras need beyond them.
 """
@@ -82,6 +83,7 @@ def make(
     packages_of: pathlib.Path | None = None,
     beside: pathlib.Path | None = None,
     add: bool = False,
+    without: str | None = None,
 ) -> None:
     """Create the environment, unless `add`, and install the project, editable, with `extras` into it."""
     if not add:
@@ -90,7 +92,7 @@ def make(
     install = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     project = ["--editable", f"{ROOT}[{extras}]"]
     if packages_of is not None:
-        link_packages(packages_of, directory, extras)
+        link_packages(packages_of, directory, extras, without)
         run_pip([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
     elif beside is not None:
         share_packages(directory, beside)
@@ -155,9 +157,9 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def required(site: pathlib.Path, extras: str) -> list[importlib.metadata.Distribution]:
-    """The distributions in `site` that the project, left out itself, needs with `extras` and to be installed. Raises
-    LookupError."""
+def required(site: pathlib.Path, extras: str, without: str | None = None) -> list[importlib.metadata.Distribution]:
+    """The distributions in `site` that the project, left out itself, needs with `extras` and to be installed, but
+    `without` and what it needs. Raises LookupError."""
     sys.path.insert(0, str(site))
     from packaging.requirements import Requirement
 
@@ -175,16 +177,17 @@ def required(site: pathlib.Path, extras: str) -> list[importlib.metadata.Distrib
             seen.add((name, option))
             for line in installed[name].requires or []:
                 requirement = Requirement(line)
-                if requirement.marker is None or requirement.marker.evaluate({"extra": option}):
+                needed = requirement.marker is None or requirement.marker.evaluate({"extra": option})
+                if needed and requirement.name != without:
                     wanted.append((normalised(requirement.name), frozenset(requirement.extras)))
     del found["moebius"]
     return list(found.values())
 
 
-def link_packages(source: pathlib.Path, directory: pathlib.Path, extras: str) -> None:
+def link_packages(source: pathlib.Path, directory: pathlib.Path, extras: str, without: str | None = None) -> None:
     """Link what `extras` require from the environment `source` into `directory`, file by file."""
     site, target = (next(folder.glob("lib/python*/site-packages")) for folder in (source, directory))
-    for distribution in required(site, extras):
+    for distribution in required(site, extras, without):
         for file in distribution.files or []:
             # Scripts lie outside of the packages and begin with the path of their environment.
             path = pathlib.Path(os.path.normpath(site / file))
@@ -204,6 +207,7 @@ def main() -> int:
     parser.add_argument("--directory", default=".venv", help="folder of the environment (default: .venv)")
     parser.add_argument("--extras", help="extras of the project, comma-separated (default: all the tests need)")
     parser.add_argument("--packages-of", help="an environment to take the packages from (default: the package index)")
+    parser.add_argument("--without", help="a package to leave out of --packages-of")
     parser.add_argument("--beside", help="an environment whose packages this one sees, and pip adds what is missing")
     options = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 - this is where an old Python is told so
@@ -240,7 +244,7 @@ def main() -> int:
     if not add:
         stamp.unlink(missing_ok=True)
     others = [ROOT / name if name else None for name in (options.packages_of, options.beside)]
-    make(directory, extras, on_gpu, *others, add=add)
+    make(directory, extras, on_gpu, *others, add=add, without=options.without)
     python = made["python"] if add else sys.executable
     stamp.write_text(json.dumps({"fingerprint": wanted, "python": python, "extras": extras.split(",")}))
     return 0

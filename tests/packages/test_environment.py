@@ -47,6 +47,8 @@ def test_a_front_end_gets_its_own_packages(environment: ModuleType, tmp_path: pa
     modules = {path.stem for path in target.glob("*.py")}
     assert modules == {"pip", "setuptools", "numpy", "torch", "sympy", "Py.Test"}
     assert (target / "torch.py").samefile(site / "torch.py") and (target / "sympy-1.0.dist-info").is_dir()
+    found = {one.name for one in environment.required(site, "torch,test", "torch")}
+    assert found == {"pip", "setuptools", "numpy", "Py.Test"}
     with pytest.raises(LookupError, match="must hold flax"):
         distribution(site, "jaxlib")
         (site / "moebius-1.0.dist-info" / "METADATA").write_text(
@@ -65,7 +67,9 @@ def test_missing_extras_are_added_and_other_sources_start_anew(
     monkeypatch.setattr(environment, "has_cuda_device", lambda: False)
     monkeypatch.setattr(environment, "fingerprint", lambda on_gpu: text)
 
-    def make(directory: pathlib.Path, extras: str, on_gpu: bool, *others: object, add: bool) -> None:
+    def make(
+        directory: pathlib.Path, extras: str, on_gpu: bool, *others: object, add: bool, without: str | None
+    ) -> None:
         directory.mkdir(exist_ok=True)
         made.append((extras, add))
 
