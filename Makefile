@@ -23,7 +23,7 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py \
 	$(addprefix tests/modular/,test_expert_parallel.py test_jax_expert_parallel.py test_deep_ep.py)
 
-.PHONY: environment parity test ranks pages faults gate gate-all lint format bench bench-training memcheck soak upstream \
+.PHONY: environment parity test ranks pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
 	maxtext mutate fuzz docs docs-environment notebooks figures release-check clean
 
 environment:
@@ -74,6 +74,10 @@ bench: RECORD ?= build/forward.json
 bench: environment
 	$(RUN) -m benchmarks.forward --output $(RECORD) $(BENCH)
 	$(RUN) -m benchmarks.plot $(RECORD) --output build/figures
+
+# Without RECORD against the newest record of benchmarks/results.
+bench-check: environment
+	$(RUN) -m benchmarks.check $(RECORD) $(BENCH)
 
 bench-training: RECORD ?= build/training.json
 bench-training: environment

@@ -40,17 +40,16 @@ _DEFAULT_TARGET = Target("cuda", 90, 132)
 
 def plan_of(shape: Shape, tokens: int, target: Target) -> LaunchPlan:
     """The bf16 forward of a shape from logits."""
-    experts, d, f = shape.num_experts, shape.d_model, shape.d_ff
+    experts, d, f, matrices = shape.num_experts, shape.d_model, shape.d_ff, shape.matrices()
     biases = (ArraySpec((experts, 2 * f), "float32"), ArraySpec((experts, d), "float32"))
     gate_up_bias, down_bias = biases if shape.biased else (None, None)
     weights = ExpertWeights(
-        ArraySpec((experts, d, 2 * f), "bfloat16"),
-        ArraySpec((experts, f, d), "bfloat16"),
+        *(ArraySpec(size, "bfloat16") for size in matrices),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )
     logits = RouterLogits(ArraySpec((tokens, experts), "float32"))
-    spec = MoESpec(shape.activation, shape.router)
+    spec = MoESpec(shape.activation, shape.router, shape.weight_layout)
     return plan_moe(ArraySpec((tokens, d), "bfloat16"), weights, logits, spec, target)
 
 

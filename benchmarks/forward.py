@@ -31,7 +31,7 @@ from benchmarks.budget import Budget
 from benchmarks.draws import load_of
 from benchmarks.large import run_large
 from benchmarks.options import Options, parse
-from benchmarks.peers import add_peer, dense_forward, why_not_importable
+from benchmarks.peers import add_peer, dense_forwards, why_not_importable
 from benchmarks.problem import Problem, checked_tokens, draw_problem, expected, relative_error
 from benchmarks.provenance import provenance
 from benchmarks.record import (
@@ -41,10 +41,11 @@ from benchmarks.record import (
     add_ratios,
     read_vllm_figures,
     reasons,
+    standings,
     table,
 )
 from benchmarks.shapes import Shape
-from benchmarks.timing import GraphTimer, free_memory
+from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio
 from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.runtime.devices import target_of
@@ -77,7 +78,8 @@ def measure(problem: Problem, timer: Any, target: Target) -> dict[str, Any]:
 
     parity = check(problem, ours, jax_forward(jax_x, *jax_arguments))
     load = load_of(ours.tokens_per_expert.cpu().numpy())
-    row: dict[str, Any] = {"shape": shape.name, "routing": problem.routing, "tokens": tokens, "mode": "forward"}
+    row: dict[str, Any] = {"shape": shape.name, "weight_layout": shape.weight_layout, "dtype": problem.dtype}
+    row |= {"routing": problem.routing, "tokens": tokens, "mode": "forward"}
     row |= {"active_experts": load.active, "busiest_expert_tokens": load.busiest, **parity}
     row["scratch_bytes"] = problem.plan(target).scratch_bytes
     row["scratch_allowed_bytes"] = problem.allowed_scratch()
@@ -100,8 +102,17 @@ def measure(problem: Problem, timer: Any, target: Target) -> dict[str, Any]:
     chain = timer.device_time_of_jax_chain(jax_step, jax_x, tuple(jax_arguments), length)
     row["torch_device_us"] = (before + timer.device_time_of_chain(step, length)) / 2
     row["jax_device_us"], row["jax_callbacks"] = chain.us, chain.callbacks
-    row["dense_us"] = timer.time(dense_forward(shape, tokens, problem.x.device))
-    return row
+    return row | beside_dense(problem, timer)
+
+
+def beside_dense(problem: Problem, timer: Any, seconds: float = 1.0) -> dict[str, Any]:
+    """Ours and the dense products of both weight layouts by turns: the faster one's layout and time, and ours over it,
+    the median over rounds."""
+    dense = dense_forwards(problem.shape, problem.tokens, problem.x.device, problem.x.dtype)
+    rounds = timer.rounds({"ours": problem.torch_forward, **dense}, seconds=seconds)
+    times = medians(rounds)
+    best = min(dense, key=times.__getitem__)
+    return {"dense_us": times[best], "dense_layout": best, "over_dense": paired_ratio(rounds, "ours", best)}
 
 
 def _route(problem: Problem) -> Any:
@@ -172,7 +183,8 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
         "rows": [],
     }
     for shape in options.shapes:
-        weights = draw_weights(shape, torch.Generator(device).manual_seed(options.seed))
+        generator = torch.Generator(device).manual_seed(options.seed)
+        weights = draw_weights(shape, generator, getattr(torch, options.dtype))
         record["warmup"].append({"shape": shape.name, **warmup(shape, weights, options)})
         cells = [(routing, tokens) for routing in options.routings for tokens in options.tokens]
         budget = Budget(options.cell_seconds, len(cells))
@@ -214,7 +226,7 @@ def show(record: dict[str, Any]) -> str:
     rows = record["rows"]
     parts = [table(rows)] if rows else []
     parts += [breakdown_table(row) for row in rows if "breakdown" in row]
-    parts.append(reasons(rows))
+    parts += [standings(rows), reasons(rows)]
     if "large" in record:
         parts.append(f"over 2**31 elements: {json.dumps(record['large'])}")
     return "\n\n".join(part for part in parts if part)

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 import moe_torch
-from benchmarks import weights as random_weights
 from benchmarks.draws import SEED
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, TOKENS, Shape
 from benchmarks.timing import GraphTimer
+from benchmarks.weights import draw_weights
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonExperts, Workspaces
@@ -86,19 +86,13 @@ def measure(
     }
 
 
-def draw_weights(shape: Shape, device: str) -> ExpertWeights:
-    """bf16 weights `[E, N, D]`, as the modular kernel takes them."""
-    drawn = random_weights.draw_weights(shape, torch.Generator(device).manual_seed(SEED))
-    return ExpertWeights(drawn.gate_up.mT.contiguous(), drawn.down.mT.contiguous())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
     shape = SHAPES["qwen3"]
-    weights = draw_weights(shape, "cuda")
+    weights = draw_weights(shape, torch.Generator("cuda").manual_seed(SEED))
     rows = [measure(shape, weights, int(tokens)) for tokens in options.tokens.split(",")]
     print(table(rows, COLUMNS))
     if options.output is not None:

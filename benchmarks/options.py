@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from benchmarks.draws import ROUTINGS, SEED
 from benchmarks.peers import PEERS, Peer, why_not_importable
-from benchmarks.shapes import SHAPES, TOKENS, Shape
+from benchmarks.shapes import ALL_SHAPES, ALL_TOKENS, SHAPES, TOKENS, Shape
+
+DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Options:
     peers: tuple[Peer, ...]
     output: Path | None
     seed: int
+    dtype: str
     cell_seconds: float
     everywhere: bool
     batch_invariant: bool
@@ -36,8 +40,13 @@ class Options:
 def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}; `none` for none")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens (default: %(default)s)")
+    names = f"of {', '.join(ALL_SHAPES)}; `all` or `none` of them (default: %(default)s)"
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=names)
+    numbers = f"numbers of tokens; `all` for {','.join(map(str, ALL_TOKENS))} (default: %(default)s)"
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help=numbers)
+    parser.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="of x and weights (default: %(default)s)")
+    layouts = ("in_out", "out_in")
+    parser.add_argument("--weight-layout", choices=layouts, help="of all shapes (default: as checkpoints store them)")
     parser.add_argument("--routing", default="balanced", help=f"of {', '.join(ROUTINGS)} (default: %(default)s)")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; `none` for none")
     parser.add_argument("--everywhere", action="store_true", help="time costly peers at every number of tokens")
@@ -51,18 +60,22 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     found = parser.parse_args(arguments)
 
     chosen = functools.partial(chosen_names, parser)
-    tokens = numbers_of_tokens(parser, found.tokens)
+    tokens = ALL_TOKENS if found.tokens == "all" else numbers_of_tokens(parser, found.tokens)
+    shapes = ",".join(ALL_SHAPES) if found.shapes == "all" else found.shapes
     if not found.cell_seconds > 0:
         parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
     routings = chosen("--routing", found.routing, ROUTINGS)
+    known = [ALL_SHAPES[name] for name in chosen("--shapes", shapes, list(ALL_SHAPES))]
+    layout = found.weight_layout
     options = Options(
-        shapes=tuple(SHAPES[name] for name in chosen("--shapes", found.shapes, list(SHAPES))),
+        shapes=tuple(dataclasses.replace(shape, weight_layout=layout or shape.weight_layout) for shape in known),
         tokens=tokens,
         # Balanced first: the others are compared with it.
         routings=tuple(routing for routing in ROUTINGS if routing in routings),
         peers=tuple(PEERS[name] for name in chosen("--peers", found.peers, list(PEERS))),
         output=found.output,
         seed=found.seed,
+        dtype=found.dtype,
         cell_seconds=found.cell_seconds,
         everywhere=found.everywhere,
         batch_invariant=found.batch_invariant,

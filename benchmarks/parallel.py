@@ -34,7 +34,7 @@ from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.parallel_rank import Cell, Setting, attempt, fitting, joined, serve
 from benchmarks.provenance import provenance
 from benchmarks.record import table
-from benchmarks.shapes import GLM45AIR, SHAPES, Shape
+from benchmarks.shapes import ALL_SHAPES, Shape
 from moe_core.specs.matmul import Activation
 
 # torch does not export all of what it documents.
@@ -44,7 +44,7 @@ SCHEMA = 1
 MODES = ("all_gather", "all_to_all", "padded")
 #: Tokens of a rank up to which all_gather is measured: every rank takes those of all.
 _FEW_TOKENS = 1024
-_SHAPES = {name: SHAPES[name] for name in ("gptoss120b", "qwen3", "mixtral", "dsv3")} | {GLM45AIR.name: GLM45AIR}
+_SHAPES = {name: ALL_SHAPES[name] for name in ("gptoss120b", "qwen3", "mixtral", "dsv3", "glm45air")}
 #: What stands for them on a CPU.
 _TINY = {
     "tiny": Shape("tiny", 32, 16, 8, 2, Activation("silu"), False),

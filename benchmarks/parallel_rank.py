@@ -203,7 +203,7 @@ class _Problem:
         self.placement = Placement.linear(shape.num_experts, bench.size)
         self.exchange = ExchangeSpec(cell.mode, cell.rows)
         self.parallel = ExpertParallel(bench.group, self.exchange)
-        self.spec = MoESpec(shape.activation, shape.router)
+        self.spec = MoESpec(shape.activation, shape.router, shape.weight_layout)
         first = bench.rank * self.placement.per_rank
         self.own = map_arrays(bench.weights, lambda array: array[first : first + self.placement.per_rank])
         generator = torch.Generator(bench.device).manual_seed(bench.seed + 1 + bench.rank)

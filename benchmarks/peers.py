@@ -19,6 +19,7 @@ from benchmarks.budget import time_limit
 from benchmarks.problem import Problem, checked_tokens, expected, relative_error
 from benchmarks.record import reason_of
 from benchmarks.shapes import Shape
+from benchmarks.timing import medians, paired_ratio
 from moe_core.specs.matmul import Activation
 
 #: Peers round more often than we do (bf16 between every two operations).
@@ -98,7 +99,7 @@ def upstream_forward(problem: Problem, operands: UpstreamOperands | None = None)
 
     arguments = (UPSTREAM_ACTIVATION.alpha, UPSTREAM_ACTIVATION.limit)
     fused = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), arguments, 2)
-    experts, top_k = problem.experts, problem.shape.top_k
+    experts, top_k = problem.in_out, problem.shape.top_k
     given = operands or UpstreamOperands(experts.gate_up, experts.down)
 
     def forward() -> torch.Tensor:
@@ -195,7 +196,9 @@ def add_peer(
             forward, figures = time_peer(peer, problem, timer, _SECONDS)
             row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
             if peer.by_turns:
-                row["by_turns_us"] = timer.by_turns({**ours, peer.name: forward}, seconds=_SECONDS_BY_TURNS)
+                rounds = timer.rounds({**ours, peer.name: forward}, seconds=_SECONDS_BY_TURNS)
+                row["by_turns_us"] = medians(rounds)
+                row["over_by_turns"] = {name: paired_ratio(rounds, name, peer.name) for name in ours}
             if peer.name == "triton_kernels" and "breakdown" in row:
                 row["breakdown"][peer.name] = summarize(timer.kernels(forward))
     except ParityIsRed as red:
@@ -239,16 +242,21 @@ def check_peer(peer: Peer, problem: Problem, output: torch.Tensor) -> float:
     return error
 
 
-def dense_forward(shape: Shape, tokens: int, device: Any = "cuda") -> Callable[[], torch.Tensor]:
-    """Two cuBLAS products over T * K rows: the FLOPs of the layer without its routing."""
+def dense_forwards(
+    shape: Shape, tokens: int, device: Any = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """By weight layout, two cuBLAS products over T * K rows: the FLOPs of the layer without its routing."""
     rows = tokens * shape.top_k
-    random = {"dtype": torch.bfloat16, "device": device}
-    x = torch.randn(rows, shape.d_model, **random)
-    first = torch.randn(shape.d_model, 2 * shape.d_ff, **random)
-    hidden, second = torch.randn(rows, shape.d_ff, **random), torch.randn(shape.d_ff, shape.d_model, **random)
+    random = {"dtype": dtype, "device": device}
+    x, hidden = torch.randn(rows, shape.d_model, **random), torch.randn(rows, shape.d_ff, **random)
+    first, second = (
+        torch.randn(shape.d_model, 2 * shape.d_ff, **random),
+        torch.randn(shape.d_ff, shape.d_model, **random),
+    )
+    turned = [matrix.T.contiguous().T for matrix in (first, second)]
 
-    def forward() -> torch.Tensor:
+    def forward(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         torch.matmul(x, first)
         return torch.matmul(hidden, second)
 
-    return forward
+    return {"in_out": functools.partial(forward, first, second), "out_in": functools.partial(forward, *turned)}

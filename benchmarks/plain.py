@@ -37,18 +37,21 @@ def torch_forward(
 ) -> torch.Tensor:
     """x `[T, D]` -> `[T, D]`, everything in the dtype of x but the logits. Waits for nothing, so it can be captured.
 
-    take(array, rows): the rows of an array.
+    experts: in the shape's weight layout; out_in matrices are multiplied as views. take(array, rows): the rows of an
+    array.
     """
+    turned = shape.weight_layout == "out_in"
+    gate_up, down = (matrix.mT if turned else matrix for matrix in (experts.gate_up, experts.down))
     values, ids = logits.topk(shape.top_k, dim=1)
     weights = values.softmax(dim=1).to(x.dtype)
     expert_of_row, slot_of_row = ids.flatten().sort(stable=True)
     numbers = torch.arange(shape.num_experts, device=x.device)
     ends = torch.searchsorted(expert_of_row, numbers, right=True, out_int32=True)
     token_of_row = slot_of_row // shape.top_k
-    wide = torch.nn.functional.grouped_mm(take(x, token_of_row), experts.gate_up, offs=ends)
+    wide = torch.nn.functional.grouped_mm(take(x, token_of_row), gate_up, offs=ends)
     if experts.gate_up_bias is not None:
         wide = wide + take(experts.gate_up_bias, expert_of_row)
-    out = torch.nn.functional.grouped_mm(activate(wide, shape.activation), experts.down, offs=ends)
+    out = torch.nn.functional.grouped_mm(activate(wide, shape.activation), down, offs=ends)
     if experts.down_bias is not None:
         out = out + take(experts.down_bias, expert_of_row)
     return torch.zeros_like(x).index_add(0, token_of_row, out * take(weights.flatten(), slot_of_row)[:, None])
@@ -73,17 +76,22 @@ def mark_tokens(*arrays: torch.Tensor) -> None:
 
 
 def jax_forward(ragged_dot: Callable[..., Any], shape: Shape, x: Any, logits: Any, experts: ExpertWeights) -> Any:
-    """x `[T, D]` -> `[T, D]` in the dtype of x. ragged_dot(rows, weights, group_sizes) -> rows."""
+    """x `[T, D]` -> `[T, D]` in the dtype of x. ragged_dot(rows, weights, group_sizes) -> rows.
+
+    experts: in the shape's weight layout; how the transposition of out_in matrices is computed is XLA's choice.
+    """
+    turned = shape.weight_layout == "out_in"
+    gate_up, down = (jnp.swapaxes(matrix, 1, 2) if turned else matrix for matrix in (experts.gate_up, experts.down))
     values, ids = jax.lax.top_k(logits, shape.top_k)
     weights = jax.nn.softmax(values, axis=1).astype(x.dtype)
     flat = ids.ravel()
     slot_of_row = jnp.argsort(flat, stable=True)
     expert_of_row, token_of_row = flat[slot_of_row], slot_of_row // shape.top_k
     group_sizes = jnp.bincount(flat, length=shape.num_experts).astype(jnp.int32)
-    wide = ragged_dot(x[token_of_row], experts.gate_up, group_sizes)
+    wide = ragged_dot(x[token_of_row], gate_up, group_sizes)
     if experts.gate_up_bias is not None:
         wide = wide + experts.gate_up_bias.astype(x.dtype)[expert_of_row]
-    out = ragged_dot(jax_activate(wide, shape.activation), experts.down, group_sizes)
+    out = ragged_dot(jax_activate(wide, shape.activation), down, group_sizes)
     if experts.down_bias is not None:
         out = out + experts.down_bias.astype(x.dtype)[expert_of_row]
     return jnp.zeros_like(x).at[token_of_row].add(out * weights.ravel()[slot_of_row, None])

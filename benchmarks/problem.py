@@ -29,7 +29,8 @@ _SCRATCH_ALLOWANCE = 2 * 10**6
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's arrays on a device, seen by both frameworks without a copy. routing: the name of the draw."""
+    """One layer's arrays on a device, seen by both frameworks without a copy. experts: in the shape's weight layout.
+    routing: the name of the draw."""
 
     shape: Shape
     routing: str
@@ -42,8 +43,12 @@ class Problem:
         return self.x.shape[0]
 
     @property
+    def dtype(self) -> str:
+        return str(self.x.dtype).removeprefix("torch.")
+
+    @property
     def spec(self) -> MoESpec:
-        return MoESpec(self.shape.activation, self.shape.router)
+        return MoESpec(self.shape.activation, self.shape.router, self.shape.weight_layout)
 
     @property
     def batch_invariant_spec(self) -> MoESpec:
@@ -55,6 +60,13 @@ class Problem:
         """x, logits and experts as JAX arrays."""
         x, logits = moe_jax.from_dlpack(self.x), moe_jax.from_dlpack(self.logits)
         return x, logits, map_arrays(self.experts, moe_jax.from_dlpack)
+
+    @property
+    def in_out(self) -> ExpertWeights:
+        """The experts as `[E, D, 2F]` and `[E, F, D]`; views of them where they are stored the other way around."""
+        if self.shape.weight_layout == "in_out":
+            return self.experts
+        return dataclasses.replace(self.experts, gate_up=self.experts.gate_up.mT, down=self.experts.down.mT)
 
     def torch_forward(self, spec: MoESpec | None = None, tokens: int | None = None) -> Any:
         """Ours, from logits. spec: None = the problem's; tokens: of so many first tokens alone, None = of all."""
@@ -77,10 +89,10 @@ def _spec_of(array: torch.Tensor) -> ArraySpec:
 
 
 def draw_problem(shape: Shape, routing: str, num_tokens: int, experts: ExpertWeights, seed: int = SEED) -> Problem:
-    """Random tokens routed by a named draw, on the device of the experts."""
+    """Random tokens routed by a named draw, on the device of the experts and in their dtype."""
     device = experts.gate_up.device
     generator = torch.Generator(device).manual_seed(seed + num_tokens)
-    x = torch.randn(num_tokens, shape.d_model, generator=generator, device=device, dtype=torch.bfloat16)
+    x = torch.randn(num_tokens, shape.d_model, generator=generator, device=device, dtype=experts.gate_up.dtype)
     logits = torch.from_numpy(draw_logits(routing, num_tokens, shape.num_experts, seed)).to(device)
     return Problem(shape, routing, x, logits, experts)
 
@@ -106,7 +118,7 @@ def expected(problem: Problem, tokens: torch.Tensor | slice, activation: Activat
 
     activation: None = the shape's own. The activations are rounded to the dtype of x, as every implementation does.
     """
-    experts, top_k = problem.experts, problem.shape.top_k
+    experts, top_k = problem.in_out, problem.shape.top_k
     x, logits = problem.x[tokens], problem.logits[tokens]
     values, ids = logits.topk(top_k, dim=1)
     weights = values.softmax(dim=1)

@@ -37,7 +37,7 @@ from benchmarks.budget import Budget
 from benchmarks.draws import SEED, load_of
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.peers import TOLERANCE as PEER_TOLERANCE
-from benchmarks.peers import Peer, add_peer, dense_forward, why_not_importable
+from benchmarks.peers import Peer, add_peer, dense_forwards, why_not_importable
 from benchmarks.problem import Problem, relative_error
 from benchmarks.provenance import provenance
 from benchmarks.quantized_peers import NAME, upstream_peer, why_not_upstream
@@ -130,7 +130,7 @@ def measure(
         "torch_us": timer.time(lambda: forward(quantised, spec)),
         "bf16_us": timer.time(lambda: forward(plain, bf16)),
         "bound_streaming_us": sum(bounds.values()),
-        "dense_us": timer.time(dense_forward(shape, tokens, x.device)),
+        "dense_us": timer.time(dense_forwards(shape, tokens, x.device)["in_out"]),
         "scale_dtype": str(quantised.down.scales.dtype).removeprefix("torch."),
         "peer_errors": {}, "not_timed": {}, "red_peers": [],
     }  # fmt: skip
@@ -171,10 +171,10 @@ def add_upstream(
         free_memory()
     if reason is not None:
         row["not_timed"][NAME] = reason
-    turns = row.get("by_turns_us", {})
+    turns = row.get("over_by_turns", {})
     for ratio, name in ((f"ratio_{NAME}", "torch"), (f"static_ratio_{NAME}", "static_scales")):
         if name in turns:
-            row[ratio] = turns[name] / turns[NAME]
+            row[ratio] = turns[name]
 
 
 def forwards_of(cell: Cell, problem: Problem, experts: ExpertWeights) -> dict[str, Callable[[], Any]]:

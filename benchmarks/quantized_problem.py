@@ -115,13 +115,12 @@ def stored_bytes(experts: ExpertWeights) -> dict[str, int]:
 
 
 def draw_rows(cell: Cell, tokens: int, plain: ExpertWeights) -> Problem:
-    """Random rows and logits of so many tokens. plain: the experts in bf16, `out_in`; the problem has views of them."""
+    """Random rows and logits of so many tokens. plain: the experts in bf16, `out_in`."""
     device = plain.down.device
     generator = torch.Generator(device).manual_seed(SEED + tokens)
     x = torch.randn(tokens, cell.shape.d_model, device=device, generator=generator).bfloat16()
     logits = torch.from_numpy(draw_logits("balanced", tokens, cell.shape.num_experts)).to(device)
-    experts = dataclasses.replace(plain, gate_up=plain.gate_up.mT, down=plain.down.mT)
-    return Problem(cell.shape, "balanced", x, logits, experts)
+    return Problem(dataclasses.replace(cell.shape, weight_layout="out_in"), "balanced", x, logits, plain)
 
 
 def specs_of(cell: Cell) -> tuple[MoESpec, MoESpec]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 #: Raised when the meaning of a field changes.
-SCHEMA = 3
+SCHEMA = 4
 #: Schemas whose plotted fields mean what they mean now.
-PLOTTED_SCHEMAS = (2, SCHEMA)
+PLOTTED_SCHEMAS = (2, 3, SCHEMA)
+#: Times within this part of each other are a tie.
+TIE = 0.02
 #: The fastest streaming seen on an H200 (its datasheet says 4.8 TB/s).
 STREAMING_BYTES_PER_US = 4.5e6
 #: How far above vLLM's experts and our routing a forward may lie.
@@ -18,14 +20,15 @@ _VLLM_FACTOR = 1.25
 _FIGURES = Path(__file__).parent / "vllm_h200.json"
 #: Field -> heading of the table, in order.
 COLUMNS = {
-    "shape": "shape", "routing": "routing", "tokens": "tokens", "active_experts": "active", "torch_us": "torch",
+    "shape": "shape", "weight_layout": "layout", "dtype": "dtype", "routing": "routing", "tokens": "tokens",
+    "active_experts": "active", "torch_us": "torch",
     "routing_us": "of it routing", "torch_device_us": "torch device", "jax_device_us": "jax device",
     "jax_over_torch": "jax / torch", "jax_callbacks": "callbacks", "triton_kernels_us": "triton_kernels",
     "over_triton_kernels": "/ triton_kernels",
     "grouped_mm_us": "grouped_mm", "grouped_mm_compiled_us": "compiled", "ragged_dot_us": "ragged_dot",
     "tokamax_us": "tokamax", "batch_invariant_us": "batch invariant", "bound_streaming_us": "stream bound",
-    "dense_us": "dense bound", "bound_fraction": "of the bound", "over_best_peer": "/ best peer",
-    "over_balanced": "/ balanced", "vllm_us": "vllm", "over_allowed": "over 1.25x",
+    "dense_us": "dense bound", "over_dense": "/ dense", "bound_fraction": "of the bound",
+    "over_best_peer": "/ best peer", "over_balanced": "/ balanced", "vllm_us": "vllm", "over_allowed": "over 1.25x",
     "scratch_over_allowed": "scratch / allowed",
 }  # fmt: skip
 #: Peers measured as torch_us is: from logits, by graph replay.
@@ -41,8 +44,9 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
     """What follows from the figures of one row.
 
     bound_us is the larger of the two bounds and bound_fraction its share of our time; over_best_peer our time over the
-    best peer's that was measured alike, over_triton_kernels that of replays by turns; over_allowed our time over 1.25 *
-    (vLLM's experts alone + our routing), where vLLM's were recorded, which they are for balanced routing.
+    best peer's that was measured alike, over_triton_kernels the paired median of replays by turns; over_allowed our
+    time over 1.25 * (vLLM's experts alone + our routing), where vLLM's were recorded, which they are for balanced
+    routing.
     """
     row["bound_us"] = max(row["bound_streaming_us"], row["dense_us"])
     row["bound_fraction"] = row["bound_us"] / row["torch_us"]
@@ -51,8 +55,8 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
     peers = [row[f"{name}_us"] for name in GRAPH_TIMED if f"{name}_us" in row]
     if peers:
         row["over_best_peer"] = row["torch_us"] / min(peers)
-    if turns := row.get("by_turns_us"):
-        row["over_triton_kernels"] = turns["ours"] / turns["triton_kernels"]
+    if turns := row.get("over_by_turns"):
+        row["over_triton_kernels"] = turns["ours"]
     recorded = vllm_figures.get(row["shape"], {}).get(str(row["tokens"]))
     if recorded is not None and row["routing"] == "balanced":
         row["vllm_us"], row["vllm_active_experts"] = recorded["us"], recorded["active"]
@@ -72,6 +76,22 @@ def table(rows: list[dict[str, Any]], columns: Mapping[str, str] = COLUMNS) -> s
     lines = ["| " + " | ".join(shown.values()) + " |", "|" + " --- |" * len(shown)]
     lines += ["| " + " | ".join(_cell(row.get(name, "-")) for name in shown) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def standing(ratio: float) -> str:
+    """`faster`, `tie` or `slower`, for our time over another's."""
+    if abs(ratio - 1) <= TIE:
+        return "tie"
+    return "faster" if ratio < 1 else "slower"
+
+
+def standings(rows: Iterable[Mapping[str, Any]], field: str = "over_triton_kernels") -> str:
+    """In how many cells ours is faster, in how many it is a tie or slower; "" where no row has the field."""
+    found = [standing(row[field]) for row in rows if field in row]
+    if not found:
+        return ""
+    counts = ", ".join(f"{name} in {found.count(name)}" for name in ("faster", "tie", "slower"))
+    return f"ours beside {field.removeprefix('over_')}: {counts} of {len(found)} cells (a tie: within {TIE:.0%})"
 
 
 def reasons(rows: list[dict[str, Any]]) -> str:

@@ -27,8 +27,8 @@ from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.problem import Problem, draw_problem
 from benchmarks.provenance import provenance
 from benchmarks.record import table
-from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import GraphTimer, free_memory
+from benchmarks.shapes import ALL_SHAPES, SHAPES, Shape
+from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
@@ -52,14 +52,16 @@ _STAGES = {SM90_BLOCK_M: SM90_STAGES, SM90_TALL_BLOCK_M: SM90_TALL_STAGES}
 
 def products(shape: Shape, tokens: int, target: Target) -> tuple[MatmulProblem, MatmulProblem]:
     """What the configurations of both products of a forward are chosen by."""
-    layout, experts = LayoutSpec(tokens, shape.top_k, shape.num_experts), shape.num_experts
+    layout = LayoutSpec(tokens, shape.top_k, shape.num_experts)
     x, hidden = ArraySpec((tokens, shape.d_model), "bfloat16"), ArraySpec((layout.capacity, shape.d_ff), "bfloat16")
-    gate_up = ArraySpec((experts, shape.d_model, shape.activation.input_width(shape.d_ff)), "bfloat16")
-    down = ArraySpec((experts, shape.d_ff, shape.d_model), "bfloat16")
-    first = MatmulSpec("in_out", "token", "row", shape.activation)
+    gate_up, down = (ArraySpec(size, "bfloat16") for size in shape.matrices())
+    first, second = (
+        MatmulSpec(shape.weight_layout, "token", "row", shape.activation),
+        MatmulSpec(shape.weight_layout, "row", "slot"),
+    )
     return (
         MatmulProblem(MatmulOperands(x, gate_up), layout, first, target),
-        MatmulProblem(MatmulOperands(hidden, down), layout, MatmulSpec("in_out", "row", "slot"), target),
+        MatmulProblem(MatmulOperands(hidden, down), layout, second, target),
     )
 
 
@@ -105,14 +107,14 @@ def measure(problem: Problem, target: Target, timer: Any, seconds: float) -> dic
     for name, forward in forwards.items():
         if not torch.equal(forward().output, expected):
             sys.exit(f"parity is red for {shape.name} {tokens}: {name} rows change bits; nothing was timed")
-    times = timer.by_turns(forwards, seconds=seconds)
+    rounds = timer.rounds(forwards, seconds=seconds)
     return {
         "shape": shape.name,
         "tokens": tokens,
         "rows_per_expert": tokens * shape.top_k / shape.num_experts,
         "built_in_rows": [config.block_m if config.family == "sm90" else 0 for config in own],
-        "us": times,
-        "over_built_in": {name: us / times["built in"] for name, us in times.items()},
+        "us": medians(rounds),
+        "over_built_in": {name: paired_ratio(rounds, name, "built in") for name in rounds},
     }
 
 
@@ -132,12 +134,12 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(ALL_SHAPES)} (default: %(default)s)")
     parser.add_argument("--tokens", default="1024,4096,16384", help="numbers of tokens (default: %(default)s)")
     parser.add_argument("--cell-seconds", type=float, default=2.0, help="replays of a cell (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write the record here, after every cell")
     options = parser.parse_args(arguments)
-    shapes = [SHAPES[name] for name in chosen_names(parser, "--shapes", options.shapes, list(SHAPES))]
+    shapes = [ALL_SHAPES[name] for name in chosen_names(parser, "--shapes", options.shapes, list(ALL_SHAPES))]
     tokens, timer, target = numbers_of_tokens(parser, options.tokens), GraphTimer(), target_of(("cuda", 0))
     rows: list[dict[str, Any]] = []
     record = {"schema": SCHEMA, "provenance": provenance("benchmarks.tiles"), "seed": SEED, "rows": rows}

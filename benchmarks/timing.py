@@ -6,7 +6,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,17 +69,20 @@ class GraphTimer:
             times.append(self._replay(graph, written))
         return statistics.median(times)
 
-    def by_turns(
+    def rounds(
         self, functions: Mapping[str, Callable[[], Any]], repeats: int = 30, seconds: float = 1.0
-    ) -> dict[str, float]:
-        """Median microseconds of one call of each, as `time` has them, replayed by turns: the chip's clock, which falls
-        while it is busy, is the same for all. seconds: as for `time`, of all together."""
+    ) -> dict[str, list[float]]:
+        """Microseconds of one call of each, as `time` has them, replayed by turns: the chip's clock, which falls while
+        it is busy, is the same for all. Every other round runs backwards, so that none always follows the same one.
+        seconds: as for `time`, of all together."""
         graphs = {name: self.capture(function) for name, function in functions.items()}
-        rounds: list[list[float]] = []
-        stop = time.monotonic() + seconds
-        while len(rounds) < repeats and (len(rounds) < _FEWEST_REPEATS or time.monotonic() < stop):
-            rounds.append([self._replay(graph) for graph in graphs.values()])
-        return {name: statistics.median(times) for name, times in zip(graphs, zip(*rounds, strict=True), strict=True)}
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        order, done, stop = list(graphs), 0, time.monotonic() + seconds
+        while done < repeats and (done < _FEWEST_REPEATS or time.monotonic() < stop):
+            for name in order:
+                times[name].append(self._replay(graphs[name]))
+            order, done = order[::-1], done + 1
+        return times
 
     def _replay(self, graph: torch.cuda.CUDAGraph, written: bool = True) -> float:
         """Microseconds of one replay after an L2 flush."""
@@ -152,6 +155,16 @@ class GraphTimer:
         """What a plain sum over 2 GiB reaches: the memory bandwidth of this device in this hour."""
         values = torch.randn(_STREAMED_BYTES // 4, device="cuda")
         return _STREAMED_BYTES / self.time(lambda: values.sum())
+
+
+def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each of `GraphTimer.rounds`."""
+    return {name: statistics.median(times) for name, times in rounds.items()}
+
+
+def paired_ratio(rounds: Mapping[str, Sequence[float]], name: str, over: str) -> float:
+    """The median over rounds of one's time over another's of the same round."""
+    return statistics.median(one / other for one, other in zip(rounds[name], rounds[over], strict=True))
 
 
 def free_memory() -> None:

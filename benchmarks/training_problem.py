@@ -62,7 +62,7 @@ class TrainingProblem:
 
     @property
     def spec(self) -> MoESpec:
-        return MoESpec(self.shape.activation, self.shape.router)
+        return MoESpec(self.shape.activation, self.shape.router, self.shape.weight_layout)
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """The arrays as tensors that ask for a gradient; no copies."""
@@ -230,8 +230,10 @@ def errors_fp32(problem: TrainingProblem, found: Step) -> dict[str, float]:
 
 def _one_expert(rows: torch.Tensor, own: dict[str, torch.Tensor], problem: TrainingProblem) -> torch.Tensor:
     """fp32 `[R, D]` of fp32 rows, by the matrices and biases of one expert."""
-    wide = rows @ own["experts.gate_up"]
+    turned = problem.shape.weight_layout == "out_in"
+    gate_up, down = (own[name].T if turned else own[name] for name in ("experts.gate_up", "experts.down"))
+    wide = rows @ gate_up
     if "experts.gate_up_bias" in own:
         wide = wide + own["experts.gate_up_bias"]
-    out = activate(wide, problem.shape.activation) @ own["experts.down"]
+    out = activate(wide, problem.shape.activation) @ down
     return out + own["experts.down_bias"] if "experts.down_bias" in own else out

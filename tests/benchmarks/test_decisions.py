@@ -17,8 +17,17 @@ from benchmarks.budget import Budget, time_limit
 from benchmarks.compile_time import measure, show
 from benchmarks.draws import ROUTINGS, draw_logits, drawn_load, load_of, load_table
 from benchmarks.provenance import provenance
-from benchmarks.record import COLUMNS, add_over_balanced, add_ratios, read_vllm_figures, reasons, table
-from benchmarks.shapes import SHAPES, TOKENS
+from benchmarks.record import (
+    COLUMNS,
+    add_over_balanced,
+    add_ratios,
+    read_vllm_figures,
+    reasons,
+    standing,
+    standings,
+    table,
+)
+from benchmarks.shapes import ALL_SHAPES, ALL_TOKENS, SHAPES, TOKENS
 from moe_core.base.target import Target
 from moe_core.runtime.warmup import KernelReport
 
@@ -53,7 +62,23 @@ def test_shapes_are_those_of_the_models() -> None:
         "mixtral": (4096, 14336, 8, 2, False),
         "dsv3": (7168, 2048, 256, 8, False),
     }
-    assert (TOKENS[0], TOKENS[-1]) == (1, 16384)
+    assert (TOKENS[0], TOKENS[-1]) == (1, 16384) and set(TOKENS) < set(ALL_TOKENS)
+    more = {name: (s.d_model, s.d_ff, s.num_experts, s.top_k) for name, s in ALL_SHAPES.items() if name not in SHAPES}
+    assert more == {
+        "olmoe": (2048, 1024, 64, 8),
+        "qwen3next": (2048, 512, 512, 10),
+        "glm45air": (4096, 1408, 128, 8),
+        "phimoe": (4096, 6400, 16, 2),
+        "llama4": (5120, 8192, 16, 1),
+        "granite": (1536, 512, 40, 8),
+        "kimik2": (7168, 2048, 384, 8),
+        "qwen3tp2": (2048, 384, 128, 8),
+        "qwen3tp4": (2048, 192, 128, 8),
+    }
+    in_out = {name for name, shape in ALL_SHAPES.items() if shape.weight_layout == "in_out"}
+    assert in_out == {"gptoss120b", "gptoss20b", "llama4"}, "as checkpoints store them"
+    assert SHAPES["gptoss20b"].matrices() == ((32, 2880, 5760), (32, 2880, 2880))
+    assert SHAPES["qwen3"].matrices() == ((128, 1536, 2048), (128, 2048, 768))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -138,6 +163,17 @@ def test_ratios() -> None:
     assert (row["bound_us"], row["bound_fraction"], row["over_best_peer"]) == (270.0, 0.9, 1.2)
     assert (row["scratch_over_allowed"], row["jax_over_torch"]) == (0.5, pytest.approx(1.1))
     assert (row["vllm_us"], row["vllm_active_experts"], row["over_allowed"]) == (292.0, 124, 0.8)
+
+
+def test_ties() -> None:
+    assert [standing(ratio) for ratio in (0.5, 0.979, 0.981, 1.0, 1.019, 1.021)] == [
+        "faster", "faster", "tie", "tie", "tie", "slower",
+    ]  # fmt: skip
+    rows: list[dict[str, float]] = [{"over_triton_kernels": ratio} for ratio in (0.9, 1.01, 0.99, 1.1, 0.5)]
+    assert standings([*rows, {}]) == (
+        "ours beside triton_kernels: faster in 2, tie in 2, slower in 1 of 5 cells (a tie: within 2%)"
+    )
+    assert standings([{}]) == ""
 
 
 def test_recorded_figures_are_those_of_balanced_routing() -> None:

@@ -18,7 +18,7 @@ import moe_jax
 from benchmarks import forward, options, peers, plain
 from benchmarks.large import LARGE_SHAPE, LARGE_TOKENS, elements, run_large
 from benchmarks.options import parse
-from benchmarks.peers import PEERS, ParityIsRed, Peer, check_peer, dense_forward, time_peer, why_not_importable
+from benchmarks.peers import PEERS, ParityIsRed, Peer, check_peer, dense_forwards, time_peer, why_not_importable
 from benchmarks.problem import (
     Problem,
     activate,
@@ -27,7 +27,7 @@ from benchmarks.problem import (
     expected,
     relative_error,
 )
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import ALL_TOKENS, SHAPES, Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.ops.activation.reference import activation as reference_activation
@@ -45,6 +45,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Memory is not given back, nor are JAX's programs, which are compiled once for all tests.
     """
     monkeypatch.setattr(options, "SHAPES", TINY)
+    monkeypatch.setattr(options, "ALL_SHAPES", TINY)
     monkeypatch.setattr(forward, "free_memory", lambda: None)
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
     monkeypatch.setattr(moe_jax, "from_dlpack", lambda array: jax.dlpack.from_dlpack(array, copy=True))
@@ -164,9 +165,22 @@ def test_what_cannot_be_imported_is_said() -> None:
 
 def test_the_dense_bound_has_the_flops_of_the_layer() -> None:
     shape = TINY["qwen3"]
-    with torch.profiler.profile(with_flops=True, acc_events=True) as profiler:
-        dense_forward(shape, 12, "cpu")()
-    assert sum(event.flops for event in profiler.key_averages()) == shape.flops(12)
+    found = dense_forwards(shape, 12, "cpu", torch.float16)
+    for products in found.values():
+        with torch.profiler.profile(with_flops=True, acc_events=True) as profiler:
+            assert products().dtype == torch.float16
+        assert sum(event.flops for event in profiler.key_averages()) == shape.flops(12)
+    assert torch.equal(found["in_out"](), found["out_in"]()), "the same matrices, stored either way"
+
+
+def test_the_faster_dense_products_are_the_bound() -> None:
+    class Timer(CallingTimer):
+        def rounds(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+            assert set(functions) == {"ours", "in_out", "out_in"}
+            return {"ours": [30.0, 44.0, 50.0], "in_out": [12.0, 11.0, 10.0], "out_in": [10.0, 11.0, 9.0]}
+
+    found = forward.beside_dense(problem_of(TINY["qwen3"]), Timer())
+    assert found == {"dense_us": 10.0, "dense_layout": "out_in", "over_dense": 4.0}
 
 
 # The command line.
@@ -179,6 +193,9 @@ def test_options() -> None:
     defaults = parse([], "")
     assert defaults.shapes == tuple(TINY.values()) and defaults.peers == tuple(PEERS.values())
     assert defaults.tokens == (1, 16, 64, 256, 1024, 4096, 16384) and defaults.routings == ("balanced",)
+    layouts = [parse(arguments, "").shapes[0].weight_layout for arguments in ([], ["--weight-layout", "in_out"])]
+    assert layouts == ["out_in", "in_out"]
+    assert defaults.dtype == "bfloat16" and parse(["--tokens", "all"], "").tokens == ALL_TOKENS
     assert not (defaults.breakdown or defaults.large or defaults.partial or defaults.everywhere)
 
 
@@ -219,7 +236,8 @@ def run(tmp_path: pathlib.Path, *arguments: str, timer: Any = None) -> dict[str,
 
 
 def test_a_run(tmp_path: pathlib.Path) -> None:
-    record = run(tmp_path, "--shapes", "qwen3,gptoss20b", "--tokens", "64", "--routing", "single_hot", "--breakdown")
+    arguments = ("--shapes", "all", "--tokens", "64", "--routing", "single_hot", "--breakdown")
+    record = run(tmp_path, *arguments)
     assert [row["shape"] for row in record["rows"]] == ["qwen3", "gptoss20b"] and record["partial"]
     assert [found["shape"] for found in record["warmup"]] == ["qwen3", "gptoss20b"]
     for row in record["rows"]:
@@ -233,7 +251,7 @@ def test_a_run(tmp_path: pathlib.Path) -> None:
     fields = {*record, *(name for row in record["rows"] for name in row)}
     assert not [name for name in fields if f"`{name}`" not in text], "fields that the page does not describe"
     shown = forward.show(record)
-    assert "| gptoss20b | single_hot | 64 | 4 | 100 |" in shown and "between kernels" in shown
+    assert "| gptoss20b | in_out | bfloat16 | single_hot | 64 | 4 | 100 |" in shown and "between kernels" in shown
     assert "tokamax: tokamax cannot be imported" in shown
 
 
@@ -291,7 +309,10 @@ def test_peers_that_fail_say_why_and_a_red_one_fails_the_run(
     assert row["not_timed"]["wrong"].startswith("parity of wrong is red") and row["red_peers"] == ["wrong"]
     assert "wrong_us" not in row
     printed = capsys.readouterr()
-    assert "parity is red for wrong: not timed there" in printed.err and "| qwen3 | balanced | 16 |" in printed.out
+    assert (
+        "parity is red for wrong: not timed there" in printed.err
+        and "| qwen3 | out_in | bfloat16 | balanced | 16 |" in printed.out
+    )
     del known["wrong"]
     assert forward.main(arguments) == 0
 

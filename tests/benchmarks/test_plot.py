@@ -118,7 +118,7 @@ def test_refused_records(fault: str, tmp_path: pathlib.Path, capsys: pytest.Capt
         message = "('qwen3', 'balanced', 64) must be in one record"
     else:
         paths = [written(tmp_path, "b.json", {"provenance": {}, "rows": []})]
-        message = f"must be a record of schema 2 or {SCHEMA}, got None; run benchmarks.forward again"
+        message = f"must be a record of schema 2 or 3 or {SCHEMA}, got None; run benchmarks.forward again"
     with pytest.raises(SystemExit) as refused:
         main([*map(str, paths), "--output", str(tmp_path / "figures")])
     assert refused.value.code == 2 and message in capsys.readouterr().err

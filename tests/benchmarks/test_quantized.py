@@ -40,8 +40,8 @@ class Calls:
         function()
         return 1.0
 
-    def by_turns(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
-        return {name: 1.0 + number for number, name in enumerate(functions) if function_runs(functions[name])}
+    def rounds(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+        return {name: [1.0 + number] for number, name in enumerate(functions) if function_runs(functions[name])}
 
     def kernels(self, function: Callable[[], Any]) -> list[list[KernelSpan]]:
         function()
@@ -180,11 +180,11 @@ def test_a_peer_that_fails_loses_nothing_else(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_peer_whose_replays_by_turns_fail_keeps_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_turns(timer: Calls, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
+    def rounds(timer: Calls, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
         raise TimeoutError("took longer than 1 s")
 
     a_peer(monkeypatch)
-    monkeypatch.setattr(Calls, "by_turns", by_turns)
+    monkeypatch.setattr(Calls, "rounds", rounds)
     (row,) = run(("mxfp4",), "--tokens", "3")
     assert row["triton_kernels_us"] == 1.0 and "ratio_triton_kernels" not in row
     assert row["not_timed"] == {"triton_kernels": "TimeoutError: took longer than 1 s"}

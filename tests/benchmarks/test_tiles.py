@@ -25,8 +25,8 @@ ALL = ("128, 128", "128, 192", "192, 128", "192, 192")
 
 
 class Turns:
-    def by_turns(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
-        return {name: 4.0 + number for number, name in enumerate(functions) if function_runs(functions[name])}
+    def rounds(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+        return {name: [4.0 + number] for number, name in enumerate(functions) if function_runs(functions[name])}
 
 
 def function_runs(function: Callable[[], Any]) -> bool:

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("jax")
 
 from benchmarks.breakdown import breakdown_table, summarize
-from benchmarks.timing import GraphTimer, KernelSpan, equal_parts
+from benchmarks.timing import GraphTimer, KernelSpan, equal_parts, medians, paired_ratio
 
 
 class Replays(GraphTimer):
@@ -29,13 +29,15 @@ class Replays(GraphTimer):
 
 def test_replays_by_turns() -> None:
     timer = Replays()
-    found = timer.by_turns({"ours": lambda: "a", "theirs": lambda: "b"}, repeats=7)
-    assert timer.replayed == ["a", "b"] * 7
-    assert found == {"ours": 7.0, "theirs": 8.0}, "medians of 1, 3, .. 13 and of 2, 4, .. 14"
+    found = timer.rounds({"ours": lambda: "a", "theirs": lambda: "b"}, repeats=5)
+    assert timer.replayed == [*"abbaabbaab"], "every other round runs backwards"
+    assert found == {"ours": [1.0, 4.0, 5.0, 8.0, 9.0], "theirs": [2.0, 3.0, 6.0, 7.0, 10.0]}
+    assert medians(found) == {"ours": 5.0, "theirs": 6.0}
+    assert paired_ratio(found, "ours", "theirs") == 9.0 / 10.0, "the median of 1/2, 4/3, 5/6, 8/7 and 9/10"
     timer = Replays()
     assert timer.time(lambda: "a", repeats=5) == 3.0 and timer.replayed == ["a"] * 5
     timer = Replays()
-    timer.by_turns({"ours": lambda: "a"}, seconds=0.0)
+    timer.rounds({"ours": lambda: "a"}, seconds=0.0)
     assert timer.replayed == ["a"] * 5, "enough for a median, though the time is up"
 
 

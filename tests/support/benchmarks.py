@@ -13,7 +13,7 @@ from moe_core.specs.matmul import Activation
 
 TINY = {
     "qwen3": Shape("qwen3", 16, 24, 4, 2, Activation("silu"), False),
-    "gptoss20b": Shape("gptoss20b", 16, 24, 4, 2, Activation("swiglu_oai", gate_layout="interleaved"), True),
+    "gptoss20b": Shape("gptoss20b", 16, 24, 4, 2, Activation("swiglu_oai", gate_layout="interleaved"), True, "in_out"),
 }
 
 
@@ -28,8 +28,8 @@ class CallingTimer:
         function()
         return 100.0
 
-    def by_turns(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, float]:
-        return {name: self.time(function) for name, function in functions.items()}
+    def rounds(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+        return {name: [self.time(function)] for name, function in functions.items()}
 
     def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
         return self.time(function)
