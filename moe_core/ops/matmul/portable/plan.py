@@ -30,6 +30,10 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
 }
 #: Numbers of rows whose tiles are further starting points.
 _ROWS = tuple(4**exponent for exponent in range(11))
+#: Rows per expert up to which weights stream through tiles of 16 or 32 rows.
+_FEW_ROWS = 24
+#: Reductions from which steps of 256 are many enough.
+_LONG = 1024
 
 
 class _Portable(Family):
@@ -98,15 +102,35 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
     rows = problem.rows_per_group
     if problem.dtype == "float32":
         return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2)
+    if rows <= _FEW_ROWS and (config := _long_rows(problem)) is not None:
+        return config
     if rows <= 10:
         # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
         tiles = problem.used_groups * -(-problem.n // 128)
         return TileConfig(16, 128, 64, 4, 4) if tiles >= problem.target.num_sms else TileConfig(16, 64, 64, 4, 6)
-    if rows <= 24:
+    if rows <= _FEW_ROWS:
         return TileConfig(32, 128, 64, 4, 4)
     if rows <= 100:
         return TileConfig(64, 64, 64, 4, 4) if problem.gated else TileConfig(64, 128, 64, 4, 3)
     return TileConfig(128, 128, 32, 8, 5, 4) if problem.gated else TileConfig(128, 256, 64, 8, 3, 4)
+
+
+def _long_rows(problem: MatmulProblem) -> TileConfig | None:
+    """The tile of few rows with out_in weights, None where the reduction has no even steps of 128 or 256.
+
+    Weights stream at the speed of memory only where a step reads 256 bytes and more of each of their rows: twice to
+    four times as deep as that of in_out, and as much narrower, so that two blocks still share a multiprocessor.
+    """
+    if problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
+        return None
+    if problem.rows_per_group > 10:
+        return TileConfig(32, 128 // problem.buffers, 128, 4, 3)
+    if problem.d % 256 == 0 and problem.d >= _LONG:
+        return TileConfig(16, 64 // problem.buffers, 256, 4, 3)
+    wide = 128 // problem.buffers
+    if problem.used_groups * -(-problem.n // wide) >= problem.target.num_sms:
+        return TileConfig(16, wide, 128, 4, 4)
+    return TileConfig(16, wide // 2, 128, 4, 6)
 
 
 def _around(start: TileConfig) -> Iterable[TileConfig]:
