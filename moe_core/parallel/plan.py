@@ -17,6 +17,7 @@ from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_rec
 from moe_core.parallel.header import Header, header_of
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
+from moe_core.specs.exchange import TableSpec
 
 
 @plan_type
@@ -87,6 +88,13 @@ class ExchangePlan:
         """int32 `[8]`: what ranks compare with `compare_headers`."""
         sizes = self.tokens, self.top_k, self.d_model, self.dtype
         return header_of(*sizes, self.placement, self.spec, self.training)
+
+    @functools.cached_property
+    def tables(self) -> TableSpec:
+        """The sizes of the tables that kernels make for `all_to_all`, `padded` and `all_gather`."""
+        placement, spec = self.placement, self.spec
+        sizes = placement.num_ranks, placement.per_rank, placement.num_experts
+        return TableSpec(spec.mode, spec.rows, *sizes, self.bounds.block, self.bounds.back)
 
     def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
         """The buffers where counts are known: of rows received as an owner, and of results given back, in a chunk."""

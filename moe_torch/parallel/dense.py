@@ -65,11 +65,17 @@ _SHARED = ("shared.gate_up", "shared.down", "shared.up", "shared.gate")
 
 
 def shared_output(
-    x: torch.Tensor, wide: torch.Tensor, shared: SharedExpert, experts: ExpertWeights, spec: MoESpec, group_tokens: int
+    x: torch.Tensor,
+    wide: torch.Tensor | None,
+    shared: SharedExpert,
+    experts: ExpertWeights,
+    spec: MoESpec,
+    group_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
 
-    wide: what takes the gradient of x `[T, D]`, unrounded. group_tokens: those of all ranks, whose tiles it has.
+    wide: what takes the gradient of x `[T, D]`, unrounded; None = nothing does. group_tokens: those of all ranks, whose
+    tiles it has.
     """
     require_instance("shared", shared, SharedExpert)
     if experts.layer_index is not None:

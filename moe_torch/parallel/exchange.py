@@ -1,7 +1,6 @@
 """The index arithmetic of `moe_core.parallel.exchange` on tensors; both give the same numbers.
 
-Letters as there: W ranks, L places per rank, T tokens of a rank, K top-k, G groups of rows that a home sends (places or
-owners), G / W of them to each owner.
+Letters as there: W ranks, L places per rank, T tokens of a rank, K top-k.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.parallel.placement import Placement
-from moe_core.specs.operands import RaggedLayout
 
 
 @functools.lru_cache(maxsize=1024)
@@ -23,8 +21,9 @@ def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(table.tolist()) for table in placement.tables)
+def placement_tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """places and start of `PlacementTables`, on a device."""
+    return constants(tuple(tuple(table.tolist()) for table in placement.tables[1:]), device)
 
 
 class Places(NamedTuple):
@@ -49,7 +48,7 @@ def physical_ids(
     """
     # What is captured has to hold for placements to come.
     has_replicas, num_experts = tables is not None or placement.has_replicas, placement.num_experts
-    places, start = constants(_rows(placement), ids.device)[1:] if tables is None else tables
+    places, start = placement_tables(placement, ids.device) if tables is None else tables
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= num_experts)
     valid = ~invalid & (known >= 0)
@@ -77,30 +76,3 @@ def earlier(owners: torch.Tensor) -> torch.Tensor:
 def first_owners(owners: torch.Tensor) -> torch.Tensor:
     """int32 `[T, K]`: the owners of slots, -1 where an earlier slot of the token has it too."""
     return torch.where(earlier(owners).any(dim=2), -1, owners)
-
-
-def rows_in_runs(sent: RaggedLayout, groups: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """int32 `[T, K]`: the number of each row among those that the home sends to its owner, -1 = no row."""
-    each = sent.group_sizes.shape[0] // num_ranks
-    begins = sent.group_start[:-1:each]
-    number = sent.row_of_slot.view(groups.shape) - begins[groups.clamp(min=0).long() // each]
-    return torch.where(groups < 0, -1, number)
-
-
-def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> torch.Tensor:
-    """int32 `[W * block]`: the slot of each row in blocks of one size, of which `fits` are used at most; -1 = unused.
-
-    sent: the layout of what a home sends, by (group, slot).
-    """
-    begins = sent.group_start[:: sent.group_sizes.shape[0] // num_ranks]
-    number = torch.arange(block, dtype=torch.int32, device=begins.device)
-    used = number < (begins[1:] - begins[:-1]).clamp(max=fits)[:, None]
-    return take(sent.slot_of_row, torch.where(used, begins[:-1, None] + number, -1).view(-1), -1)
-
-
-def take(values: torch.Tensor, rows: torch.Tensor, fill: float) -> torch.Tensor:
-    """values `[R, ...]` of rows int32 `[S]`; `fill` for those below 0."""
-    if len(values) == 0:
-        return values.new_full((len(rows), *values.shape[1:]), fill)
-    found = values[rows.clamp(min=0).long()]
-    return torch.where((rows < 0).view(-1, *[1] * (values.dim() - 1)), fill, found)

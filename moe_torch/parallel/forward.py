@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 
 from moe_core.base.checks import finite_float, set_integer
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.parallel.header import STATIC_MODES
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
@@ -31,11 +31,10 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.parallel.dense import shared_output
-from moe_torch.parallel.exchange import Places, physical_ids
-from moe_torch.parallel.function import Combine, Dispatch, uses_of
+from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.routes import check_headers, make_routes, tell_failure
+from moe_torch.parallel.routes import plan_routes, tell_failure
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ class Exchange:
         self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None = None
     ) -> None:
         self.parallel, self.placement, self.ranks, self.moving = parallel, placement, ranks, moving
-        self.plan: ExchangePlan | None = None
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
         placement = self.placement
@@ -177,30 +175,24 @@ class Exchange:
             if shared is not None:
                 dense = shared_output(x.detach(), wide[1], shared, experts, spec, group)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
-            self.plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
+            plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
+            planner = plan_routes(self.ranks, plan, ids, weights, mask, self.moving)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
             tell_peers(self.parallel, placement, device)
             raise
-        plan = self.plan
-        moving = self.moving
-        places, invalid_ids = places_of(self.ranks, plan, ids, mask, moving)
-        header = None if moving is None else moving.header(plan.header)
-        routes = make_routes(self.ranks, plan, places, weights, header)
-        rows, row_weights = Dispatch.apply(routes, x.detach(), wide[0], weights)
+        routes = planner.start()()
+        rows, row_weights = dispatch(routes, x, wide[0], weights)
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
         # Training keeps them; else their memory is for the rows that come home.
         del rows
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        output = Combine.apply(routes, found.output, *dense, dtype, None)
-        chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
-        counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=x.device)
-        counts = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1]
-        if moving is not None:
-            moving.load.add_(counts)
-        received = found.tokens_per_expert
-        return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
+        output = combine(routes, found.output, dense, dtype)
+        counts, received = routes.tokens_per_expert, found.tokens_per_expert
+        if self.moving is not None:
+            self.moving.load.add_(counts)
+        return ParallelOutput(output, ids, weights, logits, counts, routes.invalid_ids, received, routes.overflow)
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any) -> None:
         require_instance("x", x, torch.Tensor)
@@ -230,7 +222,7 @@ class Exchange:
             )
 
     def _route(
-        self, x: torch.Tensor, wide: torch.Tensor, routing: Any, spec: MoESpec, mask: torch.Tensor | None
+        self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """ids, weights and logits."""
         if isinstance(routing, TopK):
@@ -241,7 +233,8 @@ class Exchange:
             rows = x.detach()
             if mask is not None:
                 # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
-                rows, wide = rows.masked_fill(~mask[:, None], 0), wide.masked_fill(~mask[:, None], 0)
+                rows = rows.masked_fill(~mask[:, None], 0)
+                wide = None if wide is None else wide.masked_fill(~mask[:, None], 0)
             options = spec.logits_spec()
             if options.expected_tokens is None:
                 group = max(1, len(x) * self.ranks.size)
@@ -264,27 +257,6 @@ class Exchange:
         return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked)
 
 
-def places_of(
-    ranks: Ranks,
-    plan: ExchangePlan,
-    ids: torch.Tensor,
-    token_mask: torch.Tensor | None = None,
-    moving: MovingPlacement | None = None,
-) -> Places:
-    """Where the slots of this rank's ids int32 `[T, K]` go, after the first messages of an exchange, if it has any."""
-    if plan.spec.mode != "all_to_all" and not ids.is_cuda:
-        # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel with
-        # the routing, and the output is NaN where they differ.
-        check_headers(ranks, plan.header, ids.device)
-    # Of ranks that have equally many tokens.
-    first_token: Any = ranks.rank * len(ids)
-    if plan.placement.has_replicas and plan.spec.mode not in STATIC_MODES:
-        tokens = ranks.all_gather(torch.full((1,), len(ids), device=ids.device), "tokens")
-        first_token = tokens[: ranks.rank].sum()
-    tables = None if moving is None else (moving.places, moving.start)
-    return physical_ids(ids, plan.placement, first_token=first_token, token_mask=token_mask, tables=tables)
-
-
 def tell_peers(parallel: ExpertParallel, placement: Placement, device: torch.device) -> None:
     """Let the other ranks know that this one raises before the exchange, where they wait for a message that can say so.
 
@@ -295,6 +267,7 @@ def tell_peers(parallel: ExpertParallel, placement: Placement, device: torch.dev
             tell_failure(parallel.ranks(), parallel.exchange, placement, device)
 
 
+@functools.lru_cache(maxsize=256)
 def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:
     """The options of the experts, whose rows are slots: tiles and sums are those of all ranks' slots and experts."""
     tuning = Tuning() if spec.tuning is None else spec.tuning

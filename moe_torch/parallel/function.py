@@ -49,10 +49,7 @@ class Combine(torch.autograd.Function):
         shared, gate, out_dtype, total = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
         total = routes.start_total(rows.contiguous(), "results") if total is None else total
-        y = total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
-        if routes.spoilt is not None:
-            y.masked_fill_(routes.spoilt[:, None], torch.nan)
-        return y
+        return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))
 
     @staticmethod
     @once_differentiable
@@ -63,6 +60,28 @@ class Combine(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             shared = d_y.to(ctx.shared)
         return None, rows, shared, None, None, None
+
+
+def _spoilt(routes: Any, y: torch.Tensor) -> torch.Tensor:
+    return y if routes.spoilt is None else y.masked_fill_(routes.spoilt[:, None], torch.nan)
+
+
+def dispatch(routes: Any, x: torch.Tensor, wide: torch.Tensor | None, weights: torch.Tensor) -> tuple[Any, Any]:
+    """`Dispatch` where a gradient is asked for, else what it returns."""
+    if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
+        found: Any = Dispatch.apply(routes, x.detach(), wide, weights)
+        return found
+    return routes.push(x, "rows"), routes.weights
+
+
+def combine(routes: Any, rows: torch.Tensor, dense: tuple[Any, Any], out_dtype: torch.dtype) -> torch.Tensor:
+    """`Combine` where a gradient is asked for, else what it returns; dense: shared and gate."""
+    shared, gate = dense
+    if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):
+        found: Any = Combine.apply(routes, rows, shared, gate, out_dtype, None)
+        return found
+    total = routes.start_total(rows, "results")
+    return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))
 
 
 class Uses(torch.autograd.Function):
@@ -88,7 +107,9 @@ class Uses(torch.autograd.Function):
         return None if total is None else total.to(ctx.dtype), None
 
 
-def uses_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """See `Uses`."""
+def uses_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor | None, ...]:
+    """See `Uses`; None where x asks for no gradient."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return (None,) * count
     found: Any = Uses.apply(x, count)
     return found

@@ -46,7 +46,7 @@ class Ranks:
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
         """`all_gather` that waits where what it returns is called."""
         found = buffer((self.size, *values.shape), values.dtype, values.device)
-        into, sent = (as_bytes(array).view(-1) for array in (found, values.contiguous()))
+        into, sent = _moved(found).flatten(0, 1), _moved(values.contiguous())
         return self._start("all_gather", what, found, lambda: _all_gather(into, sent, self.group, async_op=True))
 
     def all_to_all(
@@ -62,7 +62,7 @@ class Ranks:
         """`all_to_all` that waits where what it returns is called."""
         count = len(rows) if received is None else sum(received)
         found = buffer((count, *rows.shape[1:]), rows.dtype, rows.device)
-        into, source = as_bytes(found), as_bytes(rows.contiguous())
+        into, source = _moved(found), _moved(rows.contiguous())
         splits = (None, None) if sent is None or received is None else (list(received), list(sent))
         return self._start(
             "all_to_all",
@@ -104,8 +104,13 @@ class Ranks:
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
+def _moved(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, which every backend moves; NaN and fp8 stay what they are. int32 does so anyway."""
+    return values if values.dtype == torch.int32 else values.view(torch.uint8)
+
+
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as rows of bytes, which every backend moves; NaN and fp8 stay what they are."""
+    """The same memory as rows of bytes."""
     return values.view(len(values), values[:1].numel() if len(values) else 0).view(torch.uint8)
 
 

@@ -78,8 +78,20 @@ def test_jax_front_end_without_torch_and_triton() -> None:
 #: The rooms of the core: a file imports from its own room and from those above it in this list.
 ROOMS = (
     *("errors", "base", "formats", "specs", "plan", "runtime"),
-    *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize", "ops.matmul"),
-    *("ops.router", "ops.norm", "ops.moe", "layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools"),
+    *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize", "ops.exchange"),
+    *(
+        "ops.matmul",
+        "ops.router",
+        "ops.norm",
+        "ops.moe",
+        "layers",
+        "checkpoint",
+        "trace",
+        "parallel",
+        "modular",
+        "parity",
+        "tools",
+    ),
 )
 PACKAGES = ("moe_core", "moe_torch", "moe_jax")
 BANNED = {

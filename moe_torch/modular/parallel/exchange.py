@@ -26,9 +26,9 @@ from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from moe_torch.parallel.forward import ExpertParallel, places_of, tell_peers
+from moe_torch.parallel.forward import ExpertParallel, tell_peers
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
-from moe_torch.parallel.routes import Routes, start_routes
+from moe_torch.parallel.routes import Routes, plan_routes
 
 _DELEGATE = TopKWeightAndReduceDelegate()
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -185,11 +185,11 @@ class AcrossRanks(InHalves):
             x = weighted_input(a1, weights, apply_router_weight_on_input)
             plan = self._plan(x, ids)
             wide = uses_of(x, 1)[0]
+            planner = plan_routes(self.parallel.ranks(), plan, ids, weights)
         except Exception:
             self.tell_failure(a1.device)
             raise
-        ranks = self.parallel.ranks()
-        found = start_routes(ranks, plan, places_of(ranks, plan, ids).places, weights)
+        found = planner.start()
         begun: list[Any] = []
 
         def hook() -> None:

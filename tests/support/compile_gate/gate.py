@@ -46,7 +46,14 @@ from moe_core.specs.operands import (
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 from moe_core.specs.tile import shared_limit
 from moe_core.specs.tuning import Tuning
-from tests.support.compile_gate import backward_plans, pdl_order, quantized_plans, routing_plans, sm90_plans
+from tests.support.compile_gate import (
+    backward_plans,
+    exchange_tables,
+    pdl_order,
+    quantized_plans,
+    routing_plans,
+    sm90_plans,
+)
 
 #: Multiprocessors of an A100, an H200 and a B200.
 NUM_SMS, GFX942 = {80: 108, 90: 132, 100: 148}, "gfx942"
@@ -291,6 +298,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "other_dtypes": _other_dtypes,
     "batch_invariant": _batch_invariant,
     "routing": routing_plans.plans,
+    "exchange_tables": exchange_tables.plans,
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
     "sm90": _sm90,

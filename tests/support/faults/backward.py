@@ -110,6 +110,26 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("result = value * factors * factor * SCALE", "result = value * factor * SCALE"),
         OpFault("tl.store(products + here, d_z * value", "tl.store(products + here, gradient * value"),
     ),
+    "exchange.kernels.send_tables": (
+        OpFault("(columns > k) & (owner == one)", "(columns > k) & (owner == one + 1)"),
+        OpFault("(first_token + rows + columns) %", "(first_token + rows) %"),
+        OpFault("given = tl.where(kept != 0, given, -1)", "given = tl.where(kept == 0, given, -1)"),
+        OpFault("tl.where(travels, number, number - 1)", "number"),
+        OpFault("fits = arrives & (result < back)", "fits = arrives"),
+        OpFault("arrives = arrives & (number < limit)", "arrives = arrives & (number <= limit)"),
+        OpFault("mask=travels & (number == limit)", "mask=travels & (number < 0)"),
+        OpFault("tl.maximum(arrived - back, 0) + over", "tl.maximum(arrived - back, 0)"),
+        OpFault("result_start = tl.load(limits + num_ranks + ranks", "result_start = tl.load(limits + ranks"),
+        OpFault("tl.where(blocks < block, one, 0)", "tl.where(blocks <= block, one, 0)"),
+        OpFault("group_start -= tl.gather(owner_start, of_group, 0)", "group_start -= 0"),
+    ),
+    "exchange.kernels.receive_tables": (
+        OpFault("ids = place - rank * PER_RANK", "ids = place - rank * (PER_RANK - 1)"),
+        OpFault("tl.where(here, weights, 0.0)", "weights"),
+        OpFault("(gone > 0) | other", "gone > 0"),
+        OpFault("placed = (local >= 0) & (number < most)", "placed = (local >= 0) & (number <= most - 2)"),
+        OpFault("before += tl.where(blocks < block, counts, 0)", "before += counts * 0"),
+    ),
     "routing.kernels.runs": (
         OpFault("+ tl.cumsum(kept, axis=0) - kept", "+ tl.sum(kept, axis=0)[None, :] - tl.cumsum(kept, axis=0)"),
         OpFault("tl.full((BLOCK,), 0, tl.int32) + expert,", "tl.full((BLOCK,), 0, tl.int32),"),
@@ -134,6 +154,8 @@ TESTS = {
     "routing.kernels.topk": "tests/ops/routing/test_topk.py",
     "norm.kernels.norm": "tests/ops/norm/test_norm.py",
     "routing.kernels.runs": "tests/ops/routing/test_runs.py",
+    "exchange.kernels.send_tables": "tests/ops/exchange/test_send_tables.py",
+    "exchange.kernels.receive_tables": "tests/ops/exchange/test_receive_tables.py",
 }
 
 

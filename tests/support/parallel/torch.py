@@ -16,7 +16,7 @@ import moe_torch
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.shards import gather_experts
 from moe_core.specs.operands import named_fields
-from moe_torch.parallel import ExpertParallel, exchange, function, group, routes
+from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.twins import Problem
@@ -61,10 +61,10 @@ def broken(fault: str | None) -> Iterator[None]:
         yield
         return
     owner, name = {
-        "wrong_place": (exchange, "rows_in_runs"),
-        "wrong_rows": (exchange, "rows_of_blocks"),
-        "other_owner": (exchange, "owners_of"),
-        "permuted_weights": (routes._Planner, "local"),
+        "wrong_place": (routes._Planner, "tables"),
+        "wrong_rows": (routes._Planner, "tables"),
+        "other_owner": (routes, "placement_tables"),
+        "permuted_weights": (routes._Planner, "received"),
         "counts_off_by_one": (routes, "splits"),
         "slots_not_in_order": (function.Combine, "forward"),
         "gradient_not_returned": (routes.Routes, "pull"),
@@ -83,13 +83,13 @@ def broken(fault: str | None) -> Iterator[None]:
             return real(ctx, dataclasses.replace(at_home, at_home=layout), *rest)
         found = real(*arguments, **options)
         if fault == "wrong_place":
-            return found.flip(0)
+            return found._replace(row_of_slot=found.row_of_slot.flip(0))
         if fault == "wrong_rows":
-            return found.roll(1)
+            return found._replace(slot_of_row=found.slot_of_row.roll(1))
         if fault == "other_owner":
-            return torch.where(found < 0, -1, found ^ 1)
+            return found[0] ^ 1, found[1]
         if fault == "permuted_weights":
-            return found[0], found[1].flip(0)
+            return [found[0], found[1].flip(0), *found[2:]]
         what = {"gradient_not_returned": "d_x", "output_gradient_of_another": "d_output"}[fault]
         return found.flip(0) if arguments[-1] == what else found
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_torch.bridge.operator import Operator
-from moe_torch.operators import table
+from moe_torch.operators import routes, table
 
 # What many operators have in common, as it stands in their schemas.
 PARTS = {
@@ -118,6 +118,7 @@ moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weigh
     Tensor[]
 pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
+receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
 route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
@@ -126,6 +127,9 @@ rms_norm(Tensor x, Tensor weight, str options) -> Tensor
 rms_norm_backward(Tensor d_y, Tensor x, Tensor weight, str options) -> Tensor[]
 router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor[]
 scale_rows(Tensor x, Tensor weights, str options) -> Tensor
+send_tables(Tensor ids, Tensor weights, Tensor places_of_experts, Tensor start, Tensor header, Tensor? token_mask,
+    Tensor? tokens, Tensor? limits, str options) -> Tensor[]
+take_rows(Tensor x, Tensor slot_of_row, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
 """
 
@@ -141,4 +145,5 @@ def test_schemas_are_those_that_programs_were_exported_with() -> None:
         keys = ("CPU", "CUDA", "Meta")
         name = f"{schema.name}.{schema.overload_name}".rstrip(".")
         assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys), name
-    assert {one.name for one in vars(table).values() if isinstance(one, Operator)} <= names
+    known_here = (*vars(table).values(), *vars(routes).values())
+    assert {one.name for one in known_here if isinstance(one, Operator)} <= names

@@ -13,12 +13,21 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_torch
+from moe_core.specs.exchange import TableSpec
 from moe_torch import ops
-from moe_torch.operators import table
+from moe_torch.bridge.operator import call
+from moe_torch.bridge.options import encode
+from moe_torch.operators import routes, table
 from tests.support.torch import running_on
 
 T, K, E, D, F = 6, 2, 5, 8, 12
 SPEC = moe_torch.MoESpec(moe_torch.Activation("silu"))
+
+
+#: Modes and rows with the rows of blocks, and with what came.
+SENT = ("all_to_all", "tokens"), ("all_to_all", "slots"), ("padded", "tokens", 3, 7), ("padded", "slots", 3, 3)
+SENT += (("all_gather", "tokens", T, 9),)
+RECEIVED = ("all_to_all", "tokens", 9, 4), ("padded", "tokens", 2, 20), ("padded", "slots", 2, 14)
 
 
 def ones(*shape: int, dtype: Any = torch.bfloat16) -> Any:
@@ -38,6 +47,23 @@ def moe(routing: Any, router: Any = None) -> Any:
     return tuple(ops.moe(ones(T, D), moe_torch.ExpertWeights(ones(E, D, 2 * F), ones(E, F, D)), routing, spec))
 
 
+def send_tables(*sizes: Any) -> Any:
+    """mode, rows, and the rows of blocks, with 2 ranks of 3 places each."""
+    mode, rows, *blocks = sizes
+    spec: Any = TableSpec(mode, rows, 2, 3, E, *blocks)
+    places = torch.arange(6, dtype=torch.int32)
+    given = ids(), ones(T, K, dtype=torch.float32), places, places, ones(8, dtype=torch.int32)
+    return tuple(call(routes.SEND_TABLES, *given, None, None, None, encode(spec, 0)))
+
+
+def receive_tables(mode: str, rows: str, *came: int) -> Any:
+    spec = TableSpec(mode, rows, 2, 3, E, *(() if mode == "all_to_all" else (3, 7)))
+    header = None if mode == "all_to_all" else ones(8, dtype=torch.int32)
+    count = 11 if mode == "all_to_all" else 6 if rows == "slots" else 14
+    given = ones(*came, dtype=torch.int32), header, None, encode(spec, 0, K, count, T)
+    return tuple(call(routes.RECEIVE_TABLES, *given))
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "scale_rows": lambda: ops.scale_rows(ones(T, D), ones(T, 1, dtype=torch.float32)),
     "activation": lambda: ops.activation(ones(T, 2 * F), moe_torch.Activation("silu")),
@@ -50,6 +76,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "make_layout": lambda: tuple(vars(layout()).values()),
     "gather_rows": lambda: ops.gather_rows(ones(T, D), layout()),
     "quantize_rows": lambda: ops.quantize_rows(ones(T, 64), ops.format_named("fp8_token")),
+    "take_rows": lambda: call(routes.TAKE_ROWS, ones(T, D), ids().view(-1), encode(K)),
+    **{f"send_tables {sizes}": lambda sizes=sizes: send_tables(*sizes) for sizes in SENT},
+    **{f"receive_tables {sizes}": lambda sizes=sizes: receive_tables(*sizes) for sizes in RECEIVED},
     "moe of logits": lambda: moe(moe_torch.RouterLogits(ones(T, E, dtype=torch.float32)), moe_torch.RouterSpec(K)),
     "moe of a choice": lambda: moe(moe_torch.TopK(ids(), ones(T, K, dtype=torch.float32))),
 }

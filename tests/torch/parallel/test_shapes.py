@@ -74,15 +74,19 @@ def test_other_numbers_of_tokens_compile_no_other_kernel(ranks: Pool, way: Excha
 
 
 def allocated_on_a_cpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:
-    """Every allocation of torch's is in the profile."""
+    """Every allocation of torch's is in the profile. gloo's threads may hold what has been sent for a moment longer, so
+    the least of some calls counts."""
 
-    def most(call: Callable[[], Any]) -> int:
+    def one(call: Callable[[], Any]) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             kept = call()
-        events = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        events: Any = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         assert kept is not None
         return max(itertools.accumulate(size for _, size in changes))
+
+    def most(call: Callable[[], Any]) -> int:
+        return min(one(call) for _ in range(4))
 
     with running_on("reference"):
         return allocated(group, problem, way, "cpu", most)

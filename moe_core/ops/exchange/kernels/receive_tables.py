@@ -1,0 +1,129 @@
+"""The tables of a rank that has experts: which of the rows that came are whose, and where ranks disagree."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.routing.kernels.schedule import fill
+
+
+@triton.jit
+def _local(came, source, row, inside, rank, columns, HEADER, LENGTH, WIDTH: tl.constexpr, PER_RANK: tl.constexpr):
+    """Local ids, -1 = not here, and weights, 0 there, of columns of rows that came."""
+    beside = came + source.to(tl.int64) * LENGTH + HEADER + row * (2 * WIDTH) + columns
+    place = tl.load(beside, mask=inside, other=-1)
+    ids = place - rank * PER_RANK
+    here = (place >= 0) & (ids >= 0) & (ids < PER_RANK)
+    weights = tl.load(beside + WIDTH, mask=inside, other=0).to(tl.float32, bitcast=True)
+    return tl.where(here, ids, -1), tl.where(here, weights, 0.0)
+
+
+@triton.jit
+def _write_spoilt(
+    came, header, lost, spoilt, num_sources, length, num_tokens, program, num_programs,
+    HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tokens of this rank that are lost, or all where a header that came is another than this rank's."""
+    numbers = tl.arange(0, HEADER)[None, :]
+    sources = tl.arange(0, SOURCES)[:, None]
+    own = tl.load(header + numbers)
+    found = tl.load(came + sources.to(tl.int64) * length + numbers, mask=sources < num_sources, other=0)
+    other = tl.max(tl.max(((sources < num_sources) & (found != own)).to(tl.int32), axis=1), axis=0) > 0
+    for first in range(program * BLOCK, num_tokens, num_programs * BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        gone = tl.zeros((BLOCK,), tl.int32)
+        if lost is not None:
+            gone = tl.load(lost + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
+        tl.store(spoilt + tokens, (gone > 0) | other, mask=tokens < num_tokens)
+
+
+@triton.jit
+def receive_slots(
+    came, header, lost, ids, weights, spoilt, num_sources, each, num_tokens, rank,
+    PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of slots, each rows of a source: program (b, source) takes BLOCK of them. came `[sources, HEADER + 2 each]`:
+    a header, then place and weight of each row."""
+    source = tl.program_id(1)
+    length = HEADER + 2 * each.to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < each
+    local, weight = _local(came, source, rows, inside, rank, 0, HEADER, length, 1, PER_RANK)
+    tl.store(ids + source.to(tl.int64) * each + rows, local, mask=inside)
+    tl.store(weights + source.to(tl.int64) * each + rows, weight, mask=inside)
+    program = tl.program_id(0).to(tl.int64) * num_sources + source
+    programs = tl.num_programs(0).to(tl.int64) * num_sources
+    _write_spoilt(
+        came, header, lost, spoilt, num_sources, length, num_tokens, program, programs, HEADER, SOURCES, BLOCK
+    )
+
+
+@triton.jit
+def count_received(
+    came, block_counts, each, block_rows, num_blocks, rank,
+    TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """block_counts[source, b] = slots for experts here among block_rows rows of tokens of a source."""
+    block, source = tl.program_id(0), tl.program_id(1)
+    length = HEADER + each.to(tl.int64) * (2 * TOP_K)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, each)
+    count = tl.zeros((BLOCK_R, COLUMNS), tl.int32)
+    for first in range(block.to(tl.int64) * block_rows, last, BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)[:, None]
+        inside = (rows < last) & (columns < TOP_K)
+        local, _ = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, PER_RANK)
+        count += (local >= 0).to(tl.int32)
+    tl.store(block_counts + source * num_blocks + block, tl.sum(tl.sum(count, axis=1), axis=0))
+
+
+@triton.jit
+def place_received(
+    came, header, lost, block_counts, ids, weights, slot_of_row, spoilt, num_sources, each, block_rows, num_blocks,
+    num_tokens, rank, most, stride,
+    TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_FILL: tl.constexpr,
+):  # fmt: skip
+    """Slots for experts here, in order: `most` of a source at most, from source * stride on.
+
+    Example, PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row
+    [1, 2, 3, -1]. came as of `receive_slots`, with TOP_K places, then weights, for each row.
+    """
+    block, source = tl.program_id(0), tl.program_id(1)
+    length = HEADER + each.to(tl.int64) * (2 * TOP_K)
+    before = tl.zeros((BLOCK_B,), tl.int32)
+    total = tl.zeros((BLOCK_B,), tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        blocks = first + tl.arange(0, BLOCK_B)
+        counts = tl.load(block_counts + source * num_blocks + blocks, mask=blocks < num_blocks, other=0)
+        total += counts
+        before += tl.where(blocks < block, counts, 0)
+    ahead = tl.sum(before, axis=0)
+    begin = source.to(tl.int64) * stride
+    columns = tl.arange(0, COLUMNS)[None, :]
+    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, each)
+    for first in range(block.to(tl.int64) * block_rows, last, BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)[:, None]
+        inside = (rows < last) & (columns < TOP_K)
+        local, weight = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, PER_RANK)
+        here = tl.reshape((local >= 0).to(tl.int32), (BLOCK_R * COLUMNS,))
+        number = tl.reshape(ahead + tl.cumsum(here, axis=0) - here, (BLOCK_R, COLUMNS))
+        placed = (local >= 0) & (number < most)
+        slots = (source.to(tl.int64) * each + rows) * TOP_K + columns
+        tl.store(ids + begin + number, local, mask=placed)
+        tl.store(weights + begin + number, weight, mask=placed)
+        tl.store(slot_of_row + begin + number, slots.to(tl.int32), mask=placed)
+        ahead += tl.sum(here, axis=0)
+    used = tl.minimum(tl.sum(total, axis=0), most)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK_FILL
+    offset = used + block.to(tl.int64) * BLOCK_FILL
+    fill(ids + begin, offset, stride, step, BLOCK_FILL)
+    fill(slot_of_row + begin, offset, stride, step, BLOCK_FILL)
+    for first in range(offset, stride, step):
+        rest = first + tl.arange(0, BLOCK_FILL)
+        tl.store(weights + begin + rest, tl.zeros((BLOCK_FILL,), tl.float32), mask=rest < stride)
+    if header is not None:
+        program = block.to(tl.int64) * num_sources + source
+        programs = tl.num_programs(0).to(tl.int64) * num_sources
+        _write_spoilt(
+            came, header, lost, spoilt, num_sources, length, num_tokens, program, programs, HEADER, SOURCES, BLOCK_FILL
+        )  # fmt: skip

@@ -1,0 +1,161 @@
+"""NumPy twins of the tables that an exchange between ranks goes by."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.specs.exchange import TableSpec
+
+
+def send_tables(
+    ids: np.ndarray,
+    weights: np.ndarray,
+    places_of_experts: np.ndarray,
+    start: np.ndarray,
+    header: np.ndarray,
+    token_mask: np.ndarray | None = None,
+    tokens: np.ndarray | None = None,
+    limits: np.ndarray | None = None,
+    *,
+    spec: TableSpec,
+    rank: int,
+) -> tuple[np.ndarray, ...]:
+    """The results of `moe_core.ops.exchange.send_tables.plan_send_tables`; unused rows of `table` are 0."""
+    num_tokens, top_k = ids.shape
+    known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
+    invalid = (known < -1) | (known >= spec.num_experts)
+    expert = np.where(invalid | (known < 0), 0, known)
+    replica = np.zeros(ids.shape, np.int64)
+    if tokens is not None:
+        first = tokens[:rank].astype(np.int64).sum()
+        number = first + np.arange(num_tokens)[:, None] + np.arange(top_k)
+        replica = number % np.maximum(start[expert + 1] - start[expert], 1)
+    place = np.where(invalid | (known < 0), -1, places_of_experts[start[expert] + replica]).astype(np.int32)
+    per_expert = np.bincount(known[place >= 0], minlength=spec.num_experts).astype(np.int32)
+    owner = np.where(place < 0, -1, place // spec.per_rank)
+    # The number of each slot's row, and of its result, among those of one owner.
+    groups = place if spec.by_slot else _first_owners(owner)
+    number, sizes = _numbers(groups, owner, spec.num_ranks)
+    result, by_owner = number, sizes
+    if not spec.by_slot:
+        result, by_owner = _numbers(owner, owner, spec.num_ranks)
+        row_of = np.full((num_tokens, spec.num_ranks + 1), -1)
+        token, k = np.nonzero(groups >= 0)
+        row_of[token, owner[token, k]] = number[token, k]
+        number = np.take_along_axis(row_of, owner, axis=1)
+    kept = np.full(spec.num_ranks, np.iinfo(np.int32).max)
+    if spec.mode == "padded":
+        kept[:] = spec.block
+    if limits is not None:
+        kept = limits[0]
+    arrives = (owner >= 0) & (number < kept[owner]) if spec.mode != "all_gather" else owner >= 0
+    arrived = np.bincount(owner[arrives], minlength=spec.num_ranks)
+    fits = arrives & (result < (np.iinfo(np.int32).max if spec.back is None else spec.back))
+    went = np.minimum(sizes, kept)
+    if spec.back is not None:
+        begin = spec.back_rows * np.arange(spec.num_ranks)
+    elif limits is not None and not spec.by_slot:
+        begin = limits[1]
+    else:
+        begin = np.cumsum(arrived) - arrived
+    row_of_slot = np.where(fits, begin[owner] + result, -1).astype(np.int32).reshape(-1)
+    lost = ((place >= 0) & ~fits).any(axis=1)
+    counted = arrived
+    if spec.back is not None:
+        counted = np.maximum(arrived - spec.back, 0)
+        if spec.mode == "padded":
+            counted += sizes - went
+    found = [place, np.array([invalid.sum()], np.int32), per_expert]
+    found += [row_of_slot, lost, counted.astype(np.int32)]
+    bits = weights.view(np.int32)
+    if spec.mode == "all_gather":
+        message = np.concatenate([header, np.concatenate([place, bits], axis=1).reshape(-1)])
+        return (*found, message.astype(np.int32))
+    # What goes out: a row of `beside` for each row, in the order of owners and their numbers.
+    beside = np.concatenate([place, bits], axis=1)
+    if spec.by_slot:
+        beside = np.stack([place.reshape(-1), bits.reshape(-1)], axis=1)
+    slots = np.flatnonzero((groups >= 0) & arrives)
+    of_slot, number = owner.reshape(-1)[slots], number.reshape(-1)[slots]
+    read = slots if spec.by_slot else slots // top_k
+    if spec.mode == "padded":
+        message = np.full((spec.num_ranks, len(header) + spec.block_rows * beside.shape[1]), -1, np.int32)
+        message[:, : len(header)] = header
+        slot_of_row = np.full(spec.num_ranks * spec.block_rows, -1, np.int32)
+        slot_of_row[of_slot * spec.block_rows + number] = slots
+        blocks = message[:, len(header) :].reshape(spec.num_ranks, spec.block_rows, -1)
+        blocks[of_slot, number] = beside[read]
+        message[:, len(header) :] = blocks.reshape(spec.num_ranks, -1)
+        return (*found, message, slot_of_row)
+    rows = (np.cumsum(went) - went)[of_slot] + number
+    counts = np.bincount(place[place >= 0], minlength=spec.num_places)
+    if not spec.by_slot:
+        counts = np.concatenate([sizes, by_owner])
+    message = np.concatenate([header, counts]).astype(np.int32)
+    most = num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
+    slot_of_row, table = np.full(most, -1, np.int32), np.zeros((most, spec.width(top_k)), np.int32)
+    slot_of_row[rows], table[rows] = slots, beside[read][:, -table.shape[1] :]
+    return (*found, message, slot_of_row, table)
+
+
+def _first_owners(owner: np.ndarray) -> np.ndarray:
+    """`owner`, -1 where an earlier slot of the token has it too."""
+    found = owner.copy()
+    for k in range(1, owner.shape[1]):
+        found[(owner[:, :k] == owner[:, k : k + 1]).any(axis=1), k] = -1
+    return found
+
+
+def _numbers(groups: np.ndarray, owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The number of each slot among those of its owner, by (group, slot), and how many each owner has. A slot whose
+    group is -1 is none."""
+    slots = np.flatnonzero(groups >= 0)
+    slots = slots[np.argsort(groups.reshape(-1)[slots], kind="stable")]
+    of_slot = owner.reshape(-1)[slots]
+    sizes = np.bincount(of_slot, minlength=num_ranks)
+    number = np.full(groups.size, -1, np.int64)
+    number[slots] = np.arange(len(slots)) - (np.cumsum(sizes) - sizes)[of_slot]
+    return number.reshape(groups.shape), sizes
+
+
+def receive_tables(
+    came: np.ndarray,
+    header: np.ndarray | None = None,
+    lost: np.ndarray | None = None,
+    *,
+    spec: TableSpec,
+    rank: int,
+    top_k: int,
+    num_rows: int,
+    num_tokens: int,
+) -> tuple[np.ndarray, ...]:
+    """The results of `moe_core.ops.exchange.receive_tables.plan_receive_tables`."""
+    behind = 0 if header is None else len(header)
+    width = spec.width(top_k) // 2
+    table = came[:, behind:].reshape(-1, 2, width)
+    ids = table[:, 0] - rank * spec.per_rank
+    ids = np.where((table[:, 0] >= 0) & (ids >= 0) & (ids < spec.per_rank), ids, -1).astype(np.int32)
+    weights = np.where(ids < 0, np.float32(0), np.ascontiguousarray(table[:, 1]).view(np.float32))
+    found: list[np.ndarray]
+    if spec.by_slot:
+        found = [ids, weights]
+    else:
+        sources = 1 if header is None else len(came)
+        each = num_rows // sources
+        most = each if spec.back is None else min(each, spec.back)
+        slot_of_row = np.full((sources, each), -1, np.int32)
+        by_source = ids.reshape(sources, -1)
+        for source in range(sources):
+            slots = np.flatnonzero(by_source[source] >= 0)[:most]
+            slot_of_row[source, : len(slots)] = source * by_source.shape[1] + slots
+        slot_of_row = slot_of_row.reshape(-1)
+        placed = slot_of_row >= 0
+        own, own_weights = np.full((num_rows, 1), -1, np.int32), np.zeros((num_rows, 1), np.float32)
+        own[placed, 0] = ids.reshape(-1)[slot_of_row[placed]]
+        own_weights[placed, 0] = weights.reshape(-1)[slot_of_row[placed]]
+        found = [own, own_weights, slot_of_row]
+    if header is not None:
+        agree = bool((came[:, :behind] == header).all())
+        spoilt = np.full(num_tokens, not agree)
+        found.append(spoilt if lost is None else spoilt | lost)
+    return tuple(found)

@@ -1,0 +1,80 @@
+"""The sizes of the tables that an exchange between ranks goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.base.checks import require_choice, set_integer
+from moe_core.base.codec import plan_type
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput
+
+
+@plan_type
+@dataclass(frozen=True)
+class TableSpec:
+    """What rows travel, and how many ranks, places and experts there are.
+
+    mode: `all_to_all`, `padded` or `all_gather`. rows: `tokens` or `slots`. num_ranks, per_rank, num_experts: W, L and
+    E. block, back: the rows that a rank sends to another one at most, and the results that come back; None with
+    `all_to_all`, which sends as many as there are. `all_gather` sends all tokens, whatever block says.
+
+    Raises InvalidInput.
+    """
+
+    mode: str
+    rows: str
+    num_ranks: int
+    per_rank: int
+    num_experts: int
+    block: int | None = None
+    back: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("mode", self.mode, ("all_to_all", "padded", "all_gather"))
+        require_choice("rows", self.rows, ("tokens", "slots"))
+        for name in ("num_ranks", "per_rank", "num_experts"):
+            set_integer(self, name, 1, INT32_LIMIT)
+        if self.mode == "all_gather" and self.rows != "tokens":
+            raise InvalidInput(f"rows must be 'tokens' with mode='all_gather', got {self.rows!r}; pass 'tokens'")
+        for name in ("block", "back"):
+            value = getattr(self, name)
+            if (value is None) != (self.mode == "all_to_all"):
+                raise InvalidInput(
+                    f"{name} must be given with modes 'padded' and 'all_gather' alone, got {value} with "
+                    f"mode={self.mode!r}; correct it"
+                )
+            if value is not None:
+                set_integer(self, name, 0, INT32_LIMIT)
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether rows of slots travel."""
+        return self.rows == "slots"
+
+    @property
+    def num_places(self) -> int:
+        """W * L."""
+        return self.num_ranks * self.per_rank
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block's memory: one at least, so that no array is empty."""
+        return max(1, self.block or 0)
+
+    @property
+    def back_rows(self) -> int:
+        """Rows of memory for the results of one rank."""
+        return max(1, self.back or 0)
+
+    def width(self, top_k: int) -> int:
+        """Numbers beside a row that travels: places, and weights as their bits; weights alone where counts say the
+        places."""
+        if not self.by_slot:
+            return 2 * top_k
+        return 1 if self.mode == "all_to_all" else 2
+
+    @property
+    def counts(self) -> int:
+        """Counts behind the header of mode `all_to_all`: of slots by place; of tokens, then of their slots, by rank."""
+        return self.num_places if self.by_slot else 2 * self.num_ranks

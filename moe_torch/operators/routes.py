@@ -1,0 +1,58 @@
+"""The operators of the tables that expert parallelism goes by; no gradient passes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.target import Target
+from moe_core.ops.exchange.receive_tables import plan_receive_tables, receive_shapes
+from moe_core.ops.exchange.send_tables import plan_send_tables, send_shapes
+from moe_core.ops.reduction.gather import plan_gather_rows
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.routing import LayoutSpec
+from moe_torch.bridge.operator import Operator, Outputs
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.bridge.signature import Signature
+
+
+def _typed(shapes: list[tuple[str, tuple[int, ...], str]]) -> Outputs:
+    return [(shape, TORCH_DTYPES[dtype]) for _, shape, dtype in shapes]
+
+
+def _take_plan(x: ArraySpec, slot_of_row: ArraySpec, each: int, target: Target) -> LaunchPlan:
+    """y `[S, D]`: rows `slot_of_row // each` of x `[R, D]`, zeros for those below 0."""
+    require_spec("slot_of_row", slot_of_row, ("rows",), "int32")
+    capacity, count = slot_of_row.shape[0], x.shape[0]
+    # The batched form may have more rows than there are slots.
+    sizes = {"rows": capacity} if capacity <= count * each else {"max_rows": capacity}
+    layout = LayoutSpec(count, each, 1, **sizes)
+    return plan_gather_rows(x, slot_of_row, ArraySpec((count * each,), "int32"), layout, target)
+
+
+#: Returns the outputs of `send_shapes`.
+SEND_TABLES = Operator(
+    "send_tables",
+    Signature(
+        ("ids", "weights", "places_of_experts", "start", "header", "token_mask?", "tokens?", "limits?"),
+        ("spec", "rank"),
+    ),
+    plan_send_tables,
+    lambda given: _typed(send_shapes(given.ids.shape[0], given.ids.shape[1], given.spec)),
+    None,
+)
+#: Returns the outputs of `receive_shapes`.
+RECEIVE_TABLES = Operator(
+    "receive_tables",
+    Signature(("came", "header?", "lost?"), ("spec", "rank", "top_k", "num_rows", "num_tokens")),
+    plan_receive_tables,
+    lambda given: _typed(receive_shapes(given.num_rows, given.num_tokens, given.spec)),
+    None,
+)
+
+
+def _taken(given: Any) -> Outputs:
+    return [((given.slot_of_row.shape[0], given.x.shape[1]), given.x.dtype)]
+
+
+TAKE_ROWS = Operator("take_rows", Signature(("x", "slot_of_row"), ("each",)), _take_plan, _taken)

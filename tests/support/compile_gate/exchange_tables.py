@@ -1,0 +1,45 @@
+"""Plans of the tables of an exchange for the compile gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.exchange.receive_tables import plan_receive_tables
+from moe_core.ops.exchange.send_tables import plan_send_tables
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.exchange import TableSpec
+
+#: E, W, K.
+_SIZES = ((128, 4, 8), (32, 2, 4), (8, 8, 2), (256, 8, 6))
+
+
+def plans(target: Target) -> Iterator[LaunchPlan]:
+    """Every mode, with masks, replicas and bounds."""
+    tokens, header = 512, ArraySpec((8,), "int32")
+    for number, (experts, ranks, top_k) in enumerate(_SIZES):
+        each = -(-experts // ranks) + number % 2
+        ids, weights = ArraySpec((tokens, top_k), "int32"), ArraySpec((tokens, top_k), "float32")
+        places, start = ArraySpec((ranks * each,), "int32"), ArraySpec((experts + 1,), "int32")
+        of_all = ArraySpec((ranks,), "int32") if number % 2 else None
+        mask = ArraySpec((tokens,), "bool") if number // 2 else None
+        for mode, rows in (
+            ("all_to_all", "slots"), ("all_to_all", "tokens"), ("padded", "slots"), ("padded", "tokens"),
+            ("all_gather", "tokens"),
+        ):  # fmt: skip
+            counted = mode == "all_to_all"
+            spec = TableSpec(mode, rows, ranks, each, experts, *(() if counted else (tokens, 2 * tokens)))
+            for limits in (None, ArraySpec((2, ranks), "int32")) if counted else (None,):
+                yield plan_send_tables(
+                    ids, weights, places, start, header, spec, 1, target, token_mask=mask, tokens=of_all, limits=limits
+                )
+            if counted and rows == "slots":
+                continue
+            came, num_rows = ArraySpec((tokens, spec.width(top_k)), "int32"), tokens
+            if not counted:
+                came = ArraySpec((ranks, 8 + tokens * spec.width(top_k)), "int32")
+                num_rows = ranks * (tokens if spec.by_slot else spec.back_rows)
+            options = {"header": None if counted else header}
+            lost = ArraySpec((tokens,), "bool") if number % 2 and not counted else None
+            yield plan_receive_tables(came, spec, 1, top_k, num_rows, tokens, target, **options, lost=lost)

@@ -1,0 +1,79 @@
+"""What a call across ranks costs the host: how many operations of torch it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_core.parallel import ExchangeSpec
+from moe_core.specs.operands import TopK
+from moe_torch.parallel import ExpertParallel
+from moe_torch.parallel import moe as parallel_moe
+from tests.support.parallel.placements import placement_of
+from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.twins import PLAIN, Problem, draw_problem
+from tests.support.parallel.ways import every_way
+from tests.support.torch import running_on, to_torch
+
+__all__ = ["ranks"]
+
+#: Operations of torch at most: of a forward, of one that gradients are asked of, and of its backward. Views count.
+FORWARD, TRAINING, BACKWARD = 33, 38, 32
+
+
+class _Counting(TorchDispatchMode):
+    """Every operation, by name. Changing a dtype's view counts once: torch's mode sees a detach beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.found[str(function)] += 1
+        return function(*arguments, **(options or {}))
+
+
+def operations(group: Any, problem: Problem, way: ExchangeSpec) -> list[Counter[str]]:
+    """Of a forward, of one with gradients, and of its backward; the second call of each."""
+    own = problem.ranks()[torch.distributed.get_rank(group)]
+    parallel, found = ExpertParallel(group, way), []
+    with running_on("reference"):
+        x, experts, routing, d_output = to_torch((own.x, own.experts, own.routing, own.x))
+
+        def forward() -> Any:
+            placed: Any = {"parallel": parallel, "placement": problem.placement}
+            return parallel_moe(x, experts, routing, problem.spec, **placed).output
+
+        forward()
+        with _Counting() as plain:
+            forward()
+        found.append(plain.found)
+        routing = TopK(routing.ids, routing.weights.requires_grad_())
+        for leaf in (x, experts.gate_up, experts.down):
+            leaf.requires_grad_()
+        forward().backward(d_output)
+        with _Counting() as training:
+            output = forward()
+        with _Counting() as backward:
+            output.backward(d_output)
+    return [*found, training.found, backward.found]
+
+
+@every_way
+def test_a_call_runs_few_operations(ranks: Pool, way: ExchangeSpec) -> None:
+    """Index arithmetic is one kernel of a home and one of an owner, whatever the sizes."""
+    for experts, tokens in ((6, 5), (16, 40)):
+        problem = draw_problem(
+            1, placement_of("round_robin", experts, 2), (tokens,) * 2, 3, "random", "bfloat16", PLAIN
+        )
+        for counts in ranks.call(operations, [(problem, way)] * 2):
+            for count, most in zip(counts, (FORWARD, TRAINING, BACKWARD), strict=True):
+                assert 10 < count.total() <= most, dict(count)
+                ours = {name: number for name, number in count.items() if name.startswith("moebius.")}
+                assert sum(ours.values()) <= 8, ours
