@@ -29,13 +29,27 @@ TOP = {
 }
 
 
+#: What was done: its name, its seconds, and whether it went well.
+_done: list[tuple[str, float, bool]] = []
+
+
 def step(what: str, *command: str | pathlib.Path, cwd: pathlib.Path) -> None:
-    """Run a command and say how long it took; raises CalledProcessError."""
+    """Run a command and keep how long it took; raises CalledProcessError."""
     began = time.monotonic()
     print(f"== {what}", flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([str(part) for part in command], cwd=cwd, env=environment, check=True)
-    print(f"   {what}: {time.monotonic() - began:.0f} s", flush=True)
+    good = subprocess.run([str(part) for part in command], cwd=cwd, env=environment).returncode == 0
+    _done.append((what, time.monotonic() - began, good))
+    if not good:
+        raise subprocess.CalledProcessError(1, what)
+
+
+def summary() -> str:
+    """A line for each step that was run."""
+    width = max((len(what) for what, _, _ in _done), default=0)
+    return "\n".join(
+        f"{'ok' if good else 'FAILED':6}  {what:{width}}  {seconds:4.0f} s" for what, seconds, good in _done
+    )
 
 
 def why_not_released(version: str) -> list[str]:
@@ -71,15 +85,26 @@ def build(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def main() -> int:
-    """Check everything; the exit status."""
+    """Check everything, and end with what was checked; the exit status."""
+    try:
+        status, conclusion = check()
+    except subprocess.CalledProcessError as error:
+        status, conclusion = 1, f"{error.cmd} failed; its output is above"
+    except SystemExit as error:
+        status, conclusion = 1, str(error)
+    print(f"\n{summary()}\n\nrelease-check: {conclusion}", flush=True)
+    return status
+
+
+def check() -> tuple[int, str]:
+    """(exit status, last line). Raises CalledProcessError and SystemExit for what is wrong."""
     assert PINNED
     with tempfile.TemporaryDirectory(prefix="moebius-release-") as name:
         folder = pathlib.Path(name)
         archive, wheel = build(folder)
         version = wheel.name.split("-")[1]
         if wrong := why_not_released(version):
-            print(*wrong, sep="\n", file=sys.stderr)
-            return 1
+            return 1, "; ".join(wrong)
         python = folder / "environment" / "bin" / "python"
         step("an empty environment", sys.executable, "-m", "venv", folder / "environment", cwd=folder)
         pip = (python, "-m", "pip", "--disable-pip-version-check")
@@ -98,8 +123,7 @@ def main() -> int:
         kept.mkdir(parents=True)
         for path in (archive, wheel):
             shutil.copy2(path, kept)
-    print(f"moebius {version} could be released: {kept}")
-    return 0
+    return 0, f"moebius {version} could be released: {kept}"
 
 
 if __name__ == "__main__":
