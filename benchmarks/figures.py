@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bars, curves, plot
+from benchmarks import bars, curves, parallel_figures, plot
 from tools import drawings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +21,8 @@ LINES = ("forward-peers-h200.json",)
 BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h200.json", "training-h200.json")
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
+#: Of links, and of expert-parallel layers.
+MACHINES, PARALLEL = (), ("parallel-2-h100.json",)
 
 
 def draw(output: Path) -> list[Path]:
@@ -28,6 +30,8 @@ def draw(output: Path) -> list[Path]:
     written = plot.plot([RESULTS / name for name in LINES], output)
     written += bars.plot([RESULTS / name for name in BARS], output)
     written += [curves.plot(RESULTS / record, output / figure) for figure, record in CURVES.items()]
+    machines, layers = ([RESULTS / name for name in names] for names in (MACHINES, PARALLEL))
+    written += parallel_figures.plot(machines, layers, output)
     return written + drawings.draw(output)
 
 

@@ -10,6 +10,7 @@ experts become popular. Outputs have the bits of one process with all experts, w
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import tempfile
 import time
@@ -108,6 +109,7 @@ def main() -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(options.steps, options.every)
         return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks are the CPU's, whatever else the machine has
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         # Forks, which import nothing again.

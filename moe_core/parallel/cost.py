@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.layers.spec import HUGGING_FACE, MoELayerSpec
 from moe_core.parallel.bounds import bounds_of
 from moe_core.parallel.exchange import owners_of, physical_ids
-from moe_core.parallel.machine import Machine
+from moe_core.parallel.links import Link
+from moe_core.parallel.machine import Machine, machine_of
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.trace import RoutingTrace
@@ -113,7 +115,7 @@ def predict(
     layer: MoELayerSpec,
     tokens: int,
     ranks: int,
-    machine: Machine,
+    machine: Machine | str | Path | None,
     spec: ExchangeSpec,
     *,
     imbalance: float = 1.0,
@@ -122,9 +124,10 @@ def predict(
 ) -> Prediction:
     """A forward (training: and its backward) of `tokens` tokens on each rank, routed uniformly.
 
-    imbalance: rows of the busiest rank over the mean; the others share the rest. measured: microseconds of a forward on
-    one device: of `tokens` tokens with all experts, and of a rank's part of all ranks' tokens with its own experts;
-    None = by the model. Raises InvalidInput.
+    machine: what `machine_of` takes: a Machine, the path of a record of `moebius-tune --links`, or None for the record
+    that MOEBIUS_MACHINE names. imbalance: rows of the busiest rank over the mean; the others share the rest. measured:
+    microseconds of a forward on one device: of `tokens` tokens with all experts, and of a rank's part of all ranks'
+    tokens with its own experts; None = by the model. Raises InvalidInput.
     """
     ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
     share = finite_float("imbalance", imbalance)
@@ -145,7 +148,7 @@ def simulate(
     routing: RoutingTrace | Zipf,
     tokens: int,
     placement: Placement,
-    machine: Machine,
+    machine: Machine | str | Path | None,
     spec: ExchangeSpec,
     *,
     measured: tuple[float, float] | None = None,
@@ -200,7 +203,7 @@ def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
 def _price(
     layer: MoELayerSpec,
     tokens: int,
-    machine: Machine,
+    machine: Machine | str | Path | None,
     spec: ExchangeSpec,
     traffic: Traffic,
     per_rank: int,
@@ -208,7 +211,7 @@ def _price(
     training: bool,
 ) -> Prediction:
     tokens = as_integer("tokens", tokens, 0, INT32_LIMIT)
-    require_kind("machine", machine, Machine)
+    machine = machine_of(machine)
     require_kind("spec", spec, ExchangeSpec)
     require_flag("training", training)
     ranks = len(traffic.slots)
@@ -223,15 +226,17 @@ def _price(
         alone, share = measured[0], measured[1] * uneven
     plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
     out, back = _rows(layer, tokens, spec, traffic, per_rank)
-    stages = [("dispatch", _push_us(out, sent, machine)), ("combine", _push_us(back, plain, machine))]
+    near = machine.link(spec.mode)
+    stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
     if training:
         # Gradients of the output go as tokens do, those of x come as results do.
         stages = [
-            (name, us + _push_us(rows, plain, machine)) for (name, us), rows in zip(stages, (out, back), strict=True)
+            (name, us + _push_us(rows, plain, machine, near))
+            for (name, us), rows in zip(stages, (out, back), strict=True)
         ]
         alone, share = 3 * alone, 3 * share
     if spec.mode == "all_to_all" and ranks > 1:
-        far = machine.network if machine.network is not None and ranks > machine.domain else machine.nvlink
+        far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
     exchange = sum(us for _, us in stages)
     # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
@@ -268,8 +273,9 @@ def _rows(
     return (slots if spec.rows == "slots" else visits), (visits if spec.sums == "ranks" else slots)
 
 
-def _push_us(rows: np.ndarray, size: int, machine: Machine) -> float:
-    """Microseconds in which every home sends rows `[W]`, of so many bytes, to every rank: of the busiest rank."""
+def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float:
+    """Microseconds in which every home sends rows `[W]`, of so many bytes, to every rank: of the busiest rank. link:
+    within a domain."""
     ranks, domain = len(rows), min(machine.domain, len(rows))
     if ranks == 1:
         return 0.0
@@ -278,7 +284,7 @@ def _push_us(rows: np.ndarray, size: int, machine: Machine) -> float:
     within = np.bincount(group, rows)
     near_sent, near_received = within[group] - rows, rows * (members[group] - 1)
     far_sent, far_received = rows.sum() - within[group], rows * (ranks - members[group])
-    near = machine.nvlink.us(float(np.maximum(near_sent, near_received).max()) * size)
+    near = link.us(float(np.maximum(near_sent, near_received).max()) * size)
     if machine.network is None:
         return near
     return max(near, machine.network.us(float(np.maximum(far_sent, far_received).max()) * size))

@@ -1,61 +1,67 @@
-"""What connects ranks, and which mode of an exchange suits them."""
+"""What connects ranks, as it was measured or is assumed, and which mode of an exchange suits them."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from moe_core.base.checks import finite_float, require_flag, require_kind, set_integer
+from moe_core.base.checks import as_integer, require_choice, require_flag, require_kind, set_integer
+from moe_core.base.files import load_json, whole_file
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
+from moe_core.parallel.links import KINDS, Link, LinkTiming, fit_link, set_positive
 from moe_core.parallel.placement import Placement
+from moe_core.specs.tile_table import PROVENANCE_FIELDS
 
-#: Tokens of all ranks up to which every rank may as well see all of them.
+#: Names a file of `moebius-tune --links`.
+VARIABLE = "MOEBIUS_MACHINE"
+#: Raised when the meaning of a file changes.
+FORMAT_VERSION = 1
+#: Tokens of all ranks up to which every rank may as well see all of them, where nothing is measured.
 FEW_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class Link:
-    """A way between two ranks: microseconds until a message's first byte arrives, GB/s of a rank in one direction."""
-
-    latency_us: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "latency_us", finite_float("latency_us", self.latency_us))
-        if self.latency_us < 0:
-            raise InvalidInput(f"latency_us must be at least 0, got {self.latency_us}; measure it")
-        _set_positive(self, "bandwidth")
-
-    def us(self, size: float) -> float:
-        """Microseconds for so many bytes of one rank."""
-        return self.latency_us + size / self.bandwidth / 1e3 if size else 0.0
+#: Of a token: 4096 numbers of bf16.
+_ROW_BYTES = 8192
+#: Modes whose messages are of another kind than their name.
+_KIND_OF_MODE = {"padded": "all_to_all"}
+_NUMBERS = ("domain", "tflops", "memory")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cost model knows of GPUs. domain: ranks that nvlink connects, one after another; network: what connects
-    others, None = there are none. tflops: 10^12 operations per second of a layer's products. memory: its bandwidth in
-    GB/s. All are given: nothing here is measured."""
+    """What a cost model knows of GPUs.
+
+    domain: ranks that nvlink connects, one after another; network: what connects others, None = there are none. tflops:
+    10^12 operations per second of a layer's products. memory: its bandwidth in GB/s. measured: (kind, Link) of kinds of
+    messages within a domain that were measured apart (`all_gather`, `all_to_all`, `peer`, `ragged_all_to_all`); others
+    take nvlink. Raises InvalidInput.
+    """
 
     nvlink: Link
     network: Link | None
     domain: int
     tflops: float
     memory: float
+    measured: tuple[tuple[str, Link], ...] = ()
 
     def __post_init__(self) -> None:
         require_kind("nvlink", self.nvlink, Link)
         require_kind("network", self.network, Link, optional=True)
         set_integer(self, "domain", 1, INT32_LIMIT)
-        _set_positive(self, "tflops")
-        _set_positive(self, "memory")
+        set_positive(self, "tflops")
+        set_positive(self, "memory")
+        object.__setattr__(self, "measured", tuple(self.measured))
+        for kind, link in self.measured:
+            require_choice("kind of measured", kind, KINDS)
+            require_kind("link of measured", link, Link)
 
-
-def _set_positive(options: object, name: str) -> None:
-    value = finite_float(name, getattr(options, name))
-    if value <= 0:
-        raise InvalidInput(f"{name} must be above 0, got {value}; measure it, or take it from a data sheet")
-    object.__setattr__(options, name, value)
+    def link(self, mode: str) -> Link:
+        """What moves rows of an exchange's mode within a domain."""
+        return dict(self.measured).get(_KIND_OF_MODE.get(mode, mode), self.nvlink)
 
 
 #: Hosts of eight H200: 340 of nominally 450 GB/s over NVLink, 45 of 50 GB/s a GPU between hosts, and what products of
@@ -63,22 +69,162 @@ def _set_positive(options: object, name: str) -> None:
 H200 = Machine(Link(10.0, 340.0), Link(20.0, 45.0), 8, 620.0, 4500.0)
 
 
-def choose_mode(
-    tokens: int, placement: Placement, machine: Machine, *, capturable: bool = False, symmetric: bool = False
-) -> tuple[str, str]:
-    """The mode of an exchange, and why. tokens: of a rank. capturable: the host may read nothing, as under a CUDA
-    graph. symmetric: ranks of a domain can store to each other's memory. Raises InvalidInput."""
-    require_kind("placement", placement, Placement)
+@dataclass(frozen=True)
+class MachineRecord:
+    """What `moebius-tune --links` measured.
+
+    provenance: gpu, driver, versions, commit, command, date. timings: every message. not_measured: (kind, reason).
+    """
+
+    machine: Machine
+    timings: tuple[LinkTiming, ...]
+    provenance: Mapping[str, Any]
+    not_measured: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(
+        timings: Sequence[LinkTiming],
+        provenance: Mapping[str, Any],
+        *,
+        domain: int,
+        tflops: float,
+        memory: float,
+        not_measured: Sequence[tuple[str, str]] = (),
+    ) -> MachineRecord:
+        """The record of a machine whose links fit these timings; nvlink is that of all_to_all within the domain.
+
+        Raises InvalidInput where there is no such timing.
+        """
+        by_kind: dict[tuple[str, str], list[LinkTiming]] = {}
+        for timing in timings:
+            by_kind.setdefault((timing.where, timing.kind), []).append(timing)
+        if ("domain", "all_to_all") not in by_kind:
+            raise InvalidInput("timings must hold all_to_all within a domain, got none; measure it")
+        links = {key: fit_link(found) for key, found in by_kind.items()}
+        measured = tuple((kind, links["domain", kind]) for kind in KINDS if ("domain", kind) in links)
+        network = links.get(("network", "all_to_all"))
+        machine = Machine(links["domain", "all_to_all"], network, domain, tflops, memory, measured)
+        return MachineRecord(machine, tuple(timings), dict(provenance), tuple(not_measured))
+
+    def save(self, path: str | Path) -> None:
+        """Write the file. Raises InvalidInput for a provenance that lacks a field."""
+        _require_provenance(self.provenance, "provenance")
+        machine = dataclasses.asdict(self.machine)
+        machine["measured"] = {kind: dataclasses.asdict(link) for kind, link in self.machine.measured}
+        content = {"format": FORMAT_VERSION, "provenance": dict(self.provenance), "machine": machine}
+        head = json.dumps(content | {"not_measured": dict(self.not_measured)}, indent=2).removesuffix("\n}")
+        # One line per message: a changed figure is a changed line.
+        lines = ",\n".join(f"    {json.dumps(dataclasses.asdict(timing))}" for timing in self.timings)
+        with whole_file(path) as partial:
+            partial.write_text(f'{head},\n  "timings": [\n{lines}\n  ]\n}}\n')
+
+    @staticmethod
+    def load(path: str | Path) -> MachineRecord:
+        """The record of a file. Raises InvalidInput for any other file, with the name of what is wrong."""
+        try:
+            content = load_json(path)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"path must be a record that moebius-tune --links wrote, got {str(path)!r} ({error}); make one"
+            ) from error
+        where = f"of {str(path)!r}"
+        fields = ("format", "provenance", "machine", "not_measured", "timings")
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        if not isinstance(content, dict) or found != FORMAT_VERSION:
+            raise InvalidInput(f"format {where} must be {FORMAT_VERSION}, got {found!r}; measure with this version")
+        _fields(content, fields, f"the record {where}")
+        _require_provenance(content["provenance"], f"provenance {where}")
+        machine = _machine(content["machine"], f"machine {where}")
+        timings = content["timings"]
+        if not isinstance(timings, list):
+            raise InvalidInput(f"timings {where} must be a list, got {type(timings).__name__}; measure again")
+        names = tuple(field.name for field in dataclasses.fields(LinkTiming))
+        made = [LinkTiming(**_fields(one, names, f"timing {number} {where}")) for number, one in enumerate(timings)]
+        missing = content["not_measured"]
+        if not isinstance(missing, dict) or not all(isinstance(reason, str) for reason in missing.values()):
+            raise InvalidInput(f"not_measured {where} must map kinds to reasons, got {missing!r:.120}; measure again")
+        return MachineRecord(machine, tuple(made), content["provenance"], tuple(missing.items()))
+
+
+def machine_of(machine: Machine | str | Path | None) -> Machine:
+    """A machine, or that of the record at a path; None: of the record that the variable MOEBIUS_MACHINE names.
+
+    Raises InvalidInput for any other file, and where there is none.
+    """
+    if machine is None:
+        named = os.environ.get(VARIABLE)
+        if not named:
+            raise InvalidInput(
+                f"machine must be a Machine or the path of a record, or {VARIABLE} must name one, got None; measure "
+                "one with moebius-tune --links, or pass moe_core.parallel.machine.H200"
+            )
+        machine = named
+    if isinstance(machine, (str, Path)):
+        return MachineRecord.load(machine).machine
     require_kind("machine", machine, Machine)
+    return machine
+
+
+def _machine(content: Any, name: str) -> Machine:
+    fields = _fields(content, tuple(field.name for field in dataclasses.fields(Machine)), name)
+    measured = fields["measured"]
+    if not isinstance(measured, dict):
+        raise InvalidInput(f"measured of {name} must map kinds to links, got {measured!r:.120}; measure again")
+    links = tuple((kind, _link(link, f"{kind} of {name}")) for kind, link in measured.items())
+    network = None if fields["network"] is None else _link(fields["network"], f"network of {name}")
+    nvlink = _link(fields["nvlink"], f"nvlink of {name}")
+    return Machine(nvlink, network, *[fields[number] for number in _NUMBERS], measured=links)
+
+
+def _link(content: Any, name: str) -> Link:
+    return Link(**_fields(content, ("latency_us", "bandwidth"), name))
+
+
+def _fields(content: Any, names: Sequence[str], name: str) -> dict[str, Any]:
+    if not isinstance(content, dict) or set(content) != set(names):
+        raise InvalidInput(f"{name} must have the fields {', '.join(names)}, got {content!r:.120}; measure again")
+    return content
+
+
+def _require_provenance(provenance: Any, name: str) -> None:
+    missing = [field for field in PROVENANCE_FIELDS if not isinstance(provenance, Mapping) or field not in provenance]
+    if missing:
+        raise InvalidInput(f"{name} must say {', '.join(PROVENANCE_FIELDS)}, got no {', '.join(missing)}; add them")
+
+
+def choose_mode(
+    tokens: int,
+    placement: Placement,
+    machine: Machine | str | Path | None = None,
+    *,
+    capturable: bool = False,
+    symmetric: bool = False,
+    row_bytes: int = _ROW_BYTES,
+) -> tuple[str, str]:
+    """The mode of an exchange, and why.
+
+    tokens: of a rank. machine: as for `machine_of`; of a measured one, few tokens are those whose rows take no longer
+    than a message's latency. capturable: the host may read nothing, as under a CUDA graph. symmetric: ranks of a domain
+    can store to each other's memory. row_bytes: of a token. Raises InvalidInput.
+    """
+    require_kind("placement", placement, Placement)
+    machine = machine_of(machine)
     require_flag("capturable", capturable)
     require_flag("symmetric", symmetric)
-    ranks = placement.num_ranks
+    row_bytes, ranks = as_integer("row_bytes", row_bytes, 1), placement.num_ranks
     if ranks == 1:
         return "all_gather", "one rank has all experts"
-    if ranks * tokens <= FEW_TOKENS:
-        return "all_gather", f"{ranks * tokens} tokens of all ranks are at most {FEW_TOKENS}: latency counts, not bytes"
+    few, why = FEW_TOKENS, "latency counts, not bytes"
+    if "all_gather" in dict(machine.measured):
+        gather = machine.link("all_gather")
+        few = int(gather.latency_us * gather.bandwidth * 1e3 / row_bytes)
+        why = f"their rows take less than the measured latency of {gather.latency_us:.0f} us"
+    if ranks * tokens <= few:
+        return "all_gather", f"{ranks * tokens} tokens of all ranks are at most {few}: {why}"
     if symmetric and ranks <= machine.domain:
-        return "peer", f"{ranks} ranks of one domain of {machine.domain} store to each other's memory"
+        plain, peer = machine.link("all_to_all"), machine.link("peer")
+        if peer.us(tokens * row_bytes) <= plain.us(tokens * row_bytes):
+            return "peer", f"{ranks} ranks of one domain of {machine.domain} store to each other's memory"
     if capturable:
         return "padded", "the host may read nothing, and blocks have one size"
     return "all_to_all", "exact counts move fewest rows, and the host may read them"

@@ -23,6 +23,7 @@ from moe_core.layers import HUGGING_FACE, ExpertsSpec, MoELayerSpec, Storage
 from moe_core.runtime.cuda import cuda_available, cuda_target, why_no_gpu
 from moe_core.specs.matmul import ACTIVATIONS, GATE_LAYOUTS, Activation
 from moe_core.specs.tile_table import read_measurements, write_measurements
+from moe_core.tools.tune import links
 from moe_core.tools.tune.bench import GpuBench
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import PRESETS, Product, distinct_products, products_of
@@ -39,6 +40,8 @@ _DESCRIPTION = """\
 Time tile configurations of the grouped matmuls of MoE layers on this machine's GPU, and write the fastest to a table:
 `MoESpec(..., tuning=Tuning(table=TileTable.load("table.json")))` uses it. Every candidate's result is compared with
 that of the built-in choice before it is timed.
+
+With --links: time messages between ranks instead, and write what `moe_core.parallel` predicts and chooses modes by.
 """
 _EPILOG = "exit status: 0 written, 1 a measurement failed, 2 nothing could be measured or the arguments are wrong"
 
@@ -49,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(given)
     try:
+        if options.links:
+            return links.measure(options, given)
         products = _products(options)
         if options.dry_run:
             return _dry_run(products, options.candidates)
@@ -87,13 +92,14 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=_numbers, default=_TOKENS, metavar="N,N,...", help="default: the powers of two up to 16384"
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--output", type=pathlib.Path, metavar="PATH", help="the table")
+    run.add_argument("--output", type=pathlib.Path, metavar="PATH", help="the table, or with --links the record")
     run.add_argument("--extend", action="store_true", help="keep what the table has and measure only what it lacks")
     run.add_argument("--candidates", type=int, default=40, metavar="N", help="configurations per product (40)")
     run.add_argument("--seconds", type=float, default=1800.0, metavar="S", help="begin no product after them (1800)")
     workers = min(16, os.cpu_count() or 1)
     run.add_argument("--workers", type=int, default=workers, metavar="N", help="kernels compiled at the same time")
     run.add_argument("--device", type=int, default=0, metavar="INDEX")
+    links.add_options(parser)
     run.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU and times nothing")
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser

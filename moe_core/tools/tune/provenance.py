@@ -20,13 +20,16 @@ from moe_core.runtime.cuda import driver
 _SAME = ("gpu", "versions", "commit")
 
 
-def provenance(device_index: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """GPU, driver, versions, commit, command and date of a run."""
+def provenance(
+    device_index: int | None, arguments: Sequence[str], packages: Sequence[str] = ("triton",)
+) -> dict[str, Any]:
+    """GPU, driver, versions, commit, command and date of a run. device_index: None = no GPU was measured."""
     versions = {"moebius": moe_core.__version__, "kernels": sources_version()[:12]}
-    versions |= {"triton": importlib.metadata.version("triton"), "python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in packages}
+    versions |= {"python": platform.python_version()}
     return {
-        "gpu": driver().name(device_index),
-        "driver": _cuda_version(),
+        "gpu": f"none, {platform.machine()} CPU" if device_index is None else driver().name(device_index),
+        "driver": "none" if device_index is None else _cuda_version(),
         "versions": versions,
         "commit": _commit(),
         "command": " ".join(["moebius-tune", *arguments]),

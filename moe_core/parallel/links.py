@@ -1,0 +1,102 @@
+"""What a message costs: a line through measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_core.base.checks import as_integer, finite_float, require_choice, set_integer
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.errors import InvalidInput
+
+#: Messages that are measured. peer: stores to other ranks' memory; ragged_all_to_all: XLA's.
+KINDS = ("all_gather", "all_to_all", "peer", "ragged_all_to_all")
+#: Between ranks of one domain, or of several, over the network.
+WHERE = ("domain", "network")
+#: Bytes of a message have to fit into 63 bits.
+_MOST_BYTES = 2**63
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two ranks: microseconds until a message's first byte arrives, GB/s of a rank in one direction."""
+
+    latency_us: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latency_us", finite_float("latency_us", self.latency_us))
+        if self.latency_us < 0:
+            raise InvalidInput(f"latency_us must be at least 0, got {self.latency_us}; measure it")
+        set_positive(self, "bandwidth")
+
+    def us(self, size: float) -> float:
+        """Microseconds for so many bytes of one rank."""
+        return self.latency_us + size / self.bandwidth / 1e3 if size else 0.0
+
+
+@dataclass(frozen=True)
+class LinkTiming:
+    """One measured message.
+
+    kind: of KINDS. backend: what moved it, such as `nccl`, `gloo` or `xla`. where: of WHERE. ranks: that took part.
+    bytes: that the busiest rank sends to or gets from others, whichever is more. us: median over repeats of the slowest
+    rank. Raises InvalidInput.
+    """
+
+    kind: str
+    backend: str
+    where: str
+    ranks: int
+    bytes: int
+    us: float
+
+    def __post_init__(self) -> None:
+        require_choice("kind", self.kind, KINDS)
+        require_choice("where", self.where, WHERE)
+        if not isinstance(self.backend, str) or not self.backend:
+            raise InvalidInput(f"backend must be a name, got {self.backend!r}; say what moved the message")
+        set_integer(self, "ranks", 2, INT32_LIMIT)
+        object.__setattr__(self, "bytes", as_integer("bytes", self.bytes, 1, _MOST_BYTES))
+        set_positive(self, "us")
+
+    @property
+    def gb_s(self) -> float:
+        """GB/s of the busiest rank in one direction, latency included."""
+        return self.bytes / self.us / 1e3
+
+
+def fit_link(timings: Sequence[LinkTiming]) -> Link:
+    """The link whose times are nearest to those measured, by the squares of relative errors: small messages count as
+    much as large ones. Of one size, the latency is 0.
+
+    Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of 10.99 us and 111 GB/s.
+
+    Raises InvalidInput without a timing.
+    """
+    if not timings:
+        raise InvalidInput("timings must hold at least one message, got none; measure some")
+    size, us = np.array([[timing.bytes, timing.us] for timing in timings], np.float64).T
+    if np.ptp(size):
+        # Columns of about one size, for the arithmetic's sake.
+        columns = np.stack([us.min() / us, size / us * (us / size).min()], axis=1)
+        latency, per_byte = np.linalg.lstsq(columns, np.ones(len(us)), rcond=None)[0] * (us.min(), (us / size).min())
+    else:
+        latency, per_byte = 0.0, float(np.mean(us / size))
+    if latency < 0:
+        latency, per_byte = 0.0, float((size / us).sum() / (size / us).dot(size / us))
+    if per_byte <= 0:
+        # Nothing but latency could be seen: the largest message says how fast the link is at least.
+        last = int(size.argmax())
+        latency, per_byte = float(np.median(us)), us[last] / size[last]
+    return Link(float(latency), float(1 / per_byte / 1e3))
+
+
+def set_positive(options: object, name: str) -> None:
+    """Make a field a finite number above 0; raises InvalidInput otherwise."""
+    value = finite_float(name, getattr(options, name))
+    if value <= 0:
+        raise InvalidInput(f"{name} must be above 0, got {value}; measure it, or take it from a data sheet")
+    object.__setattr__(options, name, value)

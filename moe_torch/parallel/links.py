@@ -1,0 +1,240 @@
+"""What messages between ranks cost on this machine: `moebius-tune --links`, on torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_core.base.checks import as_integer, finite_float, require_choice
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.links import LinkTiming
+from moe_torch.parallel.group import Ranks
+
+#: A message's batches of calls: their median counts.
+_BATCHES, _MOST_CALLS = 5, 50
+#: Rows of square matrices that are multiplied, and bytes that are copied, on a GPU and on a CPU.
+_PRODUCT, _COPY = {"cuda": 8192, "cpu": 768}, {"cuda": 2**30, "cpu": 2**25}
+#: Seconds that ranks wait for each other.
+_TIMEOUT = 120.0
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured. ranks: of this host, None = its GPUs, or 2 on a CPU; torchrun says itself. sizes: bytes that a
+    rank sends to others. seconds: for all messages together. Raises InvalidInput."""
+
+    backend: str
+    ranks: int | None
+    sizes: tuple[int, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require_choice("backend", self.backend, ("nccl", "gloo"))
+        if self.ranks is not None:
+            as_integer("ranks", self.ranks, 2)
+        for size in self.sizes:
+            as_integer("sizes", size, 1)
+        if not self.sizes or finite_float("seconds", self.seconds) <= 0:
+            raise InvalidInput(f"sizes and seconds must be positive, got {self.sizes} and {self.seconds}; name some")
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found; equal on all, but for their own products. domain: ranks of a host. not_measured: (kind,
+    reason)."""
+
+    timings: tuple[LinkTiming, ...]
+    domain: int
+    tflops: float
+    memory: float
+    not_measured: tuple[tuple[str, str], ...]
+
+
+def measure(setting: Setting) -> Found | None:
+    """Measure on the ranks of torchrun, or on processes that are started here; None on all ranks but the first.
+
+    Raises InvalidInput, and Unsupported where there are fewer than two GPUs for nccl.
+    """
+    gpus = torch.cuda.device_count()
+    if dist.is_torchelastic_launched():
+        with _joined(setting, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), {}) as bench:
+            found = bench.run()
+            return found if dist.get_rank() == 0 else None
+    ranks = setting.ranks or (gpus if setting.backend == "nccl" else 2)
+    if setting.backend == "nccl" and not 2 <= ranks <= gpus:
+        raise Unsupported(
+            f"links between GPUs need two on this host, and one for each rank, got {ranks} ranks and {gpus} GPUs; "
+            "measure on such a machine, or between processes on this CPU with --backend gloo"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        spawn: Any = torch.multiprocessing
+        try:
+            spawn.start_processes(_serve, (setting, ranks, folder), ranks, start_method="spawn")
+        except spawn.ProcessException as error:
+            raise RuntimeError(f"a rank failed: {error}") from error
+        found = torch.load(Path(folder) / "found", weights_only=False)
+    return found
+
+
+def _serve(rank: int, setting: Setting, ranks: int, folder: str) -> None:
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": ranks}
+    with _joined(setting, rank, ranks, where) as bench:
+        found = bench.run()
+        if rank == 0:
+            torch.save(found, Path(folder) / "found")
+
+
+@contextlib.contextmanager
+def _joined(setting: Setting, local_rank: int, domain: int, where: dict[str, Any]) -> Iterator[_Bench]:
+    """A rank of a new group. where: of `init_process_group`."""
+    device = torch.device("cpu")
+    if setting.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        where = where | {"device_id": device}
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(setting.backend, timeout=datetime.timedelta(seconds=_TIMEOUT), **where)
+    try:
+        yield _Bench(setting, device, domain)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Bench:
+    """One rank."""
+
+    def __init__(self, setting: Setting, device: torch.device, domain: int) -> None:
+        self.setting, self.device, self.domain = setting, device, domain
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world % domain:
+            raise InvalidInput(f"hosts must have equally many ranks, got {world} of which one has {domain}; start so")
+        # Every rank makes every group, in one order.
+        hosts = [list(range(first, first + domain)) for first in range(0, world, domain)]
+        across = [list(range(local, world, domain)) for local in range(domain)]
+        groups = {tuple(ranks): dist.new_group(ranks) for ranks in (*hosts, *across) if len(ranks) > 1}
+        own = (hosts[rank // domain], across[rank % domain])
+        self.groups = {
+            where: Ranks(groups[tuple(ranks)], None, f"links of the {where}")
+            for where, ranks in zip(("domain", "network"), own, strict=True)
+            if len(ranks) > 1
+        }
+
+    def run(self) -> Found:
+        """All messages, from small to large, then products and memory of this device."""
+        timings: list[LinkTiming] = []
+        wanted = [(where, kind, size) for where in self.groups for kind in MESSAGES for size in self.setting.sizes]
+        each = self.setting.seconds / max(1, len(wanted))
+        for where, kind, size in wanted:
+            timings.append(self._message(where, kind, size, each))
+        tflops, memory = self._products(each)
+        return Found(tuple(timings), self.domain, tflops, memory, ())
+
+    def _message(self, where: str, kind: str, size: int, seconds: float) -> LinkTiming:
+        ranks = self.groups[where]
+        call, sent = MESSAGES[kind](ranks, size, self.device)
+        us = self._us(call, seconds, ranks)
+        return LinkTiming(kind, self.setting.backend, where, ranks.size, sent, us)
+
+    def _us(self, call: Callable[[], Any], seconds: float, ranks: Ranks | None = None) -> float:
+        """Microseconds of a call: the median of batches, of the slowest rank. On a GPU, of replays of a graph."""
+        for _ in range(3):
+            call()
+        first = self._slowest(self._timed(call, 1), ranks)
+        count = int(min(_MOST_CALLS, max(1.0, seconds * 1e6 / _BATCHES / first)))
+        run, graph = call, None
+        if self.device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(count):
+                    call()
+            run = graph.replay
+            run()
+        times = []
+        for _ in range(_BATCHES):
+            taken = self._timed(run, 1 if graph else count) / count
+            times.append(self._slowest(taken, ranks))
+        if graph is not None:
+            graph.reset()
+        return statistics.median(times)
+
+    def _slowest(self, us: float, ranks: Ranks | None) -> float:
+        if ranks is None:
+            return us
+        # All ranks have to make as many calls.
+        told = torch.tensor([us], dtype=torch.float64, device=self.device)
+        return float(ranks.all_gather(told, "times").max())
+
+    def _timed(self, call: Callable[[], Any], count: int) -> float:
+        """Microseconds of so many calls."""
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            return (time.perf_counter() - start) * 1e6
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def _products(self, seconds: float) -> tuple[float, float]:
+        """10^12 operations per second of a product of bf16 (on a CPU fp32), and GB/s of memory, read and written."""
+        kind = self.device.type
+        rows, dtype = _PRODUCT[kind], torch.bfloat16 if kind == "cuda" else torch.float32
+        left, right = (torch.randn(rows, rows, device=self.device).to(dtype) for _ in range(2))
+        product = self._us(lambda: torch.matmul(left, right), seconds)
+        source = torch.zeros(_COPY[kind], dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        copied = self._us(lambda: target.copy_(source), seconds)
+        return 2 * rows**3 / product / 1e6, 2 * _COPY[kind] / copied / 1e3
+
+
+#: What makes a call that sends a message, from the ranks, bytes and the device, and says how many bytes it sends.
+Message = Callable[[Ranks, int, torch.device], tuple[Callable[[], Any], int]]
+
+
+def _all_gather(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    """Every rank gets what each of the others has."""
+    each = _aligned(size, ranks.size - 1)
+    own = torch.zeros(each, dtype=torch.uint8, device=device)
+    return lambda: ranks.all_gather(own, "bytes"), each * (ranks.size - 1)
+
+
+def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    """Every rank sends another part to each."""
+    each = _aligned(size, ranks.size - 1)
+    rows = torch.zeros(ranks.size, each, dtype=torch.uint8, device=device)
+    return lambda: ranks.all_to_all(rows, "bytes"), each * (ranks.size - 1)
+
+
+def _aligned(size: int, peers: int) -> int:
+    """Bytes for each of the peers."""
+    return max(1, -(-size // peers // _ALIGNMENT)) * _ALIGNMENT
+
+
+#: By the kind that a record names.
+MESSAGES: dict[str, Message] = {"all_gather": _all_gather, "all_to_all": _all_to_all}
+#: What `moebius-tune --links` takes by default.
+SIZES: dict[str, Sequence[int]] = {
+    "nccl": tuple(4**power for power in range(5, 15)),
+    "gloo": tuple(4**power for power in range(5, 12)),
+}
