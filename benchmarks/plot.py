@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import theme
 from benchmarks.record import PLOTTED_SCHEMAS, STREAMING_BYTES_PER_US
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import ALL_SHAPES
 
 Row = dict[str, Any]
 
@@ -134,9 +134,9 @@ def roofline_points(rows: Sequence[Row]) -> dict[str, tuple[list[float], list[fl
     """
     found: dict[str, tuple[list[float], list[float], list[float]]] = {}
     for row in sorted(rows, key=lambda row: row["tokens"]):
-        if row["shape"] not in SHAPES or not {"active_experts", "torch_us", "dense_us"} <= set(row):
+        if row["shape"] not in ALL_SHAPES or not {"active_experts", "torch_us", "dense_us"} <= set(row):
             continue
-        shape = SHAPES[row["shape"]]
+        shape = ALL_SHAPES[row["shape"]]
         flops = shape.flops(row["tokens"])
         figures = (flops / shape.weight_bytes(row["active_experts"]), *(flops / row[k] / 1e6 for k in _TIMES))
         for values, figure in zip(found.setdefault(shape.name, ([], [], [])), figures, strict=True):
