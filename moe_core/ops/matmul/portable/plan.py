@@ -30,8 +30,9 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
 }
 #: Numbers of rows whose tiles are further starting points.
 _ROWS = tuple(4**exponent for exponent in range(11))
-#: Rows per expert up to which weights stream through tiles of 16 or 32 rows.
-_FEW_ROWS = 24
+#: Rows per expert up to which weights stream through tiles of 16 or 32 rows, and up to which out_in weights have tiles
+#: of their own.
+_FEW_ROWS, _SOME_ROWS = 24, 48
 #: Reductions from which steps of 256 are many enough.
 _LONG = 1024
 
@@ -102,7 +103,7 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
     rows = problem.rows_per_group
     if problem.dtype == "float32":
         return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2)
-    if rows <= _FEW_ROWS and (config := _long_rows(problem)) is not None:
+    if rows <= _SOME_ROWS and (config := _long_rows(problem)) is not None:
         return config
     if rows <= 10:
         # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
@@ -123,14 +124,18 @@ def _long_rows(problem: MatmulProblem) -> TileConfig | None:
     """
     if problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
         return None
-    if problem.rows_per_group > 10:
-        return TileConfig(32, 128 // problem.buffers, 128, 4, 3)
+    rows, sms = problem.rows_per_group, problem.target.num_sms
+    wide, narrow = 128 // problem.buffers, 64 // problem.buffers
+    if rows > _FEW_ROWS:
+        return TileConfig(64, narrow, 128, 4, 3)
+    if rows > 10:
+        return TileConfig(32, wide, 128, 4, 3)
     if problem.d % 256 == 0 and problem.d >= _LONG:
-        return TileConfig(16, 64 // problem.buffers, 256, 4, 3)
-    wide = 128 // problem.buffers
-    if problem.used_groups * -(-problem.n // wide) >= problem.target.num_sms:
-        return TileConfig(16, wide, 128, 4, 4)
-    return TileConfig(16, wide // 2, 128, 4, 6)
+        # A wide tile of one multiprocessor rather than two narrow ones.
+        alone = problem.gated and sms < problem.used_groups * -(-problem.n // narrow) <= 2 * sms
+        return TileConfig(16, wide if alone else narrow, 256, 4, 3)
+    few = problem.used_groups * -(-problem.n // wide) < sms
+    return TileConfig(16, narrow, 128, 4, 6) if few else TileConfig(16, wide, 128, 4, 4)
 
 
 def _around(start: TileConfig) -> Iterable[TileConfig]:
