@@ -41,6 +41,9 @@ _MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load
 #: Last in the keys of plans whose first output alone is wanted.
 _FIRST = "first"
 
+#: From outputs to what a call returns, by the number of tensors; None = a list.
+_PACKS: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {None: list, 0: lambda _: None, 1: itemgetter(0)}
+
 #: Shape and dtype of every output.
 Outputs = list[tuple[tuple[Any, ...], torch.dtype]]
 
@@ -102,7 +105,8 @@ class Operator:
 
     name: with its overload, as `moe.top_k`. signature: its arguments. planner(**given, target=target): the plan, from
     ArraySpecs and options by name. shapes(given): shape and dtype of every output; `given` has tensors and options as
-    attributes, and sizes may be symbolic. returns: how many tensors; None = a list of them.
+    attributes, and sizes may be symbolic. returns: how many tensors, 0 = it stores at addresses that it is given;
+    None = a list of them.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Operator:
         self._packet, _, overload = name.partition(".")
         self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
         #: From outputs to what a call returns.
-        self.pack: Callable[[Sequence[torch.Tensor]], Any] = {None: list, 1: itemgetter(0)}.get(returns, tuple)
+        self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(returns, tuple)
         self._planner, self._shapes = planner, shapes
         roles = {name: (role_of(name) or "").partition(".")[0] for name in self.names}
         kept = {"weight", "into", *(("up",) if "weight" in roles.values() else ())}  # an activation's up is rows

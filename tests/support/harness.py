@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -99,12 +99,17 @@ class GuardedBuffer:
             )
 
 
-def run_plan(plan: LaunchPlan, arrays: Mapping[str, np.ndarray], device_index: int = 0) -> dict[str, np.ndarray]:
+def run_plan(
+    plan: LaunchPlan,
+    arrays: Mapping[str, np.ndarray],
+    device_index: int = 0,
+    others: Sequence[GuardedBuffer] = (),
+) -> dict[str, np.ndarray]:
     """Run a plan on NumPy (or ml_dtypes) arrays by input name and return its outputs by name.
 
     Inputs, outputs and scratch lie in fresh memory (the device's for a cuda plan) between guard zones. Outputs and
     scratch start as 0xFF bytes. Raises AssertionError for a wrong input, a write out of bounds or into an input, and in
-    the interpreter for a read out of bounds.
+    the interpreter for a read out of bounds. others: host memory that the plan reaches through addresses in its inputs.
     """
     names = [buffer.name for buffer in plan.inputs]
     assert set(arrays) == set(names), f"{plan.name} takes {sorted(names)}, got {sorted(arrays)}"
@@ -114,7 +119,11 @@ def run_plan(plan: LaunchPlan, arrays: Mapping[str, np.ndarray], device_index: i
     buffers += [GuardedBuffer(buffer.name, buffer.spec, OUTPUT_GUARD) for buffer in plan.outputs]
     if plan.scratch_bytes:
         buffers.append(GuardedBuffer("scratch", ArraySpec((plan.scratch_bytes,), "uint8"), SCRATCH_GUARD))
-    images = _run_on_device(plan, buffers, device_index) if plan.target.kind == "cuda" else _run_on_host(plan, buffers)
+    if plan.target.kind == "cuda":
+        assert not others, "a device does not reach host memory"
+        images = _run_on_device(plan, buffers, device_index)
+    else:
+        images = _run_on_host(plan, buffers, others)
     for buffer, image in zip(buffers, images, strict=True):
         buffer.check(image)
     outputs = zip(buffers[len(names) :], images[len(names) :], strict=True)
@@ -146,8 +155,8 @@ def _reads_stay_inside(buffers: list[GuardedBuffer]) -> Iterator[None]:
         yield
 
 
-def _run_on_host(plan: LaunchPlan, buffers: list[GuardedBuffer]) -> list[np.ndarray]:
-    inside = _reads_stay_inside(buffers) if plan.target.kind == "interpreter" else contextlib.nullcontext()
+def _run_on_host(plan: LaunchPlan, buffers: list[GuardedBuffer], others: Sequence[GuardedBuffer]) -> list[np.ndarray]:
+    inside = _reads_stay_inside([*buffers, *others]) if plan.target.kind == "interpreter" else contextlib.nullcontext()
     with inside:
         prepare(plan)([buffer.address for buffer in buffers])
     return [buffer.image for buffer in buffers]

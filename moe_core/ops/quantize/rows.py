@@ -102,7 +102,7 @@ def _users(builder: PlanBuilder) -> int:
     return builder.spec("used_by").shape[0] // max(builder.spec("x").shape[0], 1) if builder.has("used_by") else 0
 
 
-def _rule(format: Format, target: Target) -> dict[str, Argument]:
+def rule_of(format: Format, target: Target) -> dict[str, Argument]:
     """The kernels' constants that say what codes and scales are."""
     element = format.own_element
     converts = target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales
@@ -141,7 +141,7 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
     arguments = {
         **builder.pointers("x", "used_by", "values", "scales"),
         **passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=_users(builder), GROUP=group, GROUPS=groups),
-        **_rule(format, builder.target),
+        **rule_of(format, builder.target),
         **passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None),
     }
     builder.launch(QUANTIZE_GROUPS, (-(-rows // block_m), groups), arguments, num_warps, 1)
@@ -162,5 +162,5 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     arguments |= builder.pointers("values", "scales") | shape | passed(PARTIALS=partials)
     # One scale of all rows is written even where there are none.
     programs = max(-(-rows // block_m), 1 if whole else 0)
-    arguments |= _rule(format, builder.target) | tile
+    arguments |= rule_of(format, builder.target) | tile
     builder.launch(QUANTIZE_WHOLE_ROWS, (programs,), arguments, num_warps, 1)

@@ -76,6 +76,40 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("tl.load(group_sizes + group, cache_modifier=CACHE)", "tl.load(group_sizes + group) - 1"),
         OpFault("(slots // TOP_K)", "(slots * 0)"),
     ),
+    "exchange.kernels.places": (
+        OpFault("homes < rank, given", "homes <= rank, given"),
+        OpFault("tl.cumsum(total, axis=0) - total", "tl.cumsum(total, axis=0)"),
+        OpFault("(row < receive)", "(row <= receive)"),
+        OpFault("given = tl.maximum(given, 0)", "given += 0"),
+        OpFault("place // PER_RANK", "place % PER_RANK"),
+        OpFault("tl.sum(total, axis=0) - receive", "tl.sum(total, axis=0) + 1 - receive"),
+        OpFault("own - tl.load(group_start + place", "own - 0 * tl.load(group_start + place"),
+    ),
+    "exchange.kernels.addresses": (
+        OpFault("tl.load(table + owner", "tl.load(table + 0 * owner"),
+        OpFault("(owner >= 0)", "(owner >= 1)"),
+        OpFault("& (row >= 0)", "& (row >= 1)"),
+    ),
+    "exchange.kernels.push": (
+        OpFault("tokens * TOP_K + first + k", "tokens * TOP_K + first"),
+        OpFault("some = inside & (first + k < TOP_K)", "some = inside"),
+        OpFault("groups[None, :], scale, mask=mask", "groups[None, :], scale, mask=mask & (k > 0)"),
+        OpFault("codes = codes_of(value, scale", "codes = codes_of(value, 2.0 * scale"),
+        OpFault("(slots << 32) | rank", "(slots << 32)"),
+        OpFault("weight, mask=present", "weight + 1.0, mask=present"),
+        OpFault("rank * size", "0 * rank"),
+        OpFault("tl.load(sources + 2 * row + 1", "tl.load(sources + 2 * row"),
+        OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
+        OpFault("range(tl.program_id(0), tl.cdiv", "range(tl.program_id(0) + 1, tl.cdiv"),
+    ),
+    "exchange.kernels.pull": (
+        OpFault("found[k].to(tl.float32)", "found[AT_ONCE - 1 - k].to(tl.float32)"),
+        OpFault("some = inside & (first + k < TOP_K)", "some = inside"),
+        OpFault("total += extra", "total -= extra"),
+        OpFault("extra *= sigmoid", "extra += sigmoid"),
+        OpFault("num_programs(0)):", "num_programs(0) + 1):"),
+        OpFault("tl.load(pointers, mask=present, other=0.0,", "tl.load(pointers, mask=present, other=1.0,"),
+    ),
     "common.kernels.dot": (OpFault("rest = values - high.to(tl.float32)", "rest = values * 0.0"),),
     "routing.kernels.backward": (
         OpFault("tl.where(total == 0.0, 0.0, tl.div_rn(values, total))", "tl.div_rn(values, total)"),
@@ -156,6 +190,10 @@ TESTS = {
     "routing.kernels.runs": "tests/ops/routing/test_runs.py",
     "exchange.kernels.send_tables": "tests/ops/exchange/test_send_tables.py",
     "exchange.kernels.receive_tables": "tests/ops/exchange/test_receive_tables.py",
+    "exchange.kernels.places": "tests/ops/exchange/test_places.py",
+    "exchange.kernels.addresses": "tests/ops/exchange/test_exchange.py",
+    "exchange.kernels.push": "tests/ops/exchange/test_exchange.py",
+    "exchange.kernels.pull": "tests/ops/exchange/test_exchange.py",
 }
 
 

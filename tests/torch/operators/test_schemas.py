@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_torch.bridge.operator import Operator
-from moe_torch.operators import routes, table
+from moe_torch.operators import exchange, routes, table
 
 # What many operators have in common, as it stands in their schemas.
 PARTS = {
@@ -40,6 +40,12 @@ PARTS = {
 SCHEMAS = """
 activation(Tensor x, Tensor? up, str options) -> Tensor
 activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]
+combine_pull(Tensor owners, Tensor rows, Tensor results_at, Tensor? shared, Tensor? shared_gate, Tensor(a!)? memory,
+    str options) -> Tensor
+combine_pull_weights(Tensor owners, Tensor rows, Tensor weights_at, Tensor(a!)? memory, str options) -> Tensor
+combine_push(Tensor y, Tensor sources, Tensor group_start, Tensor slots_at, Tensor(a!)? memory, str options) -> ()
+dispatch_push(Tensor x, Tensor owners, Tensor rows, Tensor rows_at, Tensor? scales_at, Tensor(a!)? memory, str
+    options) -> ()
 gather_rows(Tensor x, Tensor slot_of_row, Tensor row_of_slot, Tensor? wide, str options) -> Tensor
 layout_of_runs(Tensor counts, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 make_bounded_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
@@ -117,6 +123,11 @@ moe_training.router_weights(Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? 
 moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) ->
     Tensor[]
 pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
+peer_places(Tensor ids, Tensor group_start, Tensor row_of_slot, Tensor counts, str options) -> (Tensor, Tensor,
+    Tensor, Tensor)
+push_counts(Tensor counts, Tensor counts_at, Tensor(a!)? memory, str options) -> ()
+push_slots(Tensor weights, Tensor owners, Tensor rows, Tensor? weights_at, Tensor? sources_at, Tensor(a!)? memory,
+    str options) -> ()
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
 receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
@@ -145,5 +156,5 @@ def test_schemas_are_those_that_programs_were_exported_with() -> None:
         keys = ("CPU", "CUDA", "Meta")
         name = f"{schema.name}.{schema.overload_name}".rstrip(".")
         assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys), name
-    known_here = (*vars(table).values(), *vars(routes).values())
+    known_here = (*vars(table).values(), *vars(routes).values(), *vars(exchange).values())
     assert {one.name for one in known_here if isinstance(one, Operator)} <= names

@@ -1,0 +1,106 @@
+"""What every exchange through peers' addresses requires, and how its copies are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ALIGNMENT, ArraySpec, require_spec
+from moe_core.base.checks import require_at_least
+from moe_core.base.sizes import INT32_LIMIT, elementwise_tile, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+
+#: Slots of a token whose places are looked up together, at most.
+_MOST_AT_ONCE = 8
+#: Columns of a tile, preferred first.
+_COLUMNS = (2048, 1024)
+#: Threads of a warp on NVIDIA GPUs, and bytes that a thread moves with one instruction.
+_WARP, _VECTOR = 32, 16
+#: Warps of a program where the number of programs is limited, and otherwise.
+_LIMITED_WARPS, _WARPS = 16, 4
+#: Elements of a program where integers are copied one by one.
+_BLOCK = {"gpu": 1024, "interpreter": 64}
+
+
+def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None:
+    """Raise InvalidInput unless these can be a table: of every peer the address of an array, a multiple of 16."""
+    if len(addresses) < 1:
+        raise InvalidInput(f"{name} must have one entry for each rank, got none; pass those of all peers")
+    for rank, address in enumerate(addresses):
+        if isinstance(address, bool) or not isinstance(address, int) or address < 1 or address % ALIGNMENT:
+            raise InvalidInput(
+                f"{name} must be addresses at multiples of {ALIGNMENT} bytes, got {address!r} of rank {rank}; round "
+                "the offsets of arrays in the symmetric allocation up"
+            )
+
+
+def require_table(name: str, table: ArraySpec, num_ranks: int | None = None) -> int:
+    """The number of ranks of a table of addresses int64 `[W]`."""
+    require_spec(name, table, ("num_ranks" if num_ranks is None else num_ranks,), "int64")
+    require_at_least(f"num_ranks of {name}", table.shape[0], 1)
+    return table.shape[0]
+
+
+def require_places(owners: ArraySpec, rows: ArraySpec, tokens: int | str = "num_tokens") -> tuple[int, int]:
+    """(tokens, K) of places int32 `[T, K]`."""
+    require_spec("places.rows", rows, (tokens, "top_k"), "int32")
+    require_spec("places.owners", owners, rows.shape, "int32")
+    require_at_least("top_k of places.rows", rows.shape[1], 1)
+    if rows.size >= INT32_LIMIT:
+        raise InvalidInput(f"places.rows must have less than 2**31 entries, got {rows.shape}; split the batch")
+    return rows.shape[0], rows.shape[1]
+
+
+def require_width(name: str, width: int, dtype: str) -> None:
+    """Raise InvalidInput unless rows of this width can be moved in pieces of 16 bytes."""
+    size = width * dtypes.itemsize(dtype)
+    if width < 1 or size % _VECTOR:
+        each = _VECTOR // dtypes.itemsize(dtype)
+        raise InvalidInput(
+            f"rows of {name} must be a multiple of {_VECTOR} bytes, got {size} bytes of {width} {dtype}; pad d_model "
+            f"to a multiple of {each}"
+        )
+
+
+def require_programs(programs: int | None) -> None:
+    """Raise InvalidInput for a limit that is none."""
+    if programs is not None:
+        require_at_least("programs", programs, 1)
+
+
+def at_once(top_k: int) -> int:
+    """Slots of a token whose places are looked up together: K, or a part of it."""
+    return -(-top_k // -(-top_k // _MOST_AT_ONCE))
+
+
+def copy_tile(
+    rows: int, width: int, itemsize: int, programs: int | None, target: Target, *, each: int = 1
+) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of a copy, of which a thread moves 64 bytes.
+
+    A link is busy while enough bytes are on their way: 340 GB/s times the 2 us of a load from a peer are 680 KB. So a
+    program has 16 warps and 32 KB where the number of programs is limited. Few rows are spread over as many programs as
+    there are warps, since only latency counts. itemsize: of what is moved; each: how many elements a thread holds for
+    one that it stores.
+    """
+    if target.interpreted:
+        return *elementwise_tile(width, target), 4
+    columns = min(_COLUMNS, key=lambda size: -(-width // size) * size)
+    if programs is None and rows * -(-width // columns) < 2 * target.num_sms:
+        return 1, _WARP * _VECTOR // itemsize, 1
+    warps = _WARPS if programs is None else _LIMITED_WARPS
+    elements = warps * _WARP * max(_VECTOR, 4 * _VECTOR // padded(each, 1)) // itemsize
+    columns = min(columns, padded(width), elements)
+    return elements // columns, columns, warps
+
+
+def copy_grid(rows: int, blocks: int, block_rows: int, programs: int | None) -> tuple[int]:
+    """One program for each tile, at most `programs`."""
+    tiles = -(-rows // block_rows) * blocks
+    return (tiles if programs is None else min(tiles, programs),)
+
+
+def slots_block(target: Target) -> int:
+    """Slots of a program."""
+    return _BLOCK[target.engine]

@@ -1,0 +1,37 @@
+"""Pointers to rows at peers, from tables of addresses."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pointer_to(addresses, DTYPE: tl.constexpr):
+    """Addresses, multiples of 16, as pointers. Without the hint rows would move in pieces of one element."""
+    if DTYPE == "bfloat16":
+        return tl.multiple_of(addresses.to(tl.pointer_type(tl.bfloat16)), [16])
+    elif DTYPE == "float16":
+        return tl.multiple_of(addresses.to(tl.pointer_type(tl.float16)), [16])
+    elif DTYPE == "float32":
+        return tl.multiple_of(addresses.to(tl.pointer_type(tl.float32)), [16])
+    elif DTYPE == "int32":
+        return tl.multiple_of(addresses.to(tl.pointer_type(tl.int32)), [16])
+    elif DTYPE == "int64":
+        return tl.multiple_of(addresses.to(tl.pointer_type(tl.int64)), [16])
+    else:
+        tl.static_assert(DTYPE == "uint8", "unknown dtype")
+        return tl.multiple_of(addresses.to(tl.pointer_type(tl.uint8)), [16])
+
+
+@triton.jit
+def place_of(owners, rows, slots, inside, num_ranks, num_rows):
+    """(owner, row as int64, whether there is one) of slots."""
+    owner = tl.load(owners + slots, mask=inside, other=-1)
+    row = tl.load(rows + slots, mask=inside, other=-1).to(tl.int64)
+    return owner, row, inside & (owner >= 0) & (owner < num_ranks) & (row >= 0) & (row < num_rows)
+
+
+@triton.jit
+def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointers to the first of WIDTH elements of each row of the array that table has the addresses of."""
+    addresses = tl.load(table + owner, mask=present, other=0)
+    return pointer_to(addresses, DTYPE) + row * WIDTH

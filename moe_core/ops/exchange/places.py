@@ -1,0 +1,85 @@
+"""Planning of where the rows of slots go, from the counts of all ranks."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import as_integer, require_at_least
+from moe_core.base.recent import PLANS_KEPT
+from moe_core.base.sizes import INT32_LIMIT, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.exchange.checks import require_places, slots_block
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
+
+RUN_STARTS = Kernel("exchange.kernels.places:run_starts")
+SLOT_PLACES = Kernel("exchange.kernels.places:slot_places")
+
+#: Counts for one owner that one program holds.
+MAX_COUNTS = 8192
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_peer_places(
+    ids: ArraySpec,
+    group_start: ArraySpec,
+    row_of_slot: ArraySpec,
+    counts: ArraySpec,
+    target: Target,
+    *,
+    rank: int,
+    receive: int,
+) -> LaunchPlan:
+    """Where the row of every slot of this rank lies at its owner, which has rows ordered by (expert, home, slot).
+
+    W ranks with L places each, P = W * L. ids int32 `[T, K]`: places, -1 = none; place p is of rank p // L. group_start
+    int32 `[P + 1]`, row_of_slot int32 `[T * K]`: of the layout of ids. counts int32 `[W, P]`: the group sizes of every
+    rank's layout, rows may be strided. receive: rows that an owner has memory for; rows beyond do not go.
+
+    Inputs: ids, group_start, row_of_slot, counts. Outputs, int32: owners, rows `[T, K]`, -1 = no row goes; received
+    `[1, L]`, the rows that come for every expert here whatever the bound, which is what `plan_layout_of_runs` takes;
+    overflow `[1]`, the rows of all ranks that do not fit, the same on every rank. Raises InvalidInput, Unsupported.
+    """
+    require_spec("counts", counts, ("num_ranks", "num_places"), "int32", contiguous=False)
+    stride, (num_ranks, num_places) = row_stride("counts", counts), counts.shape
+    for name, size in (("num_ranks", num_ranks), ("num_places", num_places)):
+        require_at_least(f"{name} of counts", size, 1)
+    if num_places % num_ranks:
+        raise InvalidInput(
+            f"counts must have as many places for every one of the {num_ranks} ranks, got {counts.shape}; fill the "
+            "placement up with empty places"
+        )
+    require_places(ids, ids)
+    require_spec("layout.group_start", group_start, (num_places + 1,), "int32")
+    require_spec("layout.row_of_slot", row_of_slot, (ids.size,), "int32")
+    as_integer("rank", rank, 0, num_ranks)
+    as_integer("receive", receive, 0, INT32_LIMIT)
+    per_rank = num_places // num_ranks
+    builder = PlanBuilder("peer_places", target)
+    present = builder.inputs({"ids": ids, "group_start": group_start, "row_of_slot": row_of_slot, "counts": counts})
+    outputs = [builder.output(name, ArraySpec(ids.shape, "int32")) for name in ("owners", "rows")]
+    outputs.append(builder.output("received", ArraySpec((1, per_rank), "int32")))
+    outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
+    if not target.compiled:
+        constants = {"rank": rank, "receive": receive}
+        return builder.reference("exchange.reference:peer_places", present, constants, outputs)
+    ranks, experts = padded(num_ranks, 1), padded(per_rank, 1)
+    if ranks * experts > MAX_COUNTS:
+        raise Unsupported(
+            f"one program holds the counts for an owner and takes at most {MAX_COUNTS}, got {num_ranks} x {per_rank}; "
+            "use fewer places on a rank"
+        )
+    builder.scratch("starts", ArraySpec((num_places,), "int64"))
+    builder.scratch("excess", ArraySpec((num_ranks,), "int64"))
+    arguments = builder.pointers("counts", "starts", "received", "excess")
+    arguments |= passed(num_ranks=num_ranks, rank=rank, receive=receive)
+    arguments |= passed(PER_RANK=per_rank, STRIDE=stride, RANKS=ranks, EXPERTS=experts)
+    builder.launch(RUN_STARTS, (num_ranks,), arguments, 4 if ranks * experts <= 2048 else 8)
+    block, slots = slots_block(target), ids.size
+    arguments = builder.pointers("ids", "group_start", "row_of_slot", "starts", "excess", "owners", "rows", "overflow")
+    arguments |= passed(num_slots=slots, num_ranks=num_ranks, receive=receive)
+    arguments |= passed(PER_RANK=per_rank, RANKS=ranks, BLOCK=block)
+    builder.launch(SLOT_PLACES, (max(1, -(-slots // block)),), arguments)
+    return builder.build()

@@ -1,0 +1,217 @@
+"""Planning of stores to peers: rows of tokens, what goes beside them, and results."""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import as_integer, require_at_least, require_kind
+from moe_core.base.recent import PLANS_KEPT
+from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.ops.exchange.checks import (
+    at_once,
+    copy_grid,
+    copy_tile,
+    require_places,
+    require_programs,
+    require_table,
+    require_width,
+    slots_block,
+)
+from moe_core.ops.quantize.rows import rule_of
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
+
+PUSH_ROWS = Kernel("exchange.kernels.push:push_rows")
+PUSH_QUANTIZED_ROWS = Kernel("exchange.kernels.push:push_quantized_rows")
+PUSH_SLOTS = Kernel("exchange.kernels.push:push_slots")
+PUSH_COUNTS = Kernel("exchange.kernels.push:push_counts")
+PUSH_RESULTS = Kernel("exchange.kernels.push:push_results")
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_dispatch_push(
+    x: ArraySpec,
+    owners: ArraySpec,
+    rows: ArraySpec,
+    rows_at: ArraySpec,
+    target: Target,
+    *,
+    num_rows: int,
+    scales_at: ArraySpec | None = None,
+    format: Format | None = None,
+    programs: int | None = None,
+) -> LaunchPlan:
+    """Store row t of x `[T, D]` to row rows[t, k] of an array `[num_rows, D]` of peer owners[t, k], for all k.
+
+    x: bf16, fp16 or fp32, rows may be strided. owners, rows int32 `[T, K]`: of `plan_peer_places`; -1 = nothing goes.
+    rows_at int64 `[W]`: the addresses of the peers' arrays, multiples of 16. format: of e4m3 with groups of one row;
+    codes go to rows_at and fp32 scales to the arrays `[num_rows, groups]` at scales_at, both with the bits of
+    `plan_quantize_rows`. programs: of the launch at most, None = one for each tile; the bits do not depend on it.
+
+    Inputs: x, owners, rows, rows_at, [scales_at]; no outputs. Raises InvalidInput, and Unsupported for other formats.
+    """
+    require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    stride, (tokens, width) = row_stride("x", x), x.shape
+    _, top_k = require_places(owners, rows, tokens)
+    num_ranks = require_table("rows_at", rows_at)
+    as_integer("num_rows", num_rows, 0, INT32_LIMIT)
+    require_programs(programs)
+    if format is None:
+        require_width("x", width, x.dtype)
+        if scales_at is not None:
+            raise InvalidInput("scales_at must be None without a format, got an array; pass a format or leave it out")
+    else:
+        _require_format(format, width, scales_at, num_ranks)
+    builder = PlanBuilder("dispatch_push", target)
+    arrays = {"x": x, "owners": owners, "rows": rows, "rows_at": rows_at, "scales_at": scales_at}
+    present = builder.inputs(arrays)
+    if not target.compiled:
+        constants = {"num_rows": num_rows, "format": format}
+        return builder.reference("exchange.reference:push_rows", present, constants, ())
+    sizes = passed(num_tokens=tokens, num_ranks=num_ranks, num_rows=num_rows)
+    sizes |= passed(TOP_K=top_k, AT_ONCE=at_once(top_k), WIDTH=width, X_STRIDE=stride)
+    if format is None:
+        block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(x.dtype), programs, target)
+        arguments = builder.pointers("x", "owners", "rows", "rows_at") | sizes
+        arguments |= passed(DTYPE=x.dtype, BLOCK_T=block_t, BLOCK_N=block_n)
+        kernel, blocks = PUSH_ROWS, -(-width // block_n)
+    else:
+        assert format.group_columns is not None
+        group, groups = format.group_columns, -(-width // format.group_columns)
+        block_t, block_n, warps = copy_tile(tokens, width, 1, programs, target, each=2)
+        block_g = max(1, block_n // group)
+        arguments = builder.pointers("x", "owners", "rows", "rows_at", "scales_at") | sizes
+        arguments |= passed(GROUP=group, GROUPS=groups) | rule_of(format, target)
+        arguments |= passed(BLOCK_T=block_t, BLOCK_G=block_g)
+        kernel, blocks = PUSH_QUANTIZED_ROWS, -(-groups // block_g)
+    builder.launch(kernel, copy_grid(tokens, blocks, block_t, programs), arguments, warps, 1)
+    return builder.build()
+
+
+def _require_format(format: Format, width: int, scales_at: ArraySpec | None, num_ranks: int) -> None:
+    require_kind("format", format, Format)
+    group = format.group_columns or 0
+    if (
+        format.element != "e4m3"
+        or format.has_e8m0_scales
+        or format.group_rows != 1
+        or group < 16
+        or group & (group - 1)
+    ):
+        raise Unsupported(
+            f"format must be of e4m3 with fp32 scales of groups of one row, 16, 32, 64, ... columns wide, got "
+            f"{format.name}; take fp8_group, or push rows as they are"
+        )
+    require_width("codes", quantized_shapes(QuantizedSpec(format), (1, width)).values[1], "uint8")
+    if scales_at is None:
+        raise InvalidInput(f"scales_at must be the addresses of scales with {format.name}, got None; pass them")
+    require_table("scales_at", scales_at, num_ranks)
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_push_slots(
+    weights: ArraySpec,
+    owners: ArraySpec,
+    rows: ArraySpec,
+    target: Target,
+    *,
+    rank: int,
+    num_rows: int,
+    weights_at: ArraySpec | None = None,
+    sources_at: ArraySpec | None = None,
+) -> LaunchPlan:
+    """Store what goes beside the rows of slots: weights, and where results go.
+
+    weights fp32 `[T, K]`; owners, rows: of `plan_peer_places`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`.
+    sources_at int64 `[W]`: addresses of int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home. rank: this one.
+
+    Inputs: weights, owners, rows, [weights_at], [sources_at]; no outputs. Raises InvalidInput.
+    """
+    require_places(owners, rows)
+    require_spec("weights", weights, rows.shape, "float32")
+    tables = {"weights_at": weights_at, "sources_at": sources_at}
+    given = {name: table for name, table in tables.items() if table is not None}
+    if not given:
+        raise InvalidInput("weights_at or sources_at must be given, got neither; leave out the call")
+    num_ranks = {require_table(name, table) for name, table in given.items()}
+    if len(num_ranks) > 1:
+        raise InvalidInput(
+            f"weights_at and sources_at must have as many ranks, got {sorted(num_ranks)}; pass all peers'"
+        )
+    as_integer("rank", rank, 0, min(num_ranks))
+    as_integer("num_rows", num_rows, 0, INT32_LIMIT)
+    builder = PlanBuilder("push_slots", target)
+    present = builder.inputs({"weights": weights, "owners": owners, "rows": rows, **tables})
+    if not target.compiled:
+        constants = {"rank": rank, "num_rows": num_rows}
+        return builder.reference("exchange.reference:push_slots", present, constants, ())
+    block = slots_block(target)
+    arguments = builder.pointers("weights", "owners", "rows", "weights_at", "sources_at")
+    arguments |= passed(num_slots=rows.size, num_ranks=min(num_ranks), num_rows=num_rows, rank=rank, BLOCK=block)
+    builder.launch(PUSH_SLOTS, (-(-rows.size // block),), arguments)
+    return builder.build()
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *, rank: int) -> LaunchPlan:
+    """Store counts int32 `[N]` to row `rank` of the int32 `[W, N]` of every peer, whose addresses are counts_at `[W]`.
+
+    Inputs: counts, counts_at; no outputs. Raises InvalidInput.
+    """
+    require_spec("counts", counts, ("size",), "int32")
+    num_ranks = require_table("counts_at", counts_at)
+    as_integer("rank", rank, 0, num_ranks)
+    builder = PlanBuilder("push_counts", target)
+    present = builder.inputs({"counts": counts, "counts_at": counts_at})
+    if not target.compiled:
+        return builder.reference("exchange.reference:push_counts", present, {"rank": rank}, ())
+    block, size = slots_block(target), counts.shape[0]
+    arguments = builder.pointers("counts", "counts_at") | passed(size=size, rank=rank, BLOCK=block)
+    builder.launch(PUSH_COUNTS, (num_ranks, -(-size // block)), arguments)
+    return builder.build()
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_combine_push(
+    y: ArraySpec,
+    sources: ArraySpec,
+    group_start: ArraySpec,
+    slots_at: ArraySpec,
+    target: Target,
+    *,
+    num_slots: int,
+    programs: int | None = None,
+) -> LaunchPlan:
+    """Store row r of y `[R, D]` to the slot that it is of: row slot of an array `[num_slots, D]` of peer home.
+
+    (home, slot) = sources[r], int32 `[R, 2]`, as `plan_push_slots` stores them. group_start int32 `[L + 1]`: its last
+    entry is the number of rows that have one. slots_at int64 `[W]`: addresses of the peers' arrays. programs: as of
+    `plan_dispatch_push`.
+
+    Inputs: y, sources, group_start, slots_at; no outputs. Raises InvalidInput.
+    """
+    require_spec("y", y, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES)
+    require_width("y", y.shape[1], y.dtype)
+    require_spec("sources", sources, (y.shape[0], 2), "int32")
+    require_spec("group_start", group_start, ("num_experts + 1",), "int32")
+    require_at_least("length of group_start", group_start.shape[0], 2)
+    num_ranks = require_table("slots_at", slots_at)
+    as_integer("num_slots", num_slots, 0, INT32_LIMIT)
+    require_programs(programs)
+    builder = PlanBuilder("combine_push", target)
+    present = builder.inputs({"y": y, "sources": sources, "group_start": group_start, "slots_at": slots_at})
+    if not target.compiled:
+        return builder.reference("exchange.reference:push_results", present, {"num_slots": num_slots}, ())
+    rows, width = y.shape
+    block_m, block_n, warps = copy_tile(rows, width, dtypes.itemsize(y.dtype), programs, target)
+    arguments = builder.pointers("y", "sources", "group_start", "slots_at")
+    arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)
+    arguments |= passed(NUM_EXPERTS=group_start.shape[0] - 1, WIDTH=width, DTYPE=y.dtype)
+    arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n)
+    builder.launch(PUSH_RESULTS, copy_grid(rows, -(-width // block_n), block_m, programs), arguments, warps, 1)
+    return builder.build()

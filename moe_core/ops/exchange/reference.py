@@ -1,0 +1,144 @@
+"""NumPy twins of what ranks store and load at each other's addresses; addresses are those of host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.base.arrays import ArraySpec, host_array
+from moe_core.formats import Format
+from moe_core.ops.quantize.reference import quantize_rows
+from moe_core.ops.reduction.reference import reduce
+
+_INT32_MOST = 2**31 - 1
+
+
+def peer_places(
+    ids: np.ndarray,
+    group_start: np.ndarray,
+    row_of_slot: np.ndarray,
+    counts: np.ndarray,
+    *,
+    rank: int,
+    receive: int,
+) -> tuple[np.ndarray, ...]:
+    """The results of `moe_core.ops.exchange.places.plan_peer_places`."""
+    num_ranks = len(counts)
+    given = np.maximum(counts.astype(np.int64), 0).reshape(num_ranks, num_ranks, -1)  # [home, owner, expert]
+    per_rank = given.shape[2]
+    total = given.sum(axis=0)
+    starts = (np.cumsum(total, axis=1) - total + given[:rank].sum(axis=0)).reshape(-1)
+    place, own = ids.reshape(-1), row_of_slot.astype(np.int64)
+    slots = np.flatnonzero((place >= 0) & (place < len(starts)) & (own >= 0))
+    row = starts[place[slots]] + own[slots] - group_start[place[slots]]
+    fits = (row >= 0) & (row < receive)
+    slots, row = slots[fits], row[fits]
+    owners, rows = np.full(place.shape, -1, np.int32), np.full(place.shape, -1, np.int32)
+    owners[slots], rows[slots] = place[slots] // per_rank, row
+    received = np.minimum(total[rank : rank + 1], _INT32_MOST).astype(np.int32)
+    missing = min(int(np.maximum(total.sum(axis=1) - receive, 0).sum()), _INT32_MOST)
+    return owners.reshape(ids.shape), rows.reshape(ids.shape), received, np.array([missing], np.int32)
+
+
+def _peers(table: np.ndarray, shape: tuple[int, ...], dtype: str) -> list[np.ndarray]:
+    """The array of this shape at every peer."""
+    return [host_array(int(address), ArraySpec(shape, dtype)) for address in table]
+
+
+def _slots_by_owner(owners: np.ndarray, rows: np.ndarray, num_ranks: int, num_rows: int):
+    """(owner, slots that have a row there, those rows) of every owner."""
+    flat = rows.reshape(-1)
+    for owner in range(num_ranks):
+        slots = np.flatnonzero((owners.reshape(-1) == owner) & (flat >= 0) & (flat < num_rows))
+        yield owner, slots, flat[slots]
+
+
+def push_rows(
+    x: np.ndarray,
+    owners: np.ndarray,
+    rows: np.ndarray,
+    rows_at: np.ndarray,
+    scales_at: np.ndarray | None = None,
+    *,
+    num_rows: int,
+    format: Format | None = None,
+) -> tuple[()]:
+    """What `moe_core.ops.exchange.push.plan_dispatch_push` stores."""
+    arrays = [(rows_at, x)]
+    if format is not None:
+        assert scales_at is not None
+        arrays = list(zip((rows_at, scales_at), quantize_rows(x, format=format), strict=True))
+    for table, values in arrays:
+        peers = _peers(table, (num_rows, values.shape[1]), values.dtype.name)
+        for owner, slots, row in _slots_by_owner(owners, rows, len(table), num_rows):
+            peers[owner][row] = values[slots // rows.shape[1]]
+    return ()
+
+
+def push_slots(
+    weights: np.ndarray,
+    owners: np.ndarray,
+    rows: np.ndarray,
+    weights_at: np.ndarray | None = None,
+    sources_at: np.ndarray | None = None,
+    *,
+    rank: int,
+    num_rows: int,
+) -> tuple[()]:
+    """What `moe_core.ops.exchange.push.plan_push_slots` stores."""
+    slots = np.arange(rows.size, dtype=np.int32)
+    sources = np.stack([np.full_like(slots, rank), slots], axis=1)
+    for table, values in ((weights_at, weights.reshape(-1, 1)), (sources_at, sources)):
+        if table is not None:
+            peers = _peers(table, (num_rows, values.shape[1]), values.dtype.name)
+            for owner, own, row in _slots_by_owner(owners, rows, len(table), num_rows):
+                peers[owner][row] = values[own]
+    return ()
+
+
+def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tuple[()]:
+    """What `moe_core.ops.exchange.push.plan_push_counts` stores."""
+    for peer in _peers(counts_at, (len(counts_at), len(counts)), "int32"):
+        peer[rank] = counts
+    return ()
+
+
+def push_results(
+    y: np.ndarray, sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int
+) -> tuple[()]:
+    """What `moe_core.ops.exchange.push.plan_combine_push` stores."""
+    homes, slots = sources[: max(0, group_start[-1])].T
+    peers = _peers(slots_at, (num_slots, y.shape[1]), y.dtype.name)
+    for home, own, slot in _slots_by_owner(homes, slots, len(peers), num_slots):
+        peers[home][slot] = y[own]
+    return ()
+
+
+def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(values of slots from their places, the slots themselves or -1 where nothing is)."""
+    found = np.full((rows.size, peers[0].shape[1]), 0, peers[0].dtype)
+    order = np.full(rows.size, -1, np.int32)
+    for owner, slots, row in _slots_by_owner(owners, rows, len(peers), len(peers[0])):
+        found[slots], order[slots] = peers[owner][row], slots
+    return found, order
+
+
+def pull_rows(
+    owners: np.ndarray,
+    rows: np.ndarray,
+    results_at: np.ndarray,
+    shared: np.ndarray | None = None,
+    shared_gate: np.ndarray | None = None,
+    *,
+    num_rows: int,
+    width: int,
+    dtype: str,
+    out_dtype: str,
+) -> np.ndarray:
+    """The result of `moe_core.ops.exchange.pull.plan_combine_pull`."""
+    found, order = _pulled(owners, rows, _peers(results_at, (num_rows, width), dtype))
+    return reduce(found, order, shared, shared_gate, top_k=rows.shape[1], order="slot", out_dtype=out_dtype)
+
+
+def pull_weights(owners: np.ndarray, rows: np.ndarray, weights_at: np.ndarray, *, num_rows: int) -> np.ndarray:
+    """The result of `moe_core.ops.exchange.pull.plan_combine_pull_weights`."""
+    return _pulled(owners, rows, _peers(weights_at, (num_rows, 1), "float32"))[0].reshape(rows.shape)

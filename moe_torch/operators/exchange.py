@@ -1,0 +1,77 @@
+"""The operators that store and load at peers' addresses.
+
+`memory` is this rank's own symmetric tensor: declared as written to, so that traced programs keep the order of stores,
+barriers and loads. No plan reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_core.ops.exchange.places import plan_peer_places
+from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
+from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
+from moe_core.plan.steps import LaunchPlan
+from moe_torch.bridge.operator import Operator, Outputs
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.bridge.signature import Signature
+
+
+def _operator(
+    name: str,
+    tensors: tuple[str, ...],
+    options: tuple[str, ...],
+    planner: Callable[..., LaunchPlan],
+    shapes: Callable[[Any], Outputs] = lambda _: [],
+    returns: int = 0,
+) -> Operator:
+    signature = Signature((*tensors, "memory!"), options)
+    return Operator(name, signature, lambda *, memory, **given: planner(**given), shapes, returns)
+
+
+def _places_shapes(given: Any) -> Outputs:
+    slots, counts = tuple(given.ids.shape), given.counts.shape
+    shapes = (slots, slots, (1, counts[1] // counts[0]), (1,))
+    return [(shape, torch.int32) for shape in shapes]
+
+
+#: Returns owners, rows, received, overflow.
+PEER_PLACES = Operator(
+    "peer_places",
+    Signature(("ids", "group_start", "row_of_slot", "counts"), ("rank", "receive")),
+    plan_peer_places,
+    _places_shapes,
+    4,
+)
+PUSH_COUNTS = _operator("push_counts", ("counts", "counts_at"), ("rank",), plan_push_counts)
+DISPATCH_PUSH = _operator(
+    "dispatch_push",
+    ("x", "owners", "rows", "rows_at", "scales_at?"),
+    ("num_rows", "format", "programs"),
+    plan_dispatch_push,
+)
+PUSH_SLOTS = _operator(
+    "push_slots", ("weights", "owners", "rows", "weights_at?", "sources_at?"), ("rank", "num_rows"), plan_push_slots
+)
+COMBINE_PULL = _operator(
+    "combine_pull",
+    ("owners", "rows", "results_at", "shared?", "shared_gate?"),
+    ("width", "dtype", "num_rows", "out_dtype", "programs"),
+    plan_combine_pull,
+    lambda given: [((given.owners.shape[0], given.width), TORCH_DTYPES[given.out_dtype or given.dtype])],
+    1,
+)
+COMBINE_PULL_WEIGHTS = _operator(
+    "combine_pull_weights",
+    ("owners", "rows", "weights_at"),
+    ("num_rows",),
+    plan_combine_pull_weights,
+    lambda given: [(tuple(given.rows.shape), torch.float32)],
+    1,
+)
+COMBINE_PUSH = _operator(
+    "combine_push", ("y", "sources", "group_start", "slots_at"), ("num_slots", "programs"), plan_combine_push
+)

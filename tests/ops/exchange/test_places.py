@@ -1,0 +1,139 @@
+"""Where rows of slots go, against the index arithmetic of exchanges, for hard loads and every bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core import InvalidInput, Unsupported
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.exchange.places import MAX_COUNTS, plan_peer_places
+from moe_core.parallel.exchange import destinations, first_owners, owners_of, run_starts, sends
+from moe_core.plan.steps import Constant, KernelLaunch
+from tests.support import harness
+from tests.support.harness import H200, run_plan, spec_of
+from tests.support.parallel.peers import Peers
+
+ENGINES = (Target("interpreter"), Target("reference"))
+on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def visible_poison() -> Iterator[None]:
+    """-1 is a result here, so memory must start as something else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "POISON", 0x5A)
+        yield
+
+
+def check(ids: list[np.ndarray], num_places: int, receive: int, target: Target) -> None:
+    num_ranks = len(ids)
+    found = Peers(num_ranks, target).places(ids, num_places, receive)
+    sent = [sends(own, num_places) for own in ids]
+    counts = np.stack([layout.group_sizes for layout in sent])
+    starts, per_rank = run_starts(counts, "expert"), num_places // num_ranks
+    expected = [destinations(*one, receive) for one in zip(sent, ids, starts, strict=True)]
+    missing = sum(int(one.overflow[0]) for one in expected)
+    for rank, (own, wanted) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_array_equal(own.rows, wanted.row, strict=True)
+        np.testing.assert_array_equal(own.owners, np.where(wanted.row < 0, -1, owners_of(ids[rank], per_rank)))
+        mine = counts[:, rank * per_rank : (rank + 1) * per_rank].sum(axis=0)
+        np.testing.assert_array_equal(own.received, mine[None].astype(np.int32), strict=True)
+        assert own.overflow.tolist() == [missing]
+
+
+@on_engines
+@given(st.data())
+def test_any_routing(target: Target, data: st.DataObject) -> None:
+    num_ranks, per_rank, top_k = (
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 4)),
+    )
+    num_places = num_ranks * per_rank
+    random = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    ids = []
+    for _ in range(num_ranks):
+        shape = data.draw(st.sampled_from((0, 1, 2, 30))), top_k
+        choices = np.arange(-1, num_places) if data.draw(st.booleans()) else random.integers(-1, num_places, 1)
+        ids.append(random.choice(choices, shape).astype(np.int32))
+    if data.draw(st.booleans()):
+        ids, num_places = [first_owners(own, per_rank) for own in ids], num_ranks
+    most = max(
+        sum(int((owners_of(own, num_places // num_ranks) == rank).sum()) for own in ids) for rank in range(num_ranks)
+    )
+    for receive in {0, 1, max(0, most - 1), most, most + 40}:
+        check(ids, num_places, receive, target)
+
+
+def test_worked_example() -> None:
+    """Of moe_core/parallel/exchange.py: W = 2, L = 2, K = 2, and rank 1 sends nothing."""
+    ids = [np.array([[2, 3], [0, 2]], np.int32), np.zeros((0, 2), np.int32)]
+    own, other = Peers(2, ENGINES[0]).places(ids, 4, 2)
+    assert own.owners.tolist() == [[1, -1], [0, 1]]
+    assert own.rows.tolist() == [[0, -1], [0, 1]]
+    assert (own.received.tolist(), other.received.tolist()) == ([[1, 0]], [[2, 1]])
+    assert own.overflow.tolist() == other.overflow.tolist() == [1]
+
+
+@on_engines
+@pytest.mark.parametrize("wrong", [2**31 - 1, -1, -(2**31)])
+def test_counts_that_lie_stay_inside(target: Target, wrong: int) -> None:
+    """Rows stay below the bound, and overflow is no negative number."""
+    ids = np.array([[0, 1], [2, 3], [9, -7]], np.int32)
+    layout = sends(ids, 4)
+    counts = np.array([[1, wrong, 1, 1], [wrong, 3, wrong, wrong]], np.int32)
+    arrays = {"ids": ids, "group_start": layout.group_start, "row_of_slot": layout.row_of_slot, "counts": counts}
+    for rank, receive in ((0, 3), (1, 50), (1, 0)):
+        plan = plan_peer_places(*(spec_of(array) for array in arrays.values()), target, rank=rank, receive=receive)
+        found = run_plan(plan, arrays)
+        assert found["rows"].max() < max(receive, 1) and found["rows"].min() >= -1
+        assert (found["owners"][2] == -1).all() and found["owners"].max() < 2
+        assert found["overflow"][0] >= 0 and found["received"].min() >= 0
+
+
+@on_engines
+def test_counts_behind_a_header(target: Target) -> None:
+    """Rows of counts may be strided."""
+    ids = np.array([[1, 0]], np.int32)
+    layout, header = sends(ids, 2), 8
+    whole = np.full((2, header + 4), -99, np.int32)
+    whole[:, header : header + 2] = [[1, 1], [2, 5]]
+    counts = whole[:, header : header + 2]
+    specs = [spec_of(array) for array in (ids, layout.group_start, layout.row_of_slot)]
+    plan = plan_peer_places(*specs, ArraySpec((2, 2), "int32", (header + 4, 1)), target, rank=1, receive=9)
+    arrays = {"ids": ids, "group_start": layout.group_start, "row_of_slot": layout.row_of_slot, "counts": counts}
+    assert run_plan(plan, arrays)["rows"].tolist() == [[1, 1]]
+
+
+def test_tokens_compile_nothing() -> None:
+    found, counts = set(), ArraySpec((4, 128), "int32")
+    for tokens, receive, rank in ((64, 100, 0), (4096, 9999, 3)):
+        ids = ArraySpec((tokens, 8), "int32")
+        arrays = ids, ArraySpec((129,), "int32"), ArraySpec((ids.size,), "int32"), counts
+        for launch in plan_peer_places(*arrays, H200, rank=rank, receive=receive).steps:
+            assert isinstance(launch, KernelLaunch)
+            found.add((launch.kernel.name, tuple(one for one in launch.arguments if isinstance(one[1], Constant))))
+    assert len(found) == 2
+
+
+def test_wrong_arguments() -> None:
+    ids, start, rows, counts = (ArraySpec(shape, "int32") for shape in ((5, 2), (9,), (10,), (2, 8)))
+    given = {"ids": ids, "group_start": start, "row_of_slot": rows, "counts": counts, "rank": 0, "receive": 4}
+    for changes, error, message in (
+        ({"counts": ArraySpec((2, 7), "int32")}, InvalidInput, "counts must have as many places for every one"),
+        ({"counts": ArraySpec((8,), "int32")}, InvalidInput, r"counts must be \[num_ranks, num_places\]"),
+        ({"group_start": rows}, InvalidInput, r"layout.group_start must be \[9\], got \(10,\)"),
+        ({"row_of_slot": start}, InvalidInput, r"layout.row_of_slot must be \[10\], got \(9,\)"),
+        ({"rank": 2}, InvalidInput, "rank must be below 2, got 2"),
+        ({"receive": -1}, InvalidInput, "receive must be an integer of at least 0"),
+        ({"counts": ArraySpec((300, 90000), "int32"), "group_start": ArraySpec((90001,), "int32")}, Unsupported,
+         f"at most {MAX_COUNTS}, got 300 x 300"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            plan_peer_places(**(given | changes), target=H200)

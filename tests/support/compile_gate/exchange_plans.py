@@ -1,0 +1,50 @@
+"""Plans of exchanges through peers' addresses for the compile gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.shapes import SHAPES
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.formats import format_named
+from moe_core.ops.exchange.places import plan_peer_places
+from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
+from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
+from moe_core.plan.steps import LaunchPlan
+
+#: Ranks, rows that an owner takes, and programs of a launch that runs beside others.
+RANKS, ROWS, PROGRAMS = 4, 20000, 24
+
+
+def plans(target: Target) -> Iterator[LaunchPlan]:
+    """Every model's rows, few and many, beside others and alone; other dtypes, odd K and width, and formats."""
+    table = ArraySpec((RANKS,), "int64")
+    cases = [(shape.d_model, shape.top_k, tokens, "bfloat16") for shape in SHAPES.values() for tokens in (1, 4096)]
+    cases += [(2048, 8, 4096, "float32"), (1032, 9, 4096, "float16"), (72, 3, 64, "bfloat16")]
+    for width, top_k, tokens, dtype in cases:
+        places = ArraySpec((tokens, top_k), "int32")
+        x, wide = ArraySpec((tokens, width), dtype), ArraySpec((tokens, width), "float32")
+        gate = ArraySpec((tokens, 1), "float32")
+        for programs in (None, PROGRAMS):
+            yield plan_dispatch_push(x, places, places, table, target, num_rows=ROWS, programs=programs)
+            options = {"width": width, "dtype": dtype, "num_rows": ROWS, "programs": programs}
+            yield plan_combine_pull(places, places, table, target, **options)
+            yield plan_combine_pull(places, places, table, target, **options, out_dtype="float32", shared=wide)
+            yield plan_combine_pull(places, places, table, target, **options, shared=x, shared_gate=gate)
+            sources, start = ArraySpec((tokens, 2), "int32"), ArraySpec((33,), "int32")
+            yield plan_combine_push(x, sources, start, table, target, num_slots=tokens, programs=programs)
+            for name in ("fp8_group", "fp8_group_pow2") if width % 16 == 0 else ():
+                quantised = {"format": format_named(name), "scales_at": table}
+                yield plan_dispatch_push(
+                    x, places, places, table, target, num_rows=ROWS, programs=programs, **quantised
+                )
+    places, weights = ArraySpec((4096, 8), "int32"), ArraySpec((4096, 8), "float32")
+    for tables in ({"weights_at": table}, {"sources_at": table}, {"weights_at": table, "sources_at": table}):
+        yield plan_push_slots(weights, places, places, target, rank=1, num_rows=ROWS, **tables)
+    yield plan_combine_pull_weights(places, places, table, target, num_rows=ROWS)
+    yield plan_push_counts(ArraySpec((264,), "int32"), table, target, rank=1)
+    for num_places in (256, 4096):
+        layout = ArraySpec((num_places + 1,), "int32"), ArraySpec((places.size,), "int32")
+        counts = ArraySpec((RANKS, num_places), "int32")
+        yield plan_peer_places(places, *layout, counts, target, rank=1, receive=ROWS)
