@@ -1,0 +1,226 @@
+"""Stores and loads at the addresses of other ranks: what the mode `peer` of an exchange is made of.
+
+A table `*_at` is an int64 `[W]` tensor: for every rank, this one included, the address of one array in the symmetric
+allocation. On a CPU these are addresses of shared memory. Barriers are the caller's: behind stores before anybody
+reads, and behind reads before anybody stores there again. `memory`, where given, is this rank's own symmetric tensor:
+traced programs keep the order of all calls that have it. No call waits for the host or has a gradient.
+
+Letters: W ranks, L places of a rank, P = W * L, T tokens of this rank, K top-k, D columns, slot `s = t * K + k`, R rows
+that an owner has memory for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from moe_core.base.checks import as_integer
+from moe_core.formats import Format
+from moe_core.ops.exchange.checks import require_addresses
+from moe_core.specs.operands import RaggedLayout
+from moe_torch.bridge.operator import call
+from moe_torch.bridge.options import dtype_name, encode
+from moe_torch.operators import exchange as operators
+
+
+class PeerPlaces(NamedTuple):
+    """Where the row of every slot lies, int32.
+
+    owners, rows `[T, K]`: the rank that has it and its row there, -1 = none goes. received `[1, L]`: the rows that come
+    for each expert of this rank, bound or not. overflow `[1]`: the rows of all ranks that do not fit.
+    """
+
+    owners: torch.Tensor
+    rows: torch.Tensor
+    received: torch.Tensor
+    overflow: torch.Tensor
+
+
+def address_table(addresses: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """The table int64 `[W]` of an array's address at every rank. Raises InvalidInput unless all are multiples of 16."""
+    require_addresses(addresses)
+    return torch.tensor(list(addresses), dtype=torch.int64, device=device)
+
+
+def peer_places(
+    ids: torch.Tensor, layout: RaggedLayout, counts: torch.Tensor, *, rank: int, receive: int
+) -> PeerPlaces:
+    """Find the owner of every slot, and the row there: owners have rows by (expert, home, slot).
+
+    Args:
+        ids: int32 `[T, K]`. Places, -1 = none. Place p is of rank `p // L`.
+        layout: `make_layout(ids, P)`.
+        counts: int32 `[W, P]`. `layout.group_sizes` of every rank. Rows may be strided.
+        rank: this rank.
+        receive: R. Rows beyond do not go, and are counted.
+
+    Returns:
+        The places. `layout_of_runs(places.received, R)` is the owner's layout: rows lie in it as they arrive.
+
+    Raises:
+        InvalidInput: arguments of the wrong shape or dtype.
+        Unsupported: more than 8192 counts for one rank, on a GPU.
+    """
+    arrays = ids, layout.group_start, layout.row_of_slot, counts
+    return PeerPlaces(
+        *call(operators.PEER_PLACES, *arrays, encode(as_integer("rank", rank, 0), _rows(receive, "receive")))
+    )
+
+
+def push_counts(
+    counts: torch.Tensor, counts_at: torch.Tensor, *, rank: int, memory: torch.Tensor | None = None
+) -> None:
+    """Store this rank's counts to row `rank` of an array int32 `[W, N]` of every rank.
+
+    Args:
+        counts: int32 `[N]`.
+        counts_at: the table of the arrays.
+        rank: this rank.
+        memory: see the module.
+    """
+    call(operators.PUSH_COUNTS, counts, counts_at, memory, encode(as_integer("rank", rank, 0)))
+
+
+def dispatch_push(
+    x: torch.Tensor,
+    places: PeerPlaces,
+    rows_at: torch.Tensor,
+    *,
+    num_rows: int,
+    programs: int | None = None,
+    format: Format | None = None,
+    scales_at: torch.Tensor | None = None,
+    memory: torch.Tensor | None = None,
+) -> None:
+    """Store the row of every token to the places of its slots.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided. A row has a multiple of 16 bytes.
+        places: of `peer_places`.
+        rows_at: the table of the arrays `[num_rows, D]`, of the dtype of x or of the format's codes.
+        num_rows: R.
+        programs: blocks of the launch at most, so that it runs beside others. None = as many as there are tiles. It
+            changes no bit.
+        format: of e4m3 with groups of one row, `fp8_group` for example. Codes and scales have the bits of
+            `quantize_rows`.
+        scales_at: with a format, the table of the arrays fp32 `[num_rows, groups]`.
+        memory: see the module.
+
+    Raises:
+        InvalidInput: rows that are no multiple of 16 bytes, and arguments of the wrong shape or dtype.
+        Unsupported: another format.
+    """
+    text = encode(_rows(num_rows), format, programs)
+    call(operators.DISPATCH_PUSH, x, places.owners, places.rows, rows_at, scales_at, memory, text)
+
+
+def push_routing(
+    weights: torch.Tensor,
+    places: PeerPlaces,
+    weights_at: torch.Tensor | None,
+    sources_at: torch.Tensor | None,
+    *,
+    rank: int,
+    num_rows: int,
+    memory: torch.Tensor | None = None,
+) -> None:
+    """Store what goes beside the rows of slots.
+
+    Args:
+        weights: fp32 `[T, K]`.
+        places: of `peer_places`.
+        weights_at: the table of the arrays fp32 `[num_rows]`. None = weights do not go.
+        sources_at: the table of the arrays int32 `[num_rows, 2]`, which get (rank, slot). None = they do not go.
+        rank: this rank.
+        num_rows: R.
+        memory: see the module.
+    """
+    text = encode(as_integer("rank", rank, 0), _rows(num_rows))
+    call(operators.PUSH_SLOTS, weights, places.owners, places.rows, weights_at, sources_at, memory, text)
+
+
+def combine_pull(
+    places: PeerPlaces,
+    results_at: torch.Tensor,
+    *,
+    width: int,
+    dtype: torch.dtype,
+    num_rows: int,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    programs: int | None = None,
+    memory: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Load the rows of a token's slots from their owners and add them: fp32, in the order k = 0..K-1, one cast.
+
+    The bits are those of `reduce(order="row")` on the same rows.
+
+    Args:
+        places: of `peer_places`, for slots. A slot without a row is skipped.
+        results_at: the table of the arrays `[num_rows, D]`.
+        width: D. A row has a multiple of 16 bytes.
+        dtype: bf16, fp16 or fp32, of the arrays.
+        num_rows: R.
+        shared: bf16, fp16 or fp32 `[T, D]`. It is added last. Rows may be strided.
+        shared_gate: fp32 `[T, 1]`. The shared rows are multiplied with its sigmoid.
+        out_dtype: of the sum, None = dtype.
+        programs: as of `dispatch_push`.
+        memory: see the module.
+
+    Returns:
+        out `[T, D]`.
+    """
+    out = None if out_dtype is None else dtype_name("out_dtype", out_dtype)
+    options = as_integer("width", width, 1), dtype_name("dtype", dtype), _rows(num_rows), out, programs
+    arrays = places.owners, places.rows, results_at, shared, shared_gate, memory
+    return call(operators.COMBINE_PULL, *arrays, encode(*options))
+
+
+def combine_pull_weights(
+    places: PeerPlaces, weights_at: torch.Tensor, *, num_rows: int, memory: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Load one number for every slot from its owner, such as the gradient of its weight.
+
+    Args:
+        places: of `peer_places`, for slots.
+        weights_at: the table of the arrays fp32 `[num_rows]`.
+        num_rows: R.
+        memory: see the module.
+
+    Returns:
+        fp32 `[T, K]`, 0 where a slot has no row.
+    """
+    text = encode(_rows(num_rows))
+    return call(operators.COMBINE_PULL_WEIGHTS, places.owners, places.rows, weights_at, memory, text)
+
+
+def combine_push(
+    y: torch.Tensor,
+    sources: torch.Tensor,
+    group_start: torch.Tensor,
+    slots_at: torch.Tensor,
+    *,
+    num_slots: int,
+    programs: int | None = None,
+    memory: torch.Tensor | None = None,
+) -> None:
+    """Store an owner's results to the slots that they are of; `reduce(order="slot")` at home adds them.
+
+    Args:
+        y: bf16, fp16 or fp32 `[R, D]`. A row has a multiple of 16 bytes.
+        sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row.
+        group_start: int32 `[L + 1]`. Its last entry is the number of rows that have a source.
+        slots_at: the table of the arrays `[num_slots, D]`.
+        num_slots: slots that every home has memory for.
+        programs: as of `dispatch_push`.
+        memory: see the module.
+    """
+    text = encode(_rows(num_slots, "num_slots"), programs)
+    call(operators.COMBINE_PUSH, y, sources, group_start, slots_at, memory, text)
+
+
+def _rows(number: int, name: str = "num_rows") -> int:
+    return as_integer(name, number, 0)
