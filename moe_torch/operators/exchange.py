@@ -13,7 +13,14 @@ import torch
 
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
-from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
+from moe_core.ops.exchange.push import (
+    plan_combine_push,
+    plan_dispatch_push,
+    plan_push_counts,
+    plan_push_slots,
+    plan_push_tokens,
+)
+from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
@@ -46,6 +53,14 @@ PEER_PLACES = Operator(
     _places_shapes,
     4,
 )
+TAKE_ROWS = Operator(
+    "peer_take_rows",
+    Signature(("x", "scales?", "rows", "group_start"), ("dtype", "programs")),
+    plan_take_rows,
+    lambda given: [
+        ((given.rows.shape[0], given.x.shape[1]), TORCH_DTYPES[given.dtype] if given.dtype else given.x.dtype)
+    ],
+)
 PUSH_COUNTS = _operator("push_counts", ("counts", "counts_at"), ("rank",), plan_push_counts)
 DISPATCH_PUSH = _operator(
     "dispatch_push",
@@ -55,6 +70,12 @@ DISPATCH_PUSH = _operator(
 )
 PUSH_SLOTS = _operator(
     "push_slots", ("weights", "owners", "rows", "weights_at?", "sources_at?"), ("rank", "num_rows"), plan_push_slots
+)
+PUSH_TOKENS = _operator(
+    "push_tokens",
+    ("weights", "ids", "owners", "rows", "weights_at", "ids_at"),
+    ("per_rank", "num_rows"),
+    plan_push_tokens,
 )
 COMBINE_PULL = _operator(
     "combine_pull",

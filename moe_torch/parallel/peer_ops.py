@@ -141,6 +141,60 @@ def push_routing(
     call(operators.PUSH_SLOTS, weights, places.owners, places.rows, weights_at, sources_at, memory, text)
 
 
+def push_token_routing(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    places: PeerPlaces,
+    weights_at: torch.Tensor,
+    ids_at: torch.Tensor,
+    *,
+    per_rank: int,
+    num_rows: int,
+    memory: torch.Tensor | None = None,
+) -> None:
+    """Store what goes beside the rows of tokens, each of which goes to an owner once.
+
+    Args:
+        weights: fp32 `[T, K]`.
+        ids: int32 `[T, K]`. Places, as for `peer_places`.
+        places: of `peer_places` for the ranks of tokens: its ids are owners, each once in a token.
+        weights_at: the table of the arrays fp32 `[num_rows, K]`.
+        ids_at: the table of the arrays int32 `[num_rows, K]`: local ids, -1 where another rank has the expert.
+        per_rank: L.
+        num_rows: R.
+        memory: see the module.
+    """
+    text = encode(as_integer("per_rank", per_rank, 1), _rows(num_rows))
+    call(operators.PUSH_TOKENS, weights, ids, places.owners, places.rows, weights_at, ids_at, memory, text)
+
+
+def take_rows(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    group_start: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """Copy rows of tokens that arrived once to the rows of their slots, as many as there are.
+
+    Args:
+        x: bf16, fp16 or fp32 `[N, D]`, or codes of e4m3. A row has a multiple of 16 bytes.
+        rows: int32 `[R, 1]`. The row of x for every row, outside [0, N) = zeros.
+        group_start: int32 `[L + 1]`. Its last entry is the number of rows that are written.
+        scales: fp32 `[N, ceil(D / 128)]`, of codes.
+        dtype: of the result, which codes need. None = that of x.
+        programs: as of `dispatch_push`.
+
+    Returns:
+        y `[R, D]`, of which rows from `group_start[-1]` on are not written. Codes are multiplied with their scales in
+        fp32, with one cast, as `dequantize` does.
+    """
+    text = encode(None if dtype is None else dtype_name("dtype", dtype), programs)
+    return call(operators.TAKE_ROWS, x, scales, rows, group_start, text)
+
+
 def combine_pull(
     places: PeerPlaces,
     results_at: torch.Tensor,

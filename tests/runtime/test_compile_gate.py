@@ -17,7 +17,8 @@ import pytest
 
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from tests.support.compile_gate.cover import ONLY, TUNED, cover, everything, facts
-from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record, narrow_moves, resource_usage
+from tests.support.compile_gate.exchange_plans import narrow_moves
+from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record, resource_usage
 from tests.support.faults.sm90 import FAULTS, run_on_faulty_copies
 from tests.support.paths import ROOT
 
@@ -137,11 +138,14 @@ def test_kernels_compile_for_amd(tmp_path: pathlib.Path) -> None:
 
 def test_narrow_moves_are_seen() -> None:
     push, pull = "exchange.kernels.push:push_rows", "exchange.kernels.pull:pull_rows"
-    assert narrow_moves(push, "ld.global.b32 %r1; st.global.v4.b32 [%rd1]") == ""
-    assert narrow_moves(push, "st.global.v4.b32 [%rd1]; st.global.b16 [%rd1]") == "st.global.b16"
-    assert narrow_moves(pull, "ld.global.cg.v2.b32 {%r1}; st.global.v4.b32 [%rd1]") == "ld.global.cg.v2.b32"
-    assert narrow_moves(push, "ld.global.b32 %r1") == "nothing"
-    assert narrow_moves("reduction.kernels.reduce:reduce", "st.global.b16 [%rd1]") == ""
+    for kernel, ptx, narrow in (
+        (push, "ld.global.b32 %r1; st.global.v4.b32 [%rd1]", ""),
+        (push, "st.global.v4.b32 [%rd1]; st.global.b16 [%rd1]", "st.global.b16"),
+        (pull, "ld.global.cg.v2.b32 {%r1}; st.global.v4.b32 [%rd1]", "ld.global.cg.v2.b32"),
+        (push, "ld.global.b32 %r1", "nothing"),
+        ("reduction.kernels.reduce:reduce", "st.global.b16 [%rd1]", ""),
+    ):
+        assert narrow_moves(kernel, ptx) == (narrow and f"rows move by {narrow}, not 16 bytes at once")
 
 
 def test_resource_usage_is_read() -> None:
@@ -160,7 +164,7 @@ def test_resource_usage_is_read() -> None:
         ({"has_wgmma": False}, "without wgmma"),
         ({"has_tma": False}, "without TMA"),
         ({"order": "st.global before the wait"}, "before the wait"),
-        ({"narrow": "st.global.b16"}, "st.global.b16, not 16 bytes"),
+        ({"narrow": "rows move by st.global.b16"}, "rows move by"),
     ],
 )
 def test_violations_are_seen(change: dict[str, object], violation: str) -> None:

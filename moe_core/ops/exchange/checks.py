@@ -19,6 +19,8 @@ _COLUMNS = (2048, 1024)
 _WARP, _VECTOR = 32, 16
 #: Warps of a program where the number of programs is limited, and otherwise.
 _LIMITED_WARPS, _WARPS = 16, 4
+#: Programs of 4 warps that a multiprocessor holds.
+_RESIDENT = 16
 #: Elements of a program where integers are copied one by one.
 _BLOCK = {"gpu": 1024, "interpreter": 64}
 
@@ -99,6 +101,11 @@ def copy_grid(rows: int, blocks: int, block_rows: int, programs: int | None) -> 
     """One program for each tile, at most `programs`."""
     tiles = -(-rows // block_rows) * blocks
     return (tiles if programs is None else min(tiles, programs),)
+
+
+def most_programs(programs: int | None, target: Target) -> int:
+    """`programs`, or as many as a device holds: for rows that are counted there, mostly far fewer than there can be."""
+    return _RESIDENT * max(1, target.num_sms) if programs is None else programs
 
 
 def slots_block(target: Target) -> int:

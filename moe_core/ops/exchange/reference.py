@@ -6,6 +6,8 @@ import numpy as np
 
 from moe_core.base.arrays import ArraySpec, host_array
 from moe_core.formats import Format
+from moe_core.formats.fp8 import BLOCK
+from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce
 
@@ -95,6 +97,28 @@ def push_slots(
     return ()
 
 
+def push_tokens(
+    weights: np.ndarray,
+    ids: np.ndarray,
+    owners: np.ndarray,
+    rows: np.ndarray,
+    weights_at: np.ndarray,
+    ids_at: np.ndarray,
+    *,
+    per_rank: int,
+    num_rows: int,
+) -> tuple[()]:
+    """What `moe_core.ops.exchange.push.plan_push_tokens` stores."""
+    shape = num_rows, rows.shape[1]
+    peers = zip(_peers(weights_at, shape, "float32"), _peers(ids_at, shape, "int32"), strict=True)
+    slots = _slots_by_owner(owners, rows, len(ids_at), num_rows)
+    for (there, beside), (owner, own, row) in zip(peers, slots, strict=True):
+        places = ids[own // rows.shape[1]]
+        there[row] = weights[own // rows.shape[1]]
+        beside[row] = np.where((places >= 0) & (places // per_rank == owner), places % per_rank, -1)
+    return ()
+
+
 def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tuple[()]:
     """What `moe_core.ops.exchange.push.plan_push_counts` stores."""
     for peer in _peers(counts_at, (len(counts_at), len(counts)), "int32"):
@@ -111,6 +135,29 @@ def push_results(
     for home, own, slot in _slots_by_owner(homes, slots, len(peers), num_slots):
         peers[home][slot] = y[own]
     return ()
+
+
+def take_rows(
+    x: np.ndarray,
+    rows: np.ndarray,
+    group_start: np.ndarray,
+    scales: np.ndarray | None = None,
+    *,
+    places: tuple[np.ndarray, ...],
+) -> np.ndarray:
+    """The result of `moe_core.ops.exchange.take.plan_take_rows`, in places[0], of which other rows are left."""
+    (y,) = places
+    source = rows[: max(0, group_start[-1]), 0]
+    present = (source >= 0) & (source < len(x))
+    source, own = source[present], np.flatnonzero(present)
+    y[: len(present)] = 0
+    if scales is None:
+        y[own] = x[source]
+    else:
+        factors = np.repeat(scales[source], BLOCK, axis=1)
+        with np.errstate(all="ignore"):
+            y[own] = round_to(to_float32(x[source]) * factors[:, : x.shape[1]], y.dtype)
+    return y
 
 
 def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

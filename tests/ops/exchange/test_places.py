@@ -16,11 +16,13 @@ from moe_core.ops.exchange.places import MAX_COUNTS, plan_peer_places
 from moe_core.parallel.exchange import destinations, first_owners, owners_of, run_starts, sends
 from moe_core.plan.steps import Constant, KernelLaunch
 from tests.support import harness
-from tests.support.harness import H200, run_plan, spec_of
+from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.parallel.peers import Peers
 
 ENGINES = (Target("interpreter"), Target("reference"))
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
+#: Where no address is read, kernels run on a GPU too.
+on_devices = pytest.mark.parametrize("target", (engine_target(), ENGINES[1]), ids=lambda target: target.kind)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +83,7 @@ def test_worked_example() -> None:
     assert own.overflow.tolist() == other.overflow.tolist() == [1]
 
 
-@on_engines
+@on_devices
 @pytest.mark.parametrize("wrong", [2**31 - 1, -1, -(2**31)])
 def test_counts_that_lie_stay_inside(target: Target, wrong: int) -> None:
     """Rows stay below the bound, and overflow is no negative number."""
@@ -97,7 +99,7 @@ def test_counts_that_lie_stay_inside(target: Target, wrong: int) -> None:
         assert found["overflow"][0] >= 0 and found["received"].min() >= 0
 
 
-@on_engines
+@on_devices
 def test_counts_behind_a_header(target: Target) -> None:
     """Rows of counts may be strided."""
     ids = np.array([[1, 0]], np.int32)

@@ -1,7 +1,8 @@
-"""Plans of exchanges through peers' addresses for the compile gate."""
+"""Plans of exchanges through peers' addresses for the compile gate, and how wide their loads and stores are."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from benchmarks.shapes import SHAPES
@@ -10,9 +11,24 @@ from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
-from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
+from moe_core.ops.exchange.push import (
+    plan_combine_push,
+    plan_dispatch_push,
+    plan_push_counts,
+    plan_push_slots,
+    plan_push_tokens,
+)
+from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.plan.steps import LaunchPlan
+from tests.support.compile_gate import exchange_tables
 
+#: Kernels whose loads and stores at peers' addresses are of rows, and what beside 16 bytes they may be: scales.
+_MOVES_ROWS = {
+    "exchange.kernels.push:push_rows": (),
+    "exchange.kernels.push:push_results": (),
+    "exchange.kernels.pull:pull_rows": (),
+    "exchange.kernels.push:push_quantized_rows": ("st.global.b32", "st.global.v2.b32"),
+}
 #: Ranks, rows that an owner takes, and programs of a launch that runs beside others.
 RANKS, ROWS, PROGRAMS = 4, 20000, 24
 
@@ -34,6 +50,14 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
             yield plan_combine_pull(places, places, table, target, **options, shared=x, shared_gate=gate)
             sources, start = ArraySpec((tokens, 2), "int32"), ArraySpec((33,), "int32")
             yield plan_combine_push(x, sources, start, table, target, num_slots=tokens, programs=programs)
+            rows, source = ArraySpec((tokens, 1), "int32"), ArraySpec((99, width), dtype)
+            yield plan_take_rows(source, rows, start, target, programs=programs)
+            if width % 16 == 0:
+                codes, scales = (
+                    ArraySpec((99, size), kind)
+                    for size, kind in ((width, "float8_e4m3fn"), (-(-width // 128), "float32"))
+                )
+                yield plan_take_rows(codes, rows, start, target, scales=scales, dtype=dtype, programs=programs)
             for name in ("fp8_group", "fp8_group_pow2") if width % 16 == 0 else ():
                 quantised = {"format": format_named(name), "scales_at": table}
                 yield plan_dispatch_push(
@@ -42,9 +66,25 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     places, weights = ArraySpec((4096, 8), "int32"), ArraySpec((4096, 8), "float32")
     for tables in ({"weights_at": table}, {"sources_at": table}, {"weights_at": table, "sources_at": table}):
         yield plan_push_slots(weights, places, places, target, rank=1, num_rows=ROWS, **tables)
+    arrays = weights, places, places, places, table, table
+    yield plan_push_tokens(*arrays, target, per_rank=64, num_rows=ROWS)
     yield plan_combine_pull_weights(places, places, table, target, num_rows=ROWS)
     yield plan_push_counts(ArraySpec((264,), "int32"), table, target, rank=1)
     for num_places in (256, 4096):
         layout = ArraySpec((num_places + 1,), "int32"), ArraySpec((places.size,), "int32")
         counts = ArraySpec((RANKS, num_places), "int32")
         yield plan_peer_places(places, *layout, counts, target, rank=1, receive=ROWS)
+
+
+def narrow_moves(kernel: str, ptx: str) -> str:
+    """What says which instructions move rows between ranks in pieces of fewer than 16 bytes; "" where none do."""
+    if kernel not in _MOVES_ROWS:
+        return ""
+    moves = set(re.findall(r"\b(?:st\.global|ld\.global\.cg)[.\w]*", ptx))
+    wide = {move for move in moves if move.endswith((".v4.b32", ".v2.b64"))}
+    narrow = ", ".join(sorted(moves - wide - set(_MOVES_ROWS[kernel]))) or ("" if wide else "nothing")
+    return narrow and f"rows move by {narrow}, not 16 bytes at once"
+
+
+#: For `gate.GROUPS`.
+GROUPS = {"exchange": plans, "exchange_tables": exchange_tables.plans}

@@ -49,7 +49,6 @@ from moe_core.specs.tuning import Tuning
 from tests.support.compile_gate import (
     backward_plans,
     exchange_plans,
-    exchange_tables,
     pdl_order,
     quantized_plans,
     routing_plans,
@@ -67,13 +66,6 @@ SPILLED_OF_INTEGERS = {
 }
 #: Modules of kernels that use TMA and wgmma.
 _SM90 = ("matmul.sm90.", "matmul.sm90_packed.kernels.matmul:")
-#: Kernels whose loads and stores at peers' addresses are of rows, and what beside 16 bytes they may be: scales.
-_MOVES_ROWS = {
-    "exchange.kernels.push:push_rows": (),
-    "exchange.kernels.push:push_results": (),
-    "exchange.kernels.pull:pull_rows": (),
-    "exchange.kernels.push:push_quantized_rows": ("st.global.b32", "st.global.v2.b32"),
-}
 
 
 @dataclass(frozen=True)
@@ -126,9 +118,7 @@ class Record:
 
     def violations(self) -> list[str]:
         """Every limit the launch breaks."""
-        found = [self.order] if self.order else []
-        if self.narrow:
-            found.append(f"rows move by {self.narrow}, not 16 bytes at once")
+        found = [one for one in (self.order, self.narrow) if one]
         if self.binary_bytes == 0:
             found.append("no binary")
         if self.arch == GFX942:
@@ -310,13 +300,12 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "other_dtypes": _other_dtypes,
     "batch_invariant": _batch_invariant,
     "routing": routing_plans.plans,
-    "exchange_tables": exchange_tables.plans,
+    **exchange_plans.GROUPS,
     "small_ops": _small_ops,
     "matmul_variants": _matmul_variants,
     "sm90": _sm90,
     "sm90_tall": sm90_plans.tall,
     "shipped_table": sm90_plans.shipped,
-    "exchange": exchange_plans.plans,
     "overlap": pdl_order.plans,
     "backward_ops": backward_plans.plans,
     **quantized_plans.GROUPS,
@@ -389,17 +378,8 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
         has_wgmma="wgmma.mma_async" in compiled.asm["ptx"],
         has_tma="cp.async.bulk.tensor" in compiled.asm["ptx"],
         order=pdl_order.order_violation(launch, compiled.asm["ptx"]),
-        narrow=narrow_moves(launch.kernel.name, compiled.asm["ptx"]),
+        narrow=exchange_plans.narrow_moves(launch.kernel.name, compiled.asm["ptx"]),
     )
-
-
-def narrow_moves(kernel: str, ptx: str) -> str:
-    """Instructions that move rows between ranks in pieces of fewer than 16 bytes; "" where there are none."""
-    if kernel not in _MOVES_ROWS:
-        return ""
-    moves = set(re.findall(r"\b(?:st\.global|ld\.global\.cg)[.\w]*", ptx))
-    wide = {move for move in moves if move.endswith((".v4.b32", ".v2.b64"))}
-    return ", ".join(sorted(moves - wide - set(_MOVES_ROWS[kernel]))) or ("" if wide else "nothing")
 
 
 def compile_for_amd(plan: LaunchPlan, launch: KernelLaunch) -> Record:

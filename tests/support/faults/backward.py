@@ -98,9 +98,17 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(slots << 32) | rank", "(slots << 32)"),
         OpFault("weight, mask=present", "weight + 1.0, mask=present"),
         OpFault("rank * size", "0 * rank"),
+        OpFault("place // PER_RANK == owner", "place // PER_RANK >= owner"),
+        OpFault("tl.load(weights + first + k", "tl.load(weights + first"),
         OpFault("tl.load(sources + 2 * row + 1", "tl.load(sources + 2 * row"),
         OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
         OpFault("range(tl.program_id(0), tl.cdiv", "range(tl.program_id(0) + 1, tl.cdiv"),
+    ),
+    "exchange.kernels.take": (
+        OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
+        OpFault("(columns // GROUP)", "(columns // (2 * GROUP))"),
+        OpFault("* scale)", "* 1.0)"),
+        OpFault("(source >= 0)", "(source >= 1)"),
     ),
     "exchange.kernels.pull": (
         OpFault("found[k].to(tl.float32)", "found[AT_ONCE - 1 - k].to(tl.float32)"),
@@ -193,6 +201,7 @@ TESTS = {
     "exchange.kernels.places": "tests/ops/exchange/test_places.py",
     "exchange.kernels.addresses": "tests/ops/exchange/test_exchange.py",
     "exchange.kernels.push": "tests/ops/exchange/test_exchange.py",
+    "exchange.kernels.take": "tests/ops/exchange/test_take.py",
     "exchange.kernels.pull": "tests/ops/exchange/test_exchange.py",
 }
 

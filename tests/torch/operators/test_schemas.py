@@ -123,11 +123,14 @@ moe_training.router_weights(Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? 
 moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) ->
     Tensor[]
 pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
+peer_take_rows(Tensor x, Tensor? scales, Tensor rows, Tensor group_start, str options) -> Tensor
 peer_places(Tensor ids, Tensor group_start, Tensor row_of_slot, Tensor counts, str options) -> (Tensor, Tensor,
     Tensor, Tensor)
 push_counts(Tensor counts, Tensor counts_at, Tensor(a!)? memory, str options) -> ()
 push_slots(Tensor weights, Tensor owners, Tensor rows, Tensor? weights_at, Tensor? sources_at, Tensor(a!)? memory,
     str options) -> ()
+push_tokens(Tensor weights, Tensor ids, Tensor owners, Tensor rows, Tensor weights_at, Tensor ids_at, Tensor(a!)?
+    memory, str options) -> ()
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
 receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor

@@ -109,6 +109,51 @@ def test_rows_are_quantised_as_they_go(engine: str) -> None:
 
 
 @on_engines
+def test_tokens_that_travel_once_are_copied_to_their_slots(engine: str) -> None:
+    """Tokens and their routing to the places of owners, then rows of slots by the layout of the ids that arrived."""
+    format = moe_torch.ops.format_named("fp8_group")
+    with running_on(engine) as device:
+        ranks = Ranks(device)
+        slots = ranks.places()
+        owners = [own // L for own in ranks.ids]
+        for own in owners:
+            for k in range(1, K):
+                own[:, k] = torch.where((own[:, :k] == own[:, k : k + 1]).any(dim=1), -1, own[:, k])
+        places_of_slots, ids = ranks.ids, [own.clamp(min=-1) for own in owners]
+        counts, counts_at = ranks.make(W, W, dtype=torch.int32)
+        layouts = [moe_torch.make_layout(own, W) for own in ids]
+        for rank, layout in enumerate(layouts):
+            peer_ops.push_counts(layout.group_sizes, counts_at, rank=rank)
+        rows, rows_at = ranks.make(R, D, dtype=torch.bfloat16)
+        _, weights_at = ranks.make(R, K, dtype=torch.float32)
+        local, ids_at = ranks.make(R, K, dtype=torch.int32)
+        for rank, own in enumerate(ids):
+            places = peer_ops.peer_places(own, layouts[rank], counts[rank], rank=rank, receive=R)
+            peer_ops.dispatch_push(ranks.x[rank], places, rows_at, num_rows=R)
+            arguments = ranks.weights[rank], places_of_slots[rank], places, weights_at, ids_at
+            peer_ops.push_token_routing(*arguments, per_rank=L, num_rows=R)
+        by_slot, by_slot_at = ranks.make(R, D, dtype=torch.bfloat16)
+        for rank, own in enumerate(slots):
+            peer_ops.dispatch_push(ranks.x[rank], own, by_slot_at, num_rows=R)
+        for rank in range(W):
+            arrived = int((local[rank] >= 0).any(dim=1).sum())
+            assert int(counts[rank][:, rank].sum()) == arrived
+            layout = moe_torch.make_layout(local[rank][:arrived], L)
+            filled = int(layout.group_start[-1])
+            assert filled == int(slots[rank].received.sum())
+            token = (layout.slot_of_row // K).int()[:filled, None]
+            taken = peer_ops.take_rows(rows[rank], token, layout.group_start, programs=3)
+            assert torch.equal(taken, by_slot[rank][:filled])
+            wide = torch.zeros(R, 48, device=device)
+            wide[:, :D] = rows[rank].nan_to_num()
+            codes = moe_torch.quantize_rows(wide, format)
+            found = peer_ops.take_rows(
+                codes.values, token, layout.group_start, scales=codes.scales, dtype=torch.bfloat16
+            )
+            assert torch.equal(found, moe_torch.dequantize(codes, torch.bfloat16)[token[:, 0].long()])
+
+
+@on_engines
 def test_rows_beyond_a_bound_stay_away(engine: str) -> None:
     with running_on(engine) as device:
         ranks = Ranks(device)
@@ -128,7 +173,15 @@ def test_what_compilers_are_told() -> None:
             assert peer_ops.dispatch_push(x, places, table, num_rows=R) is None
             out = peer_ops.combine_pull(places, table, width=D, dtype=torch.float16, num_rows=R)
             assert (out.shape, out.dtype) == ((TOKENS[0], D), torch.float16)
-    for name in ("dispatch_push", "push_slots", "push_counts", "combine_push", "combine_pull", "combine_pull_weights"):
+    for name in (
+        "dispatch_push",
+        "push_slots",
+        "push_tokens",
+        "push_counts",
+        "combine_push",
+        "combine_pull",
+        "combine_pull_weights",
+    ):
         schema = getattr(torch.ops.moebius, name).default._schema
         assert schema.is_mutable and str(schema).count("!") == 1
 
