@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from moe_core.parallel import ExchangeSpec, Placement
+from moe_core.specs.operands import TopK
 from tests.support.parallel.pool import Failed, Pool, ranks
 from tests.support.parallel.torch import parallel_call, run_rank
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
@@ -41,16 +43,20 @@ def arguments(problem: Problem, way: ExchangeSpec) -> list[Any]:
 
 
 @every_way
-def test_a_rank_that_raises_is_named_at_once(ranks: Pool, way: ExchangeSpec) -> None:
+@pytest.mark.parametrize("what, kind", [("option", "Unsupported"), ("weights", "InvalidInput")])
+def test_a_rank_that_raises_is_named_at_once(ranks: Pool, way: ExchangeSpec, what: str, kind: str) -> None:
     given = arguments(problem_of((4, 4, 4)), way)
     broken = dataclasses.replace(given[1][0], spec=dataclasses.replace(PLAIN, apply_router_weight_on_input=True))
+    if what == "weights":
+        routing = given[1][0].routing
+        broken = dataclasses.replace(given[1][0], routing=TopK(routing.ids, np.pad(routing.weights, ((0, 0), (0, 1)))))
     given[1] = (broken, *given[1][1:])
     start = time.monotonic()
     with pytest.raises(Failed) as caught:
         ranks.call(run_rank, given)
     assert time.monotonic() - start < SOON
-    kinds = {rank: kind for rank, (kind, _) in caught.value.errors.items()}
-    assert kinds == {0: "PeerFailed", 1: "Unsupported", 2: "PeerFailed"}
+    kinds = {rank: raised for rank, (raised, _) in caught.value.errors.items()}
+    assert kinds == {0: "PeerFailed", 1: kind, 2: "PeerFailed"}
     assert caught.value.errors[0][1].startswith(f"rank 1 failed before mode {way.mode}")
     # The group goes on.
     ranks.call(run_rank, arguments(problem_of((4, 4, 4)), way))
