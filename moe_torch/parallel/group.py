@@ -50,20 +50,35 @@ class Ranks:
         return self._start("all_gather", what, found, lambda: _all_gather(into, sent, self.group, async_op=True))
 
     def all_to_all(
-        self, rows: torch.Tensor, what: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+        self,
+        rows: torch.Tensor,
+        what: str,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+        memory: int | None = None,
     ) -> torch.Tensor:
         """`[R, ...]`: the rows that come from every rank, one rank after another. sent, received: how many go to and
-        come from each, None = equally many."""
-        return self.start_all_to_all(rows, what, sent, received)()
+        come from each, None = equally many; rows behind those that go stay. memory: R, where it is more than come; what
+        is behind these holds anything."""
+        return self.start_all_to_all(rows, what, sent, received, memory)()
 
     def start_all_to_all(
-        self, rows: torch.Tensor, what: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+        self,
+        rows: torch.Tensor,
+        what: str,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+        memory: int | None = None,
     ) -> Arriving:
         """`all_to_all` that waits where what it returns is called."""
-        count = len(rows) if received is None else sum(received)
-        found = buffer((count, *rows.shape[1:]), rows.dtype, rows.device)
-        into, source = _moved(found), _moved(rows.contiguous())
-        splits = (None, None) if sent is None or received is None else (list(received), list(sent))
+        count, going = len(rows), rows.contiguous()
+        splits = None, None
+        if sent is not None and received is not None:
+            count, leaving = sum(received), sum(sent)
+            splits = list(received), list(sent)
+            going = going if leaving == len(rows) else going[:leaving]
+        found = buffer((max(count, memory or 0), *rows.shape[1:]), rows.dtype, rows.device)
+        into, source = _moved(found if count == len(found) else found[:count]), _moved(going)
         return self._start(
             "all_to_all",
             what,

@@ -31,15 +31,20 @@ _HEADER = len(Header._fields)
 
 
 class Way(NamedTuple):
-    """Rows that go to each rank and come from each; None: equally many."""
+    """Rows that go to each rank and come from each, and those that there is memory for; None: equally many."""
 
     sent: Sequence[int] | None = None
     received: Sequence[int] | None = None
+    memory: int | None = None
 
-    @property
-    def back(self) -> Way:
-        """The same rows, returned."""
-        return Way(self.received, self.sent)
+
+def rounded(rows: int) -> int:
+    """At least so many rows, of few different numbers: each has plans of its own, and counts change with every call.
+
+    Up to 63 themselves, else at most 1/32 more. Example: 64 to 128 in steps of 2, 1000 -> 1008.
+    """
+    step = 1 << max(0, rows.bit_length() - 6)
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)
@@ -296,25 +301,29 @@ class Counted(_Planner):
                 tables = self._limited(limits)
             if plan.spec.on_overflow == "error":
                 spoilt = tables.lost
-        out = Way(way.sent.tolist(), way.received.tolist())
-        home = out.back
-        assert tables.slot_of_row is not None and tables.table is not None
         sent, received = int(way.sent.sum()), int(way.received.sum())
-        came = ranks.all_to_all(tables.table[:sent], "weights" if by_slot else "ids and weights", *out)
-        tables = tables._replace(slot_of_row=tables.slot_of_row[:sent])
+        out = Way(way.sent.tolist(), way.received.tolist(), rounded(received))
+        assert tables.slot_of_row is not None and tables.table is not None
+        came = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", *out)
+        tables = tables._replace(slot_of_row=tables.slot_of_row[: rounded(sent)])
         if by_slot:
             own_places = slice(self.rank * self.spec.per_rank, (self.rank + 1) * self.spec.per_rank)
             runs = on_device[:, _HEADER:][:, own_places].contiguous()
             if overflow:
                 most = np.iinfo(np.int32).max if plan.spec.receive is None else plan.spec.receive
                 runs = torch.tensor(_first_rows(rows[:, own_places], most), device=device)
-            ids, _ = ops.layout_of_runs(runs, received)
+            home = Way(out.received, out.sent)
+            ids, _ = ops.layout_of_runs(runs, len(came))
             owner: Sequence[torch.Tensor] = (ids, came.view(torch.float32))
         else:
             home = Way(slots[:, self.rank].tolist(), slots[self.rank].tolist())
-            owner = self.received(came, sum(home.sent or ()))
+            if received < len(came):
+                # No rows: they are for nobody.
+                came[received:] = -1
+            owner = self.received(came, rounded(sum(home.sent or ())))
         counted = torch.full((1,), overflow, dtype=torch.int32, device=device)
-        returned = sum(home.received or ())
+        returned = min(rounded(sum(home.received or ())), self.num_tokens * self.top_k)
+        home = home._replace(memory=returned)
         return self.routes(
             tables, (out, home), owner, returned, spoilt=spoilt, overflow=counted, group_tokens=group_tokens
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.operands import TopK
+from moe_torch.bridge.operator import Operator
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.routes import rounded
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.torch import run_rank
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import every_way
 from tests.support.torch import running_on, to_torch
@@ -77,3 +82,38 @@ def test_a_call_runs_few_operations(ranks: Pool, way: ExchangeSpec) -> None:
                 assert 10 < count.total() <= most, dict(count)
                 ours = {name: number for name, number in count.items() if name.startswith("moebius.")}
                 assert sum(ours.values()) <= 8, ours
+
+
+def plans_made(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[int]:
+    """How many plans each call makes, of a forward and a backward."""
+    made, counts, real = [], [], Operator.plan
+
+    def planned(self: Operator, *arguments: Any) -> Any:
+        made.append(self.name)
+        return real(self, *arguments)
+
+    with mock.patch.object(Operator, "plan", planned):
+        for problem in problems:
+            made.clear()
+            run_rank(group, problem, way, "reference", True, None)
+            counts.append(len(made))
+    return counts
+
+
+@every_way
+def test_other_counts_make_few_plans(ranks: Pool, way: ExchangeSpec) -> None:
+    """Numbers of rows change with every routing; those that plans see are rounded, so that most have been seen."""
+    placement = placement_of("linear", 6, 2)
+    problems = [
+        draw_problem(seed, placement, (150, 150), 3, "random", "bfloat16", PLAIN, sizes=(16, 16)) for seed in range(30)
+    ]
+    for counts in ranks.call(plans_made, [(problems, way)] * 2):
+        assert sum(counts[15:]) <= 15, counts
+
+
+def test_rounded_numbers_of_rows() -> None:
+    rows = np.arange(5000)
+    found = np.array([rounded(int(one)) for one in rows])
+    assert (found >= rows).all() and (found <= rows + rows // 31).all()
+    assert (found[:64] == rows[:64]).all() and rounded(1000) == 1008
+    assert len(np.unique(found)) < 64 + 7 * 33
