@@ -23,3 +23,4 @@ from moe_core.parallel.plan import ExchangePlan as ExchangePlan
 from moe_core.parallel.plan import plan_exchange as plan_exchange
 from moe_core.parallel.result import ParallelOutput as ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec as ExchangeSpec
+from moe_core.parallel.tensor import TensorSplit as TensorSplit

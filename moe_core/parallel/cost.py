@@ -8,6 +8,7 @@ they are below 2 % of the rows of real models. Products take the longer of two t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ def predict(
     *,
     imbalance: float = 1.0,
     measured: tuple[float, float] | None = None,
+    tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
     """A forward (training: and its backward) of `tokens` tokens on each rank, routed uniformly.
@@ -127,7 +129,8 @@ def predict(
     machine: what `machine_of` takes: a Machine, the path of a record of `moebius-tune --links`, or None for the record
     that MOEBIUS_MACHINE names. imbalance: rows of the busiest rank over the mean; the others share the rest. measured:
     microseconds of a forward on one device: of `tokens` tokens with all experts, and of a rank's part of all ranks'
-    tokens with its own experts; None = by the model. Raises InvalidInput.
+    tokens with its own experts; None = by the model. tensor: ranks of one NVLink domain that split each expert, each
+    with tokens of its own; there are tensor times `ranks` of them. Raises InvalidInput.
     """
     ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
     share = finite_float("imbalance", imbalance)
@@ -140,7 +143,8 @@ def predict(
     # None of K distinct experts is among the E / W of a rank.
     nothing = math.prod(max(0.0, E - E / ranks - i) / (E - i) for i in range(K))
     visits = np.minimum(1.0, slots * ranks * (1 - nothing))
-    return _price(layer, tokens, machine, spec, Traffic(visits, slots), -(-E // ranks), measured, training)
+    traffic = Traffic(visits, slots)
+    return _price(layer, tokens, machine, spec, traffic, -(-E // ranks), measured, training, tensor)
 
 
 def simulate(
@@ -152,6 +156,7 @@ def simulate(
     spec: ExchangeSpec,
     *,
     measured: tuple[float, float] | None = None,
+    tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
     """`predict` with counts from a routing trace, whose layers are averaged, or from a law, on a placement.
@@ -175,14 +180,14 @@ def simulate(
     found = []
     for ids in samples:
         traffic = traffic_of(ids, placement)
-        found.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, measured, training))
+        found.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, measured, training, tensor))
     names = [name for name, _ in found[0].stages]
     stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in found]))) for name in names)
     us, alone, uneven = (
         float(np.mean([getattr(one, name) for one in found])) for name in ("us", "alone_us", "imbalance")
     )
     worst = max(found, key=lambda one: one.us)
-    return Prediction(placement.num_ranks, tokens, stages, us, alone, uneven, worst.bound)
+    return Prediction(placement.num_ranks * tensor, tokens, stages, us, alone, uneven, worst.bound)
 
 
 def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
@@ -209,31 +214,41 @@ def _price(
     per_rank: int,
     measured: tuple[float, float] | None,
     training: bool,
+    tensor: int,
 ) -> Prediction:
     tokens = as_integer("tokens", tokens, 0, INT32_LIMIT)
+    tensor = as_integer("tensor", tensor, 1, INT32_LIMIT)
     machine = machine_of(machine)
     require_kind("spec", spec, ExchangeSpec)
     require_flag("training", training)
     ranks = len(traffic.slots)
+    if tensor > machine.domain:
+        raise InvalidInput(
+            f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
+        )
+    # Ranks of the other axis within a domain.
+    machine = dataclasses.replace(machine, domain=machine.domain // tensor)
     if machine.network is None and ranks > machine.domain:
         raise InvalidInput(
             f"machine must have a network for {ranks} ranks in domains of {machine.domain}, got None; pass a Link"
         )
     uneven = float(traffic.slots.max() * ranks)
     if measured is None:
-        alone, share = _alone_us(layer, tokens, machine), _share_us(layer, tokens, machine, traffic, per_rank)
+        alone, share = _alone_us(layer, tokens, machine), _share_us(layer, tokens, machine, traffic, per_rank, tensor)
     else:
         alone, share = measured[0], measured[1] * uneven
     plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
-    out, back = _rows(layer, tokens, spec, traffic, per_rank)
+    # Every rank of a tensor axis exchanges the tokens of all of them.
+    out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)
     near = machine.link(spec.mode)
     stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
+    if tensor > 1:
+        own, axis = tokens * (tensor - 1), machine.link("all_gather")
+        stages = [("gather", axis.us(own * plain)), *stages, ("scatter", axis.us(own * layer.d_model * 4))]
     if training:
         # Gradients of the output go as tokens do, those of x come as results do.
-        stages = [
-            (name, us + _push_us(rows, plain, machine, near))
-            for (name, us), rows in zip(stages, (out, back), strict=True)
-        ]
+        more = {"dispatch": _push_us(out, plain, machine, near), "combine": _push_us(back, plain, machine, near)}
+        stages = [(name, us + more.get(name, us)) for name, us in stages]
         alone, share = 3 * alone, 3 * share
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
@@ -244,9 +259,9 @@ def _price(
     exposed = waits + max(0.0, (exchange - share) * (1 - 1 / spec.chunks))
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
-    stages.insert(len(stages) - 1, ("compute", share))
+    stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
     bound = max(parts, key=lambda name: parts[name])
-    return Prediction(ranks, tokens, tuple(stages), share + exposed, alone, uneven, bound)
+    return Prediction(ranks * tensor, tokens, tuple(stages), share + exposed, alone, uneven, bound)
 
 
 def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
@@ -312,8 +327,12 @@ def _alone_us(layer: MoELayerSpec, tokens: int, machine: Machine) -> float:
     return _roofline_us(machine, tokens * (layer.top_k * slot + token), touched * expert + others)
 
 
-def _share_us(layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int) -> float:
-    """The rank that has most slots."""
+def _share_us(
+    layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int, tensor: int
+) -> float:
+    """The rank that has most slots: with a tensor axis, slices of as many times more."""
     slot, token, expert, others = _work(layer)
     slots = float(traffic.slots.max()) * len(traffic.slots) * tokens * layer.top_k
-    return _roofline_us(machine, slots * slot + tokens * token, min(per_rank, slots) * expert + others)
+    return _roofline_us(
+        machine, slots * slot + tokens * token, min(per_rank, slots * tensor) * expert / tensor + others
+    )

@@ -13,18 +13,21 @@ from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import MODES, ExchangeSpec
+from moe_core.parallel.tensor import TOKENS, TensorSplit
 
-#: Changes when the meaning of a header does. Never 0, which is the header of a rank that failed.
-_MAGIC = 0x4D6F4501
+#: Changes when the meaning of a header does; 1 to 15, above the bits of `TensorSplit.digest`. With it, no header is
+#: all zeros, which is the one of a rank that failed.
+_VERSION, _ABOVE = 2, 27
 #: Modes whose messages or buffers have one size on all ranks, which follows from the number of tokens; with mode `peer`
 #: that is the most there may be.
 STATIC_MODES = ("all_gather", "padded", "peer")
 
 
 class Header(NamedTuple):
-    """int32 `[8]` as names. options: mode, dtype and all else of the spec; placement: a digest of the owners."""
+    """int32 `[8]` as names. options: mode, dtype and all else of the spec; placement: a digest of the owners; tensor:
+    `TensorSplit.digest`, with an index that all ranks have that compare, and the version of headers."""
 
-    magic: int
+    tensor: int
     options: int
     receive: int
     tokens: int
@@ -44,11 +47,19 @@ class Header(NamedTuple):
         rows, sums = ("slots" if bits & 4 else "tokens"), ("ranks" if bits & 8 else "slots")
         overflow, pass_ = ("drop" if bits & 16 else "error"), ("training" if bits & 32 else "inference")
         receive = "the worst case" if self.receive < 0 else self.receive
+        size, index = self.tensor >> 1 & 0x1FFF, self.tensor >> 14 & 0x1FFF
         return (
             f"mode {self.mode}, {dtype}, rows {rows}, sums {sums}, on_overflow {overflow}, {pass_}, chunks "
             f"{bits >> 6 & 63}, format {bits >> 12:#x}, receive {receive}, {self.tokens} tokens, top_k {self.top_k}, "
-            f"d_model {self.d_model}, placement {self.placement:#x} version {self.version}"
+            f"d_model {self.d_model}, tensor of {size} ranks, tokens {TOKENS[self.tensor & 1]}, rank {index} of the "
+            f"other axis, placement {self.placement:#x} version {self.version}"
         )
+
+    def on_tensor_axis(self, tokens: int, rank: int) -> Header:
+        """What the ranks of the tensor axis compare: they have so many tokens each, and one number `rank` on the axis
+        of experts, which takes the place of their index."""
+        others = self.tensor & ~(0x1FFF << 14)
+        return self._replace(tokens=tokens, tensor=others | (rank & 0x1FFF) << 14)
 
 
 #: Of a rank that raised before the exchange: it takes part with this, and its peers know at once.
@@ -65,7 +76,14 @@ class PeerFailed(RuntimeError):
 
 
 def header_of(
-    tokens: int, top_k: int, d_model: int, dtype: str, placement: Placement, spec: ExchangeSpec, training: bool
+    tokens: int,
+    top_k: int,
+    d_model: int,
+    dtype: str,
+    placement: Placement,
+    spec: ExchangeSpec,
+    training: bool,
+    tensor: TensorSplit,
 ) -> Header:
     """The header of a call; arguments as in `plan_exchange`."""
     format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & 0x1FFFF
@@ -74,14 +92,16 @@ def header_of(
     options |= sum(flag << 4 + place for place, flag in enumerate(flags))
     options |= spec.chunks << 8 | format_digest << 14
     receive = -1 if spec.receive is None else spec.receive
-    return Header(_MAGIC, options, receive, tokens, top_k, d_model, placement.version, placement.digest)
+    numbers = receive, tokens, top_k, d_model, placement.version, placement.digest
+    return Header(_VERSION << _ABOVE | tensor.digest, options, *numbers)
 
 
-def compare_headers(headers: np.ndarray, where: str = "the exchange") -> int:
+def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_tokens: bool = False) -> int:
     """The tokens of all ranks together, from the headers int32 `[W, 8]` of all ranks.
 
-    where: what the ranks were about to do, for messages: mode, layer and collective. Raises PeerFailed where a rank
-    failed, and InvalidInput where ranks disagree, with both headers. Ranks agree with most of them, or with rank 0.
+    where: what the ranks were about to do, for messages: mode, layer and collective. equal_tokens: ranks must have
+    equally many, also where counts are exact. Raises PeerFailed where a rank failed, and InvalidInput where ranks
+    disagree, with both headers. Ranks agree with most of them, or with rank 0.
     """
     rows = np.asarray(headers).tolist()
     if all(row == rows[0] for row in rows) and tuple(rows[0]) != FAILED:
@@ -91,7 +111,7 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange") -> int:
     if failed:
         raise PeerFailed(failed, where)
     # The number of tokens may differ where counts are exact.
-    known = [header if header.mode in STATIC_MODES else header._replace(tokens=0) for header in found]
+    known = [header if equal_tokens or header.mode in STATIC_MODES else header._replace(tokens=0) for header in found]
     votes = Counter(known)
     most = max(votes, key=lambda header: (votes[header], -known.index(header)))
     other = [rank for rank, header in enumerate(known) if header != most]

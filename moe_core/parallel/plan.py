@@ -15,35 +15,11 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received, tokens_at_once
 from moe_core.parallel.header import Header, header_of
+from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.tensor import WHOLE, TensorSplit
 from moe_core.specs.exchange import TableSpec
-
-
-@plan_type
-@dataclass(frozen=True)
-class Collective:
-    """One message of a rank. kind: `all_gather`, `all_to_all`, `reduce_scatter`, `all_reduce`, `barrier`, or `push`:
-    stores to peers. what: the array. rows, bytes: of what the rank hands in, at most, its own part included."""
-
-    kind: str
-    what: str
-    dtype: str
-    rows: int
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.what}: {self.rows} rows, {self.bytes} bytes of {self.dtype}"
-
-
-@plan_type
-@dataclass(frozen=True)
-class ExchangeBuffer:
-    """Memory of a rank. symmetric: at an address that its peers know."""
-
-    name: str
-    bytes: int
-    symmetric: bool
 
 
 @plan_type
@@ -52,9 +28,10 @@ class ExchangePlan:
     """One exchange; made by `plan_exchange`.
 
     forward, backward: the collectives in order; backward is empty without training. buffers: of the worst case, see
-    `buffers_of`; two of each where there are chunks. host_reads: 0 or 1. why_not_exact: why the bits are not those of
+    `buffers_of`; two of each where there are chunks. host_reads: 0 to 2. why_not_exact: why the bits are not those of
     one device; empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products
-    add up as on one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare.
+    add up as on one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare. tensor: the
+    place of this rank on the axis that splits each expert.
     """
 
     tokens: int
@@ -72,6 +49,12 @@ class ExchangePlan:
     expected_tokens: int
     expected_experts: int
     expected_rows: int
+    tensor: TensorSplit = WHOLE
+
+    @property
+    def brought(self) -> int:
+        """Tokens that a rank brings to the exchange: its own, or those of its tensor axis."""
+        return self.tokens * self.tensor.token_ranks
 
     @property
     def exact(self) -> bool:
@@ -81,13 +64,17 @@ class ExchangePlan:
     @functools.cached_property
     def bounds(self) -> Bounds:
         """Rows of blocks and of the receive buffer, of one chunk."""
-        return bounds_of(self.spec, tokens_at_once(self.tokens, self.spec), self.top_k, self.placement)
+        return bounds_of(self.spec, tokens_at_once(self.brought, self.spec), self.top_k, self.placement)
 
     @functools.cached_property
     def header(self) -> Header:
         """int32 `[8]`: what ranks compare with `compare_headers`."""
-        sizes = self.tokens, self.top_k, self.d_model, self.dtype
-        return header_of(*sizes, self.placement, self.spec, self.training)
+        sizes = self.brought, self.top_k, self.d_model, self.dtype
+        return header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
+
+    def tensor_header(self, rank: int) -> Header:
+        """int32 `[8]`: what the ranks of the tensor axis compare; rank: this one's number on the axis of experts."""
+        return self.header.on_tensor_axis(self.tokens, rank)
 
     @functools.cached_property
     def tables(self) -> TableSpec:
@@ -118,6 +105,8 @@ class ExchangePlan:
             f"exchange {spec.mode}: {self.tokens} tokens, top {self.top_k}, {self.dtype} [{self.d_model}], {rows}",
             f"  placement  {self.placement}",
         ]
+        if self.tensor.size > 1:
+            lines.append(f"  tensor     rank {self.tensor.index} of {self.tensor.size}, tokens {self.tensor.tokens}")
         for name, messages in (("forward", self.forward), ("backward", self.backward)):
             lines += [f"  {name:9}  {number}  {message}" for number, message in enumerate(messages)]
         for buffer in self.buffers:
@@ -128,7 +117,8 @@ class ExchangePlan:
             lines.append(f"  bound      {bounds.block} rows from each rank, {bounds.back} back; more are counted")
         elif bounds.receive is not None:
             lines.append(f"  bound      {bounds.receive} rows received; more are counted")
-        lines.append(f"  host       {('reads nothing', 'reads the counts once')[self.host_reads]}")
+        reads = "reads nothing", "reads the counts once", "reads a header, and the counts once"
+        lines.append(f"  host       {reads[self.host_reads]}")
         lines.append(f"  tiles      as for {self.expected_tokens} tokens and {self.expected_experts} experts")
         lines += [f"  bits       not one device's: {reason}" for reason in self.why_not_exact]
         if self.exact:
@@ -147,19 +137,22 @@ def plan_exchange(
     *,
     training: bool = False,
     group_tokens: int | None = None,
+    tensor: TensorSplit = WHOLE,
 ) -> ExchangePlan:
     """The exchange of a rank that has x `[tokens, d_model]` of dtype, and top_k experts for each token.
 
-    training: a backward follows. group_tokens: of all ranks together, None = as many on every rank. Raises
-    InvalidInput, and Unsupported for training with replicas: their gradients would be parts of one.
+    training: a backward follows. group_tokens: of all ranks together, None = as many on every rank. tensor: the place
+    of the rank on an axis that splits each expert. Raises InvalidInput, and Unsupported for training with replicas:
+    their gradients would be parts of one.
     """
-    draft = ExchangePlan(tokens, top_k, d_model, dtype, placement, spec, training, (), (), (), 0, (), 0, 0, 0)
+    draft = ExchangePlan(tokens, top_k, d_model, dtype, placement, spec, training, (), (), (), 0, (), 0, 0, 0, tensor)
     for name, least in (("tokens", 0), ("top_k", 1), ("d_model", 1)):
         set_integer(draft, name, least, INT32_LIMIT)
     object.__setattr__(draft, "dtype", dtypes.canonical(dtype))
     require_choice("dtype", draft.dtype, dtypes.MATMUL_DTYPES)
     require_kind("placement", placement, Placement)
     require_kind("spec", spec, ExchangeSpec)
+    require_kind("tensor", tensor, TensorSplit)
     require_flag("training", training)
     if training and placement.has_replicas:
         raise Unsupported(
@@ -168,19 +161,22 @@ def plan_exchange(
         )
     if training and spec.format is not None:
         raise Unsupported(f"training moves rows as they are, got format={spec.format}: rounding has no gradient")
-    group = placement.num_ranks * draft.tokens if group_tokens is None else group_tokens
-    if group < draft.tokens:
-        raise InvalidInput(f"group_tokens must be at least tokens = {tokens}, got {group_tokens}; add up all ranks'")
-    if max(group, placement.num_ranks * draft.tokens) * draft.top_k >= INT32_LIMIT:
+    group = placement.num_ranks * draft.brought if group_tokens is None else group_tokens
+    if group < draft.brought:
+        raise InvalidInput(
+            f"group_tokens must be at least tokens = {draft.brought}, got {group_tokens}; add up all ranks'"
+        )
+    if max(group, placement.num_ranks * draft.brought) * draft.top_k >= INT32_LIMIT:
         raise Unsupported(f"rows of all ranks must stay below 2**31, got {group} tokens of {top_k}; split the batch")
-    planner = _Planner(draft)
+    planner, over = _Planner(draft), _over_tensor(draft) if tensor.size > 1 else None
+    backward = planner.backward() if training else ()
     return dataclasses.replace(
         draft,
-        forward=planner.forward(),
-        backward=planner.backward() if training else (),
+        forward=planner.forward() if over is None else over.forward(planner.forward()),
+        backward=backward if over is None or not training else over.backward(backward),
         buffers=planner.worst_buffers(),
-        host_reads=int(spec.mode == "all_to_all"),
-        why_not_exact=_why_not_exact(spec, training),
+        host_reads=int(spec.mode == "all_to_all") * (1 if over is None else 2),
+        why_not_exact=_why_not_exact(spec, training, tensor),
         # At an owner a row of a slot is a token with one expert.
         expected_tokens=max(1, group * (draft.top_k if spec.rows == "slots" else 1)),
         expected_experts=placement.num_experts,
@@ -188,8 +184,13 @@ def plan_exchange(
     )
 
 
-def _why_not_exact(spec: ExchangeSpec, training: bool) -> tuple[str, ...]:
+def _why_not_exact(spec: ExchangeSpec, training: bool, tensor: TensorSplit) -> tuple[str, ...]:
     reasons = []
+    if tensor.size > 1:
+        reasons.append(
+            f"tensor={tensor.size}: each rank adds up its part of F and rounds it as a slot; parts are added in the "
+            "order of ranks, in fp32"
+        )
     if spec.sums == "ranks":
         reasons.append("sums='ranks': an owner adds the slots it has of a token, and rounds, before they travel")
     if spec.format is not None:
@@ -204,12 +205,17 @@ def _why_not_exact(spec: ExchangeSpec, training: bool) -> tuple[str, ...]:
 _BARRIER = Collective("barrier", "arrival", "int32", 0, 0)
 
 
+def _over_tensor(plan: ExchangePlan) -> TensorMessages:
+    size = len(Header._fields)
+    return TensorMessages(plan.tensor, plan.tokens, plan.top_k, plan.d_model, plan.dtype, plan.spec.mode, size)
+
+
 class _Planner:
     """Sizes of one exchange, or of one chunk of it."""
 
     def __init__(self, plan: ExchangePlan) -> None:
         self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
-        self.tokens = tokens_at_once(plan.tokens, plan.spec)
+        self.tokens = tokens_at_once(plan.brought, plan.spec)
         self.ranks, self.top_k = plan.placement.num_ranks, plan.top_k
         self.width = plan.top_k if plan.spec.rows == "tokens" else 1
         self.row_bytes = plan.d_model * dtypes.itemsize(plan.dtype)
@@ -344,7 +350,8 @@ class _Planner:
         found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         sets = min(self.spec.chunks, 2)
-        return tuple(dataclasses.replace(buffer, bytes=sets * buffer.bytes) for buffer in found)
+        over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
+        return (*(dataclasses.replace(buffer, bytes=sets * buffer.bytes) for buffer in found), *over)
 
 
 def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
@@ -353,14 +360,18 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
     given = size.get("rows by slot", 0 if symmetric else received)
     kept = given if plan.training else 0
+    # Of a tensor axis, whose parts are what the exchange gives.
+    gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
+    ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
-        return symmetric + results + max(given + scratch, kept + output)
+        return symmetric + max(gathered + given, results + given + scratch, results + kept + (parts or output), ends)
     routing = size["received ids"] + size["received weights"]
     return routing + max(
-        size.get("sent rows", 0) + received,
-        received + size.get("rows by slot", 0),
+        gathered + size.get("sent rows", 0) + received,
+        gathered + received + size.get("rows by slot", 0),
         given + results + scratch,
-        results + size["returned results"] + output + kept,
+        results + size["returned results"] + (parts or output) + kept,
+        ends,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.rounding import plain_name, round_to, to_float32, working_dtype
-from moe_core.ops.moe.reference.backward import EVERYTHING, MoEBackward, moe_backward_stages
+from moe_core.ops.moe.reference.backward import EVERYTHING, MoEBackward, Request, moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, shared_output
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.parallel.exchange import physical_ids
@@ -169,12 +169,14 @@ def moe_backward(
     forward: GroupForward,
     *,
     run: Backward = numpy_backward,
+    request: Request = EVERYTHING,
 ) -> tuple[dict[str, np.ndarray], ...]:
     """The gradients of every rank, by the names of `moe_backward_stages`: d_x and `d_routing.*` and `d_shared.*` of its
     own tokens, `d_experts.*` of its own experts from all tokens.
 
     d_x, the gradients of given weights, and those of experts that lie once are bitwise those of one device. Gradients
-    of a router's and a shared expert's parameters are this rank's addends. Losses are of a rank's own tokens.
+    of a router's and a shared expert's parameters are this rank's addends. Losses are of a rank's own tokens. request:
+    of what is computed at home.
     """
     routes, sums = forward.routes, forward.routes.spec.sums
     d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]
@@ -188,7 +190,7 @@ def moe_backward(
         found.append({name: value for name, value in own.items() if name.startswith("d_experts.")})
     results = []
     for number, (given, rank, stages) in enumerate(zip(gradients, ranks, forward.stages, strict=True)):
-        arguments = (given, EVERYTHING, rank.x, rank.experts, rank.routing, spec, stages)
+        arguments = (given, request, rank.x, rank.experts, rank.routing, spec, stages)
         home = _Home(number, routes, (d_slots, d_weights), *arguments, rank.token_mask, None, rank.shared)
         results.append(home.run() | found[number])
     return tuple(results)

@@ -25,6 +25,7 @@ from moe_jax.parallel.collectives import varying_over
 from moe_jax.parallel.dense import shared_output
 from moe_jax.parallel.function import combine, dispatch, untrained, used
 from moe_jax.parallel.routes import Sizes, make_routes
+from moe_jax.parallel.tensor import Brought, bias_once, gathered, size_of, total
 
 _PLAIN_EXCHANGE = ExchangeSpec()
 
@@ -39,6 +40,7 @@ def moe(
     placement: Placement,
     exchange: ExchangeSpec = _PLAIN_EXCHANGE,
     token_mask: Array | None = None,
+    tensor_axis: str | None = None,
 ) -> ParallelOutput:
     """`moe_jax.moe` over the ranks of a mesh axis, which share the experts: called inside `jax.shard_map`.
 
@@ -58,27 +60,31 @@ def moe(
             `padded` sends blocks of that size; `all_gather` sends every token to every rank. `receive` makes buffers
             and blocks smaller.
         token_mask: bool `[T]`, as for `moe_jax.moe`.
+        tensor_axis: a second mesh axis, whose ranks have slices of the experts, as `split_experts` of
+            `moe_core.parallel.tensor` makes them, and tokens of their own. down_bias is whole, and does not vary over
+            the axis. Results are sums over it, in the order of ranks: the bits are not one device's.
 
     Returns:
         a ParallelOutput. Rows beyond a bound are counted in its `overflow`, and their tokens' output is NaN, or lacks
         them with `exchange.on_overflow="drop"`.
 
     Raises:
-        InvalidInput: outside of a shard_map over that axis; another number of ranks or experts than the placement's.
+        InvalidInput: outside of a shard_map over these axes; another number of ranks or experts than the placement's.
         Unsupported: what exchanges cannot do yet, and gradients of experts with replicas, when they are taken.
     """
     require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
-    return run(x, experts, routing, spec, Group(axis_name, placement, exchange), token_mask)
+    return run(x, experts, routing, spec, Group(axis_name, placement, exchange, tensor_axis), token_mask)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share experts, and how they exchange rows."""
+    """The ranks that share experts, how they exchange rows, and the axis of those that split each expert."""
 
     axis_name: str
     placement: Placement
     exchange: ExchangeSpec
+    tensor_axis: str | None = None
 
     def whole(self, spec: MoESpec, tokens: int) -> MoESpec:
         """The options with tiles as for so many tokens on each rank, and all experts."""
@@ -109,23 +115,39 @@ def run(
     require_ranks(group, spec)
     _require_experts(experts, placement)
     mask = None if token_mask is None else jnp.asarray(token_mask)
-    x, rank, tokens = varying_over(x, axis_name), jax.lax.axis_index(axis_name), x.shape[0]
+    tensor, size = group.tensor_axis, size_of(group.tensor_axis)
+    x, rank = varying_over(x, axis_name), jax.lax.axis_index(axis_name)
+    x = x if tensor is None else varying_over(x, tensor)
+    # Those of all ranks of a tensor axis.
+    tokens = x.shape[0] * size
     # The gradient of x: what is beside the slots is added up first.
     scored = isinstance(routing, RouterWeights)
     *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
     ids, weights, logits, traveling = _route(x, others[-1] if scored else x, routing, group.whole(spec, tokens), mask)
     plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange)
-    places, invalid_ids = arithmetic.physical_ids(ids, placement, first_token=rank * tokens, token_mask=mask)
+    brought = Brought(jax.lax.stop_gradient(x), wide, ids, traveling, mask)
+    if tensor is not None:
+        brought, experts = gathered(tensor, brought), bias_once(tensor, experts)
+    places, invalid_ids = arithmetic.physical_ids(
+        brought.ids, placement, first_token=rank * tokens, token_mask=brought.token_mask
+    )
     sizes = Sizes(axis_name, placement, group.exchange, tokens, ids.shape[1])
-    routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(traveling))
-    sent: Any = dispatch(sizes, routes, jax.lax.stop_gradient(x), wide, traveling)
+    routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(brought.weights))
+    sent: Any = dispatch(sizes, routes, brought.x, brought.wide, brought.weights)
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
     found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
     dense: tuple[Any, Any] = (None, None)
     if shared is not None:
         dense = shared_output(x, others[0], experts, shared, group.whole(spec, tokens))
-    output: Any = combine(sizes, spec.out_dtype or x.dtype.name, routes, found.output, *dense)
+    dtype = spec.out_dtype or x.dtype.name
+    output: Any = None
+    if tensor is None:
+        output = combine(sizes, dtype, routes, found.output, *dense)
+    else:
+        parts = combine(sizes, "float32", routes, found.output, None, None)
+        output = total(tensor, x.dtype.name, dtype, parts, *dense)
+        places, invalid_ids = arithmetic.physical_ids(ids, placement, token_mask=mask)
     counts = jnp.zeros(placement.num_experts, jnp.int32)
     counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
     counts = counts.at[chosen].add(1, mode="drop")

@@ -11,6 +11,8 @@ from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, first_table
 from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.layers.shards import is_shared_out, own_of
+from moe_torch.layers.weights import hold
 
 _DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"))
 
@@ -39,20 +41,24 @@ def _draw(tensor: torch.Tensor, std: float) -> None:
 
 def _draw_experts(tensor: Any, std: float) -> None:
     """Expert after expert: a rank that has a part of them draws the others too, and keeps none of those."""
-    placed = getattr(tensor, "placements", ())
-    if tensor.is_meta or len(placed) > 1 or not all(one.is_shard(0) for one in placed):
+    if tensor.is_meta or not is_shared_out(tensor):
         _draw(tensor, std)
         return
-    own, first = tensor, 0
-    if placed:
-        own = tensor.to_local()
-        first = -(-tensor.shape[0] // tensor.device_mesh.size()) * tensor.device_mesh.get_local_rank()
-    others = own.new_empty(tensor.shape[1:]) if len(own) < len(tensor) else None
+    own = own_of(tensor)
+    local, experts = own.local, list(range(len(tensor)) if own.experts is None else _numbers(own.experts, len(tensor)))
+    place = {expert: at for at, expert in enumerate(experts)}
+    spare = local.new_empty(tensor.shape[1:]) if len(place) < len(tensor) or own.cut is not None else None
     for expert in range(len(tensor)):
-        at = expert - first
-        matrix = own[at] if 0 <= at < len(own) else others
+        at = place.get(expert)
+        matrix = local[at] if at is not None and own.cut is None else spare
         assert matrix is not None
         _draw(matrix, std)
+        if at is not None and own.cut is not None:
+            local[at].copy_(own.taken(matrix))
+
+
+def _numbers(experts: slice | list[int], count: int) -> Any:
+    return range(count)[experts] if isinstance(experts, slice) else experts
 
 
 def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | None) -> None:
@@ -79,3 +85,13 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
     parallelize(layer, given)
     if place.type != "meta":
         layer.to_empty(device=place)
+
+
+def load_own(layer: Any, weights: Any, expert_parallel: Any, device: torch.device | str | None) -> Any:
+    """A layer on `meta`, shared out and loaded: a rank gets memory for its own part, in the dtypes of the weights."""
+    dtypes_of = {name: TORCH_DTYPES[dtypes.canonical(array.dtype)] for name, array in weights.named().items()}
+    tensors = layer._tensors().items()
+    hold(layer, [(name, torch.empty(one.shape, dtype=dtypes_of[name], device="meta")) for name, one in tensors])
+    share_out(layer, expert_parallel, device)
+    layer.load_weights(weights)
+    return layer

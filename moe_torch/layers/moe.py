@@ -27,7 +27,7 @@ from moe_torch.bridge.options import encode, require_instance
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
 from moe_torch.layers.casts import autocast
-from moe_torch.layers.initial import initialize, require_dtype, share_out
+from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
@@ -136,15 +136,19 @@ class MoE(PrepackedExperts, PlannedLayer):
         return layer
 
     @classmethod
-    def from_weights(cls, weights: LayerWeights, *, device: torch.device | str | None = None, copy: bool = True) -> MoE:
+    def from_weights(
+        cls, weights: LayerWeights, *, device: Any = None, copy: bool = True, expert_parallel: Any = None
+    ) -> MoE:
         """A layer with copies of these weights: every dtype and the experts' storage as they are, quantised or not (the
         router's weight becomes `[E, D]`).
 
-        copy=False: on a CPU the layer takes over the arrays that are writable, instead of holding a second copy, and
-        what changes one changes the other. Meant for weights that were just read from a checkpoint.
+        copy=False: on a CPU the layer takes over the arrays that are writable, as of a checkpoint that was just read,
+        and what changes one changes the other. expert_parallel: as of a new layer; a rank copies its own part alone.
         """
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
+        if expert_parallel is not None:
+            return load_own(layer, weights, expert_parallel, device)
         hold(layer, placed_tensors(convert_weights(weights, layer.storage), device, copy))
         return layer
 

@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moe_core.errors import Unsupported
+from moe_core.parallel.tensor import WHOLE, Cut, TensorSplit
 from moe_core.specs.operands import map_arrays, named_arrays
 
 B = TypeVar("B")
+
+
+class Own(NamedTuple):
+    """What a rank has of an array of all experts. local: its part. experts: which experts, None = all of them. cut,
+    split: its slice of each expert's array; cut None = all of it."""
+
+    local: torch.Tensor
+    experts: slice | list[int] | None = None
+    cut: Cut | None = None
+    split: TensorSplit = WHOLE
+
+    def taken(self, array: Any) -> Any:
+        """This rank's slice of arrays of experts `[..., N]`, which are whole."""
+        if self.cut is None:
+            return array
+        parts = [array[self.cut.index(own)] for own in self.cut.slices(array.shape[self.cut.axis], self.split)]
+        return torch.cat(parts, self.cut.axis)
+
+
+def is_shared_out(tensor: Any) -> bool:
+    """Whether a tensor is whole, or shared out by experts first and then, at most, by a tensor axis."""
+    placed = getattr(tensor, "placements", ())
+    return not placed or (
+        placed[0].is_shard(0) and (len(placed) == 1 or (len(placed) == 2 and not placed[1].is_shard(0)))
+    )
+
+
+def own_of(tensor: Any) -> Own:
+    """What a rank has of a tensor that `is_shared_out`."""
+    held = getattr(tensor, "held", None)
+    if held is not None:
+        part = tensor.part
+        return Own(tensor.to_local(), held) if part is None else Own(tensor.to_local(), held, part.cut, part.split)
+    placed = getattr(tensor, "placements", None)
+    if placed is None:
+        return Own(tensor)
+    mesh = tensor.device_mesh
+    rank, each = mesh.get_local_rank(0), -(-tensor.shape[0] // mesh.size(0))
+    experts = slice(rank * each, (rank + 1) * each)
+    if len(placed) == 1:
+        return Own(tensor.to_local(), experts)
+    split = TensorSplit(mesh.size(1), mesh.get_local_rank(1))
+    cut = Cut(placed[1].dim - tensor.ndim) if placed[1].is_shard() else None
+    return Own(tensor.to_local(), experts, cut, split)
 
 
 def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
@@ -19,10 +64,14 @@ def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
     Raises Unsupported for arrays that are sharded in another way.
     """
     for name, array in named_arrays(bundle):
-        placed = getattr(array, "placements", None)
-        if placed is not None and (len(placed) != 1 or not placed[0].is_shard(0)):
+        if not is_shared_out(array):
             raise Unsupported(
-                f"experts.{name} must be sharded by experts alone, got {placed}; lay weights out before sharding"
+                f"experts.{name} must be sharded by experts alone, got {array.placements}; lay weights out before "
+                "sharding"
+            )
+        if own_of(array).split.size > 1:
+            raise Unsupported(
+                f"experts.{name} must not be split over a tensor axis to be laid out anew; leave its slices as they are"
             )
     first: Any = next(array for _, array in named_arrays(bundle))
     if not hasattr(first, "to_local"):
@@ -35,6 +84,9 @@ def shared_like(shared: Any, local: torch.Tensor) -> Any:
     """This rank's part `[held, ...]` as a shared-out array `[E, ...]`, on the ranks of another one."""
     if not hasattr(shared, "device_mesh"):
         return shared.of_local(local)
-    shape = (shared.shape[0], *local.shape[1:])
-    sizes: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    shape = [shared.shape[0], *local.shape[1:]]
+    for axis, placed in enumerate(shared.placements[1:], 1):
+        if placed.is_shard():
+            shape[placed.dim] *= shared.device_mesh.size(axis)
+    sizes: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     return type(shared).from_local(local, shared.device_mesh, shared.placements, run_check=False, **sizes)

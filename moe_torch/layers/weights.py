@@ -14,7 +14,10 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import ALIGNMENT, TensorView, host_array
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import FREE_FIELDS, HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
+from moe_core.layers.convert import WHOLE
+from moe_core.parallel.tensor import Cut
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
+from moe_torch.layers.shards import Own, is_shared_out, own_of, shared_like
 
 #: What NumPy and torch pass to each other as bits: (NumPy's dtype, the bits, torch's dtype).
 _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
@@ -71,30 +74,36 @@ def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], sto
         _require_writable(name, array, tensors[name])
     with torch.no_grad():
         for name, place, array in parts:
-            tensor, own = _own_rows(tensors[name])
-            # Of experts on several ranks, no others' are read.
-            tensor[place].copy_(from_numpy(array if own is None else array[own]))
+            own = own_of(tensors[name])
+            # Of experts on several ranks, no others' are read, and of slices of them no others.
+            array = array if own.experts is None else array[own.experts]
+            for target, source in _slices(own, place, array.shape):
+                own.local[target].copy_(from_numpy(array[source]))
 
 
-def _own_rows(tensor: Any) -> tuple[torch.Tensor, slice | list[int] | None]:
-    """What can be written to of a tensor: all, or of experts on several ranks, a DTensor that is sharded by its first
-    axis alone or a PlacedTensor, this rank's rows."""
-    held = getattr(tensor, "held", None)
-    if held is not None:
-        return tensor.to_local(), held
-    placed = getattr(tensor, "placements", None)
-    if placed is None:
-        return tensor, None
-    rank, size = tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
-    each = -(-tensor.shape[0] // size)
-    return tensor.to_local(), slice(rank * each, (rank + 1) * each)
+def _slices(own: Own, place: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+    """(where in a rank's part, what of an array of that shape): what a rank has of one placement of whole experts."""
+    cut, size = own.cut, own.split.size
+    if cut is None:
+        yield place, ...
+    elif place == WHOLE:
+        for number, taken in enumerate(cut.slices(shape[cut.axis], own.split)):
+            each = taken.stop - taken.start
+            yield cut.index(slice(number * each, (number + 1) * each)), cut.index(taken)
+    else:
+        # Columns of gate or up alone: every other one, or a half.
+        columns = place[cut.axis]
+        if columns.step is None:
+            start, stop = (None if end is None else end // size for end in (columns.start, columns.stop))
+            columns = slice(start, stop)
+        (taken,) = Cut(cut.axis).slices(shape[cut.axis], own.split)
+        yield cut.index(columns), cut.index(taken)
 
 
 def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
-    placed: Any = getattr(tensor, "placements", ())
-    if len(placed) > 1 or not all(one.is_shard(0) for one in placed) or (placed and not name.startswith("experts.")):
+    if not is_shared_out(tensor) or (hasattr(tensor, "placements") and not name.startswith("experts.")):
         raise Unsupported(
             f"{name} is a sharded DTensor, and whole arrays cannot be written into it; load the weights before sharding"
         )
@@ -134,4 +143,8 @@ def gathered(name: str, tensor: Any) -> np.ndarray:
     """A parameter or buffer as a NumPy array; of a DTensor the whole (a collective)."""
     if tensor.is_meta:
         raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
+    if hasattr(tensor, "device_mesh") and tensor.dtype.itemsize == 1:
+        # As bytes: not every backend moves 8-bit floats.
+        local = tensor.to_local()
+        return to_numpy(shared_like(tensor, local.view(torch.uint8)).full_tensor().view(tensor.dtype))
     return to_numpy(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)

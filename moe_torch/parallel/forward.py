@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from moe_core.base.checks import finite_float, set_integer
+from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
@@ -35,6 +36,7 @@ from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.routes import plan_routes, tell_failure
+from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of, require_apart
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,16 @@ class ExpertParallel:
         mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group. Its ranks share the experts.
         exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
         max_tokens: the most tokens that a rank has in one call; more raise InvalidInput. None = any number.
-        tensor: a second axis, which would split each expert. Unsupported yet.
+        tensor: a second axis, such as `mesh["tp"]`, whose ranks have a slice of each expert: columns of gate and up,
+            rows of down. Results are sums over it, so the bits are not one device's. None = experts are whole.
         timeout: seconds that a message may take on a CPU. None = what the process group was made with. On a GPU that
             always counts.
+        tensor_tokens: `split`: every rank of tensor has tokens of its own, equally many, as sequence parallelism leaves
+            them. `replicated`: all ranks of tensor have the same tokens, and all get their results.
 
     Raises:
-        InvalidInput: a mesh of several axes, wrong numbers.
-        Unsupported: tensor, mode `peer`, `sums="ranks"`, quantised rows and chunks.
+        InvalidInput: a mesh of several axes, axes that overlap, wrong numbers.
+        Unsupported: mode `peer`, `sums="ranks"`, quantised rows and chunks.
     """
 
     mesh: Any
@@ -59,6 +64,7 @@ class ExpertParallel:
     max_tokens: int | None = None
     tensor: Any = None
     timeout: float | None = None
+    tensor_tokens: str = "split"
 
     def __post_init__(self) -> None:
         require_instance("exchange", self.exchange, ExchangeSpec)
@@ -67,8 +73,11 @@ class ExpertParallel:
             set_integer(self, "max_tokens", 1)
         if self.timeout is not None and finite_float("timeout", self.timeout) <= 0:
             raise InvalidInput(f"timeout must be above 0 seconds, got {self.timeout}; leave it out for the group's")
+        require_choice("tensor_tokens", self.tensor_tokens, TOKENS)
         if self.tensor is not None:
-            raise Unsupported("tensor must be None: splitting each expert over a second axis is not supported yet")
+            require_apart(ranks_of(self.mesh, None, ""), ranks_of(self.tensor, None, "", "tensor", "tp"))
+        elif self.tensor_tokens != "split":
+            raise InvalidInput(f"tensor_tokens must be left out without tensor, got {self.tensor_tokens!r}; drop it")
         exchange = self.exchange
         for name, refused, instead in (
             ("mode", exchange.mode == "peer", "all_to_all"),
@@ -85,8 +94,24 @@ class ExpertParallel:
     @property
     def gradient_divisor(self) -> int:
         """By what to divide gradients of experts, which are sums over the tokens of all W ranks, where the gradients of
-        other parameters are averaged over ranks with other tokens: W."""
-        return self.ranks().size
+        other parameters are averaged over ranks with other tokens: W. With tensor and `split` tokens, all ranks of both
+        axes have other tokens: W times the ranks of tensor."""
+        return self.ranks().size * self.split.token_ranks
+
+    @property
+    def split(self) -> TensorSplit:
+        """The place of this rank on the axis of tensor."""
+        if self.tensor is None:
+            return WHOLE
+        ranks = ranks_of(self.tensor, None, "")
+        return TensorSplit(ranks.size, ranks.rank, self.tensor_tokens)
+
+    def tensor_ranks(self, where: str = "") -> TensorRanks | None:
+        """The ranks that split each expert, None where experts are whole; where: as in `ranks`."""
+        if self.split.size == 1:
+            return None
+        where = f"the tensor axis of mode {self.exchange.mode}{where and f', {where}'}"
+        return TensorRanks(ranks_of(self.tensor, self.timeout, where), self.split)
 
     def ranks(self, where: str = "") -> Ranks:
         """The group, for messages; where: what errors add to the mode."""
@@ -115,7 +140,8 @@ def moe(
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
         experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. What an empty place
-            holds is not read.
+            holds is not read. With `parallel.tensor`, its slices of them, as `split_experts` of
+            `moe_core.parallel.tensor` makes them; down_bias is whole.
         routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
@@ -139,6 +165,8 @@ def moe(
     require_instance("placement", placement, (Placement, MovingPlacement))
     moving = placement if isinstance(placement, MovingPlacement) else None
     placement = placement.current if isinstance(placement, MovingPlacement) else placement
+    if moving is not None and parallel.split.size > 1:
+        raise Unsupported("placement must be a Placement beside a tensor axis, got a MovingPlacement; leave tensor out")
     ranks = parallel.ranks()
     if placement.num_ranks != ranks.size:
         raise InvalidInput(
@@ -163,6 +191,7 @@ class Exchange:
         self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None = None
     ) -> None:
         self.parallel, self.placement, self.ranks, self.moving = parallel, placement, ranks, moving
+        self.tensor = parallel.tensor_ranks()
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
         placement = self.placement
@@ -170,29 +199,41 @@ class Exchange:
         try:
             self._check(x, experts, routing, spec)
             wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
-            group = len(x) * self.ranks.size
+            group = len(x) * self.parallel.gradient_divisor
             dense: Any = (None, None)
             if shared is not None:
                 dense = shared_output(x.detach(), wide[1], shared, experts, spec, group)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
-            planner = plan_routes(self.ranks, plan, ids, weights, mask, self.moving)
+            brought, tensor = Brought(x, wide[0], ids, weights, mask), self.tensor
+            if tensor is not None:
+                brought = tensor.gather(plan, self.ranks.rank, brought)
+                experts = bias_once(experts, tensor.split)
+            planner = plan_routes(self.ranks, plan, brought.ids, brought.weights, brought.token_mask, self.moving)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-            tell_peers(self.parallel, placement, device)
+            tell_peers(self.parallel, placement, device, self.tensor)
             raise
         routes = planner.start()()
-        rows, row_weights = dispatch(routes, x, wide[0], weights)
+        rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
+        del brought
         own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
         found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
         # Training keeps them; else their memory is for the rows that come home.
         del rows
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        output = combine(routes, found.output, dense, dtype)
-        counts, received = routes.tokens_per_expert, found.tokens_per_expert
+        if tensor is None:
+            output = combine(routes, found.output, dense, dtype)
+            counts, invalid_ids = routes.tokens_per_expert, routes.invalid_ids
+        else:
+            parts = combine(routes, found.output, (None, None), torch.float32)
+            output = tensor.total(parts, x, dense, dtype)
+            # The routes' are of all tokens of the axis.
+            counts, invalid_ids = counts_of(ids, placement, mask)
         if self.moving is not None:
             self.moving.load.add_(counts)
-        return ParallelOutput(output, ids, weights, logits, counts, routes.invalid_ids, received, routes.overflow)
+        received = found.tokens_per_expert
+        return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any) -> None:
         require_instance("x", x, torch.Tensor)
@@ -237,7 +278,7 @@ class Exchange:
                 wide = None if wide is None else wide.masked_fill(~mask[:, None], 0)
             options = spec.logits_spec()
             if options.expected_tokens is None:
-                group = max(1, len(x) * self.ranks.size)
+                group = max(1, len(x) * self.parallel.gradient_divisor)
                 options = dataclasses.replace(options, expected_tokens=group)
             logits = ops.router(rows, routing.weight, bias=routing.bias, spec=options, wide=wide)
         else:
@@ -254,15 +295,22 @@ class Exchange:
         if self.moving is not None:
             self.moving.require_usable(asked)
         sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
-        return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked)
+        split = self.parallel.split
+        return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked, tensor=split)
 
 
-def tell_peers(parallel: ExpertParallel, placement: Placement, device: torch.device) -> None:
+def tell_peers(
+    parallel: ExpertParallel, placement: Placement, device: torch.device, tensor: TensorRanks | None = None
+) -> None:
     """Let the other ranks know that this one raises before the exchange, where they wait for a message that can say so.
 
-    Best effort: the error at hand is what the caller has to see.
+    tensor: the messages over that axis so far. Best effort: the error at hand is what the caller has to see.
     """
     if parallel.exchange.mode == "all_to_all" or device.type == "cpu":
+        tensor = parallel.tensor_ranks() if tensor is None else tensor
+        with contextlib.suppress(RuntimeError):
+            if tensor is not None and not tensor.told:
+                tensor.tell_failure(device)
         with contextlib.suppress(RuntimeError):
             tell_failure(parallel.ranks(), parallel.exchange, placement, device)
 

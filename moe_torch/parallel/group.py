@@ -129,13 +129,14 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.view(len(values), values[:1].numel() if len(values) else 0).view(torch.uint8)
 
 
-def ranks_of(mesh: Any, timeout: float | None, where: str) -> Ranks:
-    """The ranks of a DeviceMesh of one axis, or of a process group."""
+def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", axis: str = "ep") -> Ranks:
+    """The ranks of a DeviceMesh of one axis, or of a process group. name, axis: the argument and its usual axis."""
     if hasattr(mesh, "get_group"):
         if mesh.ndim != 1:
             raise InvalidInput(
-                f"mesh must have one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; pass one, such as mesh['ep']"
+                f"{name} must have one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; pass one, such as "
+                f"mesh[{axis!r}]"
             )
         return Ranks(mesh.get_group(), timeout, where)
-    require_instance("mesh", mesh, dist.ProcessGroup)
+    require_instance(name, mesh, dist.ProcessGroup)
     return Ranks(mesh, timeout, where)

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.result import ParallelOutput
+from moe_core.parallel.tensor import cut_of, require_splittable
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_torch.bridge.options import require_instance
+from moe_torch.layers.shards import Own
 from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.placed import PlacedTensor, filled_up, held_experts
+from moe_torch.parallel.placed import PlacedTensor, Slice, filled_up, held_experts
+from moe_torch.parallel.tensor import total_of
 
 if TYPE_CHECKING:
     from moe_torch.layers.moe import MoE
@@ -86,10 +89,14 @@ class LayerExchange:
 
         place: its number among this rank's slots of the expert. ratio: of `MoELayerSpec.capacity_ratio`.
         """
-        ranks = self.parallel.ranks("capacity")
+        ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
         tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
-        told = ranks.all_gather(torch.cat([tokens, group_sizes]), "counts")
-        before = told[: ranks.rank, 1:].sum(dim=0)
+        told, number = torch.cat([tokens, group_sizes]), ranks.rank
+        if tensor is not None and tensor.split.tokens == "split":
+            # Of every rank of the tensor axis, behind one another.
+            told, number = tensor.ranks.all_gather(told, "counts"), number * tensor.split.size + tensor.split.index
+        told = ranks.all_gather(told, "counts").view(-1, 1 + len(group_sizes))
+        before = told[:number, 1:].sum(dim=0)
         capacity = -(-told[:, 0].sum() * ratio[0] // ratio[1])
         return place + before[ids.view(-1).clamp(min=0).long()] < capacity
 
@@ -104,6 +111,10 @@ def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | 
     stays what it was on every rank: average its gradients over all ranks that have other tokens. Gradients of experts
     are sums over all ranks' tokens already: divide them by `parallel.gradient_divisor` for the same mean.
 
+    With `parallel.tensor`, a rank keeps slices of its experts: DTensors over both axes, `[Shard(0), Shard(axis)]`. Gate
+    and up in halves, `ExpertsSpec(gate_layout="halves")` and the default, are `PlacedTensor`s, since a slice of each
+    half is no range of rows; interleaved or separate ones are DTensors. down_bias is whole on every rank of the axis.
+
     Call it before `fully_shard` and before an optimizer is made, on every rank. A layer on `meta` gets no memory.
 
     Args:
@@ -116,8 +127,10 @@ def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | 
         the layer.
 
     Raises:
-        InvalidInput: a placement of other sizes; a layer that is shared out already.
-        Unsupported: main_grad; a norm of each expert's result.
+        InvalidInput: a placement of other sizes; a layer that is shared out already; a tensor axis that does not divide
+            d_ff, or is no axis of the mesh's DeviceMesh.
+        Unsupported: main_grad; a norm of each expert's result; a tensor axis that cuts groups of quantised experts, or
+            prepacked ones.
     """
     require_instance("parallel", parallel, ExpertParallel)
     ranks, spec = parallel.ranks(), layer.spec
@@ -144,33 +157,57 @@ def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | 
     experts = layer._parts()["experts"]
     if experts.exchange is not None:
         raise InvalidInput("layer must have all its experts here, got one that is shared out already")
-    exchange = LayerExchange(parallel, placement)
+    exchange, split = LayerExchange(parallel, placement), parallel.split
+    matrices = {name: one.spec for name, one in experts.named_children()}
+    require_splittable(spec.d_ff, matrices, split)
+    mesh = parallel.mesh if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
+    gated = spec.experts.activation.gated
+    layouts = layer.storage.weight_layout, layer.storage.gate_layout if gated else None
     held = torch.tensor(exchange.held(), dtype=torch.long)
 
-    def shared_out(array: torch.Tensor) -> torch.Tensor:
+    def shared_out(name: str, array: torch.Tensor) -> torch.Tensor:
         # A copy, so that the memory of the others can go.
-        local = array.detach()[held.to(array.device)]
-        if owners == linear.owners:
-            return _sharded(local, parallel.mesh, array.shape)
-        return PlacedTensor(local, (parallel.mesh, ranks.rank, placement))
+        local, part, places = array.detach()[held.to(array.device)], None, [Shard(0)]
+        if split.size > 1:
+            cut = cut_of(name, *layouts)
+            # Of one entry for all of F, such as a scale by channel, every rank has it.
+            part = Slice(parallel.tensor, cut if cut and array.shape[cut.axis] > 1 else None, split)
+            local = Own(local, None, part.cut, split).taken(local)
+            places.append(Shard(array.dim() + part.cut.axis) if part.cut else Replicate())
+        if owners == linear.owners and not (part and part.cut and part.cut.parts > 1):
+            return _sharded(local, mesh, places, array.shape)
+        return PlacedTensor(local, (parallel.mesh, ranks.rank, placement), part)
 
-    for module in experts.modules():
+    for path, module in experts.named_modules():
         for name, array in list(module.named_parameters(recurse=False)):
-            parameter = torch.nn.Parameter(shared_out(array), requires_grad=array.requires_grad)
+            parameter = torch.nn.Parameter(shared_out(path or name, array), requires_grad=array.requires_grad)
             module.register_parameter(name, parameter)
         for name, array in list(module.named_buffers(recurse=False)):
             if array.shape[:1] != (spec.num_experts,):
                 raise Unsupported(f"experts.{name} must have a row for each expert, got {list(array.shape)}")
-            module.register_buffer(name, shared_out(array))
+            module.register_buffer(name, shared_out(path or name, array))
     experts.exchange = exchange
     layer.register_forward_pre_hook(exchange.before)
     layer.register_forward_hook(exchange.after, always_call=True)
     return layer
 
 
-def _sharded(local: torch.Tensor, mesh: Any, shape: Sequence[int]) -> DTensor:
+def _sharded(local: torch.Tensor, mesh: Any, places: Sequence[Any], shape: Sequence[int]) -> DTensor:
     whole = torch.empty(tuple(shape), device="meta")
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def mesh_of_both(mesh: Any, tensor: Any) -> Any:
+    """The DeviceMesh of two axes, experts first. Raises InvalidInput where they are none of one mesh, in that order."""
+    names = tuple(getattr(one, "mesh_dim_names", None) or ("",) for one in (mesh, tensor))
+    try:
+        return mesh._get_root_mesh()[names[0] + names[1]]
+    except (AttributeError, KeyError, ValueError, RuntimeError) as error:
+        raise InvalidInput(
+            f"parallel.mesh and parallel.tensor must be axes of one DeviceMesh, experts first, got axes {names[0]} and "
+            f"{names[1]}; make one with init_device_mesh(..., mesh_dim_names=('ep', 'tp')) and pass mesh['ep'] and "
+            "mesh['tp']"
+        ) from error
 
 
 def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Tensor:
@@ -182,4 +219,4 @@ def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Te
     require_instance("counts", counts, torch.Tensor)
     if counts.is_floating_point():
         raise InvalidInput(f"counts must be integers, got {counts.dtype}: sums of others depend on the order")
-    return parallel.ranks("counts").total(counts.clone(), "counts")
+    return total_of(parallel.ranks("counts"), parallel.tensor_ranks("counts"), counts.clone(), "counts")

@@ -9,6 +9,7 @@ from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
 from moe_torch.layers.losses import router_losses
 from moe_torch.parallel.forward import ExpertParallel
+from moe_torch.parallel.tensor import total_of
 
 
 def group_losses(
@@ -33,10 +34,10 @@ def group_losses(
     tokens = torch.full((1,), len(logits), dtype=torch.int32, device=logits.device)
     if token_mask is not None:
         tokens = token_mask.sum().to(torch.int32).view(1)
-    ranks = parallel.ranks("losses")
-    total = ranks.total(torch.cat([counts, tokens]), "counts")
+    ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")
+    total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
     # Both losses are means over tokens, linear in this rank's part of them: its share of the tokens, times the ranks.
-    share = ranks.size * tokens.float() / total[-1:].clamp(min=1).float()
+    share = parallel.gradient_divisor * tokens.float() / total[-1:].clamp(min=1).float()
     own = tokens.float().clamp(min=1)
     balance, z = router_losses(logits, (total[:-1].float() * own / total[-1:].clamp(min=1).float()), token_mask, router)
     return (balance * share).squeeze(0), (z * share).squeeze(0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import HOLE, Placement
+from moe_core.parallel.tensor import Cut, TensorSplit
+from moe_torch.layers.shards import Own
 from moe_torch.parallel.group import ranks_of
 
 aten: Any = torch.ops.aten
@@ -31,6 +33,14 @@ _ALIKE = frozenset(
 )
 
 
+class Slice(NamedTuple):
+    """A rank's slice of every expert's array, on the ranks of a tensor axis. cut: None = each has all of it."""
+
+    mesh: Any
+    cut: Cut | None
+    split: TensorSplit
+
+
 class PlacedTensor(torch.Tensor):
     """An array `[E, ...]` by logical expert, of which this rank holds the experts that a placement gives it.
 
@@ -38,18 +48,24 @@ class PlacedTensor(torch.Tensor):
     part, `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `full_tensor()` is the whole, a
     collective. `torch.distributed.checkpoint` saves and loads it, and what an optimizer keeps of it, expert by expert,
     so that checkpoints fit every other placement and number of ranks. All other operations raise Unsupported.
+
+    With a tensor axis, `part` says which slice of each expert this rank holds, which may be of both halves of an axis.
     """
 
     _local: torch.Tensor
     #: The mesh or process group, this rank in it, and what lies where.
     _where: tuple[Any, int, Placement]
+    #: Of a tensor axis, None = experts are whole.
+    part: Slice | None
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, where: tuple[Any, int, Placement]) -> PlacedTensor:
+    def __new__(cls, local: torch.Tensor, where: tuple[Any, int, Placement], part: Slice | None = None) -> PlacedTensor:
         own: Any = torch.Tensor
-        shape = (where[2].num_experts, *local.shape[1:])
+        shape = [where[2].num_experts, *local.shape[1:]]
+        if part is not None and part.cut is not None:
+            shape[part.cut.axis] *= part.split.size
         made = own._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made._local, made._where = local, where
+        made._local, made._where, made.part = local, where, part
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -68,7 +84,7 @@ class PlacedTensor(torch.Tensor):
 
     def of_local(self, local: torch.Tensor) -> PlacedTensor:
         """Another array of the same experts, from this rank's part `[held, ...]`."""
-        return PlacedTensor(local, self._where)
+        return PlacedTensor(local, self._where, self.part)
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
@@ -77,15 +93,20 @@ class PlacedTensor(torch.Tensor):
         filled = filled_up(self._local, placement.per_rank - len(self._local))
         places = ranks_of(mesh, None, "full_tensor").all_gather(filled, "experts").flatten(0, 1)
         _, by_expert, start = placement.tables
-        return places[torch.tensor(by_expert[start[:-1]], dtype=torch.long, device=places.device)]
+        found = places[torch.tensor(by_expert[start[:-1]], dtype=torch.long, device=places.device)]
+        if self.part is None or self.part.cut is None:
+            return found
+        slices, (axis, parts) = ranks_of(self.part.mesh, None, "full_tensor").all_gather(found, "slices"), self.part.cut
+        pieces = [one.chunk(parts, axis) for one in slices]
+        return torch.cat([own[number] for number in range(parts) for own in pieces], axis)
 
     # What compilers, `Module.to_empty` and swaps of parameters ask for.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local"], self._where
+        return ["_local"], (self._where, self.part)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], where: Any, size: Any, stride: Any) -> PlacedTensor:
-        return PlacedTensor(inner["_local"], where)
+        return PlacedTensor(inner["_local"], *where)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +120,7 @@ class PlacedTensor(torch.Tensor):
 
         def local(leaf: Any) -> Any:
             if isinstance(leaf, PlacedTensor):
-                if leaf._where[1:] != first._where[1:]:
+                if (leaf._where[1:], leaf.part) != (first._where[1:], first.part):
                     raise InvalidInput(f"both arrays must have one placement, got {first!r} and {leaf!r}; load it anew")
                 return leaf._local
             if isinstance(leaf, torch.Tensor) and leaf.dim():
@@ -109,7 +130,9 @@ class PlacedTensor(torch.Tensor):
                         f"arrays beside {first!r} must have its placement, got {type(leaf).__name__} "
                         f"{list(leaf.shape)} in {func}; use to_local()"
                     )
-                return leaf[first.held]
+                part = first.part
+                own = Own(first._local) if part is None else Own(first._local, None, part.cut, part.split)
+                return own.taken(leaf[first.held])
             return leaf
 
         given, named = tree_map(local, (args, kwargs or {}))
@@ -125,10 +148,13 @@ class PlacedTensor(torch.Tensor):
 
         _, rank, placement = self._where
         properties = TensorProperties.create_from_tensor(self._local)
-        items = []
-        for expert, chunk in zip(self.held, self.__create_chunk_list__(), strict=True):
+        items, part = [], self.part
+        if part is not None and part.cut is None and part.split.index > 0:
+            # The first rank of the axis writes what all of them have.
+            return items
+        for chunk in self.__create_chunk_list__():
             # One rank writes an expert that lies on several.
-            if placement.places_of(expert)[0] // placement.per_rank == rank:
+            if placement.places_of(chunk.offsets[0])[0] // placement.per_rank == rank:
                 data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
                 items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return items
@@ -136,24 +162,37 @@ class PlacedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        rest = self.shape[1:]
-        offsets = (torch.Size((expert, *[0] * len(rest))) for expert in self.held)
-        return [ChunkStorageMetadata(offset, torch.Size((1, *rest))) for offset in offsets]
+        found, cut = [], None if self.part is None else self.part.cut
+        for expert in self.held:
+            offset, size = [expert, *[0] * (self.dim() - 1)], [1, *self.shape[1:]]
+            if cut is None:
+                found.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+                continue
+            assert self.part is not None
+            for own in cut.slices(self.shape[cut.axis], self.part.split):
+                offset[cut.axis], size[cut.axis] = own.start, own.stop - own.start
+                found.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+        return found
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         row = self.held.index(index.offset[0])
-        return self._local[row : row + 1]
+        array = self._local[row : row + 1]
+        if self.part is None or self.part.cut is None:
+            return array
+        cut, split = self.part.cut, self.part.split
+        starts = [own.start for own in cut.slices(self.shape[cut.axis], split)]
+        return array.chunk(cut.parts, cut.axis)[starts.index(index.offset[cut.axis])]
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, placed: PlacedTensor) -> torch.Tensor:
-        ctx.where = placed._where
+        ctx.of_local = placed.of_local
         return placed._local.view_as(placed._local)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return PlacedTensor(gradient, ctx.where)
+        return ctx.of_local(gradient)
 
 
 def held_experts(placement: Placement, rank: int) -> list[int]:

@@ -74,8 +74,8 @@ class Rebalancer:
 
     Raises:
         InvalidInput: layers that are not shared out, or have a Rebalancer; wrong numbers; ranks that disagree.
-        Unsupported: experts that are sharded by anything else too, such as by `fully_shard`. A forward that would need
-            a gradient raises it as well.
+        Unsupported: a tensor axis; experts that are sharded by anything else too, such as by `fully_shard`. A forward
+            that would need a gradient raises it as well.
     """
 
     def __init__(
@@ -91,6 +91,10 @@ class Rebalancer:
         layers_per_step: int | None = None,
     ) -> None:
         require_instance("parallel", parallel, ExpertParallel)
+        if parallel.split.size > 1:
+            raise Unsupported(
+                "parallel must have no tensor axis, whose ranks would move slices apart; leave tensor out"
+            )
         self.parallel, self._every = parallel, as_integer("every", every, 1)
         self._nodes, self._least_gain = as_integer("nodes", nodes, 1), finite_float("least_gain", least_gain)
         self._most = None if layers_per_step is None else as_integer("layers_per_step", layers_per_step, 1)

@@ -155,7 +155,7 @@ def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> t
         return None
     if not plan.placement.has_replicas:
         return None
-    (own,) = constants(((plan.tokens,),), device)
+    (own,) = constants(((plan.brought,),), device)
     return ranks.all_gather(own, "tokens").view(-1)
 
 
@@ -203,7 +203,7 @@ class _Planner:
         moving: MovingPlacement | None,
     ) -> None:
         self.ranks, self.plan, self.spec, self.rank = ranks, plan, plan.tables, ranks.rank
-        self.num_tokens, self.top_k = plan.tokens, plan.top_k
+        self.num_tokens, self.top_k = plan.brought, plan.top_k
         if moving is None:
             places, start = placement_tables(plan.placement, ids.device)
             (self.header,) = constants((tuple(plan.header),), ids.device)
@@ -215,7 +215,7 @@ class _Planner:
         self.tokens: torch.Tensor | None = None
         if plan.spec.mode in STATIC_MODES and (moving is not None or plan.placement.has_replicas):
             # Ranks have equally many. What is captured has to hold for placements to come.
-            (self.tokens,) = constants(((plan.tokens,) * ranks.size,), ids.device)
+            (self.tokens,) = constants(((plan.brought,) * ranks.size,), ids.device)
         # Replicas take a message of others' tokens first, where these differ.
         asks = plan.placement.has_replicas and plan.spec.mode not in STATIC_MODES
         self._first = None if asks else self.tables()

@@ -56,7 +56,7 @@ def group_step(
 
         if not differentiated:
             return forward(x, experts, {}, shared)[1], ()
-        output, pull, found = jax.vjp(forward, x, experts, _trained(routing), shared, has_aux=True)
+        output, pull, found = jax.vjp(forward, x, experts, trained(routing), shared, has_aux=True)
         return found._replace(output=output), pull(d_output.astype(output.dtype))
 
     fields = {name: P() if name == "overflow" else RANKS for name in parallel.ParallelOutput._fields}
@@ -73,7 +73,8 @@ def group_step(
     )
 
 
-def _trained(routing: Any) -> dict[str, Any]:
+def trained(routing: Any) -> dict[str, Any]:
+    """The arrays of a routing that have gradients."""
     return {name: array for name, array in named_fields(routing) if name not in ("ids", "correction_bias")}
 
 
@@ -87,7 +88,7 @@ def run_alone(problem: Problem, engine: str) -> dict[str, np.ndarray]:
             found = moe_jax.moe(x, experts, given, problem.spec, token_mask=problem.token_mask, shared=shared)
             return found.output, found
 
-        output, pull, found = jax.vjp(forward, x, experts, _trained(routing), to_jax(problem.shared), has_aux=True)
+        output, pull, found = jax.vjp(forward, x, experts, trained(routing), to_jax(problem.shared), has_aux=True)
         d_x, d_experts, d_routing, d_shared = pull(d_output.astype(output.dtype))
     found = {name: array for name, array in found._asdict().items() if array is not None} | {"output": output}
     found |= {"d_x": d_x} | {f"d_experts.{name}": array for name, array in named_fields(d_experts)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from moe_core.parallel import ExchangeSpec, plan_exchange
 from moe_core.parallel.exchange import owners_of, physical_ids
@@ -26,6 +28,22 @@ class Allocated(NamedTuple):
     scratch: int
 
 
+def most_on_a_cpu(call: Callable[[], Any]) -> int:
+    """The most bytes at once: every allocation of torch's is in a profile. gloo's threads may hold what has been sent
+    for a moment longer, so the least of some calls counts."""
+    return min(_once_on_a_cpu(call) for _ in range(4))
+
+
+def _once_on_a_cpu(call: Callable[[], Any]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = call()
+    profiler: Any = profiled.profiler
+    events = profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    assert kept is not None
+    return max(itertools.accumulate(size for _, size in changes))
+
+
 def forget_plans() -> None:
     """Let every operator plan its next call anew."""
     for one in gc.get_objects():
@@ -34,13 +52,19 @@ def forget_plans() -> None:
 
 
 def allocated(
-    group: Any, problem: Problem, way: ExchangeSpec, device: Any, most: Callable[[Callable[[], Any]], int]
+    group: Any,
+    problem: Problem,
+    way: ExchangeSpec,
+    device: Any,
+    most: Callable[[Callable[[], Any]], int],
+    grid: tuple[Any, Any] | None = None,
 ) -> Allocated:
-    """Of a forward of a rank without gradients. most: the most bytes that a call has allocated at once."""
+    """Of a forward of a rank without gradients. most: the most bytes that a call has allocated at once. grid: operands
+    and the tensor axis of a rank that has slices of experts."""
     rank = torch.distributed.get_rank(group)
-    own: Any = problem.ranks()[rank]
+    own: Any = problem.ranks()[rank] if grid is None else grid[0]
     x, experts, routing = to_torch((own.x, own.experts, own.routing), device)
-    parallel, scratch, real = ExpertParallel(group, way), [], Operator.ready
+    parallel, scratch, real = ExpertParallel(group, way, tensor=grid and grid[1]), [], Operator.ready
 
     def observed(self: Operator, *arguments: Any, **options: Any) -> Any:
         found = real(self, *arguments, **options)

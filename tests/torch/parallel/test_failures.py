@@ -100,7 +100,6 @@ def test_wrong_arguments_are_named(ranks: Pool) -> None:
         ({"exchange": ExchangeSpec("peer")}, "exchange.mode must not be 'peer' in moe_torch.parallel"),
         ({"exchange": ExchangeSpec(sums="ranks")}, "exchange.sums must not be 'ranks'"),
         ({"exchange": ExchangeSpec(chunks=2)}, "exchange.chunks must not be 2"),
-        ({"tensor": "tp"}, "tensor must be None: splitting each expert"),
     ):
         kind, message = ranks.call(parallel_call, [(options, problem)])[0]
         assert kind == "Unsupported" and text in message

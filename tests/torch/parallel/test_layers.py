@@ -215,8 +215,10 @@ def test_weights_are_loaded_slice_by_slice(ranks: Pool, name: str, kind: str) ->
             np.testing.assert_array_equal(one[key], array, key)
 
 
-def with_replicas(group: Any, tokens: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
-    """The output, the arrays of a whole layer's state that is loaded, and what raises."""
+def with_replicas(
+    group: Any, tokens: int
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray], list[str]]:
+    """The output, the arrays of a whole layer's state that is loaded, drawn ones, and what raises."""
     layer, rank = placed(group, "invariant", "replicas"), torch.distributed.get_rank(group)
     x = rows((tokens,) * 3, torch.float32)[0][rank * tokens :][:tokens]
     errors = []
@@ -224,14 +226,17 @@ def with_replicas(group: Any, tokens: int) -> tuple[np.ndarray, dict[str, np.nda
         with torch.no_grad():
             y = layer(x).numpy()
         other = placed(group, "plain", "round_robin").experts
-        for call in (lambda: layer(x), layer.reset_parameters, lambda: fully_shard(other, mesh=mesh_of(group))):
+        for call in (lambda: layer(x), lambda: fully_shard(other, mesh=mesh_of(group))):
             try:
                 call()
             except Unsupported as error:
                 errors.append(str(error))
     state = make(SPECS["invariant"]).state_dict()
     layer.load_state_dict({key: tensor + 1 for key, tensor in state.items()})
-    return y, wholes(layer), errors
+    loaded = {key: array.copy() for key, array in wholes(layer).items()}
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    return y, loaded, wholes(layer), errors
 
 
 def test_replicas_are_for_inference(ranks: Pool) -> None:
@@ -240,11 +245,14 @@ def test_replicas_are_for_inference(ranks: Pool) -> None:
     with running_on("reference"):
         expected = layer(rows((9,) * 3, torch.float32)[0]).detach().numpy()
     np.testing.assert_array_equal(np.concatenate([y for y, *_ in found]), expected)
-    for _, state, errors in found:
+    torch.manual_seed(0)
+    drawn = wholes(MoE.from_spec(SPECS["invariant"]))
+    for _, state, initial, errors in found:
         assert errors[0].startswith("training needs every expert at one place, got 7 experts on 3 ranks of 5")
-        assert len(errors) == 3 and all("cannot be had of experts in the order of a placement" in e for e in errors[1:])
+        assert len(errors) == 2 and all("cannot be had of experts in the order of a placement" in e for e in errors[1:])
         for key, array in wholes(layer).items():
             np.testing.assert_array_equal(state[key], array + 1, key)
+            np.testing.assert_array_equal(initial[key], drawn[key], key)
 
 
 def sharded_twice(group: Any, tokens: tuple[int, ...]) -> dict[str, np.ndarray]:

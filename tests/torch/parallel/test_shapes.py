@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,14 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torch.profiler import ProfilerActivity, profile
-
 from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec
 from moe_core.plan.steps import KernelLaunch
 from moe_core.runtime.warmup import kernel_identity
 from moe_torch.bridge.operator import Operator
-from tests.support.parallel.memory import Allocated, allocated, forget_plans, planned_peak
+from tests.support.parallel.memory import Allocated, allocated, forget_plans, most_on_a_cpu, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
@@ -74,22 +70,8 @@ def test_other_numbers_of_tokens_compile_no_other_kernel(ranks: Pool, way: Excha
 
 
 def allocated_on_a_cpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:
-    """Every allocation of torch's is in the profile. gloo's threads may hold what has been sent for a moment longer, so
-    the least of some calls counts."""
-
-    def one(call: Callable[[], Any]) -> int:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            kept = call()
-        events: Any = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        assert kept is not None
-        return max(itertools.accumulate(size for _, size in changes))
-
-    def most(call: Callable[[], Any]) -> int:
-        return min(one(call) for _ in range(4))
-
     with running_on("reference"):
-        return allocated(group, problem, way, "cpu", most)
+        return allocated(group, problem, way, "cpu", most_on_a_cpu)
 
 
 @every_way

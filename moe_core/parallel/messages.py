@@ -1,0 +1,98 @@
+"""What an exchange plan lists: messages and memory; and what a tensor axis adds to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_core.base import dtypes
+from moe_core.base.codec import plan_type
+from moe_core.parallel.tensor import TensorSplit
+
+
+@plan_type
+@dataclass(frozen=True)
+class Collective:
+    """One message of a rank. kind: `all_gather`, `all_to_all`, `reduce_scatter`, `all_reduce`, `barrier`, or `push`:
+    stores to peers. what: the array. rows, bytes: of what the rank hands in, at most, its own part included. axis:
+    `experts` or `tensor`, whose ranks take part."""
+
+    kind: str
+    what: str
+    dtype: str
+    rows: int
+    bytes: int
+    axis: str = "experts"
+
+    def __str__(self) -> str:
+        over = "" if self.axis == "experts" else f" over the {self.axis} axis"
+        return f"{self.kind}{over} of {self.what}: {self.rows} rows, {self.bytes} bytes of {self.dtype}"
+
+
+@plan_type
+@dataclass(frozen=True)
+class ExchangeBuffer:
+    """Memory of a rank. symmetric: at an address that its peers know."""
+
+    name: str
+    bytes: int
+    symmetric: bool
+
+
+class TensorMessages(NamedTuple):
+    """Those between the ranks that split each expert, of a rank with so many tokens. header: its int32 numbers."""
+
+    split: TensorSplit
+    tokens: int
+    top_k: int
+    d_model: int
+    dtype: str
+    mode: str
+    header: int
+
+    @property
+    def _brought(self) -> int:
+        return self.tokens * self.split.token_ranks
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.d_model * dtypes.itemsize(self.dtype)
+
+    def _gather(self, what: str, dtype: str, rows: int, bytes: int) -> Collective:
+        return Collective("all_gather", what, dtype, rows, bytes, "tensor")
+
+    def _parts(self, what: str, width: int) -> Collective:
+        """Parts of sums, fp32, to the ranks that have the tokens."""
+        kind = "all_to_all" if self.split.tokens == "split" else "all_gather"
+        return Collective(kind, what, "float32", self._brought, self._brought * width * 4, "tensor")
+
+    def forward(self, exchange: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        """All messages of a forward around those of the exchange."""
+        header, routing = self.header * 4, self.tokens * 2 * self.top_k * 4
+        if self.split.tokens == "replicated":
+            first = [self._gather("header", "int32", 1, header)]
+        else:
+            what, first = "ids and weights", []
+            if self.mode == "all_to_all":
+                # The host compares it before sizes matter.
+                first = [self._gather("header", "int32", 1, header)]
+            else:
+                what, routing = f"header, {what}", routing + header
+            first.append(self._gather(what, "int32", self.tokens, routing))
+            first.append(self._gather("rows", self.dtype, self.tokens, self.tokens * self._row_bytes))
+        return (*first, *exchange, self._parts("parts", self.d_model))
+
+    def backward(self, exchange: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        """All messages of a backward around those of the exchange."""
+        first = [self._gather("d_output", self.dtype, self.tokens, self.tokens * self._row_bytes)]
+        last = self._parts("d_x", self.d_model), self._parts("d_weights", self.top_k)
+        return (*first[: self.split.tokens == "split"], *exchange, *last)
+
+    def buffers(self) -> tuple[ExchangeBuffer, ...]:
+        """Memory beside that of the exchange."""
+        sizes = {
+            "gathered rows": self._brought * self._row_bytes if self.split.tokens == "split" else 0,
+            "parts": self._brought * self.d_model * 4,
+            "returned parts": self.split.size * self.tokens * self.d_model * 4,
+        }
+        return tuple(ExchangeBuffer(name, size, False) for name, size in sizes.items() if size)

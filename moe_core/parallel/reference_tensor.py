@@ -1,0 +1,180 @@
+"""Ranks of both axes, experts and tensor, in one process, in NumPy; part of the twin.
+
+Each rank of the tensor axis takes part in an exchange of its own, `moe_core.parallel.reference`, with slices of the
+experts and the tokens of all ranks of the axis. What comes home are parts, which are added in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_core.errors import InvalidInput
+from moe_core.ops.common.rounding import plain_name, round_to
+from moe_core.ops.moe.reference.backward import EVERYTHING, MoEBackward, Request
+from moe_core.ops.moe.reference.forward import routing_stages, shared_output
+from moe_core.ops.reduction.reference import reduce
+from moe_core.parallel import reference
+from moe_core.parallel.exchange import physical_ids
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.tensor import TensorSplit
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MoEOperands, MoEOutput, OutputGradients, TopK
+
+#: Of every rank, by its number on the axis of experts, then on the tensor axis.
+Grid = Sequence[Sequence[MoEOperands]]
+
+
+class GridForward(NamedTuple):
+    """Of every rank, `[W][size]`: outputs of its own tokens. groups: the exchange of each rank of a tensor axis, whose
+    outputs are parts fp32. inner, stages: what `moe_backward` reads."""
+
+    outputs: tuple[tuple[MoEOutput, ...], ...]
+    groups: tuple[reference.GroupForward, ...]
+    inner: tuple[tuple[MoEOperands, ...], ...]
+    stages: tuple[tuple[dict[str, np.ndarray], ...], ...]
+    split: TensorSplit
+
+
+def moe(
+    ranks: Grid, spec: MoESpec, placement: Placement, exchange: ExchangeSpec | None = None, *, tokens: str = "split"
+) -> GridForward:
+    """One MoE forward of all ranks of both axes.
+
+    ranks: as for `reference.moe`, with slices of their experts (`moe_core.parallel.tensor.split_experts`). tokens:
+    `split`: each rank has its own, equally many on a tensor axis; `replicated`: those of a tensor axis have the same.
+    Raises InvalidInput.
+    """
+    split = TensorSplit(len(ranks[0]), 0, tokens)
+    for number, row in enumerate(ranks):
+        sizes = [len(rank.x) for rank in row]
+        if len(row) != split.size or len(set(sizes)) != 1:
+            raise InvalidInput(
+                f"ranks of a tensor axis must be {split.size} with equally many tokens, got {sizes} of rank {number}; "
+                "pad the others"
+            )
+    stages = [[routing_stages(rank.x, rank.routing, spec, rank.token_mask) for rank in row] for row in ranks]
+    inner = [[] for _ in range(split.size)]
+    for row, own in zip(ranks, stages, strict=True):
+        x, ids, weights = (
+            _of_axis(arrays, split)
+            for arrays in (
+                [rank.x for rank in row],
+                [_known(one["ids"], rank.token_mask) for rank, one in zip(row, own, strict=True)],
+                [one["weights"] for one in own],
+            )
+        )
+        for index, rank in enumerate(row):
+            inner[index].append(MoEOperands(x, bias_once(rank.experts, index), TopK(ids, weights)))
+    parts_spec = dataclasses.replace(spec, router=None, out_dtype="float32", shared_activation=None)
+    groups = [reference.moe(own, parts_spec, placement, exchange) for own in inner]
+    outputs = []
+    for number, row in enumerate(ranks):
+        parts = [group.outputs[number].output for group in groups]
+        outputs.append(
+            tuple(
+                _output(
+                    rank,
+                    own,
+                    spec,
+                    placement,
+                    _added(parts, index, split, spec.out_dtype or plain_name(rank.x), rank, spec),
+                )
+                for index, (rank, own) in enumerate(zip(row, stages[number], strict=True))
+            )
+        )
+    return GridForward(tuple(outputs), tuple(groups), tuple(map(tuple, inner)), tuple(map(tuple, stages)), split)
+
+
+def bias_once(experts: ExpertWeights, index: int) -> ExpertWeights:
+    """The slices of a rank, whose down_bias the first rank of the axis adds alone."""
+    if experts.down_bias is None or index == 0:
+        return experts
+    return dataclasses.replace(experts, down_bias=np.zeros_like(experts.down_bias))
+
+
+def _of_axis(arrays: Sequence[np.ndarray], split: TensorSplit) -> np.ndarray:
+    """What the ranks of a tensor axis bring to an exchange, of what each has by token."""
+    return np.concatenate(arrays) if split.tokens == "split" else arrays[0]
+
+
+def _known(ids: np.ndarray, token_mask: np.ndarray | None) -> np.ndarray:
+    return ids if token_mask is None else np.where(token_mask[:, None], ids, -1).astype(np.int32)
+
+
+def _own(array: np.ndarray, index: int, split: TensorSplit) -> np.ndarray:
+    """A rank's tokens of those of its tensor axis."""
+    return np.split(array, split.size)[index] if split.tokens == "split" else array
+
+
+def _added(
+    parts: Sequence[np.ndarray], index: int, split: TensorSplit, out_dtype: str, rank: MoEOperands | None, spec: MoESpec
+) -> np.ndarray:
+    """The sum of a rank's parts in the order of ranks, fp32, and of its shared expert; one cast."""
+    shared = (None, None)
+    if rank is not None and rank.shared is not None:
+        shared = shared_output(rank.x, rank.shared, spec, rank.experts.layer_index)
+    own = [_own(part, index, split) for part in parts]
+    order = np.arange(len(own) * len(own[0]), dtype=np.int32).reshape(len(own), -1).T
+    rows = np.concatenate(own)
+    return reduce(rows, np.ascontiguousarray(order), *shared, top_k=len(own), order="row", out_dtype=out_dtype)
+
+
+def _output(
+    rank: MoEOperands, own: dict[str, np.ndarray], spec: MoESpec, placement: Placement, output: np.ndarray
+) -> MoEOutput:
+    places, invalid_ids = physical_ids(own["ids"], placement, token_mask=rank.token_mask)[:2]
+    counts = np.bincount(own["ids"][places >= 0], minlength=placement.num_experts).astype(np.int32)
+    own["invalid_ids"] = invalid_ids
+    return MoEOutput(output, own["ids"], own["weights"], own.get("logits"), counts, invalid_ids)
+
+
+class _Home(MoEBackward):
+    """The backward of a rank's tokens, with the sums of all parts."""
+
+    def __init__(self, d_x: np.ndarray, d_weights: np.ndarray, *rest) -> None:
+        self.from_experts = d_x, d_weights
+        super().__init__(*rest)
+
+    def through_experts(self) -> np.ndarray:
+        d_x, d_weights = self.from_experts
+        self.d_x += d_x
+        return d_weights
+
+
+def moe_backward(
+    gradients: Sequence[Sequence[OutputGradients]], ranks: Grid, spec: MoESpec, forward: GridForward
+) -> tuple[tuple[dict[str, np.ndarray], ...], ...]:
+    """The gradients of every rank, `[W][size]`, by the names of `moe_backward_stages`: `d_experts.*` of its slices, and
+    the whole `d_experts.down_bias`, from the tokens of all ranks; all else of its own tokens."""
+    split = forward.split
+    flowing = [
+        _of_axis([round_to(given.output, rank.x.dtype) for given, rank in zip(own, row, strict=True)], split)
+        for own, row in zip(gradients, ranks, strict=True)
+    ]
+    parts_spec = dataclasses.replace(spec, router=None, out_dtype="float32", shared_activation=None)
+    given = [OutputGradients(rows) for rows in flowing]
+    found = [
+        reference.moe_backward(given, inner, parts_spec, group, request=Request(wide=True))
+        for inner, group in zip(forward.inner, forward.groups, strict=True)
+    ]
+    results = []
+    for number, row in enumerate(ranks):
+        of_row = []
+        for index, rank in enumerate(row):
+            d_x = _added([one[number]["d_x"] for one in found], index, split, "float32", None, spec)
+            own = [_own(one[number]["d_routing.weights"], index, split) for one in found]
+            arguments = (gradients[number][index], EVERYTHING, rank.x, rank.experts, rank.routing, spec)
+            stages = forward.stages[number][index]
+            home = _Home(
+                d_x, functools.reduce(np.add, own), *arguments, stages, rank.token_mask, None, rank.shared
+            ).run()
+            mine = {name: one for name, one in found[index][number].items() if name.startswith("d_experts.")}
+            of_row.append(home | mine)
+        results.append(tuple(of_row))
+    return tuple(results)

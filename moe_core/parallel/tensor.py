@@ -1,0 +1,167 @@
+"""The tensor axis of expert parallelism: ranks that each have a slice of every expert.
+
+A rank has consecutive columns of gate and up, and the same rows of down. The hidden rows of an expert `[R, F]` are then
+split over the axis, and its results are sums over the axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.base.checks import require_choice, set_integer
+from moe_core.base.codec import plan_type
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedTensor
+from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
+
+TOKENS = ("split", "replicated")
+#: Ranks of an axis fit into a header.
+_MOST_RANKS = 2**13
+#: How many sizes of the axis an error lists.
+_LISTED = 6
+
+
+@plan_type
+@dataclass(frozen=True)
+class TensorSplit:
+    """A rank's place on the tensor axis.
+
+    size: ranks of the axis, 1 = experts are whole. index: the number of this rank. tokens: `split`: every rank of the
+    axis has tokens of its own, as sequence parallelism leaves them; they are gathered ahead of the experts, and results
+    come back to their rank. `replicated`: all ranks of the axis have the same tokens. Raises InvalidInput.
+    """
+
+    size: int = 1
+    index: int = 0
+    tokens: str = "split"
+
+    def __post_init__(self) -> None:
+        set_integer(self, "size", 1, _MOST_RANKS)
+        set_integer(self, "index", 0, self.size)
+        require_choice("tokens", self.tokens, TOKENS)
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks of the axis that have other tokens."""
+        return self.size if self.tokens == "split" else 1
+
+    @property
+    def digest(self) -> int:
+        """All three in 27 bits, for headers."""
+        return self.index << 14 | self.size << 1 | TOKENS.index(self.tokens)
+
+
+#: A rank that has whole experts.
+WHOLE = TensorSplit()
+
+
+class Cut(NamedTuple):
+    """How one array is split over the axis. axis: from the end; parts: equal parts of it (gate and up in halves), each
+    of which is split by itself."""
+
+    axis: int
+    parts: int = 1
+
+    def slices(self, length: int, split: TensorSplit) -> tuple[slice, ...]:
+        """What a rank has of an axis of `length` entries, one slice of each part."""
+        part, own = length // self.parts, length // self.parts // split.size
+        first = split.index * own
+        return tuple(slice(start + first, start + first + own) for start in range(0, length, part))
+
+    def index(self, own: slice) -> tuple[Any, ...]:
+        """An index that takes a slice of the axis and all of the others."""
+        return (..., own, *[slice(None)] * (-1 - self.axis))
+
+
+def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
+    """The cut of a field of ExpertWeights, or of an array of a quantised one; None: every rank has all of it.
+
+    name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: of the activation, None = ungated.
+    """
+    field = name.partition(".")[0]
+    if field in ("down_bias", "layer_index", "gate_up_input_scale", "down_input_scale"):
+        return None
+    if field == "down":
+        return Cut(-2 if weight_layout == "in_out" else -1)
+    halves = gate_layout == "halves" and field.startswith("gate_up")
+    columns = -1 if field.endswith("_bias") or weight_layout == "in_out" else -2
+    return Cut(columns, 2 if halves else 1)
+
+
+def require_splittable(d_ff: int, matrices: dict[str, Any], split: TensorSplit) -> None:
+    """Raise InvalidInput unless the axis divides F, and Unsupported where a slice would cut a group of a format.
+
+    matrices: QuantizedSpec of each quantised matrix, by field of ExpertWeights.
+    """
+    if split.size == 1:
+        return
+    if d_ff % split.size:
+        raise InvalidInput(
+            f"tensor must have a number of ranks that divides d_ff = {d_ff}, got {split.size}; {_sizes(d_ff, 1)}"
+        )
+    for name, spec in matrices.items():
+        format, per_byte = spec.format, spec.format.own_element.per_byte
+        if name == "down":
+            unit = format.group_columns or per_byte
+        else:
+            unit = math.lcm(format.group_rows or 1, per_byte if format.zero_points else 1)
+        own = d_ff // split.size
+        if own % unit:
+            raise Unsupported(
+                f"tensor must leave whole groups of {unit} of {format.name} in experts.{name} on every rank, got "
+                f"d_ff / ranks = {d_ff} / {split.size} = {own} = {own / unit:g} groups; {_sizes(d_ff, unit)}"
+            )
+        if spec.tiling is not None:
+            raise Unsupported(f"experts.{name} must not be prepacked to be split; restore it, and prepack the slices")
+
+
+def _sizes(d_ff: int, unit: int) -> str:
+    fits = [size for size in range(2, d_ff // unit + 1) if d_ff % size == 0 and d_ff // size % unit == 0]
+    return f"use {', '.join(map(str, fits[:_LISTED]))} ranks" if fits else "leave tensor out"
+
+
+def split_experts(
+    experts: ExpertWeights, size: int, weight_layout: str, gate_layout: str | None
+) -> tuple[ExpertWeights, ...]:
+    """The slices of every rank of the axis, of experts `[L, ...]` in NumPy; `down_bias` is whole on each.
+
+    gate_layout: of the activation, None = ungated. Raises InvalidInput and Unsupported.
+    """
+    fields = dict(named_fields(experts))
+    down = fields["down"]
+    whole = down.shape if isinstance(down, QuantizedTensor) else np.shape(down)
+    quantized = {name: one.spec for name, one in fields.items() if isinstance(one, QuantizedTensor)}
+    require_splittable(whole[-2 if weight_layout == "in_out" else -1], quantized, TensorSplit(size))
+    found = []
+    for index in range(size):
+        split, own = TensorSplit(size, index), {}
+        for name, one in fields.items():
+            cut = cut_of(name, weight_layout, gate_layout)
+            take = functools.partial(cut_array, cut=cut, split=split)
+            own[name] = map_arrays(one, take) if isinstance(one, QuantizedTensor) else take(one)
+        found.append(dataclasses.replace(experts, **own))
+    return tuple(found)
+
+
+def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:
+    """A rank's slice of one array; the array where it is whole on every rank."""
+    if cut is None or array.shape[cut.axis] == 1:
+        # One entry for all of F, such as a scale by channel.
+        return array
+    taken = [array[cut.index(own)] for own in cut.slices(array.shape[cut.axis], split)]
+    return np.concatenate(taken, cut.axis)
+
+
+def join_arrays(slices: Sequence[np.ndarray], cut: Cut | None) -> np.ndarray:
+    """One array from the slices of all ranks of the axis; of what is whole on each, the first's."""
+    if cut is None:
+        return slices[0]
+    parts = [np.split(one, cut.parts, cut.axis) for one in slices]
+    return np.concatenate([part[number] for number in range(cut.parts) for part in parts], cut.axis)

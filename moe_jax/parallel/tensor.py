@@ -1,0 +1,115 @@
+"""The tensor axis: ranks that each have a slice of every expert, around the exchange of rows over the other axis.
+
+As in `moe_torch.parallel.tensor`: tokens are gathered over the axis, and the fp32 parts of results and of gradients are
+added in the order of its ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput
+from moe_core.specs.operands import ExpertWeights, RaggedLayout
+from moe_core.specs.routing import LayoutSpec
+from moe_jax import ops
+
+
+class Brought(NamedTuple):
+    """What a rank brings to an exchange: x `[T, D]`, which has no gradient; wide fp32 `[T, D]`, which takes it; ids
+    int32 and weights fp32 `[T, K]`; token_mask bool `[T]` or None."""
+
+    x: jax.Array
+    wide: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+    token_mask: jax.Array | None
+
+
+def size_of(axis: str | None) -> int:
+    """The ranks of the axis, 1 without one. Raises InvalidInput where it is not manual here."""
+    if axis is None:
+        return 1
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError as error:
+        raise InvalidInput(
+            f"tensor_axis must be a mesh axis that is manual here, got {axis!r}; call this inside jax.shard_map over "
+            "both axes, with slices of the local experts"
+        ) from error
+
+
+def gathered(axis: str, own: Brought) -> Brought:
+    """The tokens of all ranks of the axis, in their order; a masked token has no expert."""
+    ids = own.ids if own.token_mask is None else jnp.where(own.token_mask[:, None], own.ids, -1)
+    x, ids = (jax.lax.all_gather(one, axis, tiled=True) for one in (own.x, ids))
+    around: Any = _around(axis, x, own.wide, own.weights)
+    return Brought(x, around[0], ids, around[1], None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _around(axis: str, x: jax.Array, wide: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """wide fp32 `[S, D]` and weights `[S, K]` of all ranks' tokens; the parts of their gradients are added."""
+    return x.astype(wide.dtype), jax.lax.all_gather(weights, axis, tiled=True)
+
+
+def _around_forward(axis: str, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
+    return _around(axis, x, wide, weights), None
+
+
+def _around_backward(axis: str, _: None, gradients: Any) -> Any:
+    d_wide, d_weights = gradients
+    came = _pulled(axis, d_weights)
+    return None, _added(axis, d_wide), functools.reduce(jnp.add, jnp.split(came, jax.lax.axis_size(axis)))
+
+
+_around.defvjp(_around_forward, _around_backward)
+
+
+def _pulled(axis: str, parts: jax.Array) -> jax.Array:
+    """`[size * T, N]`: the parts of this rank's tokens from all ranks, of a part of all tokens."""
+    return jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
+
+
+def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
+    """The sum `[T, D]` of parts fp32 of all tokens in the order of ranks; options: of `reduce`."""
+    size, nothing = jax.lax.axis_size(axis), jnp.zeros(0, jnp.int32)
+    tokens = len(parts) // size
+    row_of_slot = jnp.arange(size * tokens, dtype=jnp.int32).reshape(size, tokens).T.reshape(-1)
+    layout = RaggedLayout(LayoutSpec(tokens, size, 1), nothing, nothing, nothing, row_of_slot, None)
+    every: Any = {"order": "row", "out_dtype": "float32"} | options
+    return ops.reduce(_pulled(axis, parts), layout, **every)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def total(
+    axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
+) -> jax.Array:
+    """y `[T, D]`: the sum of all ranks' parts fp32 `[S, D]`, then of shared `[T, D]` times the sigmoid of gate fp32
+    `[T, 1]`, as in `combine`. The gradient travels in dtype."""
+    return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
+
+
+def _total_forward(axis: str, dtype: str, out_dtype: str, parts: Any, shared: Any, gate: Any) -> Any:
+    like = None if shared is None else jnp.zeros(0, shared.dtype)
+    return total(axis, dtype, out_dtype, parts, shared, gate), like
+
+
+def _total_backward(axis: str, dtype: str, out_dtype: str, shared: Any, d_y: jax.Array) -> Any:
+    parts = jax.lax.all_gather(d_y.astype(dtype), axis, tiled=True).astype(jnp.float32)
+    return parts, None if shared is None else d_y.astype(shared.dtype), None
+
+
+total.defvjp(_total_forward, _total_backward)
+
+
+def bias_once(axis: str, experts: ExpertWeights) -> ExpertWeights:
+    """The slices of a rank, whose down_bias the first rank of the axis adds alone; its gradient is there alone, too."""
+    if experts.down_bias is None:
+        return experts
+    first = jax.lax.axis_index(axis) == 0
+    return dataclasses.replace(experts, down_bias=jnp.where(first, experts.down_bias, 0))

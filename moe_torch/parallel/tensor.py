@@ -1,0 +1,219 @@
+"""The tensor axis: ranks that each have a slice of every expert, around the exchange of rows over the other axis.
+
+Tokens are gathered over the axis ahead of the exchange, and the parts of their results are added behind it. The
+backward gathers the gradient of results, and adds the parts of d_x and of the weights' gradients. Parts are fp32 and
+are added in the order of ranks: the bits are the same in every run and on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from moe_core.errors import InvalidInput
+from moe_core.parallel.header import FAILED, compare_headers
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import ExchangePlan
+from moe_core.parallel.tensor import TensorSplit
+from moe_core.specs.operands import ExpertWeights, RaggedLayout
+from moe_core.specs.routing import LayoutSpec
+from moe_torch import ops
+from moe_torch.parallel import exchange
+from moe_torch.parallel.group import Ranks
+
+
+class Brought(NamedTuple):
+    """What a rank brings to an exchange: x `[T, D]`; wide fp32 `[T, D]`, which gets its gradient, None = nobody asks
+    for it; ids int32 and weights fp32 `[T, K]`; token_mask bool `[T]` or None."""
+
+    x: torch.Tensor
+    wide: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    token_mask: torch.Tensor | None
+
+
+@dataclasses.dataclass
+class TensorRanks:
+    """One call's messages over the axis. told: whether the first of them has been sent. agree: bool `[1]`, whether all
+    ranks have the same sizes, where the host has not waited to know."""
+
+    ranks: Ranks
+    split: TensorSplit
+    told: bool = False
+    agree: torch.Tensor | None = None
+
+    def gather(self, plan: ExchangePlan, rank: int, own: Brought) -> Brought:
+        """The tokens of all ranks of the axis, in their order; where these have the same, what is given.
+
+        rank: this one's number on the other axis. A collective. Raises as `compare_headers` does.
+        """
+        device, header = own.x.device, plan.tensor_header(rank)
+        self.told, apart = True, self.split.tokens == "split"
+        (sent,) = exchange.constants((tuple(header),), device)
+        # On a GPU the host waits where it does so anyway. Else headers travel with the routing.
+        waits = plan.spec.mode == "all_to_all" or not own.x.is_cuda
+        if waits:
+            told = self.ranks.all_gather(sent, "header").cpu().numpy()
+            compare_headers(told, self.ranks.where, equal_tokens=True)
+        ids, gathered = own.ids, None
+        if apart:
+            # A masked token has no expert, wherever it goes.
+            ids = ids if own.token_mask is None else torch.where(own.token_mask[:, None], ids, -1)
+            table = torch.cat([ids, own.weights.detach().contiguous().view(torch.int32)], dim=1)
+            sent = torch.cat([sent, table.view(-1)])
+        if apart or not waits:
+            came = self.ranks.all_gather(sent, "header, ids and weights")
+            self.agree = None if waits else (came[:, : len(header)] == sent[: len(header)]).all().view(1)
+            if apart:
+                ids, bits = came[:, len(header) :].reshape(-1, 2 * ids.shape[1]).chunk(2, dim=1)
+                ids, gathered = ids.contiguous(), bits.contiguous().view(torch.float32)
+        x = self.ranks.all_gather(own.x.detach(), "rows").flatten(0, 1) if apart else own.x
+        wide, weights = None, own.weights if gathered is None else gathered
+        if torch.is_grad_enabled() and (own.wide is not None or own.weights.requires_grad):
+            wide, weights = Around.apply(self, own.wide, own.weights, gathered)
+        return Brought(x, wide, ids, weights, None if apart else own.token_mask)
+
+    def tell_failure(self, device: torch.device) -> None:
+        """Send a header of zeros instead of one's own."""
+        self.told = True
+        self.ranks.all_gather(torch.zeros(len(FAILED), dtype=torch.int32, device=device), "header")
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Of what is by gathered token, the part of this rank's."""
+        return self.by_rank(values)[self.split.index] if self.split.tokens == "split" else values
+
+    def by_rank(self, values: torch.Tensor) -> torch.Tensor:
+        """`[size, T, N]` of `[size * T, N]`."""
+        return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])
+
+    def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Rows of all ranks' tokens, of rows of this rank's."""
+        return self.ranks.all_gather(values, what).flatten(0, 1) if self.split.tokens == "split" else values
+
+    def pull(self, parts: torch.Tensor, what: str) -> torch.Tensor:
+        """The parts `[size, T, N]` of this rank's tokens from all ranks, of a part of all tokens."""
+        if self.split.tokens == "split":
+            return self.by_rank(self.ranks.all_to_all(parts, what))
+        return self.ranks.all_gather(parts, what)
+
+    def add(self, parts: torch.Tensor, what: str, **options: Any) -> torch.Tensor:
+        """The sum `[T, D]` of parts fp32 of all tokens, in the order of ranks; options: of `reduce`."""
+        came = self.pull(parts.contiguous(), what)
+        size, tokens = came.shape[:2]
+        row = torch.arange(size * tokens, dtype=torch.int32, device=came.device)
+        nothing, sizes = torch.empty(0, dtype=torch.int32), LayoutSpec(tokens, size, 1, rows=size * tokens)
+        by_token = row.view(size, tokens).t().reshape(-1)
+        layout = RaggedLayout(sizes, nothing, nothing, row, by_token, None)
+        return ops.reduce(came.flatten(0, 1), layout, order="row", **options)
+
+    def total(self, parts: torch.Tensor, like: torch.Tensor, dense: Any, out_dtype: torch.dtype) -> torch.Tensor:
+        """y `[T, D]` of parts of it, and of a shared expert's rows and gate; like: of the dtype that rows travel in."""
+        shared, gate = dense
+        if torch.is_grad_enabled() and (parts.requires_grad or (shared is not None and shared.requires_grad)):
+            y: Any = Total.apply(self, parts, like.dtype, shared, gate, out_dtype)
+        else:
+            y = self.add(parts, "parts", shared=shared, shared_gate=gate, out_dtype=out_dtype)
+        return y if self.agree is None else y.masked_fill(~self.agree[:, None], torch.nan)
+
+
+def require_apart(ranks: Ranks, tensor: Ranks) -> None:
+    """Raise InvalidInput unless both axes have this rank, and no other, in common."""
+    found = [dist.get_process_group_ranks(one.group) for one in (ranks, tensor)]
+    common = sorted(set(found[0]) & set(found[1]))
+    if len(common) != 1:
+        raise InvalidInput(
+            f"tensor must be another axis than mesh, with one rank in common, got ranks {found[0]} of mesh and "
+            f"{found[1]} of tensor; pass mesh['ep'] and mesh['tp'] of one DeviceMesh"
+        )
+
+
+class Around(torch.autograd.Function):
+    """`(axis, wide [T, D], weights [T, K], gathered) -> (wide [S, D], weights [S, K])` of the tokens of all ranks.
+
+    wide is not read. Gradients are of this rank's part of F; those of all ranks are added. gathered: the weights of all
+    ranks' tokens; None: they all have the same.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: TensorRanks, wide: torch.Tensor | None, weights: torch.Tensor, gathered: torch.Tensor | None
+    ) -> Any:
+        ctx.axis = axis
+        found = weights.view_as(weights) if gathered is None else gathered
+        if not ctx.needs_input_grad[2]:
+            ctx.mark_non_differentiable(found)
+        return None if wide is None else wide.new_zeros(1).expand(len(found), wide.shape[1]), found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_wide: torch.Tensor, d_weights: torch.Tensor) -> Any:
+        axis, wide, weights = ctx.axis, None, None
+        if ctx.needs_input_grad[1]:
+            wide = axis.add(d_wide, "d_x")
+        if ctx.needs_input_grad[2]:
+            weights = functools.reduce(torch.add, axis.pull(d_weights.contiguous(), "d_weights").unbind())
+        return None, wide, weights, None
+
+
+class Total(torch.autograd.Function):
+    """`(axis, parts fp32 [S, D], dtype, shared, gate, out_dtype) -> y [T, D]`: the sum of all ranks' parts, then of
+    shared `[T, D]` times the sigmoid of gate fp32 `[T, 1]`, as in `Combine`. The gradient travels in dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorRanks, parts: torch.Tensor, dtype: torch.dtype, *others: Any) -> torch.Tensor:
+        shared, gate, out_dtype = others
+        ctx.axis, ctx.dtype, ctx.shared = axis, dtype, None if shared is None else shared.dtype
+        return axis.add(parts, "parts", shared=shared, shared_gate=gate, out_dtype=out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: torch.Tensor) -> Any:
+        parts = shared = None
+        if ctx.needs_input_grad[1]:
+            parts = ctx.axis.push(d_y.to(ctx.dtype).contiguous(), "d_output").float()
+        if ctx.needs_input_grad[3]:
+            shared = d_y.to(ctx.shared)
+        return None, parts, None, shared, None, None
+
+
+class OnFirst(torch.autograd.Function):
+    """`(bias, adds) -> bias`, or zeros where another rank of the axis adds it; every rank gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, adds: bool) -> torch.Tensor:
+        return bias.view_as(bias) if adds else torch.zeros_like(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_bias: torch.Tensor) -> Any:
+        return d_bias, None
+
+
+def bias_once(experts: ExpertWeights, split: TensorSplit) -> ExpertWeights:
+    """The slices of a rank, whose down_bias the first rank of the axis adds alone."""
+    if experts.down_bias is None:
+        return experts
+    bias: Any = OnFirst.apply(experts.down_bias, split.index == 0)
+    return dataclasses.replace(experts, down_bias=bias)
+
+
+def counts_of(
+    ids: torch.Tensor, placement: Placement, token_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of this rank's tokens by expert, int32 `[E]`, and invalid ids among them, int32 `[1]`."""
+    places, invalid_ids = exchange.physical_ids(ids, placement, token_mask=token_mask)
+    chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
+    counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=ids.device)
+    return counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))[:-1], invalid_ids
+
+
+def total_of(ranks: Ranks, tensor: TensorRanks | None, values: torch.Tensor, what: str) -> torch.Tensor:
+    """The sum of integers over all ranks that have other tokens, in place."""
+    found = ranks.total(values, what)
+    return tensor.ranks.total(found, what) if tensor is not None and tensor.split.tokens == "split" else found
