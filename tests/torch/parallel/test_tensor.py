@@ -10,13 +10,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+from moe_core.errors import Unsupported
 from moe_core.parallel import ExchangeSpec, TensorSplit, plan_exchange
 from moe_core.parallel.exchange import owners_of, physical_ids
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
-from moe_torch.parallel import ExpertParallel
+from moe_torch.parallel import ExpertParallel, Rebalancer, moe
+from moe_torch.parallel.moving import MovingPlacement
 from tests.support.parallel.grid import Grid, require_close, require_grid_twin
 from tests.support.parallel.memory import Allocated, allocated, most_on_a_cpu
 from tests.support.parallel.placements import placement_of
@@ -25,7 +27,7 @@ from tests.support.parallel.tensor import axes, run_grid, run_rank
 from tests.support.parallel.torch import run_alone
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import WAYS, every_way
-from tests.support.torch import REAL_KERNELS, running_on
+from tests.support.torch import REAL_KERNELS, running_on, to_torch
 
 __all__ = ["ranks"]
 
@@ -265,3 +267,28 @@ def test_axes_that_are_none_are_refused_on_every_rank(ranks: Pool) -> None:
         )
         for (_, message), text in zip(found, texts, strict=True):
             assert message.startswith(text), message
+
+
+def with_moving_experts(group: Any, grid: Grid) -> list[str]:
+    """What raises where experts that move between ranks are split, too."""
+    own, found = axes(2, 2), []
+    assert own is not None
+    parallel = ExpertParallel(own.experts, tensor=own.tensor)
+    given = grid.ranks()[own.row][own.index]
+    x, experts, routing = to_torch((given.x, given.experts, given.routing))
+    moving = MovingPlacement(grid.problem.placement, "cpu")
+    for call in (
+        lambda: Rebalancer([], parallel),
+        lambda: moe(x, experts, routing, PLAIN, parallel=parallel, placement=moving),
+    ):
+        with pytest.raises(Unsupported) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_experts_that_move_are_not_split(ranks: Pool) -> None:
+    problem = draw_problem(0, placement_of("linear", 6, 2), (3,) * 4, 2, "random", "float32", PLAIN)
+    for moved, called in ranks.call(with_moving_experts, [(Grid(problem, 2),)] * 4):
+        assert moved.startswith("parallel must have no tensor axis, whose ranks would move slices apart")
+        assert called.startswith("placement must be a Placement beside a tensor axis, got a MovingPlacement")
