@@ -7,14 +7,21 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_torch.parallel import ExpertParallel, moe
 from moe_torch.transformers.activations import NAME, unsupported
 from moe_torch.transformers.experts import has_interface, operands_of, options_of, why_unsupported
+
+try:
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+except ImportError as error:
+    raise Unsupported(
+        "moe_torch.transformers.parallel needs transformers 5.23 or later, got "
+        f"{transformers.__version__}: {error}; pip install 'transformers>=5.23'"
+    ) from error
 
 
 class MoebiusEP(EPImplementation):

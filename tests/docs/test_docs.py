@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.pages import commands
+from tests.support.pages import commands, skip_without_its_transformers
 from tests.support.paths import ROOT
 from tests.support.runtime.script_server import ScriptServer
 
@@ -109,6 +109,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[p
 
     def run(script: pathlib.Path) -> str:
         source = script.read_text()
+        skip_without_its_transformers(source)
         key = (missing_packages(source), common_imports(source))
         if key not in servers:
             servers[key] = ScriptServer(*key, a_users_environment())

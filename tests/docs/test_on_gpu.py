@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.support.pages import commands
+from tests.support.pages import commands, skip_without_its_transformers
 from tests.support.paths import ROOT
 
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
@@ -36,6 +36,8 @@ def test_commands_run(command: str, tmp_path: pathlib.Path) -> None:
     """In a folder of its own, so that what it writes goes with it."""
     import torch
 
+    (example,) = re.findall(r"examples/\w+\.py", command)
+    skip_without_its_transformers((ROOT / example).read_text())
     program, *words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command)]
     if program == "torchrun":
         ranks = int(words[words.index("--nproc-per-node") + 1])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+
+import pytest
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:\A|^\n)((?:^ {4}.*\n)+)", re.MULTILINE)
@@ -24,3 +27,12 @@ def commands(text: str) -> list[str]:
     lines = [line for block in shell_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
     bare = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
     return [line for line in bare if line]
+
+
+def skip_without_its_transformers(source: str) -> None:
+    """Skip a test of a script that needs a newer transformers than is installed."""
+    needed = (5, 23)
+    if "moe_torch.transformers.parallel" in source:
+        installed = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
+        if installed < needed:
+            pytest.skip(f"needs transformers {'.'.join(map(str, needed))}")

@@ -258,6 +258,21 @@ def test_a_missing_transformers_is_explained() -> None:
     )
 
 
+def test_an_older_transformers_is_refused_where_ranks_share_experts() -> None:
+    """Before 5.23 it has no such implementations; before 5.22 not even the module."""
+    run_blocked(
+        ("nothing",),
+        "import sys, types\n"
+        "from moe_core.errors import Unsupported\n"
+        "name = 'transformers.distributed.expert_parallel'\n"
+        "for found in (None, types.ModuleType(name)):\n"
+        "    sys.modules[name] = found\n"
+        "    try:\n        import moe_torch.transformers.parallel\n"
+        "    except Unsupported as error:\n        assert 'transformers 5.23 or later, got' in str(error), error\n"
+        "    else:\n        raise SystemExit('imported with an old transformers')\n",
+    )
+
+
 @pytest.mark.parametrize(
     "kind", ["concatenated", "transposed_interleaved_bias", "ungated", "clamped_silu", "softcapped_silu", "norm"]
 )
