@@ -160,7 +160,8 @@ def draw_predicted(records: Sequence[dict[str, Any]], machine: Any, about: str) 
     panel.set(xscale="log", yscale="log", xlabel="measured, us", ylabel="predicted, us", xlim=ends, ylim=ends)
     panel.grid(True, alpha=0.3)
     panel.legend(fontsize=8)
-    source = f"{source_line(records)}\nlinks of the prediction: {about}"
+    sources = dict.fromkeys(source_line([record]) for record in records)
+    source = "\n".join([*sources, f"links of the prediction: {about}"])
     return _finished(figure, "Forwards of expert-parallel layers: predicted beside measured", source)
 
 
