@@ -19,7 +19,9 @@ import torch.distributed as dist
 from moe_core.base.checks import as_integer, finite_float, require_choice
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.links import LinkTiming
+from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.symmetric import Part, symmetric
 
 #: A message's batches of calls: their median counts.
 _BATCHES, _MOST_CALLS = 5, 50
@@ -28,6 +30,8 @@ _PRODUCT, _COPY = {"cuda": 8192, "cpu": 768}, {"cuda": 2**30, "cpu": 2**25}
 #: Seconds that ranks wait for each other.
 _TIMEOUT = 120.0
 _ALIGNMENT = 16
+#: Of rows that are stored at peers, at most.
+_ROW_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,20 @@ class _Bench:
     def run(self) -> Found:
         """All messages, from small to large, then products and memory of this device."""
         timings: list[LinkTiming] = []
-        wanted = [(where, kind, size) for where in self.groups for kind in MESSAGES for size in self.setting.sizes]
+        missing: dict[str, str] = {}
+        # Ranks of other hosts have no memory that can be stored to.
+        kinds = [(where, kind) for where in self.groups for kind in MESSAGES if (where, kind) != ("network", "peer")]
+        wanted = [(where, kind, size) for where, kind in kinds for size in self.setting.sizes]
         each = self.setting.seconds / max(1, len(wanted))
         for where, kind, size in wanted:
-            timings.append(self._message(where, kind, size, each))
+            if kind in missing:
+                continue
+            try:
+                timings.append(self._message(where, kind, size, each))
+            except Unsupported as error:
+                missing[kind] = str(error)
         tflops, memory = self._products(each)
-        return Found(tuple(timings), self.domain, tflops, memory, ())
+        return Found(tuple(timings), self.domain, tflops, memory, tuple(missing.items()))
 
     def _message(self, where: str, kind: str, size: int, seconds: float) -> LinkTiming:
         ranks = self.groups[where]
@@ -226,13 +238,43 @@ def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable
     return lambda: ranks.all_to_all(rows, "bytes"), each * (ranks.size - 1)
 
 
+def _peer(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    """Every rank stores other rows at each of the others, and waits until all have."""
+    if device.type != "cuda":
+        raise Unsupported("stores to peers are timed between GPUs alone: on a CPU they run in NumPy")
+    call, _, sent = peer_call(ranks, size, device)
+    return call, sent
+
+
+def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
+    """A call that stores rows of this rank's number + 1 at its peers; what they store here, bf16 `[W, R, columns]` by
+    rank; the bytes that a rank sends."""
+    peers, each = ranks.size - 1, _aligned(size, ranks.size - 1)
+    columns = min(each, _ROW_BYTES) // torch.bfloat16.itemsize
+    count = -(-each // _ROW_BYTES)
+    x = torch.full((peers * count, columns), ranks.rank + 1.0, dtype=torch.bfloat16, device=device)
+    memory = symmetric(ranks, (Part((ranks.size, count, columns), torch.bfloat16),), device)
+    region = memory.regions[0]
+    number = torch.arange(peers * count, dtype=torch.int32, device=device)[:, None]
+    # By turns to every peer, as tokens go.
+    owners = (ranks.rank + 1 + number % peers) % ranks.size
+    none = number[:1]
+    places = peer_ops.PeerPlaces(owners.contiguous(), ranks.rank * count + number // peers, none, none)
+
+    def call() -> None:
+        peer_ops.dispatch_push(x, places, region.addresses, num_rows=ranks.size * count, memory=region.own)
+        memory.barrier(ranks, "bytes")
+
+    return call, region.own, peers * count * columns * torch.bfloat16.itemsize
+
+
 def _aligned(size: int, peers: int) -> int:
     """Bytes for each of the peers."""
     return max(1, -(-size // peers // _ALIGNMENT)) * _ALIGNMENT
 
 
 #: By the kind that a record names.
-MESSAGES: dict[str, Message] = {"all_gather": _all_gather, "all_to_all": _all_to_all}
+MESSAGES: dict[str, Message] = {"all_gather": _all_gather, "all_to_all": _all_to_all, "peer": _peer}
 #: What `moebius-tune --links` takes by default.
 SIZES: dict[str, Sequence[int]] = {
     "nccl": tuple(4**power for power in range(5, 15)),

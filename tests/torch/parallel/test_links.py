@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import re
@@ -18,8 +19,10 @@ from moe_core.parallel import MachineRecord
 from moe_core.tools import tune
 from moe_core.tools.tune import links as command
 from moe_torch.parallel import links
+from moe_torch.parallel.group import Ranks
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.paths import ROOT
+from tests.support.torch import running_on
 
 __all__ = ["ranks"]
 
@@ -59,6 +62,27 @@ def test_messages_within_hosts_and_between_them(ranks: Pool) -> None:
     )
 
 
+def stored(group: Any, size: int) -> tuple[list[list[float]], int]:
+    """What lies in a rank's memory, by the rank that stored it: the least and the largest number."""
+    own = Ranks(group)
+    with running_on("reference"):
+        call, here, sent = links.peer_call(own, size, torch.device("cpu"))
+        here.fill_(torch.nan)
+        own.all_gather(torch.zeros(1), "begin")
+        call()
+        found = [[float(part.min()), float(part.max())] for part in here.float()]
+        own.all_gather(torch.zeros(1), "end")
+    return found, sent
+
+
+@pytest.mark.parametrize("size", [100, 50000])
+def test_rows_are_stored_at_every_peer(ranks: Pool, size: int) -> None:
+    for rank, (found, sent) in enumerate(ranks.call(stored, [(size,)] * 3)):
+        for other, ends in enumerate(found):
+            assert ends == [other + 1] * 2 if other != rank else all(map(math.isnan, ends))
+        assert size <= sent <= size + 2 * 8192
+
+
 def test_a_record_is_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     given = ["--links", "--backend", "gloo", "--bytes", "64,4096", "--link-seconds", "0.2", "--output", str(path)]
@@ -67,7 +91,7 @@ def test_a_record_is_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
     assert "set MOEBIUS_MACHINE to this path" in out and re.search(r"all_to_all +gloo +domain +2 +4096", out)
     record = MachineRecord.load(path)
     assert [own.bytes for own in record.timings] == [64, 4096] * 2 and record.machine.domain == 2
-    assert [kind for kind, _ in record.not_measured] == ["ragged_all_to_all"]
+    assert [kind for kind, _ in record.not_measured] == ["peer", "ragged_all_to_all"]
     assert record.provenance["command"] == f"moebius-tune {' '.join(given)}" and "CPU" in record.provenance["gpu"]
 
 
@@ -91,9 +115,9 @@ def test_under_torchrun_the_first_rank_writes(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("set MOEBIUS_MACHINE to this path") == 1
     record = MachineRecord.load(path)
-    assert [own.ranks for own in record.timings] == [3, 3] and record.not_measured == (
-        ("ragged_all_to_all", "--no-jax"),
-    )
+    assert [own.ranks for own in record.timings] == [3, 3]
+    assert record.not_measured[1:] == (("ragged_all_to_all", "--no-jax"),)
+    assert record.not_measured[0][1].startswith("stores to peers are timed between GPUs alone")
 
 
 @pytest.mark.parametrize(
