@@ -34,6 +34,10 @@ class MoESpec:
     again for it, to the same bits. main_grad (torch only): the backward adds the gradients of the matrices of experts
     and shared expert, in fp32, to the tensors that these hold as their attribute `main_grad`, and returns none for
     them.
+
+    rows_in_order: each token has one expert, given by ids that ascend, with -1 behind them all, as those of
+    `layout_of_runs` do. The output is then product 2's as it lies: no pass copies it, and rows of no expert hold
+    anything.
     """
 
     activation: Activation
@@ -50,10 +54,15 @@ class MoESpec:
     activations: Format | None = None
     fast_accumulate: bool = False
     shared_activation: Activation | None = None
+    rows_in_order: bool = False
 
     def __post_init__(self) -> None:
         require_kind("activations", self.activations, Format, optional=True)
         require_flags(self, "fast_accumulate", "recompute", "main_grad", "apply_router_weight_on_input", "allow_tf32")
+        require_flags(self, "rows_in_order")
+        if self.rows_in_order and (self.router is not None or self.out_dtype is not None):
+            what = "router" if self.router is not None else "out_dtype"
+            raise InvalidInput(f"{what} must be None with rows_in_order, got {getattr(self, what)}; leave it out")
         if self.fast_accumulate and (self.activations is None or self.activations.element != "e4m3"):
             raise InvalidInput(
                 f"fast_accumulate must be False unless activations are fp8, got True with {self.activations}; it is "

@@ -124,13 +124,22 @@ class _MoEPlanner:
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
         ids, weights = self._route(num_local)
         layout = LayoutSpec(self.tokens, builder.spec(ids).shape[1], num_local)
+        self._check_order(layout)
         self._declare_saved(layout)
         slots, order = self._experts(ids, weights, layout)
-        self._reduce(slots, order, layout)
+        if slots != "output":
+            self._reduce(slots, order, layout)
         plan = builder.build()
         if not self.target.compiled:
             return join_twins(plan)
         return fuse_launches(plan, self.tokens) if self.fused else plan
+
+    def _check_order(self, layout: LayoutSpec) -> None:
+        others = {"shared": self.shared, "expert_map": self.expert_map, "token_mask": self.token_mask}
+        wrong = [name for name, value in others.items() if value is not None]
+        if self.spec.rows_in_order and (wrong or layout.top_k != 1):
+            what = f"{wrong[0]} must be None" if wrong else f"top_k must be 1, got {layout.top_k}"
+            raise InvalidInput(f"with spec.rows_in_order, {what}: rows are the output as they lie; leave one out")
 
     def _declare_saved(self, layout: LayoutSpec) -> None:
         """The layout's arrays and what else a backward reads: outputs with save, else scratch."""
@@ -215,13 +224,13 @@ class _MoEPlanner:
         problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
         products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
-        if tiles[1] is not None and tiles[1].family.stores_rows:
+        if spec.rows_in_order or (tiles[1] is not None and tiles[1].family.stores_rows):
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             by_row = dataclasses.replace(matmul_2, scatter="row")
             products[1] = _Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
         counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
         block_ms = tuple(dict.fromkeys(tile.config.block_m for tile in tiles if tile is not None))
-        alone = self.shared is None and not self.save
+        alone = self.shared is None and not self.save and not spec.rows_in_order
         why_not = why_not_fused(tiles, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
         self.fused = why_not is None
         if why_not is not None and all(tiles):
@@ -251,7 +260,9 @@ class _MoEPlanner:
             self._matmul(0, products[0], names | {"y": hidden})
             if isinstance(rows_2, QuantizedTensor):
                 hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
-        slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype), Role.ROWS)
+        slots = "output"
+        if not spec.rows_in_order:
+            slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype), Role.ROWS)
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "y": slots}
         self._matmul(1, products[1], names)
         return slots, products[1].problem.spec.scatter

@@ -73,7 +73,7 @@ def why_not_fused(
     if top_k > _MOST_CHOICES:
         return f"top_k must be at most {_MOST_CHOICES}, got {top_k}"
     if not alone:
-        return "something is saved for a backward, or added in the reduction"
+        return "something is saved for a backward, or added in the reduction, or nothing is reduced"
     if batch_invariant:
         return "batch_invariant runs the same kernels for every number of tokens"
     return None
