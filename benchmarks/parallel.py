@@ -3,7 +3,8 @@
     python -m benchmarks.parallel --output record.json                       # starts a process for each GPU
     torchrun --nproc-per-node 2 -m benchmarks.parallel --output record.json
 
-Parity comes first: a cell whose output is not that of one device, bit by bit, is not timed. A cell that fails has its
+Parity comes first: a cell whose output is not that of one device, bit by bit, is not timed; with sums at ranks and rows
+in fp8 it has to be close. A cell that fails has its
 error in the record. Started by itself, the benchmark also ends ranks that hang, and goes on with new ones.
 benchmarks/README.md describes the record.
 """
@@ -31,7 +32,8 @@ import torch.distributed as dist
 
 from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
-from benchmarks.parallel_rank import Cell, Setting, attempt, fitting, joined, serve
+from benchmarks.parallel_cell import EXCHANGES, Cell, Setting, fitting
+from benchmarks.parallel_rank import attempt, joined, serve
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import ALL_SHAPES, Shape
@@ -41,7 +43,7 @@ from moe_core.specs.matmul import Activation
 _nccl: Any = importlib.import_module("torch.cuda.nccl")
 
 SCHEMA = 1
-MODES = ("all_gather", "all_to_all", "padded")
+MODES = tuple(EXCHANGES)
 #: Tokens of a rank up to which all_gather is measured: every rank takes those of all.
 _FEW_TOKENS = 1024
 _SHAPES = {name: ALL_SHAPES[name] for name in ("gptoss120b", "qwen3", "mixtral", "dsv3", "glm45air")}
@@ -105,7 +107,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
         for count in tokens
         for mode in modes
         for row in rows
+        if row == "tokens" or EXCHANGES[mode].get("sums") != "ranks"
         if mode != "all_gather" or (row == "tokens" and count <= _FEW_TOKENS)
+        if not (found.training and mode == "peer_fp8")
     ]
     if not cells:
         parser.error(f"there is nothing to run; all_gather has rows of tokens, up to {_FEW_TOKENS} of them")

@@ -36,6 +36,7 @@ from moe_torch.modular.gpt_oss import (
 from moe_torch.modular.kernel import FusedMoEModularKernel
 from moe_torch.modular.parallel.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
 from moe_torch.modular.parallel.exchange import MoEPrepareAndFinalizeAllToAll, MoEPrepareAndFinalizeNaiveEP
+from moe_torch.modular.parallel.peer import PeerBatchedPrepareAndFinalize, PeerPrepareAndFinalize
 from moe_torch.modular.prepare_finalize import (
     BatchedPrepareAndFinalize,
     FusedMoEPrepareAndFinalize,
@@ -78,6 +79,8 @@ __all__ = [
     "MoEPrepareAndFinalizeNaiveEP",
     "MoEPrepareAndFinalizeNoEP",
     "OAITritonExperts",
+    "PeerBatchedPrepareAndFinalize",
+    "PeerPrepareAndFinalize",
     "PreparedTokens",
     "ProblemSize",
     "QuantKey",

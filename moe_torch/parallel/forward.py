@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MoEOperands,
+    MoEOutput,
     RouterLogits,
     RouterWeights,
     SharedExpert,
@@ -31,10 +33,12 @@ from moe_core.specs.operands import (
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
+from moe_torch.parallel.chunks import Found, Given, run_chunks
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
+from moe_torch.parallel.peer import require_peer_format
 from moe_torch.parallel.routes import plan_routes, tell_failure
 from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of, require_apart
 
@@ -46,7 +50,8 @@ class ExpertParallel:
     Args:
         mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group. Its ranks share the experts.
         exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
-        max_tokens: the most tokens that a rank has in one call; more raise InvalidInput. None = any number.
+        max_tokens: the most tokens that a rank has in one call; more raise InvalidInput. None = any number. Mode
+            `peer` needs it: the first call makes memory for so many.
         tensor: a second axis, such as `mesh["tp"]`, whose ranks have a slice of each expert: columns of gate and up,
             rows of down. Results are sums over it, so the bits are not one device's. None = experts are whole.
         timeout: seconds that a message may take on a CPU. None = what the process group was made with. On a GPU that
@@ -55,8 +60,8 @@ class ExpertParallel:
             them. `replicated`: all ranks of tensor have the same tokens, and all get their results.
 
     Raises:
-        InvalidInput: a mesh of several axes, axes that overlap, wrong numbers.
-        Unsupported: mode `peer`, `sums="ranks"`, quantised rows and chunks.
+        InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
+        Unsupported: tensor with mode `peer`; `sums="ranks"`, a format and chunks with other modes.
     """
 
     mesh: Any
@@ -79,16 +84,25 @@ class ExpertParallel:
         elif self.tensor_tokens != "split":
             raise InvalidInput(f"tensor_tokens must be left out without tensor, got {self.tensor_tokens!r}; drop it")
         exchange = self.exchange
+        if exchange.mode == "peer" and self.max_tokens is None:
+            raise InvalidInput(
+                "max_tokens must be given with mode 'peer', whose memory is made for it, got None; pass the most that "
+                "a rank has in one call"
+            )
+        peer = exchange.mode == "peer"
+        if peer:
+            require_peer_format(exchange.format)
+            if self.tensor is not None:
+                raise Unsupported("tensor must be None with mode 'peer', which has whole experts alone; leave it out")
         for name, refused, instead in (
-            ("mode", exchange.mode == "peer", "all_to_all"),
-            ("sums", exchange.sums != "slots", "slots"),
-            ("format", exchange.format is not None, None),
-            ("chunks", exchange.chunks != 1, 1),
+            ("sums", exchange.sums != "slots" and not peer, "slots"),
+            ("format", exchange.format is not None and not peer, None),
+            ("chunks", exchange.chunks != 1 and not peer, 1),
         ):
             if refused:
                 raise Unsupported(
-                    f"exchange.{name} must not be {getattr(exchange, name)!r} in moe_torch.parallel, which has no such "
-                    f"exchange; pass {instead!r}"
+                    f"exchange.{name} must not be {getattr(exchange, name)!r} in moe_torch.parallel with mode "
+                    f"{exchange.mode!r}; pass {instead!r}, or mode 'peer'"
                 )
 
     @property
@@ -134,8 +148,8 @@ def moe(
     Output and gradients are, bit by bit, those of `moe_torch.moe` on one device with the tokens of all ranks, in the
     order of ranks, and all experts (`moe_core.parallel.plan_exchange` says when they are not). Gradients of a router's
     parameters are of this rank's tokens: add them up over ranks, as data parallelism does. Ranks may have different
-    numbers of tokens with mode `all_to_all`; tiles of the router are then those of W times this rank's, unless
-    `spec.tuning` says expected_tokens.
+    numbers of tokens with modes `all_to_all` and `peer`; tiles of the router are then those of W times this rank's,
+    with `peer` on a GPU those of the experts too, unless `spec.tuning` says expected_tokens: those of all ranks.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
@@ -155,8 +169,8 @@ def moe(
 
     Raises:
         InvalidInput: ranks that disagree about sizes, options or the placement; wrong arguments.
-        PeerFailed: another rank raised before the exchange; its own error says why. On a GPU, `all_gather` and
-            `padded` never wait for a message: there the output is NaN where ranks disagree, and a rank that raised
+        PeerFailed: another rank raised before the exchange; its own error says why. On a GPU, the host never waits with
+            `all_gather`, `padded` and `peer`: there the output is NaN where ranks disagree, and a rank that raised
             leaves the others to the timeout of their group.
         Unsupported: what exchanges cannot do yet, and training of experts with replicas.
         RuntimeError: a message that failed, because a rank died or is late.
@@ -199,41 +213,60 @@ class Exchange:
         try:
             self._check(x, experts, routing, spec)
             wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
-            group = len(x) * self.parallel.gradient_divisor
-            dense: Any = (None, None)
+            dense: Any = None
             if shared is not None:
-                dense = shared_output(x.detach(), wide[1], shared, experts, spec, group)
+                given = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.gradient_divisor
+                dense = _shared(given, later=self._overlaps(x))
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
-            brought, tensor = Brought(x, wide[0], ids, weights, mask), self.tensor
+            brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
                 experts = bias_once(experts, tensor.split)
-            planner = plan_routes(self.ranks, plan, brought.ids, brought.weights, brought.token_mask, self.moving)
+            if plan.spec.mode != "peer":
+                planner = plan_routes(self.ranks, plan, brought.ids, brought.weights, brought.token_mask, self.moving)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
             tell_peers(self.parallel, placement, device, self.tensor)
             raise
-        routes = planner.start()()
-        rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
-        del brought
-        own = owner_spec(spec, routes.group_tokens * ids.shape[1], placement)
-        found = ops.moe(rows, experts, TopK(routes.ids, row_weights), own)
-        # Training keeps them; else their memory is for the rows that come home.
-        del rows
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        if tensor is None:
-            output = combine(routes, found.output, dense, dtype)
-            counts, invalid_ids = routes.tokens_per_expert, routes.invalid_ids
+        told = None if spec.tuning is None else spec.tuning.expected_tokens
+
+        def run_experts(rows: torch.Tensor, routing: TopK, group_tokens: int) -> MoEOutput:
+            # Rows are slots, or tokens with all their ids.
+            each = ids.shape[1] // routing.ids.shape[1]
+            own = owner_spec(spec, (told or group_tokens) * each, placement)
+            in_order = planner is None and plan.spec.sums == "slots"
+            return ops.moe(rows, experts, routing, dataclasses.replace(own, rows_in_order=True) if in_order else own)
+
+        if planner is None:
+            given = Given(x, wide[0], ids, weights, mask, self.moving)
+            found = run_chunks(self.ranks, plan, given, run_experts, dense, dtype)
         else:
-            parts = combine(routes, found.output, (None, None), torch.float32)
-            output = tensor.total(parts, x, dense, dtype)
-            # The routes' are of all tokens of the axis.
-            counts, invalid_ids = counts_of(ids, placement, mask)
+            routes = planner.start()()
+            rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
+            del brought
+            own = run_experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+            # Training keeps them; else their memory is for the rows that come home.
+            del rows
+            beside = dense() if dense else (None, None)
+            if tensor is None:
+                output = combine(routes, own.output, beside, dtype)
+                counted = routes.tokens_per_expert, routes.invalid_ids
+            else:
+                parts = combine(routes, own.output, (None, None), torch.float32)
+                output = tensor.total(parts, x, beside, dtype)
+                # The routes' are of all tokens of the axis.
+                counted = counts_of(ids, placement, mask)
+            found = Found(output, own.tokens_per_expert, routes.overflow, *counted)
         if self.moving is not None:
-            self.moving.load.add_(counts)
-        received = found.tokens_per_expert
-        return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
+            self.moving.load.add_(found.tokens_per_expert)
+        counts = found.tokens_per_expert, found.invalid_ids, found.received, found.overflow
+        return ParallelOutput(found.output, ids, weights, logits, *counts)
+
+    def _overlaps(self, x: torch.Tensor) -> bool:
+        """Whether a shared expert runs while rows travel."""
+        return self.parallel.exchange.mode == "peer" and x.is_cuda and not torch.is_grad_enabled()
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any) -> None:
         require_instance("x", x, torch.Tensor)
@@ -294,9 +327,29 @@ class Exchange:
         )
         if self.moving is not None:
             self.moving.require_usable(asked)
-        sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
-        split = self.parallel.split
-        return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=asked, tensor=split)
+        if asked and self.parallel.exchange.sums == "ranks":
+            raise Unsupported(
+                "exchange.sums must be 'slots' where gradients are wanted, got 'ranks'; call under torch.no_grad()"
+            )
+        return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked)
+
+
+def _shared(given: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+    """What gives the results of `shared_output`, computed now or when it is called."""
+    if later:
+        return lambda: shared_output(*given)
+    found = shared_output(*given)
+    return lambda: found
+
+
+def plan_of(
+    parallel: ExpertParallel, placement: Placement, x: torch.Tensor, top_k: int, *, training: bool
+) -> ExchangePlan:
+    """Of x `[T, D]`; with mode `peer` of the most tokens that there may be."""
+    tokens = parallel.max_tokens if parallel.exchange.mode == "peer" and parallel.max_tokens is not None else len(x)
+    sizes = tokens, top_k, x.shape[1], DTYPE_NAMES[x.dtype]
+    split = parallel.split
+    return plan_exchange(*sizes, placement, parallel.exchange, training=training, tensor=split)
 
 
 def tell_peers(

@@ -13,7 +13,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe_torch.parallel.group import Arriving
+from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import Routes
+
+AnyRoutes = Routes | PeerRoutes
 
 
 class Dispatch(torch.autograd.Function):
@@ -24,7 +27,9 @@ class Dispatch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, routes: Routes, x: torch.Tensor | Arriving, wide: torch.Tensor, weights: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, routes: AnyRoutes, x: torch.Tensor | Arriving, wide: torch.Tensor, weights: torch.Tensor
+    ) -> Any:
         ctx.routes = routes
         rows = routes.push(x, "rows") if isinstance(x, torch.Tensor) else x()
         return rows, routes.weights.clone()
@@ -45,7 +50,7 @@ class Combine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, routes: Routes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
+    def forward(ctx: Any, routes: AnyRoutes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
         shared, gate, out_dtype, total = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
         total = routes.start_total(rows.contiguous(), "results") if total is None else total

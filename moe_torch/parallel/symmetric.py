@@ -80,29 +80,31 @@ def _milliseconds(ranks: Ranks, device: torch.device) -> int:
     seconds = ranks.timeout
     if seconds is None:
         options = getattr(ranks.group._get_backend(device), "options", None)
-        seconds = options._timeout.total_seconds() if options is not None else _BARRIER_SECONDS
+        timeout = getattr(options, "_timeout", None)
+        seconds = _BARRIER_SECONDS if timeout is None else timeout.total_seconds()
     return max(1, int(seconds * 1000))
 
 
-_Known = dict[tuple[torch.device, tuple[Part, ...]], Symmetric]
+_Known = dict[tuple[torch.device, tuple[Part, ...], int], Symmetric]
 _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
-def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Symmetric:
-    """Memory for these parts, the same for all calls of a group with equal ones.
+def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device, number: int = 0) -> Symmetric:
+    """Memory for these parts, the same for all calls of a group with equal ones and an equal number.
 
     The first time it is a collective that waits. Raises InvalidInput where ranks have other parts, and Unsupported on
     every rank where one cannot reach the memory of another, or where a CUDA graph is captured.
     """
     known = _known.setdefault(ranks.group, {})
-    if (device, parts) not in known:
+    key = device, parts, number
+    if key not in known:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported(
                 "memory that ranks share must be there before a CUDA graph is captured; call once with the same sizes"
             )
         # It stays: what is captured, or saved for a backward, holds its addresses.
-        known[device, parts] = _allocate(ranks, parts, device)
-    return known[device, parts]
+        known[key] = _allocate(ranks, parts, device)
+    return known[key]
 
 
 def _allocate(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Symmetric:
@@ -148,8 +150,11 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=f"moebius-{os.getpid()}-") as file:
         problem = None
         try:
-            # Pages of /dev/shm that are not there when they are touched end the process.
-            os.posix_fallocate(file.fileno(), 0, size)
+            if hasattr(os, "posix_fallocate"):
+                # Pages of /dev/shm that are not there when they are touched end the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                os.ftruncate(file.fileno(), size)
         except OSError as error:
             problem = f"{size} bytes of shared memory cannot be had: {error}"
         _require_none(ranks, problem)

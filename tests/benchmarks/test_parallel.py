@@ -21,7 +21,7 @@ pytest.importorskip("jax")
 import torch.distributed as dist
 
 from benchmarks import parallel, parallel_rank
-from benchmarks.parallel_rank import Cell, Setting, fitting
+from benchmarks.parallel_cell import Cell, Setting, fitting
 from benchmarks.shapes import SHAPES
 
 README = pathlib.Path(parallel.__file__).parent / "README.md"
@@ -140,7 +140,10 @@ def test_a_shape_that_does_not_fit_has_fewer_experts() -> None:
     "given, message",
     [
         (["--device", "cpu", "--ranks", "1"], "--ranks must be 2 or more, and as many GPUs, got 1 of 0"),
-        (["--device", "cpu", "--modes", "peer"], "--modes must be of all_gather, all_to_all, padded, got peer"),
+        (
+            ["--device", "cpu", "--modes", "nccl"],
+            "--modes must be of all_gather, all_to_all, padded, peer, ",
+        ),
         (["--device", "cpu", "--modes", "all_gather", "--rows", "slots"], "there is nothing to run"),
     ],
 )

@@ -29,7 +29,13 @@ from tests.support.torch import REAL_KERNELS
 
 __all__ = ["ranks"]
 
-WAYS = (ExchangeSpec("all_to_all"), ExchangeSpec("all_to_all", "slots"), ExchangeSpec("all_gather"))
+WAYS = (
+    ExchangeSpec("all_to_all"),
+    ExchangeSpec("all_to_all", "slots"),
+    ExchangeSpec("all_gather"),
+    ExchangeSpec("peer"),
+    ExchangeSpec("peer", "slots"),
+)
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 #: load, placement, E, W, tokens of ranks, K
 CASES = (
@@ -51,7 +57,15 @@ def problem_of(
     load, kind, experts, size, tokens, top_k = case
     if equal:
         tokens = (max(tokens),) * size
-    return draw_problem(seed, placement_of(kind, experts, size, seed), tokens, top_k, load, dtype, PLAIN)
+    sizes = (16, 8)
+    return draw_problem(seed, placement_of(kind, experts, size, seed), tokens, top_k, load, dtype, PLAIN, sizes=sizes)
+
+
+@pytest.mark.parametrize("way", WAYS[3:], ids=lambda way: way.rows)
+def test_batches_of_experts_have_every_bit_of_one_device(ranks: Pool, way: ExchangeSpec) -> None:
+    for seed, case in enumerate(CASES):
+        problem = problem_of(case, ("float32", "bfloat16")[seed % 2], seed=seed)
+        compare_with_one_device(ranks, problem, way, f"{case}", experts="batched")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -99,6 +113,10 @@ def test_a_shared_expert_runs_while_tokens_travel(ranks: Pool, way: ExchangeSpec
         assert right
         first = "header and counts" if way.mode == "all_to_all" else "rows"
         place = events.index("shared expert")
+        if way.mode == "peer":
+            # Rows are stored before, and waited for behind it.
+            assert events.index("wait header and counts") < place < events.index("start rows")
+            continue
         assert events.index(f"start {first}") < place < events.index(f"wait {first}")
         assert events.index("start results") < events.index("wait results") == len(events) - 1
 

@@ -15,9 +15,9 @@ from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_core.modular.weights import rows_are_alone
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.plan import ExchangePlan, plan_exchange
+from moe_core.parallel.plan import ExchangePlan
 from moe_core.parallel.spec import ExchangeSpec
-from moe_torch.bridge.options import DTYPE_NAMES, require_instance
+from moe_torch.bridge.options import require_instance
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens, weighted_input
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
 from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
@@ -26,8 +26,9 @@ from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from moe_torch.parallel.forward import ExpertParallel, tell_peers
+from moe_torch.parallel.forward import ExpertParallel, plan_of, tell_peers
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
+from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import Routes, plan_routes
 
 _DELEGATE = TopKWeightAndReduceDelegate()
@@ -185,11 +186,11 @@ class AcrossRanks(InHalves):
             x = weighted_input(a1, weights, apply_router_weight_on_input)
             plan = self._plan(x, ids)
             wide = uses_of(x, 1)[0]
-            planner = plan_routes(self.parallel.ranks(), plan, ids, weights)
+            begin = self._begin(plan, ids, weights)
         except Exception:
             self.tell_failure(a1.device)
             raise
-        found = planner.start()
+        found = begin()
         begun: list[Any] = []
 
         def hook() -> None:
@@ -222,7 +223,7 @@ class AcrossRanks(InHalves):
     ) -> Callable[[], None]:
         """The receiver: it waits for the rows that come home, and adds them up into output `[M, K]`."""
         routes = None if prepared is None else prepared.handle
-        if prepared is None or not isinstance(routes, Routes):
+        if prepared is None or not isinstance(routes, (Routes, PeerRoutes)):
             raise InvalidInput(
                 f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
                 f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
@@ -236,23 +237,37 @@ class AcrossRanks(InHalves):
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
             # Experts that touch nothing where no row has come; other ranks wait for this one's backward all the same.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
-        asked = torch.is_grad_enabled() and rows.requires_grad
-        arriving = (routes.start_total if asked else routes.start_pull)(rows.detach().contiguous(), "results")
+        asked, rows = torch.is_grad_enabled() and rows.requires_grad, rows.contiguous()
+        if asked or isinstance(routes, PeerRoutes):
+            total, arriving = routes.start_total(rows.detach(), "results"), None
+        else:
+            total, arriving = None, routes.start_pull(rows, "results")
 
         def receiver() -> None:
             if asked:
-                sums: Any = Combine.apply(routes, rows, None, None, output.dtype, arriving)
+                sums: Any = Combine.apply(routes, rows, None, None, output.dtype, total)
                 output.copy_(sums)
                 return
-            came, at_home = arriving(), routes.at_home
-            if len(came):
-                sum_by_token(output, came, at_home.row_of_slot, at_home.spec.top_k, "row")
+            if isinstance(routes, PeerRoutes):
+                assert total is not None
+                output.copy_(total(out_dtype=output.dtype))
             else:
-                output.zero_()
+                assert arriving is not None
+                came, at_home = arriving(), routes.at_home
+                if len(came):
+                    sum_by_token(output, came, at_home.row_of_slot, at_home.spec.top_k, "row")
+                else:
+                    output.zero_()
             if routes.spoilt is not None:
                 output.masked_fill_(routes.spoilt[:, None], torch.nan)
 
         return _eager(receiver)
+
+    def _begin(
+        self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Callable[[], Callable[[], Routes | PeerRoutes]]:
+        """What begins an exchange when it is called; what that returns gives the routes, once they are known."""
+        return plan_routes(self.parallel.ranks(), plan, ids, weights).start
 
     def _check_experts(
         self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig
@@ -284,8 +299,7 @@ class AcrossRanks(InHalves):
                 f"a1 must be bf16, fp16 or fp32 [{len(ids)}, K], a row for each of topk_ids, got {x.dtype} "
                 f"{list(x.shape)}; prepare tokens as they are"
             )
-        sizes = len(x), ids.shape[1], x.shape[1], DTYPE_NAMES[x.dtype]
-        return plan_exchange(*sizes, self.placement, self.parallel.exchange, training=torch.is_grad_enabled())
+        return plan_of(self.parallel, self.placement, x, ids.shape[1], training=torch.is_grad_enabled())
 
 
 def finished(halves: Any) -> Any:

@@ -23,7 +23,8 @@ from tests.support.parallel.twins import Problem
 from tests.support.parallel.ways import require_same
 from tests.support.torch import running_on, to_numpy, to_torch
 
-PARTS = {
+PARTS: dict[str, Any] = {
+    "peer": modular.PeerPrepareAndFinalize,
     "all_to_all": modular.MoEPrepareAndFinalizeAllToAll,
     "all_gather": modular.MoEPrepareAndFinalizeNaiveEP,
 }
@@ -82,6 +83,20 @@ EXPERTS: dict[str, Callable[[], modular.FusedMoEExpertsModular]] = {
 }
 
 
+def part_of(group: Any, problem: Problem, way: ExchangeSpec, experts: str = "triton") -> Any:
+    """Of a rank, with memory for as many tokens as any has."""
+    kind = modular.PeerBatchedPrepareAndFinalize if experts == "batched" else PARTS[way.mode]
+    return kind(group, problem.placement, exchange=way, max_tokens=max(1, *problem.tokens))
+
+
+def experts_of(problem: Problem, experts: str) -> Any:
+    """By name; in the batched format for as many tokens."""
+    if experts != "batched":
+        return EXPERTS[experts]()
+    most, ranks = max(1, *problem.tokens), problem.placement.num_ranks
+    return modular.BatchedTritonExperts(most, ranks, weight_layout="in_out")
+
+
 def tensors_of(problem: Problem, number: int | None, trained: bool) -> list[torch.Tensor]:
     """The arguments of a kernel, of a rank or, with None, of all tokens and experts."""
     x, experts, routing = problem.x, problem.experts, problem.routing
@@ -111,7 +126,7 @@ def run_rank(
 ) -> dict[str, Any]:
     number = torch.distributed.get_rank(group)
     with running_on(engine), poisoned(), broken(fault):
-        kernel = FusedMoEModularKernel(PARTS[way.mode](group, problem.placement, exchange=way), EXPERTS[experts]())
+        kernel = FusedMoEModularKernel(part_of(group, problem, way, experts), experts_of(problem, experts))
         d_output = problem.gradients()[number].output if trained else None
         return results_of(kernel, tensors_of(problem, number, trained), d_output)
 
@@ -131,7 +146,12 @@ def compare_with_one_device(
     placement = problem.placement
     found = pool.call(run_rank, [(problem, way, engine, experts, trained, fault)] * placement.num_ranks)
     with running_on(engine):
-        alone = FusedMoEModularKernel(modular.MoEPrepareAndFinalizeNoEP(), EXPERTS[experts]())
+        if experts == "batched":
+            most = max(1, sum(problem.tokens))
+            part: Any = modular.BatchedPrepareAndFinalize(most, placement.num_experts)
+            alone = FusedMoEModularKernel(part, modular.BatchedTritonExperts(most, weight_layout="in_out"))
+        else:
+            alone = FusedMoEModularKernel(modular.MoEPrepareAndFinalizeNoEP(), EXPERTS[experts]())
         tensors = tensors_of(problem, None, trained)
         expected = results_of(alone, tensors, problem.d_output if trained else None)
     for name, array in expected.items():
@@ -148,7 +168,7 @@ def tuning_of_rank(group: Any, problem: Problem, way: ExchangeSpec) -> Tuning | 
 
 def kernel_of_rank(group: Any, problem: Problem, way: ExchangeSpec) -> Any:
     """A kernel of a rank, and the tensors of its call."""
-    part = PARTS[way.mode](group, problem.placement, exchange=way)
+    part = part_of(group, problem, way)
     kernel = FusedMoEModularKernel(part, EXPERTS["triton"]())
     return kernel, tensors_of(problem, torch.distributed.get_rank(group), False)
 

@@ -64,7 +64,8 @@ def allocated(
     rank = torch.distributed.get_rank(group)
     own: Any = problem.ranks()[rank] if grid is None else grid[0]
     x, experts, routing = to_torch((own.x, own.experts, own.routing), device)
-    parallel, scratch, real = ExpertParallel(group, way, tensor=grid and grid[1]), [], Operator.ready
+    parallel = ExpertParallel(group, way, problem.tokens[0], tensor=grid and grid[1])
+    scratch, real = [], Operator.ready
 
     def observed(self: Operator, *arguments: Any, **options: Any) -> Any:
         found = real(self, *arguments, **options)
@@ -83,13 +84,15 @@ def allocated(
 
 
 def planned_peak(problem: Problem, way: ExchangeSpec, found: Allocated) -> int:
-    """What the plan says, of counts where counts travel."""
+    """What the plan says, of counts where the host knows them."""
     placement, ids = problem.placement, problem.routing.ids
     plan = plan_exchange(
         problem.tokens[0], ids.shape[1], problem.x.shape[1], problem.x.dtype.name, placement, way, training=False
     )
     if way.mode != "all_to_all":
-        return plan.peak(scratch=found.scratch)
+        # What ranks share is made once, and not by a call.
+        shared = sum(buffer.bytes for buffer in plan.buffers if buffer.symmetric)
+        return plan.peak(scratch=found.scratch) - shared
     here = owners_of(physical_ids(ids, placement).places, placement.per_rank) == found.rank
     slots = int(here.sum())
     return plan.peak(slots if way.rows == "slots" else int(here.any(axis=1).sum()), slots, scratch=found.scratch)

@@ -18,6 +18,7 @@ from moe_core.parallel.shards import gather_experts
 from moe_core.specs.operands import named_fields
 from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
+from tests.support.parallel.peer import PEER_FAULTS, broken_peer, poisoned_peer
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.twins import Problem
 from tests.support.parallel.ways import require_one_device, require_twin
@@ -25,6 +26,11 @@ from tests.support.torch import running_on, to_numpy, to_torch
 
 #: Gradients of what every rank has a part of.
 _SUMMED = ("d_routing.weight", "d_routing.bias", "d_shared.")
+
+
+def parallel_of(group: Any, way: ExchangeSpec, problem: Problem) -> ExpertParallel:
+    """Of a call; where memory is made ahead, for more tokens than any rank has."""
+    return ExpertParallel(group, way, max(problem.tokens) + 1 if way.mode == "peer" else None)
 
 
 def mesh_of(group: Any) -> DeviceMesh:
@@ -41,7 +47,7 @@ def poisoned() -> Iterator[None]:
         found = real(*arguments)
         return found.fill_(torch.nan if found.is_floating_point() else -1)
 
-    with mock.patch.object(group, "buffer", filled):
+    with mock.patch.object(group, "buffer", filled), poisoned_peer():
         yield
 
 
@@ -57,7 +63,7 @@ def trained(bundle: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def broken(fault: str | None) -> Iterator[None]:
     """A planted fault, by name."""
-    if fault is None:
+    if fault is None or fault in PEER_FAULTS:
         yield
         return
     owner, name = {
@@ -106,7 +112,7 @@ def run_rank(
     # A rank's GPU is its current one.
     engines = contextlib.nullcontext() if engine == "cuda" else running_on(engine)
     device = torch.device("cuda", torch.cuda.current_device()) if engine == "cuda" else "cpu"
-    with engines, poisoned(), broken(fault):
+    with engines, poisoned(), broken(fault), broken_peer(fault):
         given: Any = (own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output, own.shared)
         x, experts, routing, mask, d_output, shared = to_torch(given, device)
         leaves = {}
@@ -115,7 +121,7 @@ def run_rank(
             leaves |= {f"experts.{name}": array for name, array in trained(experts).items()}
             leaves |= {f"routing.{name}": array for name, array in trained(routing).items()}
             leaves |= {f"shared.{name}": array for name, array in trained(shared).items()}
-        parallel = ExpertParallel(ranks, way)
+        parallel = parallel_of(ranks, way, problem)
         options: Any = {"parallel": parallel, "placement": problem.placement, "token_mask": mask, "shared": shared}
         found = parallel_moe(x, experts, routing, problem.spec, **options)
         if differentiated:

@@ -22,6 +22,9 @@ WAYS = (
     ExchangeSpec("padded", "slots"),
     ExchangeSpec("padded"),
 )
+#: Those of stores to peers' memory, which torch alone has.
+PEER = (ExchangeSpec("peer", "slots"), ExchangeSpec("peer"))
+TORCH_WAYS = (*WAYS, *PEER)
 #: Those with a bound.
 BOUNDED = tuple(way for way in WAYS if way.mode != "all_gather")
 #: Those that a CUDA graph may hold.
@@ -34,6 +37,12 @@ def over(ways: tuple[ExchangeSpec, ...]) -> pytest.MarkDecorator:
 
 
 every_way = over(WAYS)
+every_torch_way = over(TORCH_WAYS)
+
+
+def sizes_of(way: ExchangeSpec) -> tuple[int, int]:
+    """D and F of hard problems: stores to peers take rows of whole 16 bytes."""
+    return (16 if way.mode == "peer" else 12), 8
 
 
 def require_same(found: np.ndarray, expected: np.ndarray, label: str) -> None:
@@ -112,4 +121,4 @@ def most_received(problem: Problem, way: ExchangeSpec) -> int:
     for token, own in enumerate(owners):
         for owner in own if way.rows == "slots" else set(own):
             rows[token // problem.tokens[0], owner] += owner >= 0
-    return int(rows.sum(axis=0).max()) if way.mode == "all_to_all" else count * int(rows.max())
+    return int(rows.sum(axis=0).max()) if way.mode in ("all_to_all", "peer") else count * int(rows.max())

@@ -21,7 +21,7 @@ from tests.support.parallel.twins import PLAIN, Problem, draw_problem
 
 __all__ = ["ranks"]
 
-WAYS = (ExchangeSpec(), ExchangeSpec("padded", "slots"), ExchangeSpec("all_gather"))
+WAYS = (ExchangeSpec(), ExchangeSpec("padded", "slots"), ExchangeSpec("all_gather"), ExchangeSpec("peer"))
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.mode)
 #: Seconds in which a failure is known everywhere.
 SOON = 5
@@ -83,10 +83,16 @@ def test_ranks_that_disagree_all_raise(ranks: Pool, way: ExchangeSpec, what: str
     assert len(caught.value.errors) == 2
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.mode)
+@pytest.mark.parametrize("way", WAYS[1:3], ids=lambda way: way.mode)
 def test_tokens_differ_where_messages_have_one_size(ranks: Pool, way: ExchangeSpec) -> None:
     with pytest.raises(Failed, match="got another tokens"):
         ranks.call(run_rank, arguments(problem_of((4, 3)), way))
+
+
+def test_buffers_differ(ranks: Pool) -> None:
+    given = [({"exchange": ExchangeSpec("peer"), "max_tokens": most}, problem_of()) for most in (4, 5)]
+    for kind, text in ranks.call(parallel_call, given):
+        assert kind == "InvalidInput" and "got another tokens on rank 1" in text
 
 
 def test_wrong_arguments_are_named(ranks: Pool) -> None:
@@ -97,12 +103,13 @@ def test_wrong_arguments_are_named(ranks: Pool) -> None:
     found = ranks.call(parallel_call, [({"max_tokens": 3}, problem)] * 2)
     assert found == [("InvalidInput", "x must have at most max_tokens = 3 tokens, got 4; raise max_tokens")] * 2
     for options, text in (
-        ({"exchange": ExchangeSpec("peer")}, "exchange.mode must not be 'peer' in moe_torch.parallel"),
         ({"exchange": ExchangeSpec(sums="ranks")}, "exchange.sums must not be 'ranks'"),
         ({"exchange": ExchangeSpec(chunks=2)}, "exchange.chunks must not be 2"),
     ):
         kind, message = ranks.call(parallel_call, [(options, problem)])[0]
         assert kind == "Unsupported" and text in message
+    kind, message = ranks.call(parallel_call, [({"exchange": ExchangeSpec("peer")}, problem)])[0]
+    assert kind == "InvalidInput" and "max_tokens must be given with mode 'peer'" in message
     kind, message = ranks.call(parallel_call, [({"timeout": 0}, problem)])[0]
     assert kind == "InvalidInput" and "timeout must be above 0" in message
 

@@ -21,14 +21,15 @@ from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.routing import RouterSpec
+from moe_core.specs.tuning import Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, Rebalancer, moe, parallelize
 from tests.support.parallel.memory import Allocated, allocated, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
-from tests.support.parallel.torch import compare_with_one_device
+from tests.support.parallel.torch import compare_with_one_device, parallel_of
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
-from tests.support.parallel.ways import STATIC, WAYS, every_way, over
+from tests.support.parallel.ways import PEER, STATIC, WAYS, every_torch_way, over
 from tests.support.torch import to_torch
 
 GPUS = torch.cuda.device_count()
@@ -48,7 +49,7 @@ def problem_of(pool: Pool, seed: int, tokens: int, dtype: str = "bfloat16", spec
     return draw_problem(seed, placement, (tokens,) * size, 4, load, dtype, spec, sizes=(256, 192), extras=False)
 
 
-@every_way
+@every_torch_way
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bit_of_one_gpu(gpus: Pool, way: ExchangeSpec, dtype: str) -> None:
     # Kernels are compiled for every dtype and about every number of tokens.
@@ -61,12 +62,17 @@ def test_a_router_a_shared_expert_and_uneven_tokens(gpus: Pool) -> None:
     spec = MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(4, renormalize=True))
     size = len(gpus.processes)
     placement = placement_of("linear", 10, size)
-    for way, tokens in ((WAYS[1], (300,) * size), (WAYS[2], (300,) * size)):
+    for way, tokens in ((WAYS[1], (300,) * size), (WAYS[2], (300,) * size), (PEER[1], (300,) * size)):
         problem = draw_problem(3, placement, tokens, 4, "masked", "bfloat16", spec, extras=True, sizes=(256, 192))
         compare_with_one_device(gpus, problem, way, str(way), engine="cuda")
     uneven = (1300, 0, 33, 7)[:size]
     problem = draw_problem(4, placement, uneven, 4, "random", "bfloat16", PLAIN, sizes=(256, 192))
     compare_with_one_device(gpus, problem, WAYS[0], "uneven", engine="cuda")
+    # No host knows the tokens of all ranks.
+    spec = dataclasses.replace(PLAIN, tuning=Tuning(expected_tokens=sum(uneven)))
+    for way in PEER:
+        told = dataclasses.replace(problem, spec=spec)
+        compare_with_one_device(gpus, told, way, f"uneven, {way}", engine="cuda")
 
 
 def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.ndarray]:
@@ -74,7 +80,7 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
     rank = torch.distributed.get_rank(group)
     device = torch.device("cuda", torch.cuda.current_device())
     given = [to_torch(problem.ranks()[rank], device) for problem in problems]
-    first, parallel = given[0], ExpertParallel(group, way)
+    first, parallel = given[0], parallel_of(group, way, problems[0])
 
     def forward() -> torch.Tensor:
         options = {"parallel": parallel, "placement": problems[0].placement}
@@ -102,7 +108,7 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
     return [output.float().cpu().numpy() for output in found]
 
 
-@over(STATIC)
+@over((*STATIC, *PEER))
 def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) -> None:
     problems = [problem_of(gpus, seed, 48) for seed in range(3)]
     problems = [dataclasses.replace(problem, experts=problems[0].experts) for problem in problems]
@@ -198,7 +204,7 @@ def allocated_on_a_gpu(group: Any, problem: Problem, way: ExchangeSpec) -> Alloc
     return allocated(group, problem, way, torch.device("cuda", torch.cuda.current_device()), most)
 
 
-@every_way
+@every_torch_way
 def test_a_call_allocates_what_the_plan_says(gpus: Pool, way: ExchangeSpec) -> None:
     size = len(gpus.processes)
     placement = placement_of("round_robin", 10, size)

@@ -84,7 +84,8 @@ def run(
     first = sum(tokens[:rank])
     own = [array[first : first + tokens[rank]] for array in rows(tokens, dtype)]
     layer = make(SPECS[name], dtype)
-    parallel, placement = ExpertParallel(mesh_of(group), way), placement_of(kind, E, len(tokens), 1)
+    parallel = ExpertParallel(mesh_of(group), way, max(tokens) if way.mode == "peer" else None)
+    placement = placement_of(kind, E, len(tokens), 1)
     assert parallelize(layer, parallel, placement=placement) is layer
     held = placement.owners[rank]
     gate_up: Any = layer.experts.gate_up
@@ -103,7 +104,12 @@ def test_a_layer_is_that_of_one_device(ranks: Pool, name: str, dtype: torch.dtyp
     # BLAS adds up the rows of a dense product, a shared expert's, in an order that depends on their number.
     some = (8, 16, 8) if name == "shared" else (5, 9, 0)
     other = "round_robin" if dtype == torch.float32 else "balanced"
-    for tokens, way, kind in ((some, ExchangeSpec(), "linear"), ((8,) * 4, ExchangeSpec("all_gather"), other)):
+    peer = ExchangeSpec("peer", "slots" if name == "bias" else "tokens")
+    for tokens, way, kind in (
+        (some, ExchangeSpec(), "linear"),
+        ((8,) * 4, ExchangeSpec("all_gather"), other),
+        (some, peer, other),
+    ):
         found = ranks.call(run, [(name, tokens, way, dtype, kind)] * len(tokens))
         layer = make(SPECS[name], dtype)
         with running_on("reference"):

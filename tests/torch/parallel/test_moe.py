@@ -12,17 +12,33 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 import moe_torch
+from moe_core.formats import format_named
+from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import RouterLogits, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_core.specs.tuning import Tuning
+from tests.support.parallel.peer import PEER_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
-from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_group
+from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_alone, run_group
 from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
-from tests.support.parallel.ways import BOUNDED, WAYS, every_way, most_received, over, require_dropped, require_same
+from tests.support.parallel.ways import (
+    BOUNDED,
+    PEER,
+    TORCH_WAYS,
+    WAYS,
+    every_torch_way,
+    most_received,
+    over,
+    require_dropped,
+    require_one_device,
+    require_same,
+    require_twin,
+    sizes_of,
+)
 from tests.support.strategies import seeds
 from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
 
@@ -41,42 +57,45 @@ SIZES = (
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@every_way
+@every_torch_way
 def test_every_bit_of_one_device(ranks: Pool, way: ExchangeSpec, dtype: str) -> None:
-    number = 2 * WAYS.index(way) + (dtype == "bfloat16")
+    number = 2 * TORCH_WAYS.index(way) + (dtype == "bfloat16")
     for seed, load in enumerate(LOADS):
         kind, experts, size, tokens, top_k = SIZES[(number + seed) % len(SIZES)]
-        if way.mode != "all_to_all":
+        if way.mode not in ("all_to_all", "peer"):
             tokens = (max(tokens),) * size
-            if load == "repeated":
-                continue
+        if way.mode != "all_to_all" and load == "repeated":
+            continue
         placement = placement_of(kind, experts, size, number)
-        problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN)
+        problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN, sizes=sizes_of(way))
         compare_with_one_device(ranks, problem, way, f"{placement}, {load}, {tokens}")
 
 
-@given(seed=seeds(), way=st.sampled_from(WAYS), dtype=st.sampled_from(("float32", "bfloat16")))
+@given(seed=seeds(), way=st.sampled_from(TORCH_WAYS), dtype=st.sampled_from(("float32", "bfloat16")))
 def test_drawn_problems(ranks: Pool, seed: int, way: ExchangeSpec, dtype: str) -> None:
     random = np.random.default_rng(seed)
     size, experts, top_k = (int(random.integers(1, most)) for most in (5, 10, 5))
     placement = placement_of(("linear", "round_robin", "balanced")[seed % 3], experts, size, seed % 99)
     tokens = tuple(random.integers(0, 9, size).tolist())
-    if way.mode != "all_to_all":
+    if way.mode not in ("all_to_all", "peer"):
         tokens = tokens[:1] * size
     load = LOADS[seed % len(LOADS)]
     if load == "repeated":
         top_k = min(top_k, placement.per_rank)
-    problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN)
+    problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN, sizes=sizes_of(way))
     compare_with_one_device(ranks, problem, way, f"{placement}, {load}, {tokens}")
 
 
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
-@pytest.mark.parametrize("number, dtype", [(0, "bfloat16"), (4, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    "number, dtype", [(0, "bfloat16"), (4, "float32"), (2, "bfloat16"), (5, "bfloat16"), (6, "bfloat16")]
+)
 def test_interpreted_kernels_give_every_bit_of_one_device(ranks: Pool, number: int, dtype: str) -> None:
     """Two ranks whose experts are loaded unevenly: an owner's tiles are those of all tokens."""
     placement = placement_of("round_robin", 3, 2)
-    problem = draw_problem(number, placement, (4, 4), 2, "hot_rank", dtype, PLAIN)
-    compare_with_one_device(ranks, problem, WAYS[number], "interpreter", engine="interpreter")
+    way = TORCH_WAYS[number]
+    problem = draw_problem(number, placement, (4, 4), 2, "hot_rank", dtype, PLAIN, sizes=sizes_of(way))
+    compare_with_one_device(ranks, problem, way, "interpreter", engine="interpreter")
 
 
 #: What stays at home or is stored in another way: routers, biases, layouts, dtypes.
@@ -103,18 +122,76 @@ def test_routers_and_biases(ranks: Pool, number: int) -> None:
 
 
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_shared_experts(ranks: Pool, number: int) -> None:
     """In bf16, where the gradient of x is rounded once for experts, shared expert and router together."""
-    spec = SPECS[number]
+    spec, way = SPECS[number % 3], (*WAYS[:3], PEER[1])[number]
     assert spec.router is not None
     placement = placement_of("linear", 4, 2)
-    top_k = spec.router.require_top_k()
-    problem = draw_problem(number, placement, (3, 3), top_k, "random", "bfloat16", spec, extras=True)
+    top_k, sizes = spec.router.require_top_k(), sizes_of(way)
+    problem = draw_problem(number, placement, (3, 3), top_k, "random", "bfloat16", spec, extras=True, sizes=sizes)
     if number == 1:
         assert problem.shared is not None
         problem = dataclasses.replace(problem, shared=dataclasses.replace(problem.shared, gate=None))
-    compare_with_one_device(ranks, problem, WAYS[number], f"{spec}", engine="interpreter")
+    compare_with_one_device(ranks, problem, way, f"{spec}", engine="interpreter")
+    if way.mode == "peer":
+        chunked = dataclasses.replace(way, chunks=2)
+        compare_with_one_device(ranks, problem, chunked, "chunks", engine="interpreter", differentiated=False)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_sums_at_ranks_are_the_twins(ranks: Pool, chunks: int) -> None:
+    """In the order of ranks; without gradients."""
+    spec, way = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True)), ExchangeSpec("peer", sums="ranks")
+    for seed, load in enumerate(LOADS):
+        kind, experts, size, tokens, top_k = SIZES[seed % len(SIZES)]
+        placement = placement_of(kind, experts, size, seed)
+        dtype = ("float32", "bfloat16")[seed % 2]
+        problem = draw_problem(seed, placement, tokens, top_k, load, dtype, spec, sizes=sizes_of(way))
+        found = run_group(ranks, problem, dataclasses.replace(way, chunks=chunks), differentiated=False)
+        assert require_twin(found, problem, way, load) == 0
+        received = problem.alone()["tokens_per_expert"].sum()
+        assert found["received_per_expert"].sum() == received
+    problem = draw_problem(0, placement_of("linear", 6, 3), (5, 5, 5), 3, "hot_rank", "float32", spec, sizes=(16, 8))
+    for receive in (0, 1, most_received(problem, way) - 1) if chunks == 1 else ():
+        assert compare_with_twin(ranks, problem, dataclasses.replace(way, receive=receive), f"{receive}") > 0
+
+
+@over((*PEER, ExchangeSpec("peer", sums="ranks")))
+@pytest.mark.parametrize("engine", ["reference", REAL_KERNELS])
+def test_quantised_rows_are_those_of_one_device(ranks: Pool, way: ExchangeSpec, engine: str) -> None:
+    """The bits are those of x rounded beforehand."""
+    if engine == "cuda":
+        pytest.skip("gloo ranks run kernels in the interpreter alone")
+    placement, format = placement_of("round_robin", 5, 3), format_named("fp8_group")
+    problem = draw_problem(3, placement, (4, 2, 0), 3, "random", "bfloat16", PLAIN, sizes=(144, 8))
+    codes, scales = quantize_rows(problem.x, format=format)
+    rounded = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)[:, :144]
+    given = dataclasses.replace(way, format=format)
+    found = run_group(ranks, problem, given, engine, differentiated=False)
+    near = dataclasses.replace(problem, x=rounded.astype(problem.x.dtype))
+    if way.sums == "ranks":
+        found_near = run_group(ranks, near, way, engine, differentiated=False)
+        require_same(found["output"], found_near["output"], "x rounded beforehand")
+    else:
+        require_one_device(found, near, run_alone(near, engine), "x rounded beforehand")
+
+
+@over(PEER)
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_chunks_have_the_forward_of_one_device(ranks: Pool, way: ExchangeSpec, chunks: int) -> None:
+    """Also where a rank has fewer tokens than chunks, or none; gradients of experts are added chunk by chunk."""
+    way, spec = dataclasses.replace(way, chunks=chunks), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    for seed, load in enumerate(("random", "hot_rank", "masked")):
+        kind, experts, size, tokens, top_k = SIZES[seed]
+        placement = placement_of(kind, experts, size)
+        problem = draw_problem(seed, placement, tokens, top_k, load, "float32", spec, sizes=sizes_of(way))
+        compare_with_one_device(ranks, problem, way, load, differentiated=False)
+    found, stages = run_group(ranks, problem, way), problem.alone()
+    for name, expected in problem.alone_backward(stages).items():
+        if name in found:
+            np.testing.assert_allclose(found[name], expected, 1e-4, 1e-5, err_msg=name)
+    assert found["received_per_expert"].sum() == stages["tokens_per_expert"].sum()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -130,12 +207,12 @@ def test_replicas_give_the_bits_of_one_device(ranks: Pool, number: int) -> None:
             compare_with_one_device(ranks, problem, WAYS[number], load, differentiated=False)
 
 
-@over(BOUNDED)
+@over((*BOUNDED, *PEER))
 @pytest.mark.parametrize("load", ["hot_rank", "masked"])
 def test_overflow_is_counted_exactly(ranks: Pool, way: ExchangeSpec, load: str) -> None:
     """At bounds around the rows of the rank that has most, NaN and all, and where rows are dropped."""
     placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
-    problem = draw_problem(11, placement, (5, 5, 5), 3, load, "float32", spec)
+    problem = draw_problem(11, placement, (5, 5, 5), 3, load, "float32", spec, sizes=sizes_of(way))
     most = most_received(problem, way)
     found = []
     for receive in (0, 1, most - 1, most):
@@ -145,13 +222,13 @@ def test_overflow_is_counted_exactly(ranks: Pool, way: ExchangeSpec, load: str) 
     assert compare_with_twin(ranks, problem, dropped, "drop") > 0
 
 
-@over(BOUNDED)
+@over((*BOUNDED, *PEER))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_dropped_slots(ranks: Pool, way: ExchangeSpec, dtype: str) -> None:
     """They are 0, and all others are those of a routing without these slots."""
     placement, spec = placement_of("round_robin", 6, 3), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
     for seed, load in enumerate(("random", "hot_rank", "masked", "absent")):
-        problem = draw_problem(seed, placement, (5, 5, 5), 3, load, dtype, spec)
+        problem = draw_problem(seed, placement, (5, 5, 5), 3, load, dtype, spec, sizes=sizes_of(way))
         for receive in (0, most_received(problem, way) - 1):
             dropped = dataclasses.replace(way, receive=receive, on_overflow="drop")
             require_dropped(run_group(ranks, problem, dropped), problem, dropped, f"{load}, {receive}")
@@ -171,6 +248,14 @@ def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
         assert compare_with_twin(ranks, problem, way, way.mode) == 2
     for way in WAYS[:2]:
         compare_with_one_device(ranks, problem, way, "exact counts")
+    for way in PEER:
+        # Memory is for the slots that distinct ids of the most tokens have, whose they are.
+        hot = dataclasses.replace(problem, routing=TopK(np.zeros_like(ids), problem.routing.weights))
+        found = run_group(ranks, hot, way, differentiated=False)
+        # Of up to three tokens, as `parallel_of` says.
+        assert found["overflow"].tolist() == [2] and np.isnan(found["output"]).all(axis=1).tolist() == [False] * 3 + [
+            True
+        ]
 
 
 @pytest.mark.parametrize("number, dtype", [(1, "bfloat16"), (3, "float32")])
@@ -197,12 +282,15 @@ FAULTS = (
     ("slots_not_in_order", 1),
     ("gradient_not_returned", 0),
     ("output_gradient_of_another", 2),
+    ("gradient_not_returned", 5),
+    ("output_gradient_of_another", 6),
+    *((fault, 5 + number % 2) for number, fault in enumerate(PEER_FAULTS)),
 )
 
 
 @pytest.mark.parametrize("fault, number", FAULTS)
 def test_planted_faults_are_found(ranks: Pool, fault: str, number: int) -> None:
-    problem = draw_problem(5, placement_of("linear", 6, 2), (5, 5), 3, "random", "float32", PLAIN)
-    compare_with_one_device(ranks, problem, WAYS[number], "without a fault")
+    problem = draw_problem(5, placement_of("linear", 6, 2), (5, 5), 3, "random", "float32", PLAIN, sizes=(16, 8))
+    compare_with_one_device(ranks, problem, TORCH_WAYS[number], "without a fault")
     with pytest.raises(AssertionError):
-        compare_with_one_device(ranks, problem, WAYS[number], "with a fault", fault=fault)
+        compare_with_one_device(ranks, problem, TORCH_WAYS[number], "with a fault", fault=fault)

@@ -65,7 +65,7 @@ def run(group: Any, weights: LayerWeights, kind: str, way: ExchangeSpec, engine:
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     placement = placement_of(kind, 4, size, 1)
     layer = MoE.from_spec(weights.layer_spec(), device="meta", dtype=torch.bfloat16)
-    parallelize(layer, ExpertParallel(mesh_of(group), way), placement=placement)
+    parallelize(layer, ExpertParallel(mesh_of(group), way, TOKENS), placement=placement)
     layer.to_empty(device="cpu").load_weights(spoilt(weights, placement.owners[rank]))
     with running_on(engine):
         return results(layer, rows(size)[rank * TOKENS :][:TOKENS])
@@ -91,6 +91,8 @@ def compare(ranks: Pool, scheme: str, kind: str, way: ExchangeSpec, engine: str)
         ("int4_w4a16_zp", "balanced", ExchangeSpec()),
         ("int8_w8a16", "round_robin", ExchangeSpec("all_gather")),
         ("int8_w8a8", "linear", ExchangeSpec("padded")),
+        ("mxfp4_w4a8", "round_robin", ExchangeSpec("peer")),
+        ("fp8_block", "linear", ExchangeSpec("peer", "slots")),
     ],
 )
 def test_every_bit_of_one_device(ranks: Pool, scheme: str, kind: str, way: ExchangeSpec) -> None:

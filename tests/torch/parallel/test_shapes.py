@@ -20,7 +20,7 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
-from tests.support.parallel.ways import every_way
+from tests.support.parallel.ways import every_torch_way
 from tests.support.torch import running_on
 
 __all__ = ["ranks"]
@@ -59,7 +59,7 @@ def kernels_of_calls(group: Any, sizes: tuple[int, ...], way: ExchangeSpec, diff
     return counts
 
 
-@every_way
+@every_torch_way
 def test_other_numbers_of_tokens_compile_no_other_kernel(ranks: Pool, way: ExchangeSpec) -> None:
     """200 of them forward with the default way, and some with a backward with the others."""
     many = way == ExchangeSpec()
@@ -74,7 +74,7 @@ def allocated_on_a_cpu(group: Any, problem: Problem, way: ExchangeSpec) -> Alloc
         return allocated(group, problem, way, "cpu", most_on_a_cpu)
 
 
-@every_way
+@every_torch_way
 def test_a_call_allocates_what_the_plan_says(ranks: Pool, way: ExchangeSpec) -> None:
     placement = placement_of("round_robin", 6, 2)
     problem = draw_problem(3, placement, (256, 256), 3, "hot_expert", "bfloat16", PLAIN, sizes=(768, 16))

@@ -1,0 +1,64 @@
+"""What the benchmark of expert parallelism measures: ways of exchange, cells, and who measures them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.shapes import Shape
+from moe_core.formats import format_named
+from moe_core.parallel import ExchangeSpec
+
+#: The share of a GPU's memory that weights may take, with their gradients where there are any.
+_FOR_WEIGHTS = 0.6
+#: What is measured, by the name of a mode: fields of ExchangeSpec.
+EXCHANGES: dict[str, dict[str, Any]] = {
+    **{mode: {"mode": mode} for mode in ("all_gather", "all_to_all", "padded", "peer")},
+    "peer_chunks": {"mode": "peer", "chunks": 4},
+    "peer_fp8": {"mode": "peer", "sums": "ranks", "format": format_named("fp8_group")},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who measures. device: cuda or cpu. seconds: of every median. limit: after which ranks hang."""
+
+    ranks: int
+    device: str
+    seed: int
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured at once. tokens: of a rank. training: a step, forward and backward, instead of a forward."""
+
+    shape: Shape
+    tokens: int
+    mode: str
+    rows: str
+    training: bool
+
+    def __str__(self) -> str:
+        what = " training" if self.training else ""
+        return f"{self.shape.name}, {self.tokens} tokens a rank, {self.mode} of {self.rows}{what}"
+
+    @property
+    def exchange(self) -> ExchangeSpec:
+        return ExchangeSpec(rows=self.rows, **EXCHANGES[self.mode])
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The fields of a row that say which one it is."""
+        fields = {"shape": self.shape.name, "experts": self.shape.num_experts, "tokens": self.tokens}
+        return fields | {"mode": self.mode, "rows": self.rows, "what": "training" if self.training else "forward"}
+
+
+def fitting(shape: Shape, memory: float, training: bool) -> Shape:
+    """The shape with as many experts, halved as often as needed, as one GPU of so many bytes has room for."""
+    experts = shape.num_experts
+    while shape.weight_bytes(experts) * (2 if training else 1) > _FOR_WEIGHTS * memory and experts > shape.top_k:
+        experts //= 2
+    return dataclasses.replace(shape, num_experts=experts)

@@ -1,0 +1,114 @@
+"""Prepare and finalize that cross ranks by stores into peers' memory; for GPUs of one host, also in CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular.types import FusedMoEActivationFormat
+from moe_core.parallel.plan import ExchangePlan
+from moe_core.specs.operands import RaggedLayout
+from moe_core.specs.routing import LayoutSpec
+from moe_torch import ops
+from moe_torch.modular.parallel.exchange import AcrossRanks, Halves
+from moe_torch.modular.prepare_finalize import PreparedTokens
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_torch.parallel.chunks import routes_at_once
+from moe_torch.parallel.peer import PeerRoutes
+
+_DELEGATE = TopKWeightAndReduceDelegate()
+
+
+class PeerPrepareAndFinalize(AcrossRanks):
+    """Ranks store as many rows as there are into each other's memory; format Standard. See `AcrossRanks`.
+
+    max_tokens must be given: the first call makes memory for so many tokens of each rank, which all calls share. So one
+    call has to be finalized before another is prepared. Ranks may have different numbers of tokens, also none. On a GPU
+    the host reads nothing, and ranks that disagree make the output NaN.
+    """
+
+    mode = "peer"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        exchange = self.parallel.exchange
+        for name, default in (("sums", "slots"), ("chunks", 1)):
+            if (value := getattr(exchange, name)) != default:
+                raise Unsupported(
+                    f"exchange.{name} must be {default!r} for {type(self).__name__}, got {value!r}; leave it out"
+                )
+
+    def _begin(
+        self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Callable[[], Callable[[], PeerRoutes]]:
+        ranks = self.parallel.ranks()
+        return lambda: lambda: routes_at_once(ranks, plan, ids, weights)
+
+
+class _Blocks(NamedTuple):
+    """prepared: in the format Standard. layout: its rows, in blocks of experts."""
+
+    prepared: PreparedTokens
+    layout: RaggedLayout
+
+
+class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
+    """The same in format BatchedExperts: a1q `[num_local_experts, max_tokens * ranks, K]`, unused rows zero.
+
+    For experts with max_num_tokens = max_tokens and num_dispatchers, which leave weights and sums to finalize. The
+    experts of a token must differ. Without gradients.
+    """
+
+    activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
+
+    # The kernel passes what parameters name.
+    @functools.wraps(AcrossRanks.prepare_async)
+    def prepare_async(self, *arguments: Any, **named: Any) -> Halves:
+        hook, receiver = super().prepare_async(*arguments, **named)
+        return hook, lambda: self._in_blocks(receiver())
+
+    def _in_blocks(self, prepared: PreparedTokens) -> PreparedTokens:
+        most, ids = (self.parallel.max_tokens or 0) * self.placement.num_ranks, prepared.topk_ids
+        assert ids is not None
+        device, experts = ids.device, torch.arange(self.placement.per_rank, device=ids.device)
+        counts = (ids == experts).sum(dim=0, dtype=torch.int32)
+        start = counts.cumsum(0, dtype=torch.int32) - counts
+        number = torch.arange(most, dtype=torch.int32, device=device)
+        slot_of_row = torch.where(number < counts[:, None], start[:, None] + number, -1).view(-1)
+        expert = ids[:, 0].clamp(min=0).long()
+        own = torch.arange(len(ids), dtype=torch.int32, device=device) - start[expert]
+        row_of_slot = torch.where((ids[:, 0] < 0) | (own >= most), -1, expert.to(torch.int32) * most + own)
+        spec = LayoutSpec(len(ids), 1, 1, max_rows=len(slot_of_row))
+        layout = RaggedLayout(spec, None, None, slot_of_row, row_of_slot, None)
+        blocks = ops.gather_rows(prepared.a1q, layout).view(len(experts), most, -1)
+        return PreparedTokens(blocks, None, counts, handle=_Blocks(prepared, layout), batch=prepared.batch)
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
+        prepared: PreparedTokens | None = None,
+    ) -> Callable[[], None]:
+        """The receiver, as of `PeerPrepareAndFinalize`."""
+        blocks = None if prepared is None else prepared.handle
+        if prepared is None or not isinstance(blocks, _Blocks):
+            raise InvalidInput(
+                f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
+                f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
+            )
+        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            raise InvalidInput(
+                f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, got {weight_and_reduce_impl}; choose "
+                "batched experts that leave both to finalize"
+            )
+        rows = ops.reduce(fused_expert_output.flatten(0, 1).contiguous(), blocks.layout, order="row")
+        arguments = output, rows[:, None], topk_weights, topk_ids, apply_router_weight_on_input
+        return super().finalize_async(*arguments, _DELEGATE, blocks.prepared)

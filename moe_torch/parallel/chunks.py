@@ -1,0 +1,199 @@
+"""Mode `peer` in pieces of the tokens: while one is computed, the next travels, and so does the result of the last."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import ExchangePlan
+from moe_core.specs.operands import TopK
+from moe_torch import ops
+from moe_torch.parallel.exchange import constants, physical_ids
+from moe_torch.parallel.function import combine, dispatch
+from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.moving import MovingPlacement
+from moe_torch.parallel.peer import PeerRoutes
+from moe_torch.parallel.routes import check_headers
+
+#: Rows of slots, their routing, and the tokens of all ranks, to a MoEOutput.
+Experts = Callable[[torch.Tensor, TopK, int], Any]
+#: Rows of the shared expert and the logits of its gate.
+Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
+#: x, wide, places and weights of each.
+Chunks = list[list[Any]]
+#: Programs of kernels that copy rows beside others that compute: enough for most of a link's bandwidth.
+_COPY_PROGRAMS = 32
+#: Sets of buffers, of chunks by turns.
+_SETS = 2
+
+
+class Given(NamedTuple):
+    """Of a rank's tokens: x `[T, D]`, wide for its gradient (see `Uses`), ids and weights `[T, K]`, token_mask bool
+    `[T]`; and where experts are when this is replayed, None = where the plan says."""
+
+    x: torch.Tensor
+    wide: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    token_mask: torch.Tensor | None
+    moving: MovingPlacement | None
+
+
+class Found(NamedTuple):
+    """y `[T, D]`. Int32 counts: received `[L]`, rows of experts here; overflow `[1]`, rows of all ranks that did not
+    fit; of this rank's tokens tokens_per_expert `[E]`, and invalid_ids `[1]`."""
+
+    output: torch.Tensor
+    received: torch.Tensor
+    overflow: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    invalid_ids: torch.Tensor
+
+
+def run_chunks(
+    ranks: Ranks, plan: ExchangePlan, given: Given, experts: Experts, shared: Shared | None, dtype: torch.dtype
+) -> Found:
+    """The forward of a rank. shared: called while rows travel, where that can be; dtype: of the output."""
+    (places, invalid, counts), x = _places(ranks, plan, given), given.x
+    header = None if given.moving is None else given.moving.header(plan.header)
+    make = functools.partial(PeerRoutes, ranks, plan, tokens=len(x), header=header)
+    size = -(-len(x) // plan.spec.chunks)
+    bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
+    arrays = x, given.wide, places, given.weights
+    chunks: Chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
+    if x.is_cuda and not torch.is_grad_enabled() and (len(chunks) > 1 or shared is not None):
+        return Found(*_overlapped(chunks, make, experts, shared, dtype), counts, invalid)
+    dense, outputs, received, overflow = shared and shared(), [], [], []
+    for number, (rows, wide, places, weights) in enumerate(chunks):
+        routes = make(places, weights, number=number % _SETS)
+        rows, row_weights = dispatch(routes, rows, wide, weights)
+        found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+        # Training keeps them; else their memory is for the rows that come home.
+        del rows
+        outputs.append(combine(routes, found.output, _part(dense, number, chunks), dtype))
+        received.append(found.tokens_per_expert)
+        overflow.append(routes.overflow)
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return Found(output, _total(received), _total(overflow), counts, invalid)
+
+
+def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> PeerRoutes:
+    """The routes of all tokens of this rank, ids and weights `[T, K]`. A collective."""
+    places, *_ = _places(ranks, plan, Given(weights, None, ids, weights, None, None))
+    return PeerRoutes(ranks, plan, places, weights, tokens=len(ids))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_in_order(placement: Placement) -> bool:
+    """Whether every expert's place has the expert's number."""
+    return placement.num_places == placement.num_experts and placement.tables.places.tolist() == list(
+        range(placement.num_experts)
+    )
+
+
+def _places(ranks: Ranks, plan: ExchangePlan, given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """places `[T, K]` of this rank's slots, invalid_ids `[1]` and tokens_per_expert `[E]`, after the first messages, if
+    there are any."""
+    ids, moving, experts = given.ids, given.moving, plan.placement.num_experts
+    if not ids.is_cuda:
+        # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel with
+        # the counts, and the output is NaN where they differ.
+        check_headers(ranks, plan.header, ids.device)
+    if moving is None and _is_in_order(plan.placement):
+        found = ops.make_layout(ids, experts, token_mask=given.token_mask)
+        places = torch.where(found.row_of_slot.view(ids.shape) < 0, -1, ids)
+        return places, found.invalid_ids, found.group_sizes
+    first_token: Any = 0
+    if plan.placement.has_replicas or moving is not None:
+        (own,) = constants(((len(ids),),), ids.device)
+        first_token = ranks.all_gather(own, "tokens")[: ranks.rank].sum()
+    tables = None if moving is None else (moving.places, moving.start)
+    options: Any = {"token_mask": given.token_mask, "tables": tables}
+    places, invalid = physical_ids(ids, plan.placement, first_token=first_token, **options)
+    return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), experts).group_sizes
+
+
+def _total(counts: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, counts)
+
+
+def _part(dense: tuple[Any, Any] | None, number: int, chunks: Chunks) -> tuple[Any, Any]:
+    """Those of a chunk among the rows of the shared expert and the logits of its gate."""
+    first = sum(len(x) for x, *_ in chunks[:number])
+    rows, gate = dense or (None, None)
+    own = slice(first, first + len(chunks[number][0]))
+    return None if rows is None else rows[own], None if gate is None else gate[own]
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where rows are copied, ahead of what is computed."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """What another stream can wait for."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _overlapped(
+    chunks: Chunks, make: Callable[..., PeerRoutes], experts: Experts, shared: Shared | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first three of `Found`. Copies of chunk n + 1, and of the results of chunk n - 1, run beside the products of
+    chunk n.
+
+    Each stream waits for the other when the call begins and ends. In between, what one has used and the other has made
+    is let go of when the other was told to wait.
+    """
+    source, sizes = chunks[0][0], [len(x) for x, *_ in chunks]
+    device = source.device
+    computes, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    output = source.new_empty((sum(sizes), source.shape[1]), dtype=dtype)
+    arrived: dict[int, tuple[PeerRoutes, torch.cuda.Event]] = {}
+    computed: list[torch.cuda.Event] = []
+    kept: dict[int, tuple[Any, torch.cuda.Event]] = {}
+    received, overflow = [], []
+    copies.wait_stream(computes)
+
+    def dispatch(number: int) -> None:
+        if number >= len(chunks):
+            return
+        x, _, places, weights = chunks[number]
+        with torch.cuda.stream(copies):
+            if number >= _SETS:
+                # Its buffers are read no more here and, behind the next barrier, by nobody.
+                copies.wait_event(computed[number - _SETS])
+            routes = make(places, weights, number=number % _SETS, programs=_COPY_PROGRAMS)
+            routes.send(x)
+            routes.arrive("rows")
+            arrived[number] = routes, _marked(copies)
+
+    dispatch(0)
+    dense = shared and shared()
+    for number, part in enumerate(output.split(sizes)):
+        routes, event = arrived.pop(number)
+        computes.wait_event(event)
+        rows = routes.rows()
+        found = experts(rows, TopK(routes.ids, routes.weights), routes.group_tokens)
+        computed.append(_marked(computes))
+        dispatch(number + 1)
+        with torch.cuda.stream(copies):
+            copies.wait_event(computed[number])
+            total = routes.start_total(found.output, "results")
+            own, gate = _part(dense, number, chunks)
+            part.copy_(total(shared=own, shared_gate=gate, out_dtype=dtype))
+            part.masked_fill_(routes.spoilt[:, None], torch.nan)
+            kept[number] = (rows, found, routes), _marked(copies)
+        received.append(found.tokens_per_expert)
+        overflow.append(routes.overflow)
+        if number:
+            computes.wait_event(kept.pop(number - 1)[1])
+    computes.wait_stream(copies)
+    return output, _total(received), _total(overflow)

@@ -1,0 +1,333 @@
+"""Mode `peer`: ranks store rows at each other's addresses, between barriers. The host reads nothing on a GPU.
+
+    counts     every rank stores its counts at all others; barrier
+    dispatch   rows of tokens, and what belongs to each slot, go to their owners; barrier
+    combine    results by slot go to the homes of their tokens, each to its own place; barrier; homes add them up
+
+What a rank stores into is not read any more: its owner has read it before the barrier behind the counts, or before the
+barrier with which a backward begins. So one set of buffers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from moe_core.errors import Unsupported
+from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.parallel.bounds import rows_received, slots_received, tokens_at_once
+from moe_core.parallel.header import Header
+from moe_core.parallel.plan import ExchangePlan
+from moe_core.specs.operands import RaggedLayout
+from moe_core.specs.routing import LayoutSpec
+from moe_torch import ops
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.parallel import exchange, peer_ops, symmetric
+from moe_torch.parallel.group import Arriving, Ranks
+from moe_torch.parallel.symmetric import Part, Region
+
+_HEADER = len(Header._fields)
+#: Behind the header: the tokens of a rank, and what fills up 16 bytes.
+_TOKENS = 4
+#: `(shared=, shared_gate=, out_dtype=) -> y`, see `ops.reduce`.
+Summing = Callable[..., torch.Tensor]
+
+
+class Sizes(NamedTuple):
+    """Rows that there is memory for: of what travels, and of what an owner computes, slots or tokens; of results at
+    home, and how many a token has of them there. beside: fp32 numbers beside each computed row: its weight; of a token,
+    ids and weights, in whole 16 bytes."""
+
+    rows: int
+    computed: int
+    returned: int
+    places: int
+    beside: int
+
+    @classmethod
+    def of(cls, plan: ExchangePlan) -> Sizes:
+        """No buffer is empty, so that each has an address."""
+        spec, placement, top_k = plan.spec, plan.placement, plan.top_k
+        tokens = tokens_at_once(plan.tokens, spec)
+        rows = rows_received(spec, tokens, top_k, placement)
+        if spec.sums == "ranks":
+            ranks = placement.num_ranks
+            return cls(max(1, rows), max(1, rows), max(1, tokens * ranks), ranks, -(-2 * top_k // 4) * 4)
+        computed = slots_received(spec, rows, top_k, placement)
+        return cls(max(1, rows), max(1, computed), max(1, tokens * top_k), top_k, 1)
+
+
+class Memory(NamedTuple):
+    """What others store at a rank. counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same of
+    slots whose token fits, where tokens have a bound. rows `[*, D]` that come, and their scales where they are
+    quantised. By computed row: beside fp32 `[R, *]`; tokens int32 `[R, 1]`, the row of a slot's token; sources int32
+    `[R, 2]`, its home and number there. returned `[*, D]`: results that come home. d_weights fp32 `[R]`: what others
+    load."""
+
+    memory: symmetric.Symmetric
+    counts: Region
+    fitting: Region
+    rows: Region
+    scales: Region
+    beside: Region
+    tokens: Region
+    sources: Region
+    returned: Region
+    d_weights: Region
+
+
+def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
+    """The buffers of a plan, made by its first call. number: of the set of buffers."""
+    sizes, placement, dtype, spec = Sizes.of(plan), plan.placement, TORCH_DTYPES[plan.dtype], plan.spec
+    by_token, at_ranks = spec.rows == "tokens", spec.sums == "ranks"
+    groups = placement.num_places * (not at_ranks) + placement.num_ranks * by_token
+    bounded = by_token and not at_ranks and spec.receive is not None
+    incoming, scales = dtype, 0
+    if spec.format is not None:
+        incoming, scales = (
+            torch.float8_e4m3fn,
+            quantized_shapes(QuantizedSpec(spec.format), (1, plan.d_model)).scales[1],
+        )
+    parts = (
+        Part((ranks.size, _HEADER + _TOKENS + groups), torch.int32),
+        Part((ranks.size, placement.num_places * bounded), torch.int32),
+        Part((sizes.rows, plan.d_model), incoming),
+        Part((sizes.rows * (scales > 0), scales), torch.float32),
+        Part((sizes.computed, sizes.beside), torch.float32),
+        Part((sizes.computed * (by_token and not at_ranks), 1), torch.int32),
+        Part((sizes.computed, 2), torch.int32),
+        Part((sizes.returned, plan.d_model), dtype),
+        Part((sizes.computed * plan.training,), torch.float32),
+    )
+    found = symmetric.symmetric(ranks, parts, device, number)
+    return Memory(found, *found.regions)
+
+
+def require_peer_format(format: Format | None) -> None:
+    """Raise Unsupported for rows in another format than e4m3 with a scale for each 128 columns."""
+    if format is None:
+        return
+    if (format.element, format.group_rows, format.group_columns, format.has_e8m0_scales) != ("e4m3", 1, 128, False):
+        raise Unsupported(
+            f"exchange.format must be e4m3 with fp32 scales of 1 x 128 with mode 'peer', got {format}; pass "
+            "format_named('fp8_group')"
+        )
+
+
+class PeerRoutes:
+    """The routes of one rank for one call; as `moe_torch.parallel.routes.Routes`, whose names these are.
+
+    Making them stores all but rows. tokens: of this rank in all chunks. header int32 `[8]` on the device, None = the
+    plan's. number: of the set of buffers. programs: of kernels that copy rows. sent, back: the row at its owner of what
+    travels, by (token, owner) or slot, and of the result that comes back: by slot, or with sums at ranks as sent. ids
+    and weights, once rows have come: of each row that is computed, of one slot, or with sums at ranks of all K.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: ExchangePlan,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        tokens: int,
+        header: torch.Tensor | None = None,
+        number: int = 0,
+        programs: int | None = None,
+    ) -> None:
+        self.ranks, self.plan, self.tokens, self.programs = ranks, plan, tokens, programs
+        self.by_token, self.at_ranks = plan.spec.rows == "tokens", plan.spec.sums == "ranks"
+        self.sizes, self.memory = Sizes.of(plan), memory_of(ranks, plan, weights.device, number)
+        if header is None:
+            (header,) = exchange.constants((tuple(plan.header),), weights.device)
+        self.header, self.ids, self.weights = header, cast(Any, None), cast(Any, None)
+        self._rows: torch.Tensor | None = None
+        #: Of rows of tokens, the rank of every slot.
+        self.owners = torch.where(places < 0, -1, places // plan.placement.per_rank) if self.by_token else None
+        self._count(places)
+        self._push_routing(places, weights.detach())
+
+    def _count(self, places: torch.Tensor) -> None:
+        """Tell all ranks how many rows go where; from what they tell, where they go."""
+        plan, placement, device = self.plan, self.plan.placement, places.device
+        told = [self.header, *exchange.constants(((self.tokens, 0, 0, 0),), device)]
+        slots = visits = reached = None
+        count, going = 0, places
+        if not self.at_ranks:
+            count, slots = placement.num_places, ops.make_layout(places, placement.num_places)
+            told.append(slots.group_sizes)
+        if self.by_token:
+            (everyone,) = exchange.constants((tuple(range(placement.num_ranks)),), device)
+            assert self.owners is not None
+            visits = torch.where((self.owners[:, :, None] == everyone).any(dim=1), everyone, -1)
+            sent = ops.make_layout(visits, placement.num_ranks)
+            told.append(sent.group_sizes)
+        known = self._told_by_all(told)
+        agree = (known[:, :_HEADER] == self.header).all()
+        self.group_tokens = self.ranks.size * self.tokens
+        if device.type == "cpu":
+            self.group_tokens = int(known[:, _HEADER].sum())
+        known = known[:, _HEADER + _TOKENS :]
+        # Where ranks disagree, what goes anywhere stays within the buffers, and the output is NaN.
+        if visits is not None:
+            self.back = self.sent = self._places(visits, sent, known[:, count:], self._bound(self.sizes.rows))
+            self.overflow, reached = self.sent.overflow, self._rows_of_tokens()
+            if plan.spec.receive is not None and slots is not None:
+                going = torch.where(reached < 0, -1, places)
+                slots = ops.make_layout(going, count)
+                known = self._fitting(slots.group_sizes)
+        if slots is not None:
+            most = self.sizes.computed if self.by_token else self._bound(self.sizes.computed)
+            self.back = self._places(going, slots, known[:, :count], most)
+            self.overflow = self.back.overflow + self.overflow if self.by_token else self.back.overflow
+            reached = self.back.rows
+        if not self.by_token:
+            self.sent = self.back
+        assert reached is not None
+        received = self.back.received
+        if plan.spec.receive == 0:
+            received = torch.zeros_like(received)
+        self._local, self._received = ops.layout_of_runs(received, self.sizes.computed)
+        spoilt = (~agree).expand(len(places))
+        if plan.spec.on_overflow == "error":
+            spoilt = spoilt | ((places >= 0) & (reached < 0)).any(dim=1)
+        self.spoilt = spoilt
+
+    def _told_by_all(self, told: list[torch.Tensor]) -> torch.Tensor:
+        """int32 `[W, N]` of all ranks."""
+        peer_ops.push_counts(torch.cat(told), self.memory.counts.addresses, rank=self.ranks.rank)
+        self.arrive("header and counts")
+        return self.memory.counts.own
+
+    def _fitting(self, counts: torch.Tensor) -> torch.Tensor:
+        """int32 `[W, P]` of all ranks: slots whose tokens fit."""
+        peer_ops.push_counts(counts, self.memory.fitting.addresses, rank=self.ranks.rank)
+        self.arrive("counts of what fits")
+        return self.memory.fitting.own
+
+    def _bound(self, rows: int) -> int:
+        """Rows that an owner takes at most, of so many that there is memory for."""
+        return rows if self.plan.spec.receive is None else min(self.plan.spec.receive, rows)
+
+    def _places(
+        self, ids: torch.Tensor, layout: RaggedLayout, counts: torch.Tensor, receive: int
+    ) -> peer_ops.PeerPlaces:
+        return peer_ops.peer_places(ids, layout, counts, rank=self.ranks.rank, receive=receive)
+
+    def _rows_of_tokens(self) -> torch.Tensor:
+        """int32 `[T, K]`: the row that a slot's token has at the slot's owner, -1 = none."""
+        assert self.owners is not None
+        rows = self.sent.rows.gather(1, self.owners.clamp(min=0).long())
+        self._of_tokens = torch.where(self.owners < 0, -1, rows)
+        return self._of_tokens
+
+    def _push_routing(self, places: torch.Tensor, weights: torch.Tensor) -> None:
+        """What an owner has to know of each row that it computes."""
+        memory = self.memory
+        options: Any = {"rank": self.ranks.rank, "num_rows": self.sizes.computed}
+        beside, sources = memory.beside.addresses, memory.sources.addresses
+        if self.at_ranks:
+            # As many rows of a token at home as there are ranks.
+            peer_ops.push_routing(weights.new_empty(self.sent.rows.shape), self.sent, None, sources, **options)
+            unused = self.sizes.beside - 2 * self.plan.top_k
+            table = torch.cat([places.view(torch.float32), weights, weights.new_zeros((len(weights), unused))], dim=1)
+            peer_ops.dispatch_push(table, self.sent, beside, num_rows=self.sizes.computed)
+            return
+        peer_ops.push_routing(weights, self.back, beside, sources, **options)
+        if self.by_token:
+            bits = self._of_tokens.view(torch.float32)
+            peer_ops.push_routing(bits, self.back, memory.tokens.addresses, None, **options)
+
+    def send(self, values: torch.Tensor) -> None:
+        """Rows of tokens at home, `[T, D]`, set off."""
+        options: Any = {"num_rows": self.sizes.rows, "programs": self.programs}
+        if self.plan.spec.format is not None:
+            options |= {"format": self.plan.spec.format, "scales_at": self.memory.scales.addresses}
+        peer_ops.dispatch_push(values, self.sent, self.memory.rows.addresses, **options)
+
+    def arrive(self, what: str) -> None:
+        """The stream waits for what all ranks have sent."""
+        self.memory.memory.barrier(self.ranks, what)
+
+    def rows(self) -> torch.Tensor:
+        """Rows that are computed here, `[R, D]`, once they have arrived."""
+        if self.weights is None:
+            self._take_routing()
+        memory, scales = self.memory, None if self.plan.spec.format is None else self.memory.scales.own
+        if self._rows is None:
+            return memory.rows.own
+        options: Any = {"scales": scales, "dtype": TORCH_DTYPES[self.plan.dtype]}
+        return peer_ops.take_rows(memory.rows.own, self._rows, self._received.group_start, **options)
+
+    def start_push(self, values: torch.Tensor, what: str) -> Arriving:
+        """`send`; what it returns waits, and gives `rows`."""
+        if self.weights is not None:
+            self.arrive(f"arrival before {what}")
+        self.send(values)
+
+        def arrived() -> torch.Tensor:
+            self.arrive(what)
+            return self.rows()
+
+        return arrived
+
+    def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """`start_push`, and what it returns, called."""
+        return self.start_push(values, what)()
+
+    def _take_routing(self) -> None:
+        """Copies of what was stored here and a backward needs."""
+        memory, training, top_k = self.memory, self.plan.training, self.plan.top_k
+        kept = torch.Tensor.clone if training else torch.Tensor.detach
+        self._sources, self.ids, self.weights = kept(memory.sources.own), self._local, memory.beside.own
+        if self.by_token and not self.at_ranks:
+            self._rows = kept(memory.tokens.own)
+        elif training or self.plan.spec.format is not None:
+            # The op keeps its input, and rows in a format are given back theirs.
+            self._rows = self._received.slot_of_row.view(-1, 1)
+        if self.at_ranks:
+            places = memory.beside.own[:, :top_k].view(torch.int32)
+            local = places - self.ranks.rank * self.plan.placement.per_rank
+            here = (self._local >= 0) & (places >= 0) & (local >= 0) & (local < self.plan.placement.per_rank)
+            self.ids = torch.where(here, local, -1)
+            self.weights = torch.where(here, memory.beside.own[:, top_k : 2 * top_k], 0.0)
+
+    def start_total(self, rows: torch.Tensor, what: str) -> Summing:
+        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`; of rows computed at their owners,
+        `[R, D]`, which set off."""
+        own = self.memory.returned.addresses
+        sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
+        peer_ops.combine_push(rows, self._sources, self._received.group_start, own, **sizes)
+
+        def total(**options: Any) -> torch.Tensor:
+            self.arrive(what)
+            return self._total(**options)
+
+        return total
+
+    def _total(self, **options: Any) -> torch.Tensor:
+        tokens, each = self.back.rows.shape
+        nothing, spec = self._sources.new_empty(0), LayoutSpec(tokens, each, 1)
+        layout = RaggedLayout(spec, nothing, nothing, nothing, self.back.rows.view(-1), None)
+        return ops.reduce(self.memory.returned.own[: tokens * each], layout, order="slot", **options)
+
+    def gradients(
+        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """d_x fp32 `[T, D]` and the gradients of weights fp32 `[T, K]`, of those by slot at their owners."""
+        memory, wide, by_slot = self.memory, None, None
+        total: Any = None
+        if d_rows is not None:
+            total = self.start_total(d_rows, "d_x and d_weights")
+        if d_weights is not None:
+            memory.d_weights.own.copy_(d_weights.view(-1))
+        if total is not None:
+            wide = total(out_dtype=torch.float32)
+        elif d_weights is not None:
+            self.arrive("d_weights")
+        if d_weights is not None:
+            own = memory.d_weights.addresses
+            by_slot = peer_ops.combine_pull_weights(self.back, own, num_rows=self.sizes.computed)
+        return wide, by_slot
