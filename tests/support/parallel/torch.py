@@ -13,6 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import moe_torch
+from moe_core.formats import format_named
+from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.shards import gather_experts
 from moe_core.specs.operands import named_fields
@@ -31,6 +33,12 @@ _SUMMED = ("d_routing.weight", "d_routing.bias", "d_shared.")
 def parallel_of(group: Any, way: ExchangeSpec, problem: Problem) -> ExpertParallel:
     """Of a call; where memory is made ahead, for more tokens than any rank has."""
     return ExpertParallel(group, way, max(problem.tokens) + 1 if way.mode == "peer" else None)
+
+
+def rounded_to_fp8(x: np.ndarray) -> np.ndarray:
+    """Rows as they are once they have travelled in e4m3 with a scale for each 128 columns."""
+    codes, scales = quantize_rows(x, format=format_named("fp8_group"))
+    return (codes.astype(np.float32) * np.repeat(scales, 128, axis=1)[:, : x.shape[1]]).astype(x.dtype)
 
 
 def mesh_of(group: Any) -> DeviceMesh:

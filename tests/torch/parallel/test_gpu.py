@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import moe_torch
 from moe_core.errors import InvalidInput
+from moe_core.formats import format_named
 from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
@@ -27,7 +28,7 @@ from moe_torch.parallel import ExpertParallel, Rebalancer, moe, parallelize
 from tests.support.parallel.memory import Allocated, allocated, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
-from tests.support.parallel.torch import compare_with_one_device, parallel_of
+from tests.support.parallel.torch import compare_with_one_device, parallel_of, rounded_to_fp8, run_group
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import PEER, STATIC, WAYS, every_torch_way, over
 from tests.support.torch import to_torch
@@ -108,7 +109,7 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
     return [output.float().cpu().numpy() for output in found]
 
 
-@over((*STATIC, *PEER))
+@over((*STATIC, *PEER, dataclasses.replace(PEER[1], chunks=3)))
 def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) -> None:
     problems = [problem_of(gpus, seed, 48) for seed in range(3)]
     problems = [dataclasses.replace(problem, experts=problems[0].experts) for problem in problems]
@@ -189,6 +190,24 @@ def test_a_graph_stays_valid_while_experts_move(gpus: Pool, way: ExchangeSpec) -
         assert moved == found[0][1] and moved[5] > 0
         # All moved experts of the largest array, sent and received, and small things.
         assert peak <= 2 * 17 * 2 * 192 * 256 * 2 + 2**20
+
+
+def test_chunks_sums_at_ranks_and_quantised_rows(gpus: Pool) -> None:
+    """Rows that travel in fp8 are those of x rounded beforehand."""
+    problem = problem_of(gpus, 1, 700)
+    chunked = dataclasses.replace(PEER[1], chunks=4)
+    compare_with_one_device(gpus, problem, chunked, "chunks", engine="cuda", differentiated=False)
+    exact = run_group(gpus, problem, PEER[1], "cuda", differentiated=False)["output"].astype(np.float32)
+    at_ranks = dataclasses.replace(PEER[1], sums="ranks")
+    found = run_group(gpus, problem, at_ranks, "cuda", differentiated=False)["output"].astype(np.float32)
+    assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
+    rounded = dataclasses.replace(problem, x=rounded_to_fp8(problem.x))
+    for way in (*PEER, at_ranks, dataclasses.replace(at_ranks, chunks=2)):
+        given = dataclasses.replace(way, format=format_named("fp8_group"))
+        found, alone = (
+            run_group(gpus, *one, "cuda", differentiated=False) for one in ((problem, given), (rounded, way))
+        )
+        np.testing.assert_array_equal(found["output"].astype(np.float32), alone["output"].astype(np.float32), str(way))
 
 
 def allocated_on_a_gpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:

@@ -13,7 +13,6 @@ pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.formats import format_named
-from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
@@ -23,7 +22,13 @@ from moe_core.specs.tuning import Tuning
 from tests.support.parallel.peer import PEER_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
-from tests.support.parallel.torch import compare_with_one_device, compare_with_twin, run_alone, run_group
+from tests.support.parallel.torch import (
+    compare_with_one_device,
+    compare_with_twin,
+    rounded_to_fp8,
+    run_alone,
+    run_group,
+)
 from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
 from tests.support.parallel.ways import (
     BOUNDED,
@@ -163,13 +168,11 @@ def test_quantised_rows_are_those_of_one_device(ranks: Pool, way: ExchangeSpec, 
     """The bits are those of x rounded beforehand."""
     if engine == "cuda":
         pytest.skip("gloo ranks run kernels in the interpreter alone")
-    placement, format = placement_of("round_robin", 5, 3), format_named("fp8_group")
+    placement = placement_of("round_robin", 5, 3)
     problem = draw_problem(3, placement, (4, 2, 0), 3, "random", "bfloat16", PLAIN, sizes=(144, 8))
-    codes, scales = quantize_rows(problem.x, format=format)
-    rounded = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)[:, :144]
-    given = dataclasses.replace(way, format=format)
+    given = dataclasses.replace(way, format=format_named("fp8_group"))
     found = run_group(ranks, problem, given, engine, differentiated=False)
-    near = dataclasses.replace(problem, x=rounded.astype(problem.x.dtype))
+    near = dataclasses.replace(problem, x=rounded_to_fp8(problem.x))
     if way.sums == "ranks":
         found_near = run_group(ranks, near, way, engine, differentiated=False)
         require_same(found["output"], found_near["output"], "x rounded beforehand")
