@@ -215,15 +215,18 @@ class Exchange:
             wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
             dense: Any = None
             if shared is not None:
-                given = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.gradient_divisor
-                dense = _shared(given, later=self._overlaps(x))
+                own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.gradient_divisor
+                dense = _shared(own, later=self._overlaps(x))
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
                 experts = bias_once(experts, tensor.split)
-            if plan.spec.mode != "peer":
+            given = Given(x, wide[0], ids, weights, mask, self.moving)
+            if plan.spec.mode == "peer":
+                given.require_valid()
+            else:
                 planner = plan_routes(self.ranks, plan, brought.ids, brought.weights, brought.token_mask, self.moving)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
@@ -240,25 +243,24 @@ class Exchange:
             return ops.moe(rows, experts, routing, dataclasses.replace(own, rows_in_order=True) if in_order else own)
 
         if planner is None:
-            given = Given(x, wide[0], ids, weights, mask, self.moving)
             found = run_chunks(self.ranks, plan, given, run_experts, dense, dtype)
         else:
             routes = planner.start()()
             rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
             del brought
-            own = run_experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+            result = run_experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
             # Training keeps them; else their memory is for the rows that come home.
             del rows
             beside = dense() if dense else (None, None)
             if tensor is None:
-                output = combine(routes, own.output, beside, dtype)
+                output = combine(routes, result.output, beside, dtype)
                 counted = routes.tokens_per_expert, routes.invalid_ids
             else:
-                parts = combine(routes, own.output, (None, None), torch.float32)
+                parts = combine(routes, result.output, (None, None), torch.float32)
                 output = tensor.total(parts, x, beside, dtype)
                 # The routes' are of all tokens of the axis.
                 counted = counts_of(ids, placement, mask)
-            found = Found(output, own.tokens_per_expert, routes.overflow, *counted)
+            found = Found(output, result.tokens_per_expert, routes.overflow, *counted)
         if self.moving is not None:
             self.moving.load.add_(found.tokens_per_expert)
         counts = found.tokens_per_expert, found.invalid_ids, found.received, found.overflow
@@ -334,11 +336,11 @@ class Exchange:
         return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked)
 
 
-def _shared(given: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
     """What gives the results of `shared_output`, computed now or when it is called."""
     if later:
-        return lambda: shared_output(*given)
-    found = shared_output(*given)
+        return lambda: shared_output(*own)
+    found = shared_output(*own)
     return lambda: found
 
 
