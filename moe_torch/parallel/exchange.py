@@ -12,18 +12,32 @@ import torch
 
 from moe_core.parallel.placement import Placement
 
+#: What a captured CUDA graph reads, for as long as the process lives: a replay does not come by here.
+_captured: set[tuple[torch.Tensor, ...]] = set()
 
-@functools.lru_cache(maxsize=1024)
+
 def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """int32 arrays on a device, put there once: a copy waits for the device, and no graph may capture it."""
+    found = _constants(rows, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.add(found)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     with torch.inference_mode(False):
         return tuple(torch.tensor(row, dtype=torch.int32, device=device) for row in rows)
 
 
-@functools.lru_cache(maxsize=256)
 def placement_tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, ...]:
     """places and start of `PlacementTables`, on a device."""
-    return constants(tuple(tuple(table.tolist()) for table in placement.tables[1:]), device)
+    return constants(_rows_of(placement), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(table.tolist()) for table in placement.tables[1:])
 
 
 class Places(NamedTuple):

@@ -24,7 +24,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.routing import RouterSpec
 from moe_core.specs.tuning import Tuning
 from moe_torch import MoE
-from moe_torch.parallel import ExpertParallel, Rebalancer, moe, parallelize
+from moe_torch.parallel import ExpertParallel, Rebalancer, exchange, moe, parallelize
 from tests.support.parallel.memory import Allocated, allocated, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
@@ -97,6 +97,10 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = forward()
+        # Other calls may make so many constants that those of the capture are forgotten, and their memory is taken.
+        exchange._constants.cache_clear()
+        taken = [torch.full((128,), -7, dtype=torch.int32, device=device) for _ in range(64)]
+        torch.cuda.synchronize()
         found = []
         torch.cuda.set_sync_debug_mode("error")
         for own in given:
@@ -106,6 +110,7 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
             graph.replay()
             found.append(output.clone())
         torch.cuda.set_sync_debug_mode("default")
+        del taken
     return [output.float().cpu().numpy() for output in found]
 
 
@@ -124,13 +129,13 @@ SERVED = MoELayerSpec(256, 192, 16, 4, RouterSpec(4, renormalize=True), ExpertsS
 
 
 def served(seed: int, hot: int, dtype: torch.dtype = torch.bfloat16) -> MoE:
-    """A layer on this rank's GPU whose router prefers two experts."""
+    """A layer on this GPU whose router prefers two experts that begin on the same of two ranks."""
     torch.manual_seed(seed)
     layer = MoE.from_spec(SERVED, dtype=dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.1)
-        layer.router.bias[hot : hot + 2] += 2.0
+        layer.router.bias[hot : hot + 4 : 2] += 2.0
     return layer.cuda()
 
 
