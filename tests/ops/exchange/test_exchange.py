@@ -19,13 +19,12 @@ from moe_core.parallel.exchange import first_owners
 from moe_core.parallel.reference import GroupForward, _at_owner, moe, numpy_backward
 from moe_core.specs.operands import OutputGradients
 from tests.support.harness import spec_of
-from tests.support.parallel.peers import Peers, Places, poisoned
+from tests.support.parallel.peers import ON_HOST, Peers, Places, poisoned
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.strategies import draw_array
 
-ENGINES = (Target("interpreter"), Target("reference"))
-on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
+on_engines = pytest.mark.parametrize("target", ON_HOST, ids=lambda target: target.kind)
 D = 24
 
 
@@ -176,7 +175,7 @@ def test_replicas(target: Target) -> None:
 def test_rows_beyond_a_bound_are_counted_and_stay_away(target: Target, load: str) -> None:
     placement = Placement.linear(5, 3)
     problem = draw_problem(5, placement, (6, 2, 5), 2, load, "bfloat16", PLAIN, sizes=(D, 8))
-    most = max(len(own) for own in Exchange(problem, ENGINES[1], None, "").routes.sources)
+    most = max(len(own) for own in Exchange(problem, Target("reference"), None, "").routes.sources)
     for receive in (0, 1, most - 1, most):
         exchange = Exchange(problem, target, receive, f"{load}, at most {receive} of {most} rows")
         assert (exchange.forward.overflow[0] > 0) == (receive < most)

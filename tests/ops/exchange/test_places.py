@@ -17,12 +17,11 @@ from moe_core.parallel.exchange import destinations, first_owners, owners_of, ru
 from moe_core.plan.steps import Constant, KernelLaunch
 from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
-from tests.support.parallel.peers import Peers
+from tests.support.parallel.peers import ON_HOST, Peers
 
-ENGINES = (Target("interpreter"), Target("reference"))
-on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
+on_engines = pytest.mark.parametrize("target", ON_HOST, ids=lambda target: target.kind)
 #: Where no address is read, kernels run on a GPU too.
-on_devices = pytest.mark.parametrize("target", (engine_target(), ENGINES[1]), ids=lambda target: target.kind)
+on_devices = pytest.mark.parametrize("target", (engine_target(), Target("reference")), ids=lambda target: target.kind)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +75,7 @@ def test_any_routing(target: Target, data: st.DataObject) -> None:
 def test_worked_example() -> None:
     """Of moe_core/parallel/exchange.py: W = 2, L = 2, K = 2, and rank 1 sends nothing."""
     ids = [np.array([[2, 3], [0, 2]], np.int32), np.zeros((0, 2), np.int32)]
-    own, other = Peers(2, ENGINES[0]).places(ids, 4, 2)
+    own, other = Peers(2, ON_HOST[0]).places(ids, 4, 2)
     assert own.owners.tolist() == [[1, -1], [0, 1]]
     assert own.rows.tolist() == [[0, -1], [0, 1]]
     assert (own.received.tolist(), other.received.tolist()) == ([[1, 0]], [[2, 1]])

@@ -13,7 +13,10 @@ from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.parallel.exchange import sends
-from tests.support.harness import OUTPUT_GUARD, GuardedBuffer, run_plan, spec_of
+from tests.support.harness import OUTPUT_GUARD, GuardedBuffer, engine_target, run_plan, spec_of
+
+#: Engines that read addresses of this process: kernels that are compiled read a GPU's, as in test_peer_ops.py.
+ON_HOST = tuple(target for target in (engine_target(), Target("reference")) if target.kind != "cuda")
 
 
 class Places(NamedTuple):
