@@ -22,7 +22,7 @@ BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
 #: Of links, and of expert-parallel layers.
-MACHINES, PARALLEL = (), ("parallel-2-h100.json", "parallel-peer-4-h100.json")
+MACHINES, PARALLEL = (), ("parallel-4-h200.json",)
 
 
 def draw(output: Path) -> list[Path]:
