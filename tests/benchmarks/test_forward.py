@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+flop_counter = pytest.importorskip("torch.utils.flop_counter")
 pytest.importorskip("jax")
 
 import moe_jax
@@ -167,9 +168,9 @@ def test_the_dense_bound_has_the_flops_of_the_layer() -> None:
     shape = TINY["qwen3"]
     found = dense_forwards(shape, 12, "cpu", torch.float16)
     for products in found.values():
-        with torch.profiler.profile(with_flops=True, acc_events=True) as profiler:
+        with flop_counter.FlopCounterMode(display=False) as counter:
             assert products().dtype == torch.float16
-        assert sum(event.flops for event in profiler.key_averages()) == shape.flops(12)
+        assert counter.get_total_flops() == shape.flops(12)
     assert torch.equal(found["in_out"](), found["out_in"]()), "the same matrices, stored either way"
 
 
