@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
+
+import torch
 
 import moe_torch
 from moe_core.formats import format_named
@@ -25,11 +28,14 @@ from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import (
     compare_with_one_device,
     compare_with_twin,
+    parallel_moe,
+    parallel_of,
     rounded_to_fp8,
     run_alone,
     run_group,
+    trained,
 )
-from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
+from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import (
     BOUNDED,
     PEER,
@@ -45,7 +51,7 @@ from tests.support.parallel.ways import (
     sizes_of,
 )
 from tests.support.strategies import seeds
-from tests.support.torch import REAL_KERNELS, to_numpy, to_torch
+from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
 __all__ = ["ranks"]
 
@@ -297,3 +303,32 @@ def test_planted_faults_are_found(ranks: Pool, fault: str, number: int) -> None:
     compare_with_one_device(ranks, problem, TORCH_WAYS[number], "without a fault")
     with pytest.raises(AssertionError):
         compare_with_one_device(ranks, problem, TORCH_WAYS[number], "with a fault", fault=fault)
+
+
+def expert_gradients(group: Any, problems: list[Problem], way: ExchangeSpec, alone: bool) -> list[np.ndarray]:
+    """Of this rank's experts, from calls that share memory; alone: each backward runs before the next forward."""
+    rank, outputs, found = torch.distributed.get_rank(group), [], []
+    with running_on("reference"):
+        for problem in problems:
+            own = to_torch(problem.ranks()[rank], "cpu")
+            options: Any = {"parallel": parallel_of(group, way, problem), "placement": problem.placement}
+            found += list(trained(own.experts).values())
+            outputs.append(parallel_moe(own.x, own.experts, own.routing, problem.spec, **options).output.sum())
+            if alone:
+                outputs.pop().backward()
+        for output in outputs:
+            output.backward()
+    return [array.grad.numpy() for array in found]
+
+
+@over(PEER)
+def test_frozen_routers_weights_stay_until_a_backward(ranks: Pool, way: ExchangeSpec) -> None:
+    """Only the experts learn, so nothing but their op keeps what came: the next call receives in the same memory."""
+    placement = placement_of("linear", 6, 2, 0)
+    drawn = [
+        draw_problem(seed, placement, (5, 5), 2, "random", "float32", PLAIN, sizes=sizes_of(way)) for seed in (1, 2)
+    ]
+    found, expected = (ranks.call(expert_gradients, [(drawn, way, alone)] * 2) for alone in (False, True))
+    for own, one in zip(found, expected, strict=True):
+        for array, other in zip(own, one, strict=True):
+            np.testing.assert_array_equal(array, other, str(way))
