@@ -110,6 +110,11 @@ class ExpertParallel:
         """By what to divide gradients of experts, which are sums over the tokens of all W ranks, where the gradients of
         other parameters are averaged over ranks with other tokens: W. With tensor and `split` tokens, all ranks of both
         axes have other tokens: W times the ranks of tensor."""
+        return self.token_ranks
+
+    @property
+    def token_ranks(self) -> int:
+        """How many ranks have tokens of their own."""
         return self.ranks().size * self.split.token_ranks
 
     @property
@@ -215,7 +220,7 @@ class Exchange:
             wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
             dense: Any = None
             if shared is not None:
-                own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.gradient_divisor
+                own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
                 dense = _shared(own, later=self._overlaps(x))
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
@@ -313,7 +318,7 @@ class Exchange:
                 wide = None if wide is None else wide.masked_fill(~mask[:, None], 0)
             options = spec.logits_spec()
             if options.expected_tokens is None:
-                group = max(1, len(x) * self.parallel.gradient_divisor)
+                group = max(1, len(x) * self.parallel.token_ranks)
                 options = dataclasses.replace(options, expected_tokens=group)
             logits = ops.router(rows, routing.weight, bias=routing.bias, spec=options, wide=wide)
         else:

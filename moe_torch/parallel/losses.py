@@ -37,7 +37,7 @@ def group_losses(
     ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")
     total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
     # Both losses are means over tokens, linear in this rank's part of them: its share of the tokens, times the ranks.
-    share = parallel.gradient_divisor * tokens.float() / total[-1:].clamp(min=1).float()
+    share = parallel.token_ranks * tokens.float() / total[-1:].clamp(min=1).float()
     own = tokens.float().clamp(min=1)
     balance, z = router_losses(logits, (total[:-1].float() * own / total[-1:].clamp(min=1).float()), token_mask, router)
     return (balance * share).squeeze(0), (z * share).squeeze(0)
