@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import ALL_SHAPES
+from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.portable.plan import PORTABLE
+from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.fuse import CHAINED, MULTIPLY_AND_REDUCE
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.operands import ExpertWeights
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning, Tuning
 from tests.support.harness import H200, engine_target
@@ -87,6 +90,12 @@ def test_what_looks_at_no_rows_and_fp32_keep_their_tiles() -> None:
             for layout in ("in_out", "out_in")
         ]
         assert found[0] == found[1], options
+    dense = []
+    for layout, shape in (("in_out", (7168, 4096)), ("out_in", (4096, 7168))):
+        operands = MatmulOperands(ArraySpec((64, 7168), "bfloat16"), ArraySpec(shape, "bfloat16"))
+        spec = MatmulSpec(layout, activation=Activation("silu"))
+        dense.append(heuristic_tile(MatmulProblem(operands, None, spec, H200)).config)
+    assert dense[0] == dense[1], "a dense product spills registers with the others"
 
 
 @pytest.mark.parametrize(("num_tokens", "rows"), [(1, 1), (9, 5), (40, 20)])

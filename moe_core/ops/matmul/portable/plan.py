@@ -117,12 +117,13 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
 
 
 def _long_rows(problem: MatmulProblem) -> TileConfig | None:
-    """The tile of few rows with out_in weights, None where the reduction has no even steps of 128 or 256.
+    """The tile of few rows with out_in weights, None where the reduction has no even steps of 128 or 256, and for a
+    dense product, whose kernel spills registers there.
 
     Weights stream at the speed of memory only where a step reads 256 bytes and more of each of their rows: twice to
     four times as deep as that of in_out, and as much narrower, so that two blocks still share a multiprocessor.
     """
-    if problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
+    if problem.layout is None or problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
         return None
     rows, sms = problem.rows_per_group, problem.target.num_sms
     wide, narrow = 128 // problem.buffers, 64 // problem.buffers
