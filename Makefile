@@ -1,11 +1,12 @@
 # Every target makes the environment it needs (tools/environment.py) and then does its work.
 # PYTHON: the Python to start from. WORKERS: how many tests run at a time. RECORD: where a benchmark's record goes.
-# BENCH: further options of the benchmark. SOAK: of the soak. FUZZ: of the fuzzer.
+# BENCH: further options of the benchmark. SOAK: of the soak. FUZZ: of the fuzzer. ARCHS: of `make gate`.
 PYTHON ?= python3
 WORKERS ?= auto
 BENCH ?=
 SOAK ?=
 FUZZ ?=
+ARCHS ?= 80,90,100
 RUN := .venv/bin/python
 
 KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \
@@ -52,7 +53,7 @@ faults: environment
 
 # Compiles for every architecture each kernel with every type and constant at least once, and copies with planted faults.
 gate: environment
-	MOEBIUS_GATE=cover $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS)
+	MOEBIUS_GATE=cover MOEBIUS_ARCHS=$(ARCHS) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS)
 
 # Compiles every plan of every group for every architecture: three to four times as long.
 gate-all: environment
