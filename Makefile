@@ -21,8 +21,8 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/modular/test_quantized.py tests/modular/test_deep_gemm.py \
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
-# Beside the suite: what starts processes for ranks, or runs on devices of the host.
-RANK_TESTS := tests/torch/parallel tests/jax/parallel tests/parity/test_ranks.py \
+# Beside the suite: what starts processes for ranks.
+RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py \
 	$(addprefix tests/modular/,test_expert_parallel.py test_jax_expert_parallel.py test_deep_ep.py)
 
 .PHONY: environment parity test ranks pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
@@ -37,11 +37,12 @@ parity:
 	.venv/bin/moe-parity --engines torch,jax
 
 test: environment
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs $(RANK_TESTS))
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs tests/jax/parallel $(RANK_TESTS))
 
 # Expert parallelism, on processes that are ranks and on devices of the host.
 ranks: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(RANK_TESTS)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/jax/parallel
 
 # Every block of every page and every example, and what pages say of the project.
 pages: environment
