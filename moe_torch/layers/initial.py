@@ -87,8 +87,15 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
         layer.to_empty(device=place)
 
 
-def load_own(layer: Any, weights: Any, expert_parallel: Any, device: torch.device | str | None) -> Any:
-    """A layer on `meta`, shared out and loaded: a rank gets memory for its own part, in the dtypes of the weights."""
+def load_own(layer: Any, weights: Any, expert_parallel: Any, device: Any, copy: bool) -> Any:
+    """A layer on `meta`, shared out and loaded: a rank gets memory for its own part, in the dtypes of the weights.
+
+    Raises InvalidInput for copy=False.
+    """
+    if not copy:
+        raise InvalidInput(
+            "copy must be True with expert_parallel, got False: a rank copies its own part; leave it out"
+        )
     dtypes_of = {name: TORCH_DTYPES[dtypes.canonical(array.dtype)] for name, array in weights.named().items()}
     tensors = layer._tensors().items()
     hold(layer, [(name, torch.empty(one.shape, dtype=dtypes_of[name], device="meta")) for name, one in tensors])

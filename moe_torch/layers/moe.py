@@ -148,7 +148,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
         if expert_parallel is not None:
-            return load_own(layer, weights, expert_parallel, device)
+            return load_own(layer, weights, expert_parallel, device, copy)
         hold(layer, placed_tensors(convert_weights(weights, layer.storage), device, copy))
         return layer
 

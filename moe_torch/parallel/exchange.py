@@ -79,14 +79,3 @@ def physical_ids(
 def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:
     """The rank of every place, int32; -1 stays."""
     return torch.where(places < 0, -1, places // per_rank)
-
-
-def earlier(owners: torch.Tensor) -> torch.Tensor:
-    """bool `[T, K, K]`: whether slot j < k of a token has the owner of slot k."""
-    same = (owners[:, :, None] == owners[:, None, :]) & (owners >= 0)[:, :, None]
-    return same.tril(-1)
-
-
-def first_owners(owners: torch.Tensor) -> torch.Tensor:
-    """int32 `[T, K]`: the owners of slots, -1 where an earlier slot of the token has it too."""
-    return torch.where(earlier(owners).any(dim=2), -1, owners)

@@ -145,7 +145,7 @@ class PeerRoutes:
         self.header, self.ids, self.weights = header, cast(Any, None), cast(Any, None)
         self._rows: torch.Tensor | None = None
         #: Of rows of tokens, the rank of every slot.
-        self.owners = torch.where(places < 0, -1, places // plan.placement.per_rank) if self.by_token else None
+        self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None
         self._count(places)
         self._push_routing(places, weights.detach())
 

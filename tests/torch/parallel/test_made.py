@@ -122,3 +122,9 @@ def test_what_it_takes_and_refuses(ranks: Pool) -> None:
     assert len(found["errors"]) == len(wanted)
     for (kind, text), (expected, start) in zip(found["errors"], wanted, strict=True):
         assert kind == expected and text.startswith(start), text
+
+
+def test_a_rank_copies_its_part() -> None:
+    weights = MoE(16, 16, 4, 2).export_weights()
+    with pytest.raises(InvalidInput, match="copy must be True with expert_parallel, got False"):
+        MoE.from_weights(weights, copy=False, expert_parallel="never looked at")
