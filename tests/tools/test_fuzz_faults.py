@@ -19,8 +19,10 @@ import moe_torch.layers.routing as torch_routing
 from moe_core.ops.routing import reference
 from moe_jax.layers import functional
 from moe_torch.autograd import moe as autograd_moe
+from moe_torch.operators import routes as operators
+from moe_torch.parallel import peer_ops
 from tools.fuzz import __main__ as command
-from tools.fuzz import engines, run, run_jax, run_torch
+from tools.fuzz import engines, exchange, run, run_jax, run_torch
 from tools.fuzz.case import Case, parse
 from tools.fuzz.draw import sets_of
 from tools.fuzz.oracle.real import Real, rounded
@@ -84,6 +86,11 @@ def _lost_gradient_of_a_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_layer, "router_losses", lambda *given: (plain(*given)[0].detach(), plain(*given)[1]))
 
 
+def _one_row_beyond_the_bound(patch: pytest.MonkeyPatch) -> None:
+    plain = peer_ops.peer_places
+    patch.setattr(peer_ops, "peer_places", lambda *given, rank, receive: plain(*given, rank=rank, receive=receive + 1))
+
+
 def _is_plain_with_bias(case: Case) -> bool:
     return case.kind == "moe" and case.bias and not (case.weights or case.gradient or case.shared)
 
@@ -103,6 +110,11 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Case], b
         _lost_gradient_of_a_loss,
         lambda case: case.kind == "layer" and case.balance > 0 and not (case.between or case.weights),
         "balance",
+    ),
+    "one row beyond the bound": (
+        _one_row_beyond_the_bound,
+        lambda case: case.mode == "peer" and case.bound != "",
+        "bound",
     ),
 }
 
@@ -154,7 +166,7 @@ def _no_scale_of_the_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def _another_row_of_the_table(patch: pytest.MonkeyPatch) -> None:
-    plain = torch_layer.given_ids
+    plain: Any = torch_layer.given_ids
     patch.setattr(torch_layer, "given_ids", lambda *given: plain(*given).clamp(max=given[0].spec.num_experts - 1))
 
 
@@ -183,6 +195,36 @@ def _another_layer_of_the_stack(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(functional, "_one_layer", lambda arrays, dtype, index, axes: plain(arrays, dtype, 1 - index, axes))
 
 
+def _sums_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    plain = peer_ops.combine_pull
+
+    def backwards(places: Any, *given: Any, **options: Any) -> Any:
+        turned = places._replace(owners=places.owners.flip(1), rows=places.rows.flip(1))
+        return plain(turned, *given, **options)
+
+    patch.setattr(peer_ops, "combine_pull", backwards)
+
+
+def _tables_with(number: int, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Of what `call` returns or is given for `send_tables`, negative numbers being arguments."""
+    plain = exchange.call
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def wrong(operator: Any, *given: Any) -> Any:
+            if operator is not operators.SEND_TABLES:
+                return plain(operator, *given)
+            if number < 0:
+                given = (*given[:number], change(given[number]), *given[number + 1 :])
+            found = list(plain(operator, *given))
+            if number >= 0:
+                found[number] = change(found[number])
+            return found
+
+        patch.setattr(exchange, "call", wrong)
+
+    return plant
+
+
 MOE = "T=3 E=2 D=4 F=4"
 LAYER = "kind=layer T=5 K=2 E=4 D=8 F=8 source=x"
 #: fault -> (what plants it, the front-end that has it, a case in which it must be found).
@@ -199,6 +241,20 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "rows swapped by prepacking": (
         _rows_swapped_by_prepacking, "torch",
         "T=3 E=2 D=32 F=32 dtype=bfloat16 weights=mxfp4 weight_layout=out_in prepacked=True",
+    ),
+    "sums in another order": (
+        _sums_in_another_order, "torch", "kind=exchange mode=peer T=9 K=8 E=8 ranks=3 D=9 seed=1"
+    ),
+    "results in another order": (
+        _tables_with(3, lambda rows: rows.flip(0)), "torch",
+        "kind=exchange mode=padded T=5 K=2 E=4 ranks=2 by_token=True",
+    ),
+    "masked tokens are sent": (
+        _tables_with(-4, lambda mask: None), "torch", "kind=exchange mode=all_to_all T=5 E=4 ranks=2 masked=True seed=1"
+    ),
+    "other replicas": (
+        _tables_with(-3, lambda tokens: tokens.flip(0)), "torch",
+        "kind=exchange mode=all_to_all T=5 E=4 ranks=2 spare=1 replicas=True seed=1",
     ),
     "another layer of the stack": (_another_layer_of_the_stack, "jax", f"{LAYER} stack=2"),
 }  # fmt: skip

@@ -6,12 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = ("moe", "layer", "route", "layout", "stages", "norm")
+KINDS = ("moe", "layer", "route", "layout", "stages", "norm", "exchange")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: What x holds; drawn anew for every set of values, as the kinds of logits and ids are.
 X_KINDS = ("normal", "nan", "inf", "zeros", "large", "tiny", "one_hot")
 LOGIT_KINDS = ("normal", "ties", "all_equal", "signed_zeros", "some_nan", "infinite", "spread")
 ID_KINDS = ("distinct", "duplicates", "missing", "invalid", "one_expert", "all_missing", "first_half")
+#: How rows travel between ranks, the bounds of the rows that one takes, and fields of exchanges alone.
+MODES = ("peer", "all_to_all", "padded", "all_gather")
+BOUNDS = ("", "0", "1", "less", "all")
+EXCHANGE_FIELDS = ("ranks", "spare", "mode", "by_token", "replicas", "bound", "programs", "rows_format")
 #: Fields that change values only: cases that agree in all others run the same kernels.
 VALUE_FIELDS = ("seed", "x_kind", "logit_kind", "id_kind")
 #: Formats of activations, by format of weights, where a product quantises both sides.
@@ -44,15 +48,19 @@ class Case:
     """The defaults are the simplest choices: a failing case is shrunk towards them.
 
     kind: `moe` (the composed op), `layer` (torch's and Flax's), `route`, `layout` (with the bitmatrix), `stages`
-    (router, matmul_ogs, activation, matmul_ogs, reduce one by one) or `norm`. T K E D F: tokens, choices, local
-    experts, widths. gate_inputs, given_ids: of a layer. row_order: rows, not slots, are what stages reduce.
-    packs: so many independent problems of T tokens and E experts each in one call. source: what routes, `ids`, `logits`
-    or `x`. mapped: number of global experts, 0 = no map. stack: number of stacked layers, 0 = none. shared: width of
-    the shared expert, 0 = none. alpha, limit: 0 = the default. weights, activations: formats, "" = plain. balance, z:
-    factors of the losses in the objective of a layer's gradient. router_norm: the norm's constant factor, 0 = no norm.
-    norm_epsilon, centred, weight_first: of every norm. latent: width between projections, 0 = none. out_norm: `sum`,
-    `experts` or none. table: rows of a token table. mixer: SparseMixer's epsilon, 0 = none. static_scales: activations
-    have a scale each that the caller gives. alignment, max_rows: of a layout.
+    (router, matmul_ogs, activation, matmul_ogs, reduce one by one), `norm` or `exchange` (between ranks). T K E D F:
+    tokens, choices, local experts, widths. gate_inputs, given_ids: of a layer. row_order: rows, not slots, are what
+    stages reduce. packs: so many independent problems of T tokens and E experts each in one call. source: what routes,
+    `ids`, `logits` or `x`. mapped: number of global experts, 0 = no map. stack: number of stacked layers, 0 = none.
+    shared: width of the shared expert, 0 = none. alpha, limit: 0 = the default. weights, activations: formats, "" =
+    plain. balance, z: factors of the losses in the objective of a layer's gradient. router_norm: the norm's constant
+    factor, 0 = no norm. norm_epsilon, centred, weight_first: of every norm. latent: width between projections, 0 =
+    none. out_norm: `sum`, `experts` or none. table: rows of a token table. mixer: SparseMixer's epsilon, 0 = none.
+    static_scales: activations have a scale each that the caller gives. alignment, max_rows: of a layout. Of an exchange
+    ranks: how many; spare: places of each beyond ceil(E / ranks), with replicas: of experts that are elsewhere; mode:
+    how rows travel, `peer` by stores and loads, else the tables that they go by; by_token: a token goes to a rank once;
+    bound: of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many
+    as wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes.
     """
 
     kind: str = "moe"
@@ -124,6 +132,14 @@ class Case:
     z: float = 0.0
     alignment: int = 1
     max_rows: int = 0
+    ranks: int = 1
+    spare: int = 0
+    mode: str = ""
+    by_token: bool = False
+    replicas: bool = False
+    bound: str = ""
+    programs: int = 0
+    rows_format: str = ""
     x_kind: str = "normal"
     logit_kind: str = "normal"
     id_kind: str = "distinct"
@@ -145,8 +161,15 @@ class Case:
 
     @property
     def num_ids(self) -> int:
-        """Experts that ids name: the global ones where there is a map."""
+        """Experts that ids name: the global ones where there is a map, and with mode `peer` all places."""
+        if self.mode == "peer":
+            return self.ranks * self.per_rank
         return self.mapped or self.E * self.packs
+
+    @property
+    def per_rank(self) -> int:
+        """Places of a rank."""
+        return -(-self.E // self.ranks) + self.spare
 
     @property
     def width(self) -> int:
@@ -165,7 +188,7 @@ class Case:
 
     @property
     def is_differentiable(self) -> bool:
-        undifferentiable = self.activations or self.prepacked or self.row_order or self.kind == "layout"
+        undifferentiable = self.activations or self.prepacked or self.row_order or self.kind in ("layout", "exchange")
         return not undifferentiable and (self.kind != "stages" or not self.on_input)
 
 
@@ -252,7 +275,7 @@ def why_illegal(case: Case) -> str | None:
         and (case.F, case.K, case.E, case.bias, case.masked) != (1, 1, 1, False, False),
         "a stack is of moe and layers": case.stack > 0 and case.kind not in ("moe", "layer"),
         "nothing to gate": case.shared == 0 and (case.shared_gate or bool(case.shared_activation)),
-        "no shared expert here": case.shared > 0 and case.kind not in ("moe", "layer"),
+        "no shared expert here": case.shared > 0 and case.kind not in ("moe", "layer") and case.mode != "peer",
         "the shared expert is gated alike": case.shared_activation in ALWAYS_GATED and not case.gated,
         "no such gradient": case.gradient and not case.is_differentiable,
         "recompute is of training": case.recompute and (not case.gradient or case.kind not in ("moe", "layer")),
@@ -266,7 +289,7 @@ def why_illegal(case: Case) -> str | None:
         "formats are of experts": bool(case.weights) and case.kind not in ("moe", "layer"),
         "activations go with weights": bool(case.activations)
         and case.activations not in ACTIVATION_FORMATS.get(case.weights, ()),
-        "a layer's out_dtype is that of x": bool(case.out_dtype) and case.kind != "moe",
+        "a layer's out_dtype is that of x": bool(case.out_dtype) and case.kind != "moe" and case.mode != "peer",
         "rules belong to a router": not routes and _has_rules(case),
         "biases belong to a router": (case.router_bias and case.source != "x")
         or (case.correction_bias and case.source == "ids"),
@@ -276,8 +299,27 @@ def why_illegal(case: Case) -> str | None:
         "no experts in these": case.kind in ("route", "layout") and (case.bias or case.D != 1 or case.F != 1),
         "masked float64": case.kind == "layout" and case.dtype != "float32",
         "distinct ids for route": case.kind == "route" and case.source == "ids" and case.num_groups > 1,
+        "exchanges alone have these": case.kind != "exchange" and has_any(case, [*EXCHANGE_FIELDS]),
     }
+    if case.kind == "exchange":
+        checks |= _exchange_checks(case)
     return next((reason for reason, wrong in checks.items() if wrong), why_no_groups(case))
+
+
+def _exchange_checks(case: Case) -> dict[str, bool]:
+    peer = case.mode == "peer"
+    own = ("kind", "T", "K", "E", "dtype", *VALUE_FIELDS, *EXCHANGE_FIELDS)
+    own += ("D", "shared", "shared_gate", "out_dtype") if peer else ("masked",)
+    others = [field.name for field in dataclasses.fields(Case) if field.name not in own]
+    return {
+        "an exchange has a mode": case.mode not in MODES,
+        "an exchange has ranks and no more": case.ranks < 1 or case.spare < 0 or has_any(case, others),
+        "peers store no float64": case.dtype == "float64",
+        "all-gathers send tokens": case.mode == "all_gather" and not case.by_token,
+        "peers store to places": peer and case.replicas,
+        "rows are of the mode peer": not peer and bool(case.programs or case.rows_format or case.dtype != "float32"),
+        "an unknown bound": case.bound not in BOUNDS,
+    }
 
 
 def _has_rules(case: Case) -> bool:

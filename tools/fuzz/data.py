@@ -34,7 +34,7 @@ class Arrays:
         return {name: own.to(torch.float64) if own.is_floating_point() else own for name, own in found.items()}
 
 
-class _Draw:
+class Draw:
     def __init__(self, case: Case, device: str) -> None:
         self.random = torch.Generator(device).manual_seed(case.seed)
         self.device, self.case = device, case
@@ -58,11 +58,11 @@ class _Draw:
 
 def draw(case: Case, device: str = "cpu") -> Arrays:
     """Every array of the case, from its seed; the same on every machine with the same kind of device."""
-    draw, arrays = _Draw(case, device), Arrays()
+    draw, arrays = Draw(case, device), Arrays()
     plain = arrays.plain
     T, single = case.num_tokens, "float64" if case.dtype == "float64" else "float32"
     if case.kind not in ("route", "layout"):
-        plain["x"] = _rows(draw, case)
+        plain["x"] = draw_rows(draw, case)
     if case.masked:
         plain["token_mask"] = draw.uniform(T) < 0.7
     if case.gate_inputs:
@@ -90,7 +90,7 @@ def draw(case: Case, device: str = "cpu") -> Arrays:
     return arrays
 
 
-def _rows(draw: _Draw, case: Case) -> Tensor:
+def draw_rows(draw: Draw, case: Case) -> Tensor:
     T, D = case.num_tokens, case.D
     x, where = draw.normal(T, D), draw.uniform(T, D)
     if case.x_kind in ("nan", "inf"):
@@ -106,7 +106,7 @@ def _rows(draw: _Draw, case: Case) -> Tensor:
     return x
 
 
-def _draw_routing(draw: _Draw, case: Case, plain: dict[str, Tensor], single: str) -> None:
+def _draw_routing(draw: Draw, case: Case, plain: dict[str, Tensor], single: str) -> None:
     T, K, E = case.num_tokens, case.K, case.num_ids
     routed = case.E if case.packs > 1 else E
     lead = _layers(case)
@@ -127,7 +127,7 @@ def _draw_routing(draw: _Draw, case: Case, plain: dict[str, Tensor], single: str
         plain["routing.table"] = order.to(torch.int32).contiguous()
         plain["input_ids"] = draw.integers(-2, case.table + 2, T).to(torch.int32)
     if case.source == "ids" or case.given_ids:
-        plain["ids"] = _ids(draw, case, T, K, routed)
+        plain["ids"] = draw_ids(draw, case, T, K, routed)
         if case.kind == "moe":
             plain["weights"] = (draw.uniform(T, K).to(TORCH[single]) + 0.05).contiguous()
     if case.packs > 1 and "ids" in plain:
@@ -147,7 +147,7 @@ def offset_ids(ids: Tensor, case: Case) -> Tensor:
     return torch.where(ids >= case.E, 2**31 - 1, moved).to(torch.int32)
 
 
-def _logits(draw: _Draw, case: Case, T: int, E: int, single: str) -> Tensor:
+def _logits(draw: Draw, case: Case, T: int, E: int, single: str) -> Tensor:
     kind, normal = case.logit_kind, draw.normal(T, E, dtype=single)
     where = draw.uniform(T, E)
     if kind == "ties":
@@ -163,7 +163,7 @@ def _logits(draw: _Draw, case: Case, T: int, E: int, single: str) -> Tensor:
     return normal * 6 if kind == "spread" else normal
 
 
-def _ids(draw: _Draw, case: Case, T: int, K: int, E: int) -> Tensor:
+def draw_ids(draw: Draw, case: Case, T: int, K: int, E: int) -> Tensor:
     kind, repeats = case.id_kind, case.kind not in ("route", "layer")
     distinct = torch.argsort(draw.uniform(T, E), 1)[:, :K]
     where = draw.uniform(T, K)
@@ -183,7 +183,7 @@ def _ids(draw: _Draw, case: Case, T: int, K: int, E: int) -> Tensor:
     return ids.to(torch.int32)
 
 
-def _draw_experts(draw: _Draw, case: Case, arrays: Arrays) -> None:
+def _draw_experts(draw: Draw, case: Case, arrays: Arrays) -> None:
     separate = case.gated and case.gate_layout == "separate"
     width = case.F if separate else case.width
     lead = ((case.stack,) if case.stack else ()) + (case.E * case.packs,)
@@ -217,7 +217,7 @@ def _draw_experts(draw: _Draw, case: Case, arrays: Arrays) -> None:
             arrays.plain[f"main_grad.{name}"] = draw.normal(*arrays.plain[name].shape, dtype="float32")
 
 
-def _draw_around(draw: _Draw, case: Case, plain: dict[str, Tensor]) -> None:
+def _draw_around(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:
     """What a layer has around its experts."""
     lead, layout = _layers(case), case.weight_layout
     if case.latent:
@@ -231,7 +231,7 @@ def _draw_around(draw: _Draw, case: Case, plain: dict[str, Tensor]) -> None:
         plain["output.bias"] = draw.normal(*lead, case.D, rms=0.3)
 
 
-def _factors(draw: _Draw, case: Case, *shape: int) -> Tensor:
+def _factors(draw: Draw, case: Case, *shape: int) -> Tensor:
     """Parameters of a norm, whose factors lie around 1."""
     return (draw.normal(*shape, rms=0.3) + (0 if case.centred else 1)).to(TORCH[case.dtype])
 

@@ -83,6 +83,8 @@ def draw_values(static: Case, rng: random.Random) -> Case:
     if static.dtype == "float16" and x_kind == "large":
         x_kind = "normal"
     values = {"x_kind": "normal" if static.kind in ("route", "layout") else x_kind}
+    if static.kind == "exchange" and static.mode != "peer":
+        values["x_kind"] = "normal"
     if static.source == "logits" or static.kind == "route":
         values["logit_kind"] = rng.choices(cases.LOGIT_KINDS, (6, 2, 1, 1, 2, 2, 2))[0]
     if static.source == "ids" or static.given_ids:
@@ -99,9 +101,11 @@ def draw_static(rng: random.Random, engine: str) -> Case:
 
 
 def _attempt(rng: random.Random, engine: str) -> Case:
-    kind = rng.choices(cases.KINDS, (8, 5, 4, 1, 3, 1))[0]
+    kind = rng.choices(cases.KINDS, (8, 5, 4, 1, 3, 1, 2))[0]
     if kind == "norm":
         return _norm(rng, engine)
+    if kind == "exchange":
+        return _exchange(rng, engine)
     small = engine == "interpreter"
     E = rng.choice((1, 2, 3, 4, 6, 8, 9, 12, 16))
     T = rng.choice((0, 1, 2, 3, 5, 9) if small else (0, 1, 2, 3, 7, 16, 33))
@@ -190,6 +194,25 @@ def _norm_options(rng: random.Random) -> dict[str, Any]:
 def _norm(rng: random.Random, engine: str) -> Case:
     sizes = {"T": rng.choice((0, 1, 5, 33)), "D": rng.choice((*_WIDTHS, 640))}
     return Case("norm", **sizes, dtype=rng.choice(_dtypes(engine)), gradient=rng.random() < 0.5, **_norm_options(rng))
+
+
+def _exchange(rng: random.Random, engine: str) -> Case:
+    """Ranks of one process: each number from one up to eight, and bounds around what comes."""
+    small = engine == "interpreter"
+    E, ranks = rng.choice((1, 2, 3, 5, 8, 16)), rng.choice((1, 2, 2, 3, 4) if small else (1, 2, 3, 4, 5, 8))
+    choice: dict[str, Any] = {"E": E, "ranks": ranks, "T": rng.choice((0, 1, 2, 5, 9) if small else (0, 1, 3, 9, 33))}
+    choice |= {"K": min(E, rng.choice((1, 2, 3, 4, 8, 9))), "spare": rng.choice((0, 0, 1, 2))}
+    choice |= {"mode": rng.choice(("peer", *cases.MODES)), "by_token": rng.random() < 0.5}
+    choice["bound"] = rng.choice(("", *cases.BOUNDS))
+    if choice["mode"] != "peer":
+        choice["by_token"] |= choice["mode"] == "all_gather"
+        return Case("exchange", **choice, replicas=rng.random() < 0.4, masked=rng.random() < 0.3)
+    choice |= {"dtype": rng.choice(_dtypes("")), "programs": rng.choice((0, 0, 1, 3))}
+    choice["rows_format"] = rng.choice(("", "", "fp8_group", "fp8_group_pow2"))
+    choice["D"] = rng.choice((1, 3, 9, 17, 33) if small else (1, 3, 17, 129, 257))
+    choice |= {"shared": int(rng.random() < 0.4), "out_dtype": rng.choice(("", "", "float32"))}
+    choice["shared_gate"] = choice["shared"] > 0 and rng.random() < 0.5
+    return Case("exchange", **choice)
 
 
 def _dtypes(engine: str) -> tuple[str, ...]:

@@ -71,6 +71,17 @@ class Verdict:
         if tuple(found.shape) != tuple(expected.shape) or not bool((found.long() == expected.long()).all()):
             self.complaints.append(f"{name}: got {found.tolist()}, expected {expected.tolist()}"[:400])
 
+    def bits(self, name: str, found: torch.Tensor, expected: torch.Tensor, any_nan: bool = False) -> None:
+        """Every bit, with any_nan whatever a NaN looks like."""
+        self.elements += found.numel()
+        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            kinds = [f"{one.dtype} {tuple(one.shape)}" for one in (found, expected)]
+            self.complaints.append(f"{name}: got {kinds[0]}, expected {kinds[1]}")
+        elif any_nan and torch.equal(_bytes(found), _bytes(expected)):
+            return
+        elif not torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)):
+            self.complaints.append(f"{name}: got {found.tolist()}, expected {expected.tolist()}"[:400])
+
     def add(self, other: Verdict) -> None:
         self.complaints += other.complaints
         self.elements += other.elements

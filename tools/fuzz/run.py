@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tools.fuzz import run_jax, run_torch
+from tools.fuzz import exchange, run_jax, run_torch
 from tools.fuzz.case import Case
 from tools.fuzz.data import Arrays, draw
 from tools.fuzz.draw import Drawn
@@ -27,6 +27,8 @@ PROGRESS = 20.0
 
 def examine(case: Case, engine: str) -> Verdict:
     """What is wrong with one case on one engine. What a call raises is wrong: every case is legal."""
+    if case.kind == "exchange":
+        return exchange.examine(case, engine)
     arrays = draw(case, device_of(engine))
     given, verdict = call_arrays(arrays), Verdict()
     results: dict[str, Results] = {}

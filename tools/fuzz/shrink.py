@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from tools.fuzz.case import Case, why_illegal
 
 _SIZES = ("packs", "T", "E", "K", "D", "F", "mapped", "stack", "shared", "latent", "table", "num_groups", "topk_group")
+_SIZES += ("ranks", "spare")
 
 
 def _simpler(case: Case) -> Iterator[Case]:
