@@ -1,4 +1,4 @@
-"""The scratch arena of a plan: where each of its buffers lies."""
+"""Where each scratch buffer of a plan lies: in the scratch arena, or in an output that is not yet written."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
     steps ahead of it have ended (`moe_core.ops.moe.pdl`).
     Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c")) give (0, 512, 0).
     """
-    lifetimes: dict[str, tuple[int, int]] = {}
-    for number, names in enumerate(steps):
-        for name in names:
-            lifetimes[name] = (lifetimes.get(name, (number, number))[0], number)
+    lifetimes = _lifetimes(steps)
     buffers = [(aligned(size), *lifetimes.get(name, (0, 0))) for name, size in sizes]
     indices = range(len(buffers))
     largest = sorted(indices, key=lambda index: (-buffers[index][0], index))
@@ -34,19 +31,58 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
     return min(placements, key=lambda offsets: max((offsets[i] + buffers[i][0] for i in indices), default=0))
 
 
+def lend_memory(
+    sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[str]], lenders: Sequence[tuple[str, int]]
+) -> dict[str, tuple[str, int]]:
+    """Buffers that find room in an output, with its name and the byte offset there; the others need the arena.
+
+    sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs whose memory nobody needs before the first
+    step that names them. A buffer that no step names stays out. The largest buffer is placed first.
+    Example: a buffer of 512 bytes that steps 0 and 1 name fits into an output of 1024 that step 2 names first.
+    """
+    lifetimes = _lifetimes(steps)
+    taken: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name, _ in lenders}
+    found: dict[str, tuple[str, int]] = {}
+    for name, size in sorted(sizes, key=lambda buffer: -buffer[1]):
+        if name not in lifetimes:
+            continue
+        first, last = lifetimes[name]
+        for lender, room in lenders:
+            offset = _lowest(aligned(size), first, last, taken[lender])
+            if last < lifetimes.get(lender, (0, 0))[0] and offset + size <= room:
+                taken[lender].append((offset, offset + aligned(size), first, last))
+                found[name] = lender, offset
+                break
+    return found
+
+
+def _lifetimes(steps: Sequence[Collection[str]]) -> dict[str, tuple[int, int]]:
+    """The first and the last step that names each buffer."""
+    lifetimes: dict[str, tuple[int, int]] = {}
+    for number, names in enumerate(steps):
+        for name in names:
+            lifetimes[name] = (lifetimes.get(name, (number, number))[0], number)
+    return lifetimes
+
+
+def _lowest(size: int, first: int, last: int, placed: Sequence[tuple[int, int, int, int]]) -> int:
+    """The lowest offset that is free from the first to the last step. placed: (start, end, first step, last step)."""
+    offset = 0
+    for start, end, begun, ended in sorted(placed):
+        if begun > last or first > ended:
+            continue
+        if offset + size <= start:
+            break
+        offset = max(offset, end)
+    return offset
+
+
 def _placed_in_order(buffers: Sequence[tuple[int, int, int]], order: Sequence[int]) -> tuple[int, ...]:
     """Offsets of (bytes, first step, last step), each at the lowest free place."""
     offsets = [0] * len(buffers)
     placed: list[tuple[int, int, int, int]] = []
     for index in order:
         size, first, last = buffers[index]
-        offset = 0
-        for start, end, begun, ended in sorted(placed):
-            if begun > last or first > ended:
-                continue
-            if offset + size <= start:
-                break
-            offset = max(offset, end)
-        offsets[index] = offset
+        offsets[index] = offset = _lowest(size, first, last, placed)
         placed.append((offset, offset + size, first, last))
     return tuple(offsets)

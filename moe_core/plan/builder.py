@@ -41,6 +41,8 @@ class PlanBuilder:
         self._summation: list[str] = []
         self._notes: list[str] = []
         self._of_role: dict[str | None, list[str]] = {}
+        self.lent: list[str] = []
+        self._over: dict[str, str] = {}
 
     def _add(self, into: list[Buffer], buffer: Buffer) -> str:
         assert not self.has(buffer.name), f"buffer {buffer.name} is declared twice"
@@ -67,6 +69,15 @@ class PlanBuilder:
 
     def scratch(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
         return self._declare(self._scratch, name, spec, role)
+
+    def lend(self, *outputs: str) -> None:
+        """Let scratch buffers lie in these outputs until a step writes them: nothing may share their memory."""
+        self.lent += outputs
+
+    def scratch_over(self, name: str, over: str, role: str | Role | None = None) -> str:
+        """A scratch buffer in the memory of a filled one, whose elements the step that writes it reads first."""
+        self._over[self.scratch(name, self.spec(over), role)] = over
+        return name
 
     def layout_inputs(self, layout: LayoutSpec | None, names: Sequence[str] = LAYOUT_INPUTS) -> dict[str, str]:
         """Declare these arrays of a layout as inputs; none, where there is no layout."""
@@ -187,7 +198,8 @@ class PlanBuilder:
     def build(self) -> LaunchPlan:
         buffers = (tuple(self._inputs), tuple(self._outputs), tuple(self._scratch))
         texts = (tuple(self._summation), tuple(self._notes))
-        return LaunchPlan(self.name, self.target, *buffers, tuple(self._steps), *texts)
+        memory = tuple(self.lent), tuple(self._over.items())
+        return LaunchPlan(self.name, self.target, *buffers, tuple(self._steps), *texts, *memory)
 
 
 def _role(name: str, role: str | Role | None) -> str | None:

@@ -41,11 +41,28 @@ def check_plan(plan: Any) -> LaunchPlan:
             raise _wrong(f"buffer {buffer.name}", "no negative strides", buffer.spec)
         if buffer not in plan.inputs and not buffer.spec.is_contiguous:
             raise _wrong(f"buffer {buffer.name}, which is written to,", "row-major strides", buffer.spec)
+    _check_places(plan)
     for step in plan.steps:
         used = _check_launch(step, plan) if isinstance(step, KernelLaunch) else _check_reference(step, plan)
         if not used <= names:
             raise _wrong(f"step {_name(step)}", "buffers of the plan", sorted(used - names))
     return plan
+
+
+def _check_places(plan: LaunchPlan) -> None:
+    """What shares memory with what."""
+    outputs, inside = ({buffer.name for buffer in buffers} for buffers in (plan.outputs, (*plan.inputs, *plan.scratch)))
+    if not outputs.issuperset(plan.lent):
+        raise _wrong("lent memory", "outputs alone", plan.lent)
+    over, scratch = dict(plan.over), {buffer.name for buffer in plan.scratch}
+    if (
+        not len(over) == len(plan.over) == len(set(over.values()))
+        or not scratch.issuperset(over)
+        or not inside.issuperset(over.values())
+    ):
+        raise _wrong("what lies over other memory", "scratch buffers over inputs or others", plan.over)
+    if set(over) & set(over.values()) or any(plan.spec(one) != plan.spec(other) for one, other in plan.over):
+        raise _wrong("what lies over other memory", "the spec of what it replaces", plan.over)
 
 
 def _wrong(what: str, expected: str, got: object) -> InvalidInput:

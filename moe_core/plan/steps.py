@@ -22,11 +22,11 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.codec import plan_type
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.plan.arena import aligned, place_buffers
+from moe_core.plan.arena import aligned, lend_memory, place_buffers
 
 _INT32_LIMIT = 2**31
 #: Raised when the meaning of plan data changes.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 
 @plan_type
@@ -233,7 +233,11 @@ def sources_version() -> str:
 @plan_type
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """An executable plan. summation: one line per reduction, its order named. notes: decisions and rejected kernels."""
+    """An executable plan. summation: one line per reduction, its order named. notes: decisions and rejected kernels.
+
+    lent: outputs whose memory may hold scratch before the first step that names them. over: (scratch buffer, the input
+    or scratch buffer in whose memory it lies): the step that writes the first reads the second element by element.
+    """
 
     name: str
     target: Target
@@ -243,6 +247,8 @@ class LaunchPlan:
     steps: tuple[KernelLaunch | ReferenceCall, ...]
     summation: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    lent: tuple[str, ...] = ()
+    over: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         first = self.steps[0] if self.steps else None
@@ -267,16 +273,28 @@ class LaunchPlan:
         return base64.urlsafe_b64encode(digest).decode()[:KEY_LENGTH]
 
     @functools.cached_property
-    def scratch_offsets(self) -> tuple[int, ...]:
-        """Byte offset of every scratch buffer in the arena; buffers needed at different times may share memory."""
-        sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch]
-        return place_buffers(sizes, [_buffers(step) for step in self.steps])
+    def scratch_places(self) -> tuple[tuple[int, int], ...]:
+        """Where every scratch buffer lies: the place of an input or output among both, or their number for the arena,
+        and the byte offset there. Buffers needed at different times may share memory."""
+        index = {buffer.name: place for place, buffer in enumerate((*self.inputs, *self.outputs))}
+        over = dict(self.over)
+        sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch if buffer.name not in over]
+        steps = [{over.get(name, name) for name in _buffers(step)} for step in self.steps]
+        outputs = [(buffer.name, buffer.spec.nbytes) for buffer in self.outputs if buffer.name in self.lent]
+        lent = lend_memory(sizes, steps, outputs)
+        placed = {name: (index[lender], offset) for name, (lender, offset) in lent.items()}
+        rest = [size for size in sizes if size[0] not in lent]
+        arena = zip(rest, place_buffers(rest, steps), strict=True)
+        placed |= {name: (len(index), offset) for (name, _), offset in arena}
+        placed |= {name: placed.get(other) or (index[other], 0) for name, other in self.over}
+        return tuple(placed[buffer.name] for buffer in self.scratch)
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
         """Bytes of the one scratch arena (uint8, 16-byte aligned) the caller allocates."""
-        ends = zip(self.scratch_offsets, self.scratch, strict=True)
-        return max((offset + aligned(buffer.spec.nbytes) for offset, buffer in ends), default=0)
+        number = len(self.inputs) + len(self.outputs)
+        places = zip(self.scratch_places, self.scratch, strict=True)
+        return max((offset + aligned(one.spec.nbytes) for (home, offset), one in places if home == number), default=0)
 
     @property
     def memory_note(self) -> str:
@@ -297,8 +315,11 @@ class LaunchPlan:
     def explain(self) -> str:
         """Every buffer, step, decision and summation order, as text."""
         lines = [f"{self.name} on {self.target}, key {self.key}, scratch {self.scratch_bytes} bytes"]
-        for title, buffers in (("input", self.inputs), ("output", self.outputs), ("scratch", self.scratch)):
+        for title, buffers in (("input", self.inputs), ("output", self.outputs)):
             lines += [f"  {title:7} {buffer.name}: {buffer.spec}" for buffer in buffers]
+        homes = [*(f", in {buffer.name}" for buffer in (*self.inputs, *self.outputs)), ""]
+        places = zip(self.scratch, self.scratch_places, strict=True)
+        lines += [f"  scratch {buffer.name}: {buffer.spec}{homes[home]}" for buffer, (home, _) in places]
         for number, step in enumerate(self.steps):
             if isinstance(step, KernelLaunch):
                 constants = ", ".join(f"{n}={a.value}" for n, a in step.arguments if isinstance(a, Constant))

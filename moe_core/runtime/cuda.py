@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -260,8 +261,8 @@ class HostTensorMap:
 class _ParameterBlocks:
     """One thread's launch data: an address array and, per step, the arguments of its driver call.
 
-    addresses: of inputs, outputs and scratch buffers, where the parameter lists point. Arena and stream stay written
-    from call to call, since torch's allocator and a model mostly bring the same ones again.
+    addresses: of inputs, outputs and scratch buffers, where the parameter lists point. Those of scratch buffers and
+    the stream stay written from call to call, since torch's allocator and a model mostly bring the same ones again.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class _ParameterBlocks:
         self.addresses = (ctypes.c_uint64 * len(index))()
         self.current = ctypes.c_void_p()
         self.current_reference = ctypes.byref(self.current)
-        self.arena: int | None = None
+        self.homes: int | tuple[int, ...] | None = None
         self.stream: int | None = None
         self.configs: list[LaunchConfig] = []
         self.launches: list[tuple[Any, ...]] = []
@@ -327,7 +328,10 @@ class CudaPrepared(Prepared):
         self._local = threading.local()
         # Packing in one call is faster than assigning to a ctypes array, which converts item by item.
         self._pack = struct.Struct(f"{self._count}Q").pack_into
-        self._pack_scratch = struct.Struct(f"{len(self._offsets)}Q").pack_into
+        self._pack_scratch = struct.Struct(f"{len(self._places)}Q").pack_into
+        # What holds scratch: its address, or the addresses in a tuple.
+        homes = sorted({home for home, _ in self._places if home < self._count or self._scratch_bytes})
+        self._homes = operator.itemgetter(*homes) if homes else None
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:
         try:
@@ -343,13 +347,15 @@ class CudaPrepared(Prepared):
             self._launch(blocks, pointers, stream)
 
     def _launch(self, blocks: _ParameterBlocks, pointers: Sequence[int], stream: int) -> None:
-        if self._scratch_bytes:
-            *pointers, arena = pointers
-            if arena != blocks.arena:
+        if self._homes is not None:
+            homes = self._homes(pointers)
+            if homes != blocks.homes:
                 # Forgotten first: interrupted half way, the next call writes the addresses again.
-                blocks.arena = None
-                self._pack_scratch(blocks.addresses, _POINTER_BYTES * self._count, *self._scratch_addresses(arena))
-                blocks.arena = arena
+                blocks.homes = None
+                addresses = self._scratch_addresses([*pointers, 0])
+                self._pack_scratch(blocks.addresses, _POINTER_BYTES * self._count, *addresses)
+                blocks.homes = homes
+            pointers = pointers[: self._count]
         self._pack(blocks.addresses, 0, *pointers)
         for tensor_map in blocks.maps:
             address = blocks.addresses[tensor_map.index]

@@ -47,7 +47,8 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
             f"views must be exactly {', '.join(names)}, got {', '.join(sorted(views))}; add or remove the others"
         )
     device, kind = views[names[0]].device if names else ("cpu", 0), plan.target.device_kind
-    inputs = [buffer.name for buffer in plan.inputs]
+    overwritten = {other for _, other in plan.over}
+    inputs = [buffer.name for buffer in plan.inputs if buffer.name not in overwritten]
     for name in names:
         view = views[name]
         if view.device != device or view.device[0] != kind:

@@ -29,7 +29,7 @@ class Prepared:
         self.plan, self.device_index = plan, device_index
         self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
         self._count = len(self._names)
-        self._offsets, self._scratch_bytes = plan.scratch_offsets, plan.scratch_bytes
+        self._places, self._scratch_bytes = plan.scratch_places, plan.scratch_bytes
         names = [*self._names, *(buffer.name for buffer in plan.scratch)]
         self._index = {name: index for index, name in enumerate(names)}
 
@@ -56,8 +56,9 @@ class Prepared:
                     "resize_(0); allocate it again before the call"
                 )
 
-    def _scratch_addresses(self, arena: int) -> list[int]:
-        return [arena + offset for offset in self._offsets]
+    def _scratch_addresses(self, pointers: Sequence[int]) -> list[int]:
+        """pointers: of inputs, outputs and the arena; 0 or anything for an arena without bytes."""
+        return [pointers[home] + offset for home, offset in self._places]
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:
         raise NotImplementedError
@@ -110,8 +111,7 @@ class HostPrepared(Prepared):
         return call
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:
-        arena = pointers[self._count] if self._scratch_bytes else 0
-        addresses = [*pointers[: self._count], *self._scratch_addresses(arena)]
+        addresses = [*pointers[: self._count], *self._scratch_addresses([*pointers, 0])]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
         # In a context of its own, as NumPy's error state is the context's: an interrupt may leave it changed.

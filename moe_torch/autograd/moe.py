@@ -18,14 +18,25 @@ from moe_core.ops.moe.names import CONSTANTS, FLOWING, result_names, saved_names
 from moe_core.specs.operands import SharedExpert, TopK
 from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.autograd.main_grad import destination, main_grads, require_eager
+from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
 from moe_torch.operators import table
 from moe_torch.operators.kinds import MATRICES
 
+#: Of the backward that runs on this thread; whether a functional transform is active there.
+_C: Any = torch._C
+_keeps_graph, _transforming = _C._autograd._get_current_graph_task_keep_graph, _C._are_functorch_transforms_active
+
+
+def _read_last() -> bool:
+    """Whether this backward is the last that reads what its forward saved: eager code that does not keep its graph."""
+    traced = torch.compiler.is_compiling() or _transforming()
+    return not traced and not torch.is_grad_enabled() and not _keeps_graph()
+
 
 class _MoE(Rule):
-    """kind: of the routing. backward, backward_into: the operators for the gradients; the second adds to tensors."""
+    """kind: of the routing. backward, backward_into: the operators for the gradients; the second writes to tensors."""
 
     def __init__(
         self, kind: type, moe: Operator, training: Operator, backward: Operator, backward_into: Operator
@@ -84,7 +95,11 @@ class _MoE(Rule):
         known |= {f"into.{name}": buffer for name, buffer in into.items()}
         if not asked:
             return {}
-        operator = self._backward_into if into else self._backward
+        pre, alone = saved.get("saved.pre_activation"), _read_last()
+        if into and pre is not None and not alone:
+            known["saved.pre_activation"] = pre.clone()
+        overwrites = alone and pre is not None and eager.plain_tensor(pre)
+        operator = self._backward_into if into or overwrites else self._backward
         options = encode(spec, tuple(f"d_{name}" for name in asked), *formats)
         found = call(operator, *[known.get(name) for name in operator.names], options)
         return dict(zip([name for name in asked if name not in into], found, strict=True))

@@ -36,7 +36,8 @@ class TrainingOperator(Operator):
 class BackwardOperator(Operator):
     """A backward. Results: the gradients that the options name, in that order.
 
-    Those of matrices for which there is a tensor `into` are added to it, and are no results.
+    With arguments `into`, gradients of matrices for which there is one are added to it and are no results, and the
+    saved pre-activation is overwritten.
     """
 
     @functools.cached_property
@@ -50,7 +51,9 @@ class BackwardOperator(Operator):
         given: dict[str, Any] = dict(zip(MATRICES, arguments[self._first_into : -1], strict=True))
         _, wanted, *_ = decode(arguments[-1])
         into = {name: given[name.removeprefix("d_")] for name in accumulated(wanted, given)}
-        torch.autograd.graph.increment_version(list(into.values()))
+        pre = arguments[self.names.index("saved.pre_activation")]
+        # A later use of the saved tensor then raises torch's own error.
+        torch.autograd.graph.increment_version([*into.values(), *([] if pre is None else [pre])])
         places = [into.get(name) for name in wanted]
         outputs = self.run_ready(ready, arguments, places)
         return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]

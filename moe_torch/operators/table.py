@@ -320,11 +320,18 @@ def _training_shapes(given: Any) -> Outputs:
 
 
 def _plan_moe_backward(
-    gradients: bundles.OutputGradients, spec: MoESpec, wanted: tuple[str, ...], target: Target, **given: Any
+    gradients: bundles.OutputGradients,
+    spec: MoESpec,
+    wanted: tuple[str, ...],
+    target: Target,
+    *,
+    overwrite: bool = False,
+    **given: Any,
 ) -> LaunchPlan:
     operands = bundles.MoEOperands(**{name: given[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
     names = tuple("d_x" if name == "d_wide" else name for name in wanted)
     options = {"wanted": names, "accumulate": accumulated(wanted, given.get("into")), "wide": names != wanted}
+    options["overwrite"] = overwrite
     return plan_moe_backward(gradients, operands, spec, target, **options)
 
 
@@ -342,14 +349,19 @@ def _training(kind: type, packet: str, *matrices: str) -> Operator:
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    """Reads the gradients of the forward's results, the forward's tensors, its results and what it saved; `into`: what
-    the gradients of matrices are added to."""
+    """Reads the gradients of the forward's results, the forward's tensors, its results and what it saved.
+
+    One whose name ends with `_into` writes into memory that it is given: gradients of matrices are added to `into`, and
+    the saved pre-activation is overwritten."""
     found = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
     gradients = [f"gradients.{name}" + "?" * (name != "output") for name in FLOWING if name in result_names(kind)]
-    into = [f"into.{name}!" for name in MATRICES if packet.endswith("_into")]
-    tensors = (*gradients, *_moe_tensors(kind), *found, *_SAVED, *into)
+    writes = packet.endswith("_into")
+    into = [f"into.{name}!" for name in MATRICES if writes]
+    saved = [name.replace("?", "!") if writes and name == "saved.pre_activation?" else name for name in _SAVED]
+    tensors = (*gradients, *_moe_tensors(kind), *found, *saved, *into)
     signature = Signature(tensors, ("spec", "wanted"), _bundles(kind), matrices)
-    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, _plan_moe_backward, _wide_gradients, None)
+    planner = functools.partial(_plan_moe_backward, overwrite=writes)
+    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, _wide_gradients, None)
 
 
 def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict[type, Operator]:

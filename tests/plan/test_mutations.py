@@ -17,7 +17,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.reduction.reduce import plan_scale_rows
 from moe_core.plan.registry import decode_plan
-from moe_core.plan.steps import LaunchPlan
+from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from tests.support.moe import layer_plan
 from tests.support.paths import ROOT
 
@@ -40,6 +40,7 @@ def _plan(target: Target) -> LaunchPlan:
 
 REFERENCE, CUDA = _plan(Target("reference")), _plan(Target("cuda", 90, 132))
 (LAUNCH,) = CUDA.steps
+assert isinstance(LAUNCH, KernelLaunch)
 
 
 def _with_output(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
@@ -49,6 +50,10 @@ def _with_output(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
 
 def _with_step(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
     return dataclasses.replace(plan, steps=(dataclasses.replace(plan.steps[0], **changes),))
+
+
+def _with_scratch(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
+    return dataclasses.replace(plan, scratch=(dataclasses.replace(plan.inputs[0], name="z"),), **changes)
 
 
 WRONG = {
@@ -72,6 +77,12 @@ WRONG = {
     "argument": (_with_step(CUDA, arguments=LAUNCH.arguments[1:]), "must have the arguments"),
     "grid": (_with_step(CUDA, grid=(0, 1, 1)), "must have a grid from 1"),
     "warps": (_with_step(CUDA, num_warps=3), "must have 1 to 32 warps"),
+    "lent input": (dataclasses.replace(CUDA, lent=("x",)), "lent memory of a plan must have outputs alone"),
+    "output over an input": (dataclasses.replace(CUDA, over=(("y", "x"),)), "must have scratch buffers over inputs"),
+    "over an output": (_with_scratch(CUDA, over=(("z", "y"),)), "must have scratch buffers over inputs"),
+    "twice over one": (_with_scratch(CUDA, over=(("z", "x"), ("z", "x"))), "must have scratch buffers over inputs"),
+    "over itself": (_with_scratch(CUDA, over=(("z", "z"),)), "must have the spec of what it replaces"),
+    "over another spec": (_with_scratch(CUDA, over=(("z", "weights"),)), "must have the spec of what it replaces"),
     "type": (dataclasses.replace(REFERENCE, notes=(1,)), "LaunchPlan.notes of a plan must have the type"),
     "true for one": (_with_step(CUDA, num_stages=True), "num_stages of a plan must have the type"),
 }  # fmt: skip

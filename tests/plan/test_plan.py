@@ -20,7 +20,7 @@ from moe_core.base.target import Target
 from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan import steps
-from moe_core.plan.arena import SCRATCH_ALIGNMENT, aligned, place_buffers
+from moe_core.plan.arena import SCRATCH_ALIGNMENT, aligned, lend_memory, place_buffers
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import KEY_LENGTH, Constant, KernelLaunch, Pointer, ReferenceCall
 from moe_core.specs.matmul import Activation
@@ -151,29 +151,65 @@ def test_buffers_needed_at_one_time_never_overlap(drawn: list[tuple[int, int, in
     assert all(offset + size <= most for offset, (_, size) in zip(offsets, sizes, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("model", "recompute", "most"),
-    [("qwen3", False, 897), ("qwen3", True, 1153), ("gptoss120b", False, 1441), ("mixtral", False, 3585)],
+def test_what_is_written_late_lends_its_memory() -> None:
+    sizes = [("a", 512), ("b", 512), ("c", 300), ("late", 8), ("unused", 8)]
+    steps = [("a",), ("a", "b", "c"), ("out",), ("late", "out")]
+    # `a` and `b` are needed together, `c` does not fit beside them, and `late` comes when the output is written.
+    found = lend_memory(sizes, steps, [("out", 1100), ("never written", 9999)])
+    assert found == {"a": ("out", 0), "b": ("out", 512)}
+    assert lend_memory(sizes, steps, [("out", 1324)])["c"] == ("out", 1024), "its last bytes need no room for the next"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 9), st.integers(0, 9)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 9)), max_size=3),
 )
-def test_scratch_of_a_backward(model: str, recompute: bool, most: int) -> None:
-    """MiB for 16384 tokens: no more than the step that needs most (docs/user/training.md)."""
+def test_lent_memory_is_never_needed_twice(drawn: list[tuple[int, int, int]], outputs: list[tuple[int, int]]) -> None:
+    spans = {str(index): tuple(sorted(span)) for index, (_, *span) in enumerate(drawn)}
+    sizes = [(str(index), size) for index, (size, _, _) in enumerate(drawn)]
+    lenders = [(f"out {index}", room) for index, (room, _) in enumerate(outputs)]
+    written = {f"out {index}": first for index, (_, first) in enumerate(outputs)}
+    steps = [
+        [*(name for name, span in spans.items() if step in span), *(name for name in written if written[name] == step)]
+        for step in range(10)
+    ]
+    found, bytes_of = lend_memory(sizes, steps, lenders), dict(sizes)
+    for name, (lender, offset) in found.items():
+        assert offset % SCRATCH_ALIGNMENT == 0 and offset + bytes_of[name] <= dict(lenders)[lender]
+        assert spans[name][1] < written[lender], "the output is written while the buffer is needed"
+    for (one, (first, low)), (other, (second, high)) in itertools.combinations(found.items(), 2):
+        together = spans[one][0] <= spans[other][1] and spans[other][0] <= spans[one][1]
+        if together and first == second and bytes_of[one] and bytes_of[other]:
+            assert low + bytes_of[one] <= high or high + bytes_of[other] <= low
+
+
+#: By model, MiB for 16384 tokens, with what is overwritten and without.
+SCRATCH = {"qwen3": (1, 193), "gptoss120b": (1, 361), "mixtral": (1, 1793)}
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("model", SCRATCH)
+def test_scratch_of_a_backward(model: str, recompute: bool, overwrite: bool) -> None:
+    """What outputs lend no memory for (docs/user/training.md)."""
     shape = SHAPES[model]
     d, f, e, k = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
     x = ArraySpec((16384, d), "bfloat16")
     experts = ExpertWeights(ArraySpec((e, 2 * f, d), "bfloat16"), ArraySpec((e, d, f), "bfloat16"))
     operands = MoEOperands(x, experts, RouterWeights(ArraySpec((e, d), "bfloat16")))
-    layouts = {"weight_layout": "out_in", "router_weight_layout": "out_in"}
-    spec = MoESpec(Activation("silu"), RouterSpec(k), **layouts, recompute=recompute)
+    spec = MoESpec(Activation("silu"), RouterSpec(k), "out_in", "out_in", recompute=recompute)
     wanted = gradient_names(operands)
-    made = plan_moe_backward(OutputGradients(x), operands, spec, CUDA, wanted=wanted)
+    made = plan_moe_backward(OutputGradients(x), operands, spec, CUDA, wanted=wanted, overwrite=overwrite)
+    most = SCRATCH[model][recompute or not overwrite]
     assert made.scratch_bytes < most * 2**20
+    assert bool(made.over) == (recompute or overwrite)
 
 
 def test_builder_collects_buffers_and_steps() -> None:
     made = small_plan()
     assert [buffer.name for buffer in made.inputs] == ["x"]
     assert made.spec("partial") == ArraySpec((10,), "float32")
-    assert made.scratch_offsets == (0, 256)
+    assert made.scratch_places == ((2, 0), (2, 256)), "behind one input and one output: in the arena"
     assert made.scratch_bytes == 512
     (step,) = made.steps
     assert isinstance(step, KernelLaunch)

@@ -114,7 +114,7 @@ def test_plans_with_other_fields_are_refused(tmp_path: pathlib.Path) -> None:
     plan.export_plans(path, [plan.register(scaling_plan())])
     version, sources, ((key, made),) = json.loads(path.read_text())
     more, fewer = made | {"unheard": 1}, {name: value for name, value in made.items() if name != "notes"}
-    for changed, got in ((more, "target, unheard"), (fewer, "inputs, name, outputs")):
+    for changed, got in ((more, "target, unheard"), (fewer, "inputs, lent, name, outputs")):
         path.write_text(json.dumps([version, sources, [[key, changed]]]))
         with pytest.raises(InvalidInput, match=rf"must give LaunchPlan the fields inputs, .*, got .*{got}.*; load it"):
             plan.load_plans(path)

@@ -72,13 +72,13 @@ class GuardedBuffer:
     def _inside(self) -> slice:
         return slice(GUARD_BYTES, GUARD_BYTES + self.span)
 
-    def fill(self, array: np.ndarray) -> None:
-        """Write an input; `check` then also requires that it is unchanged."""
+    def fill(self, array: np.ndarray, *, kept: bool = True) -> None:
+        """Write an input; kept: `check` then also requires that it is unchanged."""
         spec = ArraySpec(array.shape, array.dtype.name, None)
         wanted = (self.spec.shape, self.spec.dtype)
         assert (spec.shape, spec.dtype) == wanted, f"{self.name} must be {self.spec}, got {spec}"
         self.view(self.image)[...] = array
-        self._before, self._filled = self.image.copy(), True
+        self._before, self._filled = self.image.copy(), kept
 
     def view(self, image: np.ndarray) -> np.ndarray:
         """The array inside an image of the memory."""
@@ -109,13 +109,14 @@ def run_plan(
 
     Inputs, outputs and scratch lie in fresh memory (the device's for a cuda plan) between guard zones. Outputs and
     scratch start as 0xFF bytes. Raises AssertionError for a wrong input, a write out of bounds or into an input, and in
-    the interpreter for a read out of bounds. others: host memory that the plan reaches through addresses in its inputs.
+    the interpreter for a read out of bounds; an input that the plan overwrites may change. others: host memory that the
+    plan reaches through addresses in its inputs.
     """
     names = [buffer.name for buffer in plan.inputs]
     assert set(arrays) == set(names), f"{plan.name} takes {sorted(names)}, got {sorted(arrays)}"
     buffers = [GuardedBuffer(buffer.name, buffer.spec, INPUT_GUARD) for buffer in plan.inputs]
     for buffer in buffers:
-        buffer.fill(np.asarray(arrays[buffer.name]))
+        buffer.fill(np.asarray(arrays[buffer.name]), kept=buffer.name not in dict(plan.over).values())
     buffers += [GuardedBuffer(buffer.name, buffer.spec, OUTPUT_GUARD) for buffer in plan.outputs]
     if plan.scratch_bytes:
         buffers.append(GuardedBuffer("scratch", ArraySpec((plan.scratch_bytes,), "uint8"), SCRATCH_GUARD))

@@ -13,7 +13,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward_stages import BackwardPlanner
 from moe_core.ops.moe.checks import quantized_experts
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import SAVED, plan_moe
 from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
 from moe_core.ops.routing.backward import gradient_shapes
 from moe_core.plan.builder import PlanBuilder
@@ -117,6 +117,7 @@ def plan_moe_backward(
     accumulate: tuple[str, ...] = (),
     one_layer: bool = False,
     wide: bool = False,
+    overwrite: bool = False,
 ) -> LaunchPlan:
     """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/user/training.md.
 
@@ -126,12 +127,15 @@ def plan_moe_backward(
     same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
     for all others. An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN;
     those of the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The
-    reference raises. wide: d_x is fp32, without its cast, for who adds more to it. Experts may be quantised, x not
-    (spec.activations): gradients go through weights that are dequantised to the dtype of x, tile by tile.
+    reference raises. wide: d_x is fp32, without its cast, for who adds more to it. overwrite: on compiled targets the
+    memory of `saved.pre_activation` is written to; it holds the pre-activation's gradient in the end. Experts may be
+    quantised, x not (spec.activations): gradients go through weights that are dequantised to the dtype of x, tile by
+    tile.
 
     Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
     [weights], [logits] and `saved.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
-    Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of. Raises InvalidInput,
+    Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of; before they are written,
+    those that accumulate nothing hold other buffers, so nothing may share their memory. Raises InvalidInput,
     Unsupported.
     """
     forward = _forward(operands, spec, target)
@@ -155,7 +159,9 @@ def plan_moe_backward(
         constants |= ({"tensors": tensors} if tensors else {}) | ({"wide": True} if wide else {})
         builder.sums("products and sums: the order of NumPy, fp32")
         return builder.reference("moe.reference.backward:moe_backward", present, constants, wanted)
-    BackwardPlanner(builder, operands, gradients, spec).plan()
+    builder.lend(*(name for name in wanted if name not in accumulate))
+    overwrites = overwrite and builder.has(f"{SAVED}pre_activation")
+    BackwardPlanner(builder, operands, gradients, spec, overwrites).plan()
     return builder.build()
 
 

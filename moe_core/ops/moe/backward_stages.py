@@ -32,7 +32,8 @@ class _Chain:
     """Two products and the activation between them, backwards: of the experts, or (layout None) of the shared expert,
     which every token visits.
 
-    bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1.
+    bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: the
+    gradient of the pre-activation takes its memory.
     """
 
     builder: PlanBuilder
@@ -42,6 +43,7 @@ class _Chain:
     layout: LayoutSpec | None
     spec: MoESpec
     weighted_input: bool = False
+    overwrites: bool = False
 
     def __post_init__(self) -> None:
         self.target = self.builder.target
@@ -70,6 +72,7 @@ class _Chain:
         builder, bundle, spec, layout = self.builder, self.bundle, self.spec, self.layout
         if builder.has(self.pre):
             return
+        self.overwrites = True
         rows, number = (self.x.shape[0], None) if layout is None else (layout.capacity, 1)
         self.pre = builder.scratch(f"{self.scratch}pre_activation", saved_pre_activation(bundle, self.x, spec, rows))
         source = self.source()
@@ -115,15 +118,22 @@ class _Chain:
         outputs = (*kinds, *(() if d_weight is None else ("d_weight",)))
         plan = plan_expert_activation_backward(operands, self.spec.activation, self.target, outputs=outputs)
         roles = {"d_pre": Role.D_ROWS, "weighted_hidden": Role.ROWS}
-        made = {name: builder.scratch(self.scratch + name, plan.spec(name), roles[name]) for name in kinds}
+        made = {name: builder.scratch(self.scratch + name, plan.spec(name), roles[name]) for name in kinds[1:]}
+        if self.overwrites:
+            made["d_pre"] = builder.scratch_over(f"{self.scratch}d_pre", self.pre, Role.D_ROWS)
+        else:
+            made["d_pre"] = builder.scratch(f"{self.scratch}d_pre", plan.spec("d_pre"), Role.D_ROWS)
         made |= {} if d_weight is None else {"d_weight": d_weight()}
         builder.call(plan, f"{self.label}activation", names | made)
         return made
 
-    def weight_gradients(self, d_out: str, made: dict[str, str], row_weight: str | None = None) -> None:
-        """Those of the matrices and biases that are wanted; made: by `activation`."""
+    def down_gradients(self, d_out: str, made: dict[str, str], row_weight: str | None = None) -> None:
+        """Those of `down` and its bias that are wanted; made: by `activation`."""
         hidden = made.get("weighted_hidden")
         self.weight_gradient("down", Side(hidden) if hidden else None, Side(d_out, self.gather), row_weight=row_weight)
+
+    def gate_up_gradients(self, made: dict[str, str]) -> None:
+        """Those of the matrices and biases of matmul 1 that are wanted; made: by `activation`."""
         for name in ("gate_up", "up"):
             if self.wants(name, f"{name}_bias"):
                 d_pre, columns = made["d_pre"], None
@@ -149,7 +159,12 @@ class BackwardPlanner:
     """One method per stage. builder: holds every input and wanted output; what a stage makes else is scratch."""
 
     def __init__(
-        self, builder: PlanBuilder, operands: bundles.MoEOperands, gradients: bundles.OutputGradients, spec: MoESpec
+        self,
+        builder: PlanBuilder,
+        operands: bundles.MoEOperands,
+        gradients: bundles.OutputGradients,
+        spec: MoESpec,
+        overwrites: bool,
     ) -> None:
         self.builder, self.operands, self.gradients, self.spec = builder, operands, gradients, spec
         self.target, self.routing, self.x = builder.target, operands.routing, operands.x
@@ -159,7 +174,8 @@ class BackwardPlanner:
         self.by_slot = ArraySpec((self.layout.num_tokens, self.layout.top_k), "float32")
         self.on_input = spec.apply_router_weight_on_input
         self.row_weight = None if self.on_input else self.weights
-        self.experts = _Chain(builder, self.x, experts, experts.layer_index, self.layout, spec, self.on_input)
+        rows = self.x, experts, experts.layer_index, self.layout
+        self.experts = _Chain(builder, *rows, spec, self.on_input, overwrites)
         wanted = {name for name in ("weight", "bias", "logits", "weights") if builder.has(f"d_routing.{name}")}
         self.needs_weights = bool(wanted) or (builder.has("d_x") and isinstance(self.routing, RouterWeights))
         self.needs_rows = builder.has("d_x") or (self.on_input and self.needs_weights)
@@ -168,13 +184,29 @@ class BackwardPlanner:
         self.d_out = rowwise.cast_gradient(self.builder, "output gradient", "gradients.output", self.x.dtype)
         self.experts.recompute()
         extras = [] if self.operands.shared is None else self._shared(self.operands.shared)
-        d_weights = self._experts()
+        made, chain = self._activation(), self.experts
+        # A gradient that is still to be written lends its memory: that of gate and up comes late, because most buffers
+        # are short-lived beside it, and that of `down` behind it where d_pre finds room there.
+        down_last = self._down_holds_d_pre(made)
+        if not down_last:
+            chain.down_gradients(self.d_out, made, self.row_weight)
+        if self.needs_rows:
+            self.d_rows = chain.pull_back(1, made["d_pre"])
         if self.needs_weights:
-            if self.on_input:
-                d_weights = self._weighted_input("d_weight")
+            d_weights = self._weighted_input("d_weight") if self.on_input else made["d_weight"]
             extras += self._router(d_weights)
         if self.builder.has("d_x"):
             self._d_x(extras)
+        chain.gate_up_gradients(made)
+        if down_last:
+            chain.down_gradients(self.d_out, made, self.row_weight)
+
+    def _down_holds_d_pre(self, made: dict[str, str]) -> bool:
+        """Whether the gradient of the experts' `down`, not written yet, has room for that of the pre-activation."""
+        lent, chain = {"d_experts.gate_up", "d_experts.down"} <= set(self.builder.lent), self.experts
+        if not lent or (chain.overwrites and chain.pre.startswith(SAVED)):
+            return False
+        return self.builder.spec(made["d_pre"]).nbytes <= self.builder.spec("d_experts.down").nbytes
 
     def _shared(self, shared: SharedExpert) -> list[str]:
         """Gradients of the shared expert; the parts of d_x fp32 `[T, D]`, where that is wanted."""
@@ -193,7 +225,8 @@ class BackwardPlanner:
                 array = ArraySpec((self.layout.num_tokens,), "float32")
                 d_weight = functools.partial(builder.scratch, "shared_d_weight", array, Role.D_ROW_WEIGHT)
         made = chain.activation(z, weighting, d_weight)
-        chain.weight_gradients(self.d_out, made)
+        chain.down_gradients(self.d_out, made)
+        chain.gate_up_gradients(made)
         parts = [chain.pull_back(1, made["d_pre"])] if builder.has("d_x") else []
         if "d_weight" in made:
             plan = rowwise.plan_gate_gradient(builder.spec(gate), target)
@@ -205,8 +238,8 @@ class BackwardPlanner:
                 parts.append(add_router_input_gradient(builder, "shared gate input", d_gate, "shared.gate", options))
         return parts
 
-    def _experts(self) -> str | None:
-        """The experts' gradients, and rows of d_x where needed; the weights' gradient where rows do not give it."""
+    def _activation(self) -> dict[str, str]:
+        """What lies between the experts' products, where anything needs it."""
         chain, made = self.experts, {}
         first = chain.wants("gate_up", "gate_up_bias", "up", "up_bias")
         if first or self.needs_rows or self.needs_weights or chain.wants("down"):
@@ -215,10 +248,7 @@ class BackwardPlanner:
             weighting |= {} if self.row_weight is None else {"row_weight": self.row_weight}
             weighting |= self._bias_product() if with_weights else {}
             made = chain.activation(z, weighting, self._weights_gradient if with_weights else None)
-        chain.weight_gradients(self.d_out, made, self.row_weight)
-        if self.needs_rows:
-            self.d_rows = chain.pull_back(1, made["d_pre"])
-        return made.get("d_weight")
+        return made
 
     def _bias_product(self) -> dict[str, str]:
         """The share of the weights' gradient that comes from the bias of `down`, if there is one."""
@@ -246,10 +276,9 @@ class BackwardPlanner:
             return "d_routing.weights"
         return self.builder.scratch("d_weights", self.by_slot)
 
-    def _router(self, d_weights: str | None) -> list[str]:
+    def _router(self, d_weights: str) -> list[str]:
         """From the weights, by slot, to what comes before them; the part of d_x, where x was routed."""
         builder, given, spec, routing = self.builder, self.gradients, self.spec, self.routing
-        assert d_weights is not None
         if isinstance(routing, TopK):
             return []
         from_x = isinstance(routing, RouterWeights)

@@ -232,3 +232,28 @@ def test_capacity_is_the_forwards() -> None:
     layout = LayoutSpec(ids.shape[0], ids.shape[1], problem.operands.experts.down.shape[0])
     plan = problem.forward(REFERENCE)[0]
     assert plan.spec("saved.pre_activation").shape == (layout.capacity, 34) and layout.capacity == ids.size
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("layout", ["halves", "interleaved", "separate", None])
+def test_overwriting_has_the_same_bits(activation: str, layout: str | None) -> None:
+    """The gradient of the pre-activation in the memory of the pre-activation, and scratch in outputs and without."""
+    gated = Activation(activation, gate_layout=layout) if layout else Activation(activation, False)
+    for name, dtype in (("missing_ids", "bfloat16"), ("all_experts", "float32")):
+        problem = draw(hard_routing(name), MoESpec(gated), dtype=dtype, with_shared=True)
+        kept = problem.forward(engine_target())[1]
+        wanted = problem.backward(kept=kept)
+        for found in (problem.backward(kept=kept, overwrite=True), problem.recomputing().backward(overwrite=True)):
+            for key, gradient in found.items():
+                np.testing.assert_array_equal(gradient, wanted[key], key)
+
+
+def test_what_is_accumulated_lends_no_memory() -> None:
+    """Its output may lie where the sum so far does."""
+    problem = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")))
+    plan = plan_for(problem, H200, problem.names(), accumulate=("d_experts.gate_up",), overwrite=True)
+    assert "d_experts.gate_up" not in plan.lent and "d_experts.down" in plan.lent
+    assert plan.over == (("d_pre", "saved.pre_activation"),)
+    assert any(home < len(plan.inputs) for home, _ in plan.scratch_places)
+    text = plan.explain()
+    assert "scratch d_pre: " in text and ", in saved.pre_activation" in text and ", in d_experts.down" in text

@@ -75,6 +75,7 @@ class Problem:
         kept: dict[str, np.ndarray] | None = None,
         wide: bool = False,
         one_layer: bool = False,
+        overwrite: bool = False,
     ) -> dict[str, np.ndarray]:
         """kept: the outputs of the target's forward, which runs now if there is none. wide: d_x is fp32."""
         target, into = target or engine_target(), into or {}
@@ -90,6 +91,7 @@ class Problem:
             accumulate=tuple(into),
             one_layer=one_layer,
             wide=wide,
+            overwrite=overwrite,
         )
         assert [buffer.name for buffer in plan.outputs] == list(wanted or self.names())
         return run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})

@@ -30,9 +30,13 @@ PARTS = {
         "Tensor? saved_pre_activation, Tensor saved_group_start, Tensor saved_slot_of_row, Tensor "
         "saved_row_of_slot, Tensor? saved_shared_pre_activation, Tensor? saved_shared_gate"
     ),
+    "OVERWRITTEN": (
+        "Tensor(a!)? saved_pre_activation, Tensor saved_group_start, Tensor saved_slot_of_row, Tensor "
+        "saved_row_of_slot, Tensor? saved_shared_pre_activation, Tensor? saved_shared_gate"
+    ),
     "INTO": (
-        "Tensor(a!)? into_experts_gate_up, Tensor(b!)? into_experts_down, Tensor(c!)? into_experts_up, Tensor(d!)? "
-        "into_shared_gate_up, Tensor(e!)? into_shared_down, Tensor(f!)? into_shared_up"
+        "Tensor(b!)? into_experts_gate_up, Tensor(c!)? into_experts_down, Tensor(d!)? into_experts_up, Tensor(e!)? "
+        "into_shared_gate_up, Tensor(f!)? into_shared_down, Tensor(g!)? into_shared_up"
     ),
     "INPUT_SCALES": ("Tensor? experts_gate_up_input_scale, Tensor? experts_down_input_scale"),
     "LAYOUT": ("Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot"),
@@ -78,13 +82,13 @@ moe_backward.top_k(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_
     {REST}, Tensor tokens_per_expert, {SAVED}, str options) -> Tensor[]
 moe_backward_into.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x, {EXPERTS}, Tensor
     routing_logits, Tensor? routing_correction_bias, {REST}, Tensor tokens_per_expert, Tensor ids, Tensor
-    weights, {SAVED}, {INTO}, str options) -> Tensor[]
+    weights, {OVERWRITTEN}, {INTO}, str options) -> Tensor[]
 moe_backward_into.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor? gradients_logits,
     Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor? routing_correction_bias, {REST},
-    Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits, {SAVED}, {INTO}, str options) ->
+    Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits, {OVERWRITTEN}, {INTO}, str options) ->
     Tensor[]
 moe_backward_into.top_k(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_ids, Tensor
-    routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, {INTO}, str options) -> Tensor[]
+    routing_weights, {REST}, Tensor tokens_per_expert, {OVERWRITTEN}, {INTO}, str options) -> Tensor[]
 moe_quantized.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor?
     routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 moe_quantized.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
@@ -103,13 +107,13 @@ moe_quantized_backward.top_k(Tensor gradients_output, Tensor x, {QUANTIZED_EXPER
     routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, str options) -> Tensor[]
 moe_quantized_backward_into.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x,
     {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST}, Tensor
-    tokens_per_expert, Tensor ids, Tensor weights, {SAVED}, {INTO}, str options) -> Tensor[]
+    tokens_per_expert, Tensor ids, Tensor weights, {OVERWRITTEN}, {INTO}, str options) -> Tensor[]
 moe_quantized_backward_into.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor?
     gradients_logits, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
     routing_correction_bias, {REST}, Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits,
-    {SAVED}, {INTO}, str options) -> Tensor[]
+    {OVERWRITTEN}, {INTO}, str options) -> Tensor[]
 moe_quantized_backward_into.top_k(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids,
-    Tensor routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, {INTO}, str options) -> Tensor[]
+    Tensor routing_weights, {REST}, Tensor tokens_per_expert, {OVERWRITTEN}, {INTO}, str options) -> Tensor[]
 moe_quantized_training.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor?
     routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> Tensor[]
 moe_quantized_training.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor?

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
+from moe_core.ops.moe.names import result_names, saved_names
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, OutputGradients, RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import decode
+from moe_torch.operators.kinds import MATRICES
 from tests.support.strategies import HARD_ROUTINGS, hard_routing
 from tests.support.torch import REAL_KERNELS, full_layer, on_engines, require_equal, running_on, to_numpy
 from tests.support.training.loop import ROUTERS, Loop, Problem, draw_problem
@@ -167,6 +170,33 @@ def test_two_runs_are_bitwise_equal(engine: str) -> None:
         value = step.value()
         first, second = (torch.autograd.grad(value, list(step.leaves.values()), retain_graph=True) for _ in range(2))
         require_equal(first, second, "second backward of one forward")
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_the_last_backward_overwrites_the_pre_activation(main_grad: bool) -> None:
+    """And no other: those that keep the graph leave what was saved as it was."""
+    with running_on(REAL_KERNELS) as device:
+        problem = routed_problem()
+        step = Step(dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, main_grad=main_grad)), device)
+        names = [*result_names(type(problem.routing)), *saved_names(step.problem.spec, None)]
+        sums = {name: torch.zeros_like(step.leaves[name]) for name in MATRICES if name in step.leaves and main_grad}
+        for name, total in sums.items():
+            step.leaves[name].main_grad = total
+        with Seen() as seen:
+            value = step.value()
+        (saved,) = [results[names.index("saved.pre_activation")] for name, _, results in seen.calls if "train" in name]
+        before, version, found = saved.view(torch.int32).clone(), saved._version, []
+        for kept in (True, True, False):
+            for total in sums.values():
+                total.zero_()
+            value.backward(retain_graph=kept)
+            gradients = [leaf.grad for name, leaf in step.leaves.items() if name not in sums]
+            found.append([one.clone() for one in (*gradients, *sums.values())])
+            for leaf in step.leaves.values():
+                leaf.grad = None
+            assert torch.equal(saved.view(torch.int32), before) == kept and (saved._version == version) == kept
+        require_equal(tuple(found[1]), tuple(found[0]), "again")
+        require_equal(tuple(found[2]), tuple(found[0]), "overwriting")
 
 
 def test_gradients_accumulate() -> None:

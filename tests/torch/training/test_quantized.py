@@ -221,7 +221,7 @@ def samples() -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     down.main_grad = torch.zeros_like(down)
     with Seen() as seen:
         for step in steps:
-            step.value().backward()
+            step.value().backward(retain_graph=step is steps[0])
         weight, leaves, ids = product_problem("cpu")
         product(weight, leaves, ids).sum().backward()
     operators: list[Operator] = [MATMUL_OGS_QUANTIZED_BACKWARD]
