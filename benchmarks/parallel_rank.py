@@ -22,9 +22,11 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import plan_moe, plan_rows_in_order
 from moe_core.parallel import Placement, plan_exchange
+from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
+from moe_core.runtime.warmup import warmup
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK, map_arrays
 from moe_core.specs.tuning import Tuning
@@ -271,13 +273,18 @@ class _Problem:
         training = self.cell.training
         given = (self.x, self.bench.weights, RouterLogits(self.logits))
         own = (self.x[:1], self.own, routing, self.owner_spec)
-        in_order = dataclasses.replace(self.owner_spec, rows_in_order=True)
         reports = [
             moe_torch.warmup(*given, self.spec, tokens=[tokens], training=training),
             moe_torch.warmup(*given, self.group_spec, tokens=[tokens]),
             moe_torch.warmup(*own, tokens=[count, self.bench.size * tokens * shape.top_k], training=training),
-            moe_torch.warmup(*own[:3], in_order, tokens=[Sizes.of(self._plan()).computed], training=training),
         ]
+        if self._plan().direct:
+            plan = self._owner_plan(target_of((self.bench.device.type, self.bench.device.index or 0)))
+            reports.append(warmup([plan], (self.bench.device.index or 0,)))
+        else:
+            in_order = dataclasses.replace(self.owner_spec, rows_in_order=True)
+            rows = [Sizes.of(self._plan()).computed]
+            reports.append(moe_torch.warmup(*own[:3], in_order, tokens=rows, training=training))
         return sum(len(report.compiled) for report in reports)
 
     def memory(self) -> dict[str, Any]:
@@ -301,23 +308,32 @@ class _Problem:
 
     def _plan_bytes(self, target: Target) -> int:
         """The most that the plans of the exchange and of the owner's products have at once."""
-        exchange, rank = self._plan(), self.bench.rank
-        counts = int(self.slots[:, rank].sum()), int(self.tokens[:, rank].sum())
-        slots = counts[0] if exchange.bounds.back is None else self.bench.size * exchange.bounds.back
-        width, spec = 1, self.owner_spec
-        if self.exchange.mode == "peer":
-            slots, spec = Sizes.of(exchange).computed, dataclasses.replace(spec, rows_in_order=True)
-        if self.exchange.sums == "ranks":
-            width, spec = self.cell.shape.top_k, self.owner_spec
-        routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
-        experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
-        x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
-        scratch = plan_moe(x, experts, routing, spec, target).scratch_bytes
+        exchange, scratch = self._plan(), self._owner_plan(target).scratch_bytes
         if exchange.bounds.back is not None or self.exchange.mode == "peer":
             # What ranks share is made once, and not by a call.
             shared = sum(buffer.bytes for buffer in exchange.buffers if buffer.symmetric)
             return exchange.peak(scratch=scratch) - shared
-        return exchange.peak(counts[self.cell.rows == "tokens"], slots, scratch=scratch)
+        slots, tokens = (int(counts[:, self.bench.rank].sum()) for counts in (self.slots, self.tokens))
+        return exchange.peak(tokens if self.cell.rows == "tokens" else slots, slots, scratch=scratch)
+
+    def _owner_plan(self, target: Target) -> LaunchPlan:
+        """The owner's op for the most rows that there can be."""
+        exchange, width, spec, make = self._plan(), 1, self.owner_spec, plan_moe
+        slots = int(self.slots[:, self.bench.rank].sum())
+        if exchange.bounds.back is not None:
+            slots = self.bench.size * exchange.bounds.back
+        if self.exchange.mode == "peer":
+            slots, spec = Sizes.of(exchange).computed, dataclasses.replace(spec, rows_in_order=True)
+        if self.exchange.sums == "ranks":
+            width, spec = self.cell.shape.top_k, self.owner_spec
+        if exchange.direct:
+            slots, width, make = self.bench.size * self.cell.tokens, self.cell.shape.top_k, plan_rows_in_order
+            tuning = dataclasses.replace(spec.tuning or Tuning(), expected_tokens=slots)
+            spec = dataclasses.replace(spec, tuning=tuning)
+        routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
+        experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
+        x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
+        return make(x, experts, routing, spec, target)
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""

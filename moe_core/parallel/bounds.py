@@ -31,6 +31,15 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
     return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
 
 
+def is_direct(spec: ExchangeSpec, *, training: bool) -> bool:
+    """Whether each token has its own row at every owner, home after home: then ranks need no counts of each other.
+
+    With mode `peer`, where rows of tokens have no bound, and nothing is kept for a backward.
+    """
+    whole = spec.receive is None and spec.format is None and not training
+    return whole and (spec.mode, spec.rows, spec.sums) == ("peer", "tokens", "slots")
+
+
 def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:
     """Tokens of a rank that travel in one chunk; the last one may have fewer."""
     return -(-tokens // spec.chunks)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from moe_core.base import dtypes
 from moe_core.base.codec import plan_type
+from moe_core.formats import QuantizedSpec, quantized_shapes
+from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit
 
 
@@ -96,3 +98,12 @@ class TensorMessages(NamedTuple):
             "returned parts": self.split.size * self.tokens * self.d_model * 4,
         }
         return tuple(ExchangeBuffer(name, size, False) for name, size in sizes.items() if size)
+
+
+def quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, int]]:
+    """(array, dtype, bytes of a row) of quantised rows."""
+    format = spec.format
+    assert format is not None
+    shapes = quantized_shapes(QuantizedSpec(format), (1, d_model))
+    dtypes_of = {"values": format.own_element.dtype, "scales": format.scale_dtypes[0]}
+    return [(what, dtype, getattr(shapes, what)[-1] * dtypes.itemsize(dtype)) for what, dtype in dtypes_of.items()]

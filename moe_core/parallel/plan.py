@@ -12,10 +12,9 @@ from moe_core.base.codec import plan_type
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import QuantizedSpec, quantized_shapes
-from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received, tokens_at_once
+from moe_core.parallel.bounds import Bounds, bounds_of, is_direct, rows_received, slots_received, tokens_at_once
 from moe_core.parallel.header import Header, header_of
-from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages
+from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages, quantized_bytes
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import WHOLE, TensorSplit
@@ -60,6 +59,11 @@ class ExchangePlan:
     def exact(self) -> bool:
         """Whether the bits are those of one device."""
         return not self.why_not_exact
+
+    @property
+    def direct(self) -> bool:
+        """Whether each token has its own row at every owner, see `is_direct`."""
+        return is_direct(self.spec, training=self.training)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
@@ -241,7 +245,7 @@ class _Planner:
         if self.spec.format is None:
             return [Collective(kind, "rows", self.plan.dtype, self.sent, self.sent * self.row_bytes)]
         found = []
-        for what, dtype, size in _quantized_bytes(self.spec, self.plan.d_model):
+        for what, dtype, size in quantized_bytes(self.spec, self.plan.d_model):
             found.append(Collective(kind, what, dtype, self.sent, self.sent * size))
         return found
 
@@ -261,6 +265,8 @@ class _Planner:
         """Rows of results that an owner hands in at most."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
+        if self.plan.direct:
+            return self.ranks * self.tokens * self.top_k
         received = rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
         return (
             received
@@ -294,6 +300,10 @@ class _Planner:
 
     def _between_barriers(self) -> list[Collective]:
         """Of one chunk with mode `peer`. What is stored in one stage is read behind the barrier that ends it."""
+        if self.plan.direct:
+            told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
+            told = dataclasses.replace(told, bytes=told.bytes + 4 * (len(Header._fields) + 4))
+            return [told, *self._rows("push"), _BARRIER, self._results("results"), _BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
         # Eight numbers of the header, the tokens in as much as is stored at once, and counts: of slots by place.
         message = len(Header._fields) + 4 + groups + (self.ranks if by_token else 0)
@@ -331,10 +341,12 @@ class _Planner:
         """Memory of the exchange, beside x and the output."""
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
         if self.spec.format is not None:
-            incoming = sum(size for *_, size in _quantized_bytes(self.spec, self.plan.d_model))
+            incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))
         found = [ExchangeBuffer("received rows", received * incoming, symmetric)]
-        by_slot = self.spec.rows == "tokens" and self.spec.sums == "slots"
-        if symmetric:
+        by_slot = self.spec.rows == "tokens" and self.spec.sums == "slots" and not self.plan.direct
+        if self.plan.direct:
+            found.append(ExchangeBuffer("received ids and weights", received * 2 * self.top_k * 4, True))
+        elif symmetric:
             # Weights and origins, and the row of a slot's token; gradients of weights.
             numbers = 3 + (self.spec.rows == "tokens") + self.plan.training
             found.append(ExchangeBuffer("received weights and origins", given * numbers * 4, True))
@@ -373,12 +385,3 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
         results + size["returned results"] + (parts or output) + kept,
         ends,
     )
-
-
-def _quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, int]]:
-    """(array, dtype, bytes of a row) of quantised rows."""
-    format = spec.format
-    assert format is not None
-    shapes = quantized_shapes(QuantizedSpec(format), (1, d_model))
-    dtypes_of = {"values": format.own_element.dtype, "scales": format.scale_dtypes[0]}
-    return [(what, dtype, getattr(shapes, what)[-1] * dtypes.itemsize(dtype)) for what, dtype in dtypes_of.items()]

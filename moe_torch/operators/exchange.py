@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import (
@@ -95,4 +96,43 @@ COMBINE_PULL_WEIGHTS = _operator(
 )
 COMBINE_PUSH = _operator(
     "combine_push", ("y", "sources", "group_start", "slots_at"), ("num_slots", "programs"), plan_combine_push
+)
+
+
+def _once_shapes(given: Any) -> Outputs:
+    sizes = (given.ids.shape[0], given.ids.shape[1]), (given.num_experts,), (1,), (1,)
+    return [(size, torch.int32) for size in sizes]
+
+
+#: Returns places, tokens_per_expert, invalid_ids, overflow.
+PUSH_TOKENS_ONCE = _operator(
+    "push_tokens_once",
+    (
+        "x", "ids", "weights", "header", "places_of_experts?", "given?", "token_mask?", "rows_at", "ids_at",
+        "weights_at", "headers_at",
+    ),
+    ("rank", "per_rank", "num_experts", "most", "programs"),
+    plan_push_tokens_once,
+    _once_shapes,
+    4,
+)  # fmt: skip
+
+
+def _sum_shapes(given: Any) -> Outputs:
+    dtype = TORCH_DTYPES[given.out_dtype] if given.out_dtype else given.y.dtype
+    return [((given.row_of_slot.shape[0], given.y.shape[1]), dtype)]
+
+
+SUM_RESULTS = _operator(
+    "sum_results",
+    ("y", "row_of_slot", "headers", "shared?", "shared_gate?"),
+    ("out_dtype",),
+    plan_sum_results,
+    lambda given: [
+        (
+            (given.row_of_slot.shape[0], given.y.shape[1]),
+            TORCH_DTYPES[given.out_dtype] if given.out_dtype else given.y.dtype,
+        )
+    ],
+    1,
 )

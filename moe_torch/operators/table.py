@@ -20,7 +20,7 @@ from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import plan_moe, plan_rows_in_order
 from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_names
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
@@ -378,3 +378,21 @@ BACKWARD_INTO = _by_kind(_backward, "moe_backward_into")
 QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *_EXPERT_MATRICES)
 QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *_EXPERT_MATRICES)
 QUANTIZED_BACKWARD_INTO = _by_kind(_backward, "moe_quantized_backward_into", *_EXPERT_MATRICES)
+
+
+def _in_order(packet: str, operator: Operator) -> Operator:
+    """Returns output, tokens_per_expert, invalid_ids, group_start, slot_of_row."""
+
+    def shapes(given: Any) -> Outputs:
+        slots, experts = given.routing.ids.shape[0] * given.routing.ids.shape[1], _num_experts(given.experts)
+        sizes = (experts,), (1,), (experts + 1,), (slots,)
+        return [((slots, given.x.shape[1]), given.x.dtype), *((size, torch.int32) for size in sizes)]
+
+    return Operator(packet, operator.signature, plan_rows_in_order, shapes, 5)
+
+
+#: By the operator that makes sums of the same arguments.
+ROWS_IN_ORDER = {
+    MOE[bundles.TopK]: _in_order("moe_in_order", MOE[bundles.TopK]),
+    MOE_QUANTIZED[bundles.TopK]: _in_order("moe_quantized_in_order", MOE_QUANTIZED[bundles.TopK]),
+}

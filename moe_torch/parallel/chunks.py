@@ -14,18 +14,19 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan
 from moe_core.specs.operands import TopK
 from moe_torch import ops
-from moe_torch.parallel.exchange import constants, physical_ids
+from moe_torch.parallel.direct import DirectRoutes
+from moe_torch.parallel.exchange import Places, constants, physical_ids
 from moe_torch.parallel.function import combine, dispatch
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import check_headers
 
-#: Rows of slots, their routing, and the tokens of all ranks, to a MoEOutput.
+#: Rows of slots, their routing, and the tokens of all ranks, to a MoEOutput; or rows of tokens to a RowsInOrder.
 Experts = Callable[[torch.Tensor, TopK, int], Any]
 #: Rows of the shared expert and the logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
-#: x, wide, places and weights of each.
+#: x, wide, and what its routes are made of, of each.
 Chunks = list[list[Any]]
 #: Programs of kernels that copy rows beside others that compute: enough for most of a link's bandwidth.
 _COPY_PROGRAMS = 32
@@ -75,27 +76,73 @@ def run_chunks(
     ranks: Ranks, plan: ExchangePlan, given: Given, experts: Experts, shared: Shared | None, dtype: torch.dtype
 ) -> Found:
     """The forward of a rank. shared: called while rows travel, where that can be; dtype: of the output."""
-    (places, invalid, counts), x = _places(ranks, plan, given), given.x
-    header = None if given.moving is None else given.moving.header(plan.header)
-    make = functools.partial(PeerRoutes, ranks, plan, tokens=len(x), header=header)
-    size = -(-len(x) // plan.spec.chunks)
+    make, arrays, counted = (_direct if plan.direct else _counted)(ranks, plan, given)
+    x, size = given.x, -(-len(given.x) // plan.spec.chunks)
     bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
-    arrays = x, given.wide, places, given.weights
+    arrays = x, given.wide, *arrays
     chunks: Chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
     if x.is_cuda and not torch.is_grad_enabled() and (len(chunks) > 1 or shared is not None):
-        return Found(*_overlapped(chunks, make, experts, shared, dtype), counts, invalid)
-    dense, outputs, received, overflow = shared and shared(), [], [], []
-    for number, (rows, wide, places, weights) in enumerate(chunks):
-        routes = make(places, weights, number=number % _SETS)
-        rows, row_weights = dispatch(routes, rows, wide, weights)
-        found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
-        # Training keeps them; else their memory is for the rows that come home.
-        del rows
-        outputs.append(combine(routes, found.output, _part(dense, number, chunks), dtype))
-        received.append(found.tokens_per_expert)
-        overflow.append(routes.overflow)
-    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return Found(output, _total(received), _total(overflow), counts, invalid)
+        output, parts = _overlapped(chunks, make, experts, shared, dtype)
+    else:
+        dense, outputs, parts = shared and shared(), [], []
+        for number, (rows, wide, *own) in enumerate(chunks):
+            routes = make(*own, number=number % _SETS)
+            rows, row_weights = dispatch(routes, rows, wide, own[1])
+            found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+            # Training keeps them; else their memory is for the rows that come home.
+            del rows
+            routes.computed = found
+            outputs.append(combine(routes, found.output, _part(dense, number, chunks), dtype))
+            parts.append(_Part(found.tokens_per_expert, routes))
+        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
+    if counted is None:
+        pushed = [part.routes.pushed for part in parts]
+        counted = _total([one.tokens_per_expert for one in pushed]), _total([one.invalid_ids for one in pushed])
+    return Found(output, received, overflow, *counted)
+
+
+class _Part(NamedTuple):
+    """Of a chunk: received int32 `[L]`, rows of experts here, and its routes."""
+
+    received: torch.Tensor
+    routes: Any
+
+
+#: What makes the routes of a chunk, arrays by token that it takes, and tokens_per_expert and invalid_ids, None = the
+#: routes know them.
+_Way = tuple[Callable[..., Any], tuple[Any, ...], tuple[torch.Tensor, torch.Tensor] | None]
+
+
+def _counted(ranks: Ranks, plan: ExchangePlan, given: Given) -> _Way:
+    """Ranks tell each other how many rows go where."""
+    places, invalid, counts = _places(ranks, plan, given)
+    header = None if given.moving is None else given.moving.header(plan.header)
+    make = functools.partial(PeerRoutes, ranks, plan, tokens=len(given.x), header=header)
+    return make, (places, given.weights), (counts, invalid)
+
+
+def _direct(ranks: Ranks, plan: ExchangePlan, given: Given) -> _Way:
+    """Every token has its place."""
+    moving, placement, ids, table, places, header = given.moving, plan.placement, given.ids, None, None, None
+    _check_headers(ranks, plan, ids)
+    if moving is not None:
+        header = moving.header(plan.header)
+    if placement.num_places > placement.num_experts and (placement.has_replicas or moving is not None):
+        places, _ = _physical_ids(ranks, plan, given)
+    elif moving is not None:
+        table = moving.places
+    elif not _is_in_order(placement):
+        (table,) = constants((_places_of_experts(placement),), ids.device)
+    make = functools.partial(DirectRoutes, ranks, plan, places_of_experts=table, header=header)
+    return make, (ids, given.weights, given.token_mask, places), None
+
+
+@functools.lru_cache(maxsize=256)
+def _places_of_experts(placement: Placement) -> tuple[int, ...]:
+    """The place of every expert; none has several."""
+    _, places, start = placement.tables
+    return tuple(places[start[:-1]].tolist())
 
 
 def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> PeerRoutes:
@@ -116,22 +163,31 @@ def _places(ranks: Ranks, plan: ExchangePlan, given: Given) -> tuple[torch.Tenso
     """places `[T, K]` of this rank's slots, invalid_ids `[1]` and tokens_per_expert `[E]`, after the first messages, if
     there are any."""
     ids, moving, experts = given.ids, given.moving, plan.placement.num_experts
-    if not ids.is_cuda:
-        # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel with
-        # the counts, and the output is NaN where they differ.
-        check_headers(ranks, plan.header, ids.device)
+    _check_headers(ranks, plan, ids)
     if moving is None and _is_in_order(plan.placement):
         found = ops.make_layout(ids, experts, token_mask=given.token_mask)
         places = torch.where(found.row_of_slot.view(ids.shape) < 0, -1, ids)
         return places, found.invalid_ids, found.group_sizes
-    first_token: Any = 0
+    places, invalid = _physical_ids(ranks, plan, given)
+    return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), experts).group_sizes
+
+
+def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
+    if not ids.is_cuda:
+        # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel with
+        # what goes first, and the output is NaN where they differ.
+        check_headers(ranks, plan.header, ids.device)
+
+
+def _physical_ids(ranks: Ranks, plan: ExchangePlan, given: Given) -> Places:
+    """Of this rank's slots; which replica is theirs depends on how many tokens the ranks ahead have."""
+    ids, moving, first_token = given.ids, given.moving, 0
     if plan.placement.has_replicas or moving is not None:
         (own,) = constants(((len(ids),),), ids.device)
         first_token = ranks.all_gather(own, "tokens")[: ranks.rank].sum()
     tables = None if moving is None else (moving.places, moving.start)
     options: Any = {"token_mask": given.token_mask, "tables": tables}
-    places, invalid = physical_ids(ids, plan.placement, first_token=first_token, **options)
-    return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), experts).group_sizes
+    return physical_ids(ids, plan.placement, first_token=first_token, **options)
 
 
 def _total(counts: list[torch.Tensor]) -> torch.Tensor:
@@ -160,9 +216,9 @@ def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _overlapped(
-    chunks: Chunks, make: Callable[..., PeerRoutes], experts: Experts, shared: Shared | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first three of `Found`. Copies of chunk n + 1, and of the results of chunk n - 1, run beside the products of
+    chunks: Chunks, make: Callable[..., Any], experts: Experts, shared: Shared | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[_Part]]:
+    """The output, and all chunks. Copies of chunk n + 1, and of the results of chunk n - 1, run beside the products of
     chunk n.
 
     Each stream waits for the other when the call begins and ends. In between, what one has used and the other has made
@@ -172,21 +228,21 @@ def _overlapped(
     device = source.device
     computes, copies = torch.cuda.current_stream(device), _copy_stream(device)
     output = source.new_empty((sum(sizes), source.shape[1]), dtype=dtype)
-    arrived: dict[int, tuple[PeerRoutes, torch.cuda.Event]] = {}
+    arrived: dict[int, tuple[Any, torch.cuda.Event]] = {}
     computed: list[torch.cuda.Event] = []
     kept: dict[int, tuple[Any, torch.cuda.Event]] = {}
-    received, overflow = [], []
+    parts: list[_Part] = []
     copies.wait_stream(computes)
 
     def dispatch(number: int) -> None:
         if number >= len(chunks):
             return
-        x, _, places, weights = chunks[number]
+        x, _, *own = chunks[number]
         with torch.cuda.stream(copies):
             if number >= _SETS:
                 # Its buffers are read no more here and, behind the next barrier, by nobody.
                 copies.wait_event(computed[number - _SETS])
-            routes = make(places, weights, number=number % _SETS, programs=_COPY_PROGRAMS)
+            routes = make(*own, number=number % _SETS, programs=_COPY_PROGRAMS)
             routes.send(x)
             routes.arrive("rows")
             arrived[number] = routes, _marked(copies)
@@ -198,6 +254,7 @@ def _overlapped(
         computes.wait_event(event)
         rows = routes.rows()
         found = experts(rows, TopK(routes.ids, routes.weights), routes.group_tokens)
+        routes.computed = found
         computed.append(_marked(computes))
         dispatch(number + 1)
         with torch.cuda.stream(copies):
@@ -205,11 +262,11 @@ def _overlapped(
             total = routes.start_total(found.output, "results")
             own, gate = _part(dense, number, chunks)
             part.copy_(total(shared=own, shared_gate=gate, out_dtype=dtype))
-            part.masked_fill_(routes.spoilt[:, None], torch.nan)
+            if routes.spoilt is not None:
+                part.masked_fill_(routes.spoilt[:, None], torch.nan)
             kept[number] = (rows, found, routes), _marked(copies)
-        received.append(found.tokens_per_expert)
-        overflow.append(routes.overflow)
+        parts.append(_Part(found.tokens_per_expert, routes))
         if number:
             computes.wait_event(kept.pop(number - 1)[1])
     computes.wait_stream(copies)
-    return output, _total(received), _total(overflow)
+    return output, parts

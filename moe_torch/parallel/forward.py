@@ -35,6 +35,7 @@ from moe_torch import ops
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.parallel.chunks import Found, Given, run_chunks
 from moe_torch.parallel.dense import shared_output
+from moe_torch.parallel.direct import RowsInOrder, run_in_order
 from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
@@ -240,12 +241,13 @@ class Exchange:
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
         told = None if spec.tuning is None else spec.tuning.expected_tokens
 
-        def run_experts(rows: torch.Tensor, routing: TopK, group_tokens: int) -> MoEOutput:
+        def run_experts(rows: torch.Tensor, routing: TopK, group_tokens: int) -> MoEOutput | RowsInOrder:
             # Rows are slots, or tokens with all their ids.
             each = ids.shape[1] // routing.ids.shape[1]
             own = owner_spec(spec, (told or group_tokens) * each, placement)
-            in_order = planner is None and plan.spec.sums == "slots"
-            return ops.moe(rows, experts, routing, dataclasses.replace(own, rows_in_order=True) if in_order else own)
+            if planner is None and plan.spec.sums == "slots":
+                own = dataclasses.replace(own, rows_in_order=True)
+            return (run_in_order if plan.direct else ops.moe)(rows, experts, routing, own)
 
         if planner is None:
             found = run_chunks(self.ranks, plan, given, run_experts, dense, dtype)

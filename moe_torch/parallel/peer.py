@@ -144,6 +144,8 @@ class PeerRoutes:
             (header,) = exchange.constants((tuple(plan.header),), weights.device)
         self.header, self.ids, self.weights = header, cast(Any, None), cast(Any, None)
         self._rows: torch.Tensor | None = None
+        #: What the owner's op has made of the rows.
+        self.computed: Any = None
         #: Of rows of tokens, the rank of every slot.
         self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None
         self._count(places)

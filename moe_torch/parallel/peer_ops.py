@@ -19,6 +19,7 @@ import torch
 from moe_core.base.checks import as_integer
 from moe_core.formats import Format
 from moe_core.ops.exchange.checks import require_addresses
+from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
 from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import dtype_name, encode
@@ -265,7 +266,7 @@ def combine_push(
 
     Args:
         y: bf16, fp16 or fp32 `[R, D]`. A row has a multiple of 16 bytes.
-        sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row.
+        sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row; or `[R]`, each `home * num_slots + slot`.
         group_start: int32 `[L + 1]`. Its last entry is the number of rows that have a source.
         slots_at: the table of the arrays `[num_slots, D]`.
         num_slots: slots that every home has memory for.
@@ -274,6 +275,100 @@ def combine_push(
     """
     text = encode(_rows(num_slots, "num_slots"), programs)
     call(operators.COMBINE_PUSH, y, sources, group_start, slots_at, memory, text)
+
+
+class PushedTokens(NamedTuple):
+    """What `push_tokens_once` knows of this rank's tokens, int32.
+
+    places `[T, K]`: of slots, -1 = none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
+    `[1]`: 0, since every token has its place.
+    """
+
+    places: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    invalid_ids: torch.Tensor
+    overflow: torch.Tensor
+
+
+class TokensAt(NamedTuple):
+    """Tables of the arrays that `push_tokens_once` stores to, M tokens of every rank: rows `[W * M, D]`, ids int32 and
+    weights fp32 `[W * M, K]`, headers int32 `[W, 12]`."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    headers: torch.Tensor
+
+
+def push_tokens_once(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    header: torch.Tensor,
+    at: TokensAt,
+    *,
+    rank: int,
+    placement: Placement,
+    most: int,
+    places_of_experts: torch.Tensor | None = None,
+    given: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    programs: int | None = None,
+    memory: torch.Tensor | None = None,
+) -> PushedTokens:
+    """Store a rank's tokens, and all that owners need to know of them, where nobody has to know what others send.
+
+    Row `rank * most + t` of every array is of token t. Owners group what arrived by the ids beside it.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided. A row has a multiple of 16 bytes. It goes where a token has
+            an expert.
+        ids: int32 `[T, K]`. Experts, -1 = none. Their places among the owner's go to all ranks.
+        weights: fp32 `[T, K]`. They go to all ranks.
+        header: int32 `[8]`. It goes to all ranks, with T and three zeros behind it.
+        at: the tables.
+        rank: this rank.
+        placement: how many experts and places there are.
+        most: M, the most tokens that a rank has.
+        places_of_experts: int32 `[E]`. None = every expert's place has its number.
+        given: int32 `[T, K]`. The places of slots, where an expert has several.
+        token_mask: bool `[T]`. A token that is False has no experts.
+        programs: as of `dispatch_push`.
+        memory: see the module.
+
+    Raises:
+        InvalidInput: arguments of the wrong shape or dtype; more than M tokens.
+        Unsupported: 2**31 slots of all ranks or more; more experts or top_k than the kernels take, on a GPU.
+    """
+    text = encode(as_integer("rank", rank, 0), placement.per_rank, placement.num_experts, _rows(most, "most"), programs)
+    arrays = x, ids, weights, header, places_of_experts, given, token_mask, *at, memory
+    return PushedTokens(*call(operators.PUSH_TOKENS_ONCE, *arrays, text))
+
+
+def sum_results(
+    y: torch.Tensor,
+    places: torch.Tensor,
+    headers: torch.Tensor,
+    *,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    memory: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add the results of each token's slots as `reduce(order="slot")` does; NaN where ranks have other headers.
+
+    Args:
+        y: `[N, D]`. Results by slot, N at least T * K.
+        places: of `push_tokens_once`. A slot without a place adds nothing.
+        headers: int32 `[W, 12]`, as `push_tokens_once` stores them. Their first eight numbers must agree.
+        shared, shared_gate, out_dtype: as of `combine_pull`.
+        memory: see the module.
+
+    Returns:
+        out `[T, D]`.
+    """
+    text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
+    return call(operators.SUM_RESULTS, y, places, headers, shared, shared_gate, memory, text)
 
 
 def _rows(number: int, name: str = "num_rows") -> int:

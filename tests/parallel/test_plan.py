@@ -91,6 +91,9 @@ def test_messages_of_each_mode_in_order() -> None:
         *("all_gather header, ids and weights", "all_gather rows", "reduce_scatter results", "all_reduce overflow")
     ]
     assert kinds(plan_of(ExchangeSpec("peer"))) == [
+        *("push header, ids and weights", "push rows", "barrier arrival", "push results", "barrier arrival")
+    ]
+    assert kinds(plan_of(ExchangeSpec("peer"), training=True))[:7] == [
         *("push header and counts", "barrier arrival", "push weights and origins", "push rows", "barrier arrival"),
         *("push results", "barrier arrival"),
     ]
@@ -156,6 +159,14 @@ def test_sizes_of_buffers() -> None:
     assert peer[0].peak() == shared + 16384 + 2048 and peer[0].peak(scratch=5000) == shared + 16384 + 5000
     # Beside rows that training keeps, and gradients of weights.
     assert peer[1].peak() == shared + 512 + 2 * 16384 + 2048
+    direct = plan_of(ExchangeSpec("peer"))
+    assert [(buffer.name, buffer.bytes, buffer.symmetric) for buffer in direct.buffers] == [
+        ("received rows", 8192, True),
+        ("received ids and weights", 2048, True),
+        ("results", 32768, False),
+        ("returned results", 8192, True),
+    ]
+    assert direct.peak() == 8192 + 2048 + 8192 + 32768 + 2048
     plan = plan_of(ExchangeSpec())
     # Rows by slot and results, then results, those that came home and the output.
     assert plan.peak() == 2048 + 2 * 16384 and plan.peak(scratch=100) == plan.peak() + 100

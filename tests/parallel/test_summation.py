@@ -9,7 +9,7 @@ import pytest
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import plan_moe, plan_rows_in_order
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan
@@ -68,6 +68,22 @@ def test_an_owner_adds_up_as_one_device(model: str, tokens: int) -> None:
         own = operands_of(rows, 1, -(-experts // 4), model)
         found = plans(own, dataclasses.replace(PLAIN, tuning=tuning), wanted)
         assert sums(found, lambda line: "slots" not in line) == expected, load
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tokens", [1, 128, 4096])
+def test_an_owner_of_tokens_with_places_adds_up_as_one_device(model: str, tokens: int) -> None:
+    """It has room for all ranks' tokens, and a quarter of the experts."""
+    *_, experts, top_k, _ = MODELS[model]
+    whole = operands_of(4 * tokens, top_k, experts, model)
+    alone = plan_moe(whole.x, whole.experts, whole.routing, PLAIN, H200)
+    tuning = Tuning(expected_tokens=4 * tokens, expected_experts=experts)
+    for room in (4 * tokens, 8 * tokens):
+        own = operands_of(room, top_k, -(-experts // 4), model)
+        spec = dataclasses.replace(PLAIN, tuning=tuning, rows_in_order=True)
+        assert isinstance(own.routing, TopK)
+        found = plan_rows_in_order(own.x, own.experts, own.routing, spec, H200)
+        assert sums([found], lambda line: True) == sums([alone], lambda line: "slots" not in line)
 
 
 @pytest.mark.parametrize("model", MODELS)

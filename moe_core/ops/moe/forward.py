@@ -79,6 +79,31 @@ def plan_moe(
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
 
 
+@functools.lru_cache(PLANS_KEPT)
+def plan_rows_in_order(
+    x: ArraySpec,
+    experts: bundles.ExpertWeights,
+    routing: TopK,
+    spec: MoESpec,
+    target: Target,
+    *,
+    token_mask: ArraySpec | None = None,
+    expert_map: ArraySpec | None = None,
+    shared: SharedExpert | None = None,
+) -> LaunchPlan:
+    """`plan_moe` up to the sums, for spec.rows_in_order and any K and ids: weighted slots, one behind another.
+
+    token_mask, expert_map and shared must be None. Outputs: output `[T * K, D]`, a row for each slot that has an
+    expert, by (expert, slot), what lies behind them is undefined; tokens_per_expert `[E]`, invalid_ids `[1]`,
+    group_start `[E + 1]`, and slot_of_row `[T * K]`, -1 = none. Raises InvalidInput, Unsupported.
+    """
+    if not spec.rows_in_order:
+        raise InvalidInput("spec.rows_in_order must be True for rows without their sums, got False; call moe")
+    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, False)
+    planner.lists_rows = True
+    return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
+
+
 def saved_pre_activation(
     bundle: bundles.ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int
 ) -> ArraySpec:
@@ -96,7 +121,9 @@ class _Product:
 
 
 class _MoEPlanner:
-    """Wires the stage plans; one method per stage."""
+    """Wires the stage plans; one method per stage. lists_rows: of `plan_rows_in_order`."""
+
+    lists_rows = False
 
     def __init__(self, *request: Any) -> None:
         self.x, self.experts, self.routing, self.spec, self.target = request[:5]
@@ -119,7 +146,8 @@ class _MoEPlanner:
         builder.inputs({"x": self.x, **dict(arrays), "token_mask": self.token_mask, "expert_map": self.expert_map})
         builder.inputs(dict(shared))
         num_local = check_weights(self.x, self.experts, self.shared, self.spec)
-        builder.output("output", ArraySpec((self.tokens, self.d_model), self.out_dtype))
+        rows = builder.spec("routing.ids").size if self.lists_rows else self.tokens
+        builder.output("output", ArraySpec((rows, self.d_model), self.out_dtype))
         builder.output("tokens_per_expert", ArraySpec((num_local,), "int32"))
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
         ids, weights = self._route(num_local)
@@ -137,7 +165,7 @@ class _MoEPlanner:
     def _check_order(self, layout: LayoutSpec) -> None:
         others = {"shared": self.shared, "expert_map": self.expert_map, "token_mask": self.token_mask}
         wrong = [name for name, value in others.items() if value is not None]
-        if self.spec.rows_in_order and (wrong or layout.top_k != 1):
+        if self.spec.rows_in_order and (wrong or (layout.top_k != 1 and not self.lists_rows)):
             what = f"{wrong[0]} must be None" if wrong else f"top_k must be 1, got {layout.top_k}"
             raise InvalidInput(f"with spec.rows_in_order, {what}: rows are the output as they lie; leave one out")
 
@@ -148,9 +176,9 @@ class _MoEPlanner:
         if "pre" in self._outputs:
             declare(f"{SAVED}pre_activation", saved_pre_activation(self.experts, self.x, self.spec, layout.capacity))
         others = named_arrays(dataclasses.replace(bundles.LayoutArrays.specs(layout), group_sizes=None))
-        self.arrays = bundles.LayoutArrays(
-            "tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others)
-        )
+        listed = ("group_start", "slot_of_row") if self.lists_rows else ()
+        names = [(builder.output if name in listed else declare)(prefix + name, spec) for name, spec in others]
+        self.arrays = bundles.LayoutArrays("tokens_per_expert", *names)
         shared = self.shared
         if "pre" in self._outputs and shared is not None:
             declare(f"{SAVED}shared_pre_activation", saved_pre_activation(shared, self.x, self.spec, self.tokens))

@@ -24,6 +24,11 @@ _UNROLL_LIMIT = 16
 _FEW_COLUMNS, _MANY_COLUMNS, _COLUMNS_PER_WARP = 256, (2048, 1024), 256
 
 
+def unrolled(top_k: int) -> bool:
+    """Whether the loop over the slots of a token is."""
+    return top_k <= _UNROLL_LIMIT
+
+
 def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, int]:
     """(tokens, columns, warps) of a program of the reduction, which is bound by memory.
 
@@ -86,7 +91,7 @@ def plan_reduce(
     stride = row_stride("shared", shared) if shared is not None else 0
     arguments = builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out")
     arguments |= passed(num_tokens=tokens, num_rows=y.shape[0], TOP_K=top_k, WIDTH=width, SHARED_STRIDE=stride)
-    arguments |= passed(BY_ROW=order == "row", UNROLL=top_k <= _UNROLL_LIMIT)
+    arguments |= passed(BY_ROW=order == "row", UNROLL=unrolled(top_k))
     arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n, PDL=None)
     builder.launch(REDUCE, (-(-tokens // block_t), -(-width // block_n)), arguments, num_warps)
     return builder.build()

@@ -9,6 +9,7 @@ from benchmarks.shapes import SHAPES
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import format_named
+from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import (
@@ -28,6 +29,7 @@ _MOVES_ROWS = {
     "exchange.kernels.push:push_results": (),
     "exchange.kernels.pull:pull_rows": (),
     "exchange.kernels.push:push_quantized_rows": ("st.global.b32", "st.global.v2.b32"),
+    "exchange.kernels.direct:push_tokens_once": ("st.global.b32", "st.global.v2.b32"),
 }
 #: Ranks, rows that an owner takes, and programs of a launch that runs beside others.
 RANKS, ROWS, PROGRAMS = 4, 20000, 24
@@ -50,6 +52,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
             yield plan_combine_pull(places, places, table, target, **options, shared=x, shared_gate=gate)
             sources, start = ArraySpec((tokens, 2), "int32"), ArraySpec((33,), "int32")
             yield plan_combine_push(x, sources, start, table, target, num_slots=tokens, programs=programs)
+            numbers = ArraySpec((tokens,), "int32")
+            yield plan_combine_push(x, numbers, start, table, target, num_slots=tokens, programs=programs)
             rows, source = ArraySpec((tokens, 1), "int32"), ArraySpec((99, width), dtype)
             yield plan_take_rows(source, rows, start, target, programs=programs)
             if width % 16 == 0:
@@ -63,6 +67,7 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
                 yield plan_dispatch_push(
                     x, places, places, table, target, num_rows=ROWS, programs=programs, **quantised
                 )
+        yield from _direct(x, places, table, target)
     places, weights = ArraySpec((4096, 8), "int32"), ArraySpec((4096, 8), "float32")
     for tables in ({"weights_at": table}, {"sources_at": table}, {"weights_at": table, "sources_at": table}):
         yield plan_push_slots(weights, places, places, target, rank=1, num_rows=ROWS, **tables)
@@ -74,6 +79,22 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         layout = ArraySpec((num_places + 1,), "int32"), ArraySpec((places.size,), "int32")
         counts = ArraySpec((RANKS, num_places), "int32")
         yield plan_peer_places(places, *layout, counts, target, rank=1, receive=ROWS)
+
+
+def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> Iterator[LaunchPlan]:
+    """Rows of tokens that have their places, of experts in order and in others, masked and given; and the sums."""
+    (tokens, width), experts = x.shape, 128
+    arrays = x, ids, ArraySpec(ids.shape, "float32"), ArraySpec((8,), "int32"), table, table, table, table
+    sizes = {"rank": 1, "per_rank": experts // RANKS, "num_experts": experts, "most": tokens + 5}
+    mask = ArraySpec((tokens,), "bool")
+    yield plan_push_tokens_once(*arrays, target, **sizes)
+    by_table = {"places_of_experts": ArraySpec((experts,), "int32"), "token_mask": mask}
+    yield plan_push_tokens_once(*arrays, target, **sizes, **by_table, programs=PROGRAMS)
+    yield plan_push_tokens_once(*arrays, target, **sizes, given=ids)
+    results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((RANKS, TOLD), "int32")
+    gate = ArraySpec((tokens, 1), "float32")
+    yield plan_sum_results(results, ids, told, target)
+    yield plan_sum_results(results, ids, told, target, shared=x, shared_gate=gate, out_dtype="float32")
 
 
 def narrow_moves(kernel: str, ptx: str) -> str:

@@ -10,29 +10,98 @@ from unittest import mock
 
 import torch
 
-from moe_torch.parallel import peer, symmetric
+from moe_torch.parallel import chunks, direct, peer, symmetric
 
 #: Faults of this mode alone, then those of all modes.
 PEER_FAULTS = ("wrong_row", "counts_off_by_one_place", "weights_of_another", "barrier_left_out", "result_of_another")
 _FAULTS = (*PEER_FAULTS, "gradient_not_returned", "output_gradient_of_another")
+#: Faults where every token has its place.
+DIRECT_FAULTS = ("ids_of_another", "weights_not_sent", "other_place", "result_of_another", "rows_not_waited_for")
+
+
+#: What ranks that need no counts store into, of all calls.
+_direct: list[direct.Memory] = []
+
+
+def _poison(*regions: symmetric.Region) -> None:
+    """NaN, and -1 in integers."""
+    for region in regions:
+        if region.own.dtype.itemsize == 1:
+            region.own.view(torch.uint8).fill_(0x7F)
+        else:
+            region.own.fill_(torch.nan if region.own.is_floating_point() else -1)
 
 
 @contextlib.contextmanager
 def poisoned_peer() -> Iterator[None]:
     """What ranks store into holds NaN, and -1 in integers, before each call."""
-    real = peer.memory_of
+    counted, known, allocate, check = peer.memory_of, direct.memory_of, symmetric._on_cpu, chunks.check_headers
 
     def filled(*arguments: Any) -> peer.Memory:
-        found = real(*arguments)
+        found = counted(*arguments)
         # Before this rank says how many rows it sends, no peer stores here, and nothing is read.
-        for region in (found.rows, found.scales, found.beside, found.tokens, found.sources):
-            if region.own.dtype.itemsize == 1:
-                region.own.view(torch.uint8).fill_(0x7F)
-            else:
-                region.own.fill_(torch.nan if region.own.is_floating_point() else -1)
+        _poison(found.rows, found.scales, found.beside, found.tokens, found.sources)
         return found
 
-    with mock.patch.object(peer, "memory_of", filled):
+    def noticed(*arguments: Any) -> direct.Memory:
+        found = known(*arguments)
+        if all(found.memory is not one.memory for one in _direct):
+            _direct.append(found)
+        return found
+
+    def allocated(ranks: Any, size: int) -> list[torch.Tensor]:
+        found = allocate(ranks, size)
+        found[ranks.rank].fill_(0xFF)
+        symmetric._told(ranks, None)
+        return found
+
+    def checked(*arguments: Any) -> None:
+        # Before this rank tells its header, no peer stores here.
+        for found in _direct:
+            _poison(found.headers, found.rows, found.ids, found.weights, found.returned)
+        check(*arguments)
+
+    with (
+        mock.patch.object(peer, "memory_of", filled),
+        mock.patch.object(direct, "memory_of", noticed),
+        mock.patch.object(symmetric, "_on_cpu", allocated),
+        mock.patch.object(chunks, "check_headers", checked),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def broken_direct(fault: str | None) -> Iterator[None]:
+    """A fault planted where every token has its place, by name; none where the name is of another way's."""
+    if fault not in DIRECT_FAULTS:
+        yield
+        return
+    owner, name = {
+        "ids_of_another": (direct.peer_ops, "push_tokens_once"),
+        "weights_not_sent": (direct.peer_ops, "push_tokens_once"),
+        "other_place": (direct.peer_ops, "push_tokens_once"),
+        "result_of_another": (direct.peer_ops, "combine_push"),
+        "rows_not_waited_for": (direct.DirectRoutes, "start_push"),
+    }[fault]
+    real = getattr(owner, name)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        first, second, *rest = arguments
+        if fault == "ids_of_another":
+            return real(first, second.flip(0), *rest, **options)
+        if fault == "weights_not_sent":
+            return real(first, second, torch.ones_like(rest[0]), *rest[1:], **options)
+        if fault == "other_place":
+            table = torch.arange(options["placement"].num_experts, dtype=torch.int32)
+            return real(*arguments, **{**options, "places_of_experts": table.flip(0)})
+        if fault == "result_of_another":
+            return real(first, torch.where(second < 0, -1, second ^ 1), *rest, **options)
+        # The last rank is slow, and nobody waits for its rows.
+        time.sleep(0.3 * (first.ranks.rank == first.ranks.size - 1))
+        first.send(second)
+        return first.rows
+
+    with mock.patch.object(owner, name, wrong):
         yield
 
 

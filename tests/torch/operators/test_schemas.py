@@ -126,6 +126,10 @@ moe_training.router_weights(Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? 
     routing_correction_bias, {REST}, str options) -> Tensor[]
 moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) ->
     Tensor[]
+moe_in_order(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) -> (Tensor,
+    Tensor, Tensor, Tensor, Tensor)
+moe_quantized_in_order(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
 peer_take_rows(Tensor x, Tensor? scales, Tensor rows, Tensor group_start, str options) -> Tensor
 peer_places(Tensor ids, Tensor group_start, Tensor row_of_slot, Tensor counts, str options) -> (Tensor, Tensor,
@@ -135,6 +139,9 @@ push_slots(Tensor weights, Tensor owners, Tensor rows, Tensor? weights_at, Tenso
     str options) -> ()
 push_tokens(Tensor weights, Tensor ids, Tensor owners, Tensor rows, Tensor weights_at, Tensor ids_at, Tensor(a!)?
     memory, str options) -> ()
+push_tokens_once(Tensor x, Tensor ids, Tensor weights, Tensor header, Tensor? places_of_experts, Tensor? given,
+    Tensor? token_mask, Tensor rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at, Tensor(a!)? memory, str
+    options) -> (Tensor, Tensor, Tensor, Tensor)
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
 receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
@@ -147,6 +154,8 @@ router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str opti
 scale_rows(Tensor x, Tensor weights, str options) -> Tensor
 send_tables(Tensor ids, Tensor weights, Tensor places_of_experts, Tensor start, Tensor header, Tensor? token_mask,
     Tensor? tokens, Tensor? limits, str options) -> Tensor[]
+sum_results(Tensor y, Tensor row_of_slot, Tensor headers, Tensor? shared, Tensor? shared_gate, Tensor(a!)? memory,
+    str options) -> Tensor
 take_rows(Tensor x, Tensor slot_of_row, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
 """

@@ -13,12 +13,15 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec
+from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
 from moe_torch.bridge.operator import Operator
-from moe_torch.parallel import ExpertParallel
+from moe_torch.parallel import ExpertParallel, chunks
 from moe_torch.parallel import moe as parallel_moe
 from moe_torch.parallel.routes import rounded
+from moe_torch.parallel.symmetric import Symmetric
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
@@ -82,6 +85,53 @@ def test_a_call_runs_few_operations(ranks: Pool, way: ExchangeSpec) -> None:
                 assert 10 < count.total() <= most, dict(count)
                 ours = {name: number for name, number in count.items() if name.startswith("moebius.")}
                 assert sum(ours.values()) <= 8, ours
+
+
+#: What a forward with mode `peer` does on a CPU alone: messages for its barriers, and the tokens of all ranks.
+ON_A_CPU = {
+    **{f"aten.{name}": 2 for name in ("zeros.default", "empty.memory_format")},
+    "c10d._allgather_base_.default": 2,
+    **{f"aten.{name}.default": 1 for name in ("sum", "_local_scalar_dense")},
+}
+
+
+def launches(group: Any, problem: Problem) -> tuple[list[str], int, dict[str, int]]:
+    """Of the second forward with mode `peer`, planned for an H100: kernels in order; barriers; and other operations
+    but views."""
+    own = problem.ranks()[torch.distributed.get_rank(group)]
+    parallel, steps, barriers = ExpertParallel(group, ExchangeSpec("peer"), len(own.x)), [], []
+    real, barrier, check = Operator.__call__, Symmetric.barrier, mock.patch.object(chunks, "check_headers")
+
+    def called(self: Operator, *arguments: Any) -> Any:
+        plan = self.plan(arguments[:-1], arguments[-1], Target("cuda", 90, 132))
+        steps.extend(step.kernel.function for step in plan.steps if isinstance(step, KernelLaunch))
+        return real(self, *arguments)
+
+    def waited(self: Symmetric, *arguments: Any) -> None:
+        barriers.append(barrier(self, *arguments))
+
+    with running_on("reference"), torch.no_grad(), check:
+        x, experts, routing = to_torch((own.x, own.experts, own.routing))
+        placed: Any = {"parallel": parallel, "placement": problem.placement}
+        parallel_moe(x, experts, routing, problem.spec, **placed)
+        seen = mock.patch.object(Operator, "__call__", called), mock.patch.object(Symmetric, "barrier", waited)
+        with seen[0], seen[1], _Counting() as counting:
+            parallel_moe(x, experts, routing, problem.spec, **placed)
+    views = ("moebius", "detach", "alias", "slice", "select", "view")
+    others = {name: count for name, count in counting.found.items() if not any(view in name for view in views)}
+    return steps, len(barriers), others
+
+
+def test_few_kernels_make_a_forward_of_peers(ranks: Pool) -> None:
+    """Two barriers, the owner's op, and three launches beside it."""
+    problem = draw_problem(
+        1, placement_of("round_robin", 16, 2), (5, 5), 3, "random", "bfloat16", PLAIN, sizes=(64, 32)
+    )
+    for kernels, barriers, others in ranks.call(launches, [(problem,)] * 2):
+        assert kernels == [
+            *("push_tokens_once", "layout_at_once", "matmul_ogs", "matmul_ogs", "push_results", "sum_results")
+        ]
+        assert (barriers, others) == (2, ON_A_CPU)
 
 
 def plans_made(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[int]:

@@ -257,9 +257,10 @@ def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
         assert compare_with_twin(ranks, problem, way, way.mode) == 2
     for way in WAYS[:2]:
         compare_with_one_device(ranks, problem, way, "exact counts")
-    for way in PEER:
+    hot = dataclasses.replace(problem, routing=TopK(np.zeros_like(ids), problem.routing.weights))
+    compare_with_one_device(ranks, hot, PEER[1], "a place for each token", differentiated=False)
+    for way in (PEER[0], dataclasses.replace(PEER[1], receive=6)):
         # Memory is for the slots that distinct ids of the most tokens have, whose they are.
-        hot = dataclasses.replace(problem, routing=TopK(np.zeros_like(ids), problem.routing.weights))
         found = run_group(ranks, hot, way, differentiated=False)
         # Of up to three tokens, as `parallel_of` says.
         assert found["overflow"].tolist() == [2] and np.isnan(found["output"]).all(axis=1).tolist() == [False] * 3 + [

@@ -1,0 +1,171 @@
+"""Planning of the exchange whose places follow from a token's number: all stores of a home at once, and its sums.
+
+Every home has rows of its own at every owner, so that nobody needs to know how many rows others send: row
+`home * most + t` is of token t. Owners lay out what arrived by the ids beside the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from moe_core.base import dtypes
+from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base.checks import as_integer, require_at_least, require_choice
+from moe_core.base.recent import PLANS_KEPT
+from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.exchange.checks import copy_tile, require_programs, require_table, require_width
+from moe_core.ops.exchange.send_tables import HEADER, columns_of
+from moe_core.ops.reduction.reduce import reduce_tile, unrolled
+from moe_core.ops.routing.layout import require_experts
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
+
+PUSH_TOKENS_ONCE = Kernel("exchange.kernels.direct:push_tokens_once", counts_slots=True)
+SUM_RESULTS = Kernel("exchange.kernels.direct:sum_results")
+
+#: What a rank tells: its header, its tokens, and what fills up 16 bytes.
+TOLD = HEADER + 4
+#: Slots that one step of counting takes: the first number that holds them all, else the last.
+_COUNTED = {"gpu": (256, 1024), "interpreter": (16, 64)}
+#: Ids of no token that one step of a program fills, and that one program fills in all.
+_FILL, _FILLED = {"gpu": 512, "interpreter": 16}, 8192
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_push_tokens_once(
+    x: ArraySpec,
+    ids: ArraySpec,
+    weights: ArraySpec,
+    header: ArraySpec,
+    rows_at: ArraySpec,
+    ids_at: ArraySpec,
+    weights_at: ArraySpec,
+    headers_at: ArraySpec,
+    target: Target,
+    *,
+    rank: int,
+    per_rank: int,
+    num_experts: int,
+    most: int,
+    places_of_experts: ArraySpec | None = None,
+    given: ArraySpec | None = None,
+    token_mask: ArraySpec | None = None,
+    programs: int | None = None,
+) -> LaunchPlan:
+    """Store this rank's tokens, with all that owners need to know of them, at every owner of one of their experts.
+
+    W ranks with L = per_rank places each, M = most: tokens that a rank has at most. x `[T, D]`: bf16, fp16 or fp32,
+    rows may be strided. ids int32 and weights fp32 `[T, K]`: of experts, -1 = none. header int32 `[8]`. The place of an
+    expert is its number, or places_of_experts int32 `[E]` says it; given int32 `[T, K]`: the places of slots, of an
+    expert with several. token_mask bool `[T]`: a token that is False has no experts. programs: of the launch at most.
+
+    Token t of rank h has row h * M + t of the arrays x's dtype `[W * M, D]` at rows_at, stored where it visits alone,
+    and of int32 ids and fp32 weights `[W * M, K]` at ids_at and weights_at, stored at all ranks: an id is the number of
+    a place among the owner's, -1 = none of these, as behind a rank's last token. headers_at: of int32 `[W, 12]`: row h
+    is the header of h, its tokens, and zeros. Tables are int64 `[W]`.
+
+    Inputs: x, ids, weights, header, [places_of_experts], [given], [token_mask], rows_at, ids_at, weights_at,
+    headers_at. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside
+    [-1, E); overflow `[1]`, which is 0. Raises InvalidInput, Unsupported.
+    """
+    require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+    stride, (tokens, width) = row_stride("x", x), x.shape
+    require_width("x", width, x.dtype)
+    require_spec("ids", ids, (tokens, "top_k"), "int32")
+    top_k = ids.shape[1]
+    require_at_least("top_k of ids", top_k, 1)
+    require_spec("weights", weights, ids.shape, "float32")
+    require_spec("header", header, (HEADER,), "int32")
+    num_ranks = require_table("rows_at", rows_at)
+    for name, table in (("ids_at", ids_at), ("weights_at", weights_at), ("headers_at", headers_at)):
+        require_table(name, table, num_ranks)
+    as_integer("rank", rank, 0, num_ranks)
+    for name, value, least in (("per_rank", per_rank, 1), ("num_experts", num_experts, 1), ("most", most, tokens)):
+        as_integer(name, value, least, INT32_LIMIT)
+    if num_ranks * most * top_k >= INT32_LIMIT:
+        raise Unsupported(f"slots of all ranks must stay below 2**31, got {num_ranks} x {most} x {top_k}; split them")
+    optional = {"places_of_experts": places_of_experts, "given": given, "token_mask": token_mask}
+    shapes = {"places_of_experts": (num_experts,), "given": ids.shape, "token_mask": (tokens,)}
+    for name, array in optional.items():
+        if array is not None:
+            require_spec(name, array, shapes[name], "bool" if name == "token_mask" else "int32")
+    if places_of_experts is not None and given is not None:
+        raise InvalidInput("places_of_experts must be None where places are given, got both; leave one out")
+    require_programs(programs)
+    builder = PlanBuilder("push_tokens_once", target)
+    tables = {"rows_at": rows_at, "ids_at": ids_at, "weights_at": weights_at, "headers_at": headers_at}
+    arrays = {"x": x, "ids": ids, "weights": weights, "header": header, **optional}
+    present = builder.inputs(arrays | tables)
+    outputs = [builder.output("places", ids), builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32"))]
+    outputs += [builder.output(name, ArraySpec((1,), "int32")) for name in ("invalid_ids", "overflow")]
+    sizes = {"rank": rank, "most": most}
+    if not target.compiled:
+        constants = sizes | {"per_rank": per_rank, "num_experts": num_experts}
+        return builder.reference("exchange.reference_direct:push_tokens_once", present, constants, outputs)
+    require_experts(num_experts)
+    columns, fill = columns_of(top_k), _FILL[target.engine]
+    block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(x.dtype), programs, target)
+    arguments = builder.pointers(*arrays, *tables, *outputs)
+    arguments |= passed(num_tokens=tokens, num_ranks=num_ranks, **sizes)
+    arguments |= passed(PER_RANK=per_rank, NUM_EXPERTS=num_experts, TOP_K=top_k, COLUMNS=columns, WIDTH=width)
+    arguments |= passed(X_STRIDE=stride, DTYPE=x.dtype, HEADER=HEADER, EXPERTS=padded(num_experts, 32))
+    arguments |= passed(CHUNK=first_holding(_COUNTED[target.engine], ids.size))
+    arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_FILL=fill)
+    tiles = max(-(-tokens // block_t) * -(-width // block_n), -(-(most - tokens) * top_k // _FILLED), 1)
+    builder.launch(PUSH_TOKENS_ONCE, (1 + (tiles if programs is None else min(tiles, programs)),), arguments, warps, 1)
+    return builder.build()
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_sum_results(
+    y: ArraySpec,
+    row_of_slot: ArraySpec,
+    headers: ArraySpec,
+    target: Target,
+    *,
+    shared: ArraySpec | None = None,
+    shared_gate: ArraySpec | None = None,
+    out_dtype: str | None = None,
+) -> LaunchPlan:
+    """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where ranks told different headers.
+
+    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: the places of
+    `plan_push_tokens_once`; -1 adds nothing. headers
+    int32 `[W, 12]`: what ranks told, of which the first eight numbers of each row must agree. shared, shared_gate,
+    out_dtype: as of `plan_reduce`.
+
+    Inputs: y, row_of_slot, headers, [shared], [shared_gate]. Raises InvalidInput.
+    """
+    require_spec("row_of_slot", row_of_slot, ("num_tokens", "top_k"), "int32")
+    tokens, top_k = row_of_slot.shape
+    require_spec("y", y, ("num_slots", "d_model"), dtypes.MATMUL_DTYPES)
+    rows, width = y.shape
+    if rows < row_of_slot.size:
+        raise InvalidInput(f"y must have a row for each of the {row_of_slot.size} slots, got {rows}; pass all results")
+    require_spec("headers", headers, ("num_ranks", TOLD), "int32")
+    num_ranks = headers.shape[0]
+    require_at_least("num_ranks of headers", num_ranks, 1)
+    if shared is not None:
+        row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
+    if shared_gate is not None:
+        if shared is None:
+            raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
+        require_spec("shared_gate", shared_gate, (tokens, 1), "float32")
+    out_dtype = dtypes.canonical(out_dtype or y.dtype)
+    require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
+    builder = PlanBuilder("sum_results", target)
+    arrays = {"y": y, "row_of_slot": row_of_slot, "headers": headers, "shared": shared, "shared_gate": shared_gate}
+    present = builder.inputs(arrays)
+    builder.output("out", ArraySpec((tokens, width), out_dtype))
+    builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
+    if not target.compiled:
+        return builder.reference("exchange.reference_direct:sum_results", present, {"out_dtype": out_dtype}, ("out",))
+    block_t, block_n, warps = reduce_tile(tokens, width, target)
+    arguments = builder.pointers(*arrays, "out")
+    arguments |= passed(num_tokens=tokens, num_rows=rows, num_ranks=num_ranks, TOP_K=top_k, WIDTH=width)
+    arguments |= passed(SHARED_STRIDE=0 if shared is None else row_stride("shared", shared), UNROLL=unrolled(top_k))
+    arguments |= passed(HEADER=HEADER, RANKS=padded(num_ranks, 1), BLOCK_T=block_t, BLOCK_N=block_n)
+    builder.launch(SUM_RESULTS, (-(-tokens // block_t), -(-width // block_n)), arguments, warps)
+    return builder.build()

@@ -1,0 +1,132 @@
+"""Rows of tokens to places that follow from a token's number, with all that owners need to know; sums at home."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.exchange.kernels.addresses import pointer_to
+from moe_core.ops.reduction.kernels.reduce import reduce_tile
+from moe_core.ops.routing.kernels.layout import local_experts
+from moe_core.ops.routing.kernels.schedule import fill
+
+
+@triton.jit
+def push_tokens_once(
+    x, ids, weights, header, places_of_experts, given, token_mask, rows_at, ids_at, weights_at, headers_at, places,
+    tokens_per_expert, invalid_ids, overflow, num_tokens, num_ranks, rank, most,
+    PER_RANK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    X_STRIDE: tl.constexpr, DTYPE: tl.constexpr, HEADER: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_FILL: tl.constexpr,
+):  # fmt: skip
+    """Token t to row rank * most + t of every owner of one of its experts; its weights and ids there to all owners.
+
+    ids_at[owner][row, k] = the place among the owner's, -1 where another rank has the expert, and behind the last token
+    headers_at[owner][rank] = header, num_tokens, 0, 0, 0
+
+    Program 0 tells the header and counts; the others take turns with rows. places_of_experts None: every expert's place
+    has its number. given: places of slots, where they do not follow from experts alone.
+    """
+    program = tl.program_id(0)
+    if program == 0:
+        numbers = tl.arange(0, 16)
+        told = tl.load(header + numbers, mask=numbers < HEADER, other=0)
+        told = tl.where(numbers == HEADER, num_tokens, told)
+        for peer in range(num_ranks):
+            there = pointer_to(tl.load(headers_at + peer), "int32") + rank * (HEADER + 4)
+            tl.store(there + numbers, told, mask=numbers < HEADER + 4)
+        tl.store(overflow, 0)
+        _count(ids, token_mask, tokens_per_expert, invalid_ids, num_tokens * TOP_K, NUM_EXPERTS, TOP_K, EXPERTS, CHUNK)
+    else:
+        blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+        k = tl.arange(0, COLUMNS)[None, :]
+        for tile in range(program - 1, tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0) - 1):
+            tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+            columns = (tile % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside, exists = tokens < num_tokens, (columns < WIDTH)[None, :]
+            value = tl.load(x + tokens[:, None] * X_STRIDE + columns[None, :], mask=inside[:, None] & exists, other=0.0)
+            slots = tokens[:, None] * TOP_K + k
+            known = inside[:, None] & (k < TOP_K)
+            place = _places(
+                ids, places_of_experts, given, token_mask, tokens[:, None], slots, known, num_ranks * PER_RANK,
+                NUM_EXPERTS,
+            )  # fmt: skip
+            owner = tl.where(place < 0, -1, place // PER_RANK)
+            row = rank.to(tl.int64) * most + tokens[:, None]
+            # The first columns of a token take along what goes beside it.
+            beside = known & (tile % blocks == 0)
+            weight = tl.load(weights + slots, mask=beside, other=0.0)
+            tl.store(places + slots, place, mask=beside)
+            for turn in range(num_ranks):
+                # All ranks begin with another peer.
+                peer = (rank + 1 + turn) % num_ranks
+                visits = (tl.max((owner == peer).to(tl.int32), axis=1) > 0)[:, None] & exists
+                there = pointer_to(tl.load(rows_at + peer), DTYPE) + row * WIDTH
+                tl.store(there + columns[None, :], value, mask=visits)
+                local = tl.where(owner == peer, place - peer * PER_RANK, -1)
+                tl.store(pointer_to(tl.load(ids_at + peer), "int32") + row * TOP_K + k, local, mask=beside)
+                tl.store(pointer_to(tl.load(weights_at + peer), "float32") + row * TOP_K + k, weight, mask=beside)
+        end = most.to(tl.int64) * TOP_K
+        first = num_tokens.to(tl.int64) * TOP_K + (program - 1).to(tl.int64) * BLOCK_FILL
+        for peer in range(num_ranks):
+            unused = pointer_to(tl.load(ids_at + peer), "int32") + rank * end
+            fill(unused, first, end, (tl.num_programs(0) - 1).to(tl.int64) * BLOCK_FILL, BLOCK_FILL)
+
+
+@triton.jit
+def _places(ids, places_of_experts, given, token_mask, tokens, slots, known, num_places, NUM_EXPERTS: tl.constexpr):
+    """The place of each slot, -1 = none."""
+    if given is not None:
+        place = tl.load(given + slots, mask=known, other=-1)
+    else:
+        place = tl.load(ids + slots, mask=known, other=-1)
+        if token_mask is not None:
+            kept = tl.load(token_mask + tokens, mask=known, other=0)
+            place = tl.where(kept != 0, place, -1)
+        exists = (place >= 0) & (place < NUM_EXPERTS)
+        if places_of_experts is not None:
+            place = tl.load(places_of_experts + place, mask=exists, other=-1)
+        else:
+            place = tl.where(exists, place, -1)
+    return tl.where((place >= 0) & (place < num_places), place, -1)
+
+
+@triton.jit
+def _count(
+    ids, token_mask, tokens_per_expert, invalid_ids, num_slots,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """tokens_per_expert[e] = slots of expert e, invalid_ids = ids that are none."""
+    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    wrong = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(0, num_slots, CHUNK):
+        slots = first + tl.arange(0, CHUNK)
+        local, invalid = local_experts(ids, None, token_mask, slots, num_slots, NUM_EXPERTS, NUM_EXPERTS, TOP_K)
+        wrong += invalid.to(tl.int32)
+        found += tl.histogram(local, EXPERTS, mask=local >= 0)
+    experts = tl.arange(0, EXPERTS)
+    tl.store(tokens_per_expert + experts, found, mask=experts < NUM_EXPERTS)
+    tl.store(invalid_ids, tl.sum(wrong, axis=0))
+
+
+@triton.jit
+def sum_results(
+    y, row_of_slot, headers, shared, shared_gate, out, num_tokens, num_rows, num_ranks,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, UNROLL: tl.constexpr, HEADER: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`reduce` of results by slot; NaN where two ranks told other headers, int32 `[W, HEADER + 4]`."""
+    reduce_tile(
+        tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
+        WIDTH, SHARED_STRIDE, False, UNROLL, BLOCK_T, BLOCK_N, False,
+    )  # fmt: skip
+    ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
+    first = tl.load(headers + numbers)
+    told = tl.load(headers + ranks * (HEADER + 4) + numbers, mask=ranks < num_ranks, other=0)
+    differ = (told != first) & (ranks < num_ranks)
+    if tl.max(tl.max(differ.to(tl.int32), axis=1), axis=0) > 0:
+        # Behind the sums, which other threads may have stored.
+        tl.debug_barrier()
+        tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (tokens < num_tokens)[:, None] & (columns < WIDTH)[None, :]
+        nothing = tl.full((BLOCK_T, BLOCK_N), float("nan"), out.dtype.element_ty)
+        tl.store(out + tokens[:, None] * WIDTH + columns[None, :], nothing, mask=mask)

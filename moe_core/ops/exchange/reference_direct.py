@@ -1,0 +1,69 @@
+"""NumPy twins of the exchange whose places follow from a token's number; addresses are those of host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.base.arrays import ArraySpec, host_array
+from moe_core.ops.reduction.reference import reduce
+
+
+def push_tokens_once(
+    x: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    header: np.ndarray,
+    rows_at: np.ndarray,
+    ids_at: np.ndarray,
+    weights_at: np.ndarray,
+    headers_at: np.ndarray,
+    places_of_experts: np.ndarray | None = None,
+    given: np.ndarray | None = None,
+    token_mask: np.ndarray | None = None,
+    *,
+    rank: int,
+    per_rank: int,
+    num_experts: int,
+    most: int,
+) -> tuple[np.ndarray, ...]:
+    """What `moe_core.ops.exchange.direct.plan_push_tokens_once` stores, and its results."""
+    num_ranks, (tokens, top_k) = len(rows_at), ids.shape
+    known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
+    valid = (known >= 0) & (known < num_experts)
+    places = known if places_of_experts is None else places_of_experts[np.where(valid, known, 0)]
+    places = np.where(valid, places, -1) if given is None else given
+    places = np.where((places >= 0) & (places < num_ranks * per_rank), places, -1).astype(np.int32)
+    own = slice(rank * most, rank * most + tokens)
+    of_rows, of_ids = ArraySpec((num_ranks * most, x.shape[1]), x.dtype.name), (num_ranks * most, top_k)
+    of_headers = ArraySpec((num_ranks, len(header) + 4), "int32")
+    for peer in range(num_ranks):
+        rows = host_array(int(rows_at[peer]), of_rows)
+        local = host_array(int(ids_at[peer]), ArraySpec(of_ids, "int32"))
+        beside = host_array(int(weights_at[peer]), ArraySpec(of_ids, "float32"))
+        told = host_array(int(headers_at[peer]), of_headers)
+        here = (places >= 0) & (places // per_rank == peer)
+        visits = here.any(axis=1)
+        rows[own][visits] = x[visits]
+        local[rank * most : (rank + 1) * most] = -1
+        local[own], beside[own] = np.where(here, places % per_rank, -1), weights
+        told[rank] = [*header, tokens, 0, 0, 0]
+    counts = np.bincount(known[valid], minlength=num_experts).astype(np.int32)
+    invalid = np.array([((known < -1) | (known >= num_experts)).sum()], np.int32)
+    return places, counts, invalid, np.zeros(1, np.int32)
+
+
+def sum_results(
+    y: np.ndarray,
+    row_of_slot: np.ndarray,
+    headers: np.ndarray,
+    shared: np.ndarray | None = None,
+    shared_gate: np.ndarray | None = None,
+    *,
+    out_dtype: str,
+) -> np.ndarray:
+    """The result of `moe_core.ops.exchange.direct.plan_sum_results`."""
+    top_k, order = row_of_slot.shape[1], row_of_slot.reshape(-1)
+    out = reduce(y[: order.size], order, shared, shared_gate, top_k=top_k, order="slot", out_dtype=out_dtype)
+    if (headers[:, :-4] != headers[0, :-4]).any():
+        out[...] = np.nan
+    return out

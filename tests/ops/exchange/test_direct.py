@@ -1,0 +1,191 @@
+"""Tokens at places that follow from their numbers, with all that owners need, and the sums at home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once, plan_sum_results
+from moe_core.ops.exchange.push import plan_combine_push
+from moe_core.ops.reduction.reduce import plan_reduce
+from moe_core.parallel import Placement
+from moe_core.parallel.exchange import physical_ids
+from moe_core.specs.routing import LayoutSpec
+from tests.support.harness import run_plan, spec_of
+from tests.support.parallel.peers import ON_HOST, Peers
+from tests.support.parallel.placements import placement_of
+from tests.support.strategies import draw_array, seeds
+
+on_engines = pytest.mark.parametrize("target", ON_HOST, ids=lambda target: target.kind)
+D = 24
+
+
+class Home(dict[str, Any]):
+    """Arrays of a rank's tokens."""
+
+    def __init__(self, random: Any, tokens: int, top_k: int, experts: int, dtype: str, *, masked: bool) -> None:
+        x = draw_array(random, (tokens, D), dtype)
+        ids = random.integers(-2, experts + 1, (tokens, top_k)).astype(np.int32)
+        weights = random.random((tokens, top_k), np.float32)
+        mask = random.random(tokens) < 0.7 if masked else None
+        super().__init__(x=x, ids=ids, weights=weights, token_mask=mask)
+
+
+def pushed(
+    target: Target, homes: list[Home], placement: Placement, most: int, way: str, programs: int | None = None
+) -> tuple[Peers, list[dict[str, np.ndarray]], list[np.ndarray]]:
+    """The memory behind the stores of all ranks, what each call returned, and the places of all slots."""
+    ranks, per_rank, top_k = placement.num_ranks, placement.per_rank, homes[0]["ids"].shape[1]
+    peers = Peers(ranks, target)
+    peers.make("rows", (ranks * most, D), homes[0]["x"].dtype.name)
+    peers.make("ids", (ranks * most, top_k), "int32")
+    peers.make("weights", (ranks * most, top_k), "float32")
+    peers.make("headers", (ranks, TOLD), "int32")
+    tables = {f"{name}_at": peers.at(name) for name in ("rows", "ids", "weights", "headers")}
+    found, places, first = [], [], 0
+    for rank, home in enumerate(homes):
+        of_slots = physical_ids(home["ids"], placement, first_token=first, token_mask=home["token_mask"]).places
+        first += len(home["x"])
+        by_expert = placement.tables.places[placement.tables.start[:-1]]
+        beside = {"places_of_experts": by_expert if way == "table" else None}
+        beside["given"] = of_slots if way == "given" else None
+        arrays = {**home, **beside, "header": np.arange(8, dtype=np.int32) + rank // 2}
+        sizes = {"rank": rank, "per_rank": per_rank, "num_experts": placement.num_experts, "most": most}
+        arrays |= tables
+        specs = {name: spec_of(array) for name, array in arrays.items()}
+        plan = plan_push_tokens_once(**specs, target=target, **sizes, programs=programs)
+        found.append(peers.run(plan, arrays))
+        places.append(of_slots)
+    return peers, found, places
+
+
+@on_engines
+@given(seed=seeds(), way=st.sampled_from(("in_order", "table", "given")))
+def test_owners_know_all(target: Target, seed: int, way: str) -> None:
+    """Rows where a token visits, ids of what is here, weights, headers; nothing else is touched."""
+    random = np.random.default_rng(seed)
+    ranks, top_k, experts = (int(random.integers(1, most)) for most in (5, 4, 9))
+    kind = {"in_order": "linear", "table": "round_robin", "given": "balanced"}[way]
+    if way == "in_order":
+        experts = -(-experts // ranks) * ranks
+    placement = placement_of(kind, experts, ranks, seed % 99)
+    tokens, dtype = random.integers(0, 40, ranks), ("float32", "bfloat16")[seed % 2]
+    most = int(tokens.max()) + seed % 3
+    masked, programs = seed % 5 < 3, (None, 1, 3)[seed % 3]
+    homes = [Home(random, int(count), top_k, experts, dtype, masked=masked) for count in tokens]
+    peers, found, places = pushed(target, homes, placement, most, way, programs)
+    for owner in range(ranks):
+        rows, ids, weights, told = (peers.of(name, owner) for name in ("rows", "ids", "weights", "headers"))
+        nothing = np.full_like(rows.view(np.uint8), 0xFF)
+        for rank, (home, own) in enumerate(zip(homes, places, strict=True)):
+            here, count = (own >= 0) & (own // placement.per_rank == owner), len(own)
+            mine = slice(rank * most, rank * most + count)
+            np.testing.assert_array_equal(ids[mine], np.where(here, own % placement.per_rank, -1))
+            np.testing.assert_array_equal(weights[mine], home["weights"])
+            nothing[mine][here.any(axis=1)] = home["x"][here.any(axis=1)].view(np.uint8)
+            assert (ids[rank * most + count : (rank + 1) * most] == -1).all()
+            assert told[rank].tolist() == [*(np.arange(8) + rank // 2), count, 0, 0, 0]
+        np.testing.assert_array_equal(rows.view(np.uint8), nothing)
+    for home, own, call in zip(homes, places, found, strict=True):
+        known = home["ids"] if home["token_mask"] is None else np.where(home["token_mask"][:, None], home["ids"], -1)
+        valid = known[(known >= 0) & (known < experts)]
+        np.testing.assert_array_equal(call["places"], own)
+        np.testing.assert_array_equal(call["tokens_per_expert"], np.bincount(valid, minlength=experts))
+        assert call["invalid_ids"].tolist() == [((known < -1) | (known >= experts)).sum()]
+        assert call["overflow"].tolist() == [0]
+
+
+@on_engines
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_sums_are_those_of_reduce(target: Target, tokens: int) -> None:
+    random = np.random.default_rng(tokens)
+    y = draw_array(random, (3 * 7, D), "bfloat16")
+    order = np.where(random.random((tokens, 3)) < 0.3, -1, 5).astype(np.int32)
+    shared, gate = draw_array(random, (tokens, D), "float32"), draw_array(random, (tokens, 1), "float32")
+    y[: order.size][order.reshape(-1) < 0] = np.nan
+    headers = np.tile(np.arange(TOLD, dtype=np.int32), (3, 1))
+    headers[:, -4:] = random.integers(0, 9, (3, 4))
+    for extra in ({}, {"shared": shared}, {"shared": shared, "shared_gate": gate}):
+        for out_dtype in ("bfloat16", "float32"):
+            for disagreeing in (None, *range(3)):
+                told = headers.copy()
+                if disagreeing is not None:
+                    told[disagreeing, tokens] += 1
+                arrays = {"y": y, "row_of_slot": order, "headers": told, **extra}
+                specs = {name: spec_of(array) for name, array in arrays.items()}
+                plan = plan_sum_results(**specs, target=target, out_dtype=out_dtype)
+                alone = {"y": y[: order.size], "row_of_slot": order.reshape(-1), **extra}
+                specs = {name: spec_of(array) for name, array in alone.items()}
+                layout = LayoutSpec(tokens, 3, 1)
+                alone_plan = plan_reduce(**specs, layout=layout, target=target, out_dtype=out_dtype)
+                expected = run_plan(alone_plan, alone)["out"].copy()
+                if disagreeing is not None:
+                    expected[...] = np.nan
+                found = run_plan(plan, arrays)["out"]
+                np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+
+
+@on_engines
+def test_results_go_to_numbered_slots(target: Target) -> None:
+    """As by pairs of home and slot; numbers that are no slot of any home are left out."""
+    random, num_slots = np.random.default_rng(0), 6
+    numbers = random.permutation(3 * num_slots)[:14].astype(np.int32)
+    numbers[[2, 5]] = -1, 3 * num_slots
+    pairs = np.stack(np.divmod(numbers, num_slots), axis=1).astype(np.int32)
+    results, start = draw_array(random, (16, D), "float32"), np.array([0, 9, 12], np.int32)
+    found = []
+    for sources in (numbers, pairs):
+        peers = Peers(3, target)
+        peers.make("slots", (num_slots, D), "float32")
+        behind = np.zeros((2, *sources.shape[1:]), np.int32)
+        arrays = {"y": results, "sources": np.concatenate([sources, behind]), "group_start": start}
+        arrays |= {"slots_at": peers.at("slots")}
+        specs = [spec_of(array) for array in arrays.values()]
+        peers.run(plan_combine_push(*specs, target, num_slots=num_slots), arrays)
+        found.append(np.concatenate([peers.of("slots", rank) for rank in range(3)]))
+    expected = np.full_like(found[0].view(np.uint8), 0xFF).view(np.float32)
+    for row, number in enumerate(numbers[: start[-1]]):
+        if 0 <= number < len(expected):
+            expected[number] = results[row]
+    for one in found:
+        np.testing.assert_array_equal(one.view(np.int32), expected.view(np.int32))
+
+
+def test_wrong_arguments() -> None:
+    arrays = {"x": ArraySpec((4, D), "bfloat16"), "ids": ArraySpec((4, 2), "int32")}
+    arrays |= {"weights": ArraySpec((4, 2), "float32"), "header": ArraySpec((8,), "int32")}
+    arrays |= {f"{name}_at": ArraySpec((2,), "int64") for name in ("rows", "ids", "weights", "headers")}
+    sizes: dict[str, Any] = {"rank": 1, "per_rank": 3, "num_experts": 5, "most": 4, "target": Target("reference")}
+    assert plan_push_tokens_once(**arrays, **sizes).outputs[0].spec == arrays["ids"]
+    for changed, error, message in (
+        ({"most": 3}, InvalidInput, "most must be"),
+        ({"most": 2**29}, Unsupported, "slots of all ranks must stay below"),
+        ({"rank": 2}, InvalidInput, "rank must be"),
+        ({"x": ArraySpec((4, 12), "bfloat16")}, InvalidInput, "rows of x must be a multiple of 16 bytes"),
+        ({"weights": ArraySpec((4, 3), "float32")}, InvalidInput, r"weights must be \[4, 2\], got"),
+        ({"ids_at": ArraySpec((3,), "int64")}, InvalidInput, r"ids_at must be \[2\], got"),
+        ({"given": arrays["ids"], "places_of_experts": ArraySpec((5,), "int32")}, InvalidInput, "got both"),
+        ({"places_of_experts": ArraySpec((4,), "int32")}, InvalidInput, r"places_of_experts must be \[5\], got"),
+        ({"token_mask": ArraySpec((4,), "int32")}, InvalidInput, "token_mask must be bool"),
+        ({"programs": 0}, InvalidInput, "programs must be"),
+    ):
+        with pytest.raises(error, match=message):
+            plan_push_tokens_once(**(arrays | sizes | changed))
+    y, order, headers = ArraySpec((8, D), "bfloat16"), ArraySpec((4, 2), "int32"), ArraySpec((2, TOLD), "int32")
+    options: dict[str, Any] = {"target": Target("reference")}
+    assert plan_sum_results(y, order, headers, **options).outputs[0].spec == ArraySpec((4, D), "bfloat16")
+    for bad, message in (
+        ((ArraySpec((7, D), "bfloat16"), order, headers), "y must have a row for each of the 8 slots, got 7"),
+        ((y, order, ArraySpec((2, 8), "int32")), r"headers must be \["),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            plan_sum_results(*bad, **options)
+    with pytest.raises(InvalidInput, match="shared_gate must be None without shared"):
+        plan_sum_results(y, order, headers, shared_gate=ArraySpec((4, 1), "float32"), **options)

@@ -1,0 +1,80 @@
+"""Forwards of mode `peer` whose tokens have places of their own, against one device, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core.parallel import ExchangeSpec
+from moe_core.specs.tuning import Tuning
+from tests.support.parallel.peer import DIRECT_FAULTS
+from tests.support.parallel.placements import placement_of
+from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.torch import compare_with_one_device
+from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
+from tests.support.strategies import seeds
+from tests.support.torch import REAL_KERNELS
+
+__all__ = ["ranks"]
+
+DIRECT = ExchangeSpec("peer")
+#: placement, E, W, tokens of ranks, K
+SIZES = (
+    ("linear", 6, 4, (5, 5, 5, 5), 3),
+    ("round_robin", 7, 4, (9, 0, 3, 1), 3),
+    ("balanced", 7, 3, (6, 6, 6), 2),
+    ("linear", 8, 2, (1, 1), 4),
+    ("round_robin", 5, 3, (0, 1, 0), 2),
+    ("linear", 3, 4, (3, 3, 3, 3), 1),
+    ("balanced", 4, 1, (7,), 2),
+    ("linear", 2, 2, (0, 0), 2),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_bit_of_one_device(ranks: Pool, dtype: str) -> None:
+    for seed, load in enumerate(LOADS):
+        for number in range(seed % 2, len(SIZES), 2):
+            kind, experts, size, tokens, top_k = SIZES[number]
+            placement = placement_of(kind, experts, size, number)
+            problem = draw_problem(seed, placement, tokens, top_k, load, dtype, PLAIN, sizes=(16, 8))
+            label = f"{placement}, {load}, {tokens}"
+            compare_with_one_device(ranks, problem, DIRECT, label, differentiated=False)
+
+
+@given(seed=seeds(), chunks=st.sampled_from((1, 1, 2)), dtype=st.sampled_from(("float32", "bfloat16")))
+def test_drawn_problems(ranks: Pool, seed: int, chunks: int, dtype: str) -> None:
+    """BLAS adds up one row in another order than several, so chunks are compared batch-invariantly."""
+    random = np.random.default_rng(seed)
+    size, experts, top_k = (int(random.integers(1, most)) for most in (5, 10, 5))
+    placement = placement_of(("linear", "round_robin", "balanced")[seed % 3], experts, size, seed % 99)
+    tokens, load = tuple(random.integers(0, 9, size).tolist()), LOADS[seed % len(LOADS)]
+    spec = PLAIN if chunks == 1 else dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    problem = draw_problem(seed, placement, tokens, top_k, load, dtype, spec, sizes=(16, 8))
+    way, label = dataclasses.replace(DIRECT, chunks=chunks), f"{placement}, {load}, {tokens}"
+    compare_with_one_device(ranks, problem, way, label, differentiated=False)
+
+
+@pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
+@pytest.mark.parametrize("number, dtype", [(0, "bfloat16"), (1, "float32"), (2, "bfloat16")])
+def test_interpreted_kernels_give_every_bit_of_one_device(ranks: Pool, number: int, dtype: str) -> None:
+    kind, load = (("linear", "hot_rank"), ("round_robin", "masked"), ("balanced", "random"))[number]
+    placement = placement_of(kind, 4, 2, number)
+    problem = draw_problem(number, placement, (4, 3 - number), 2, load, dtype, PLAIN, sizes=(16, 8))
+    label = f"interpreter, {placement}, {load}"
+    compare_with_one_device(ranks, problem, DIRECT, label, engine="interpreter", differentiated=False)
+
+
+@pytest.mark.parametrize("fault", DIRECT_FAULTS)
+def test_planted_faults_are_found(ranks: Pool, fault: str) -> None:
+    problem = draw_problem(5, placement_of("linear", 6, 2), (5, 5), 3, "random", "float32", PLAIN, sizes=(16, 8))
+    compare_with_one_device(ranks, problem, DIRECT, "without a fault", differentiated=False)
+    with pytest.raises(AssertionError, match="output"):
+        compare_with_one_device(ranks, problem, DIRECT, "with a fault", differentiated=False, fault=fault)
