@@ -139,15 +139,23 @@ def served(seed: int, hot: int, dtype: torch.dtype = torch.bfloat16) -> MoE:
     return layer.cuda()
 
 
-def replay_between_moves(group: Any, way: ExchangeSpec) -> tuple[list[np.ndarray], list[int], int]:
-    """Outputs of one captured graph while experts move between its replays, how many moved, and bytes at the peak."""
+def prefer(layer: MoE, experts: tuple[int, ...]) -> None:
+    """Have every token choose these experts."""
+    with torch.no_grad():
+        layer.router.bias.zero_()
+        layer.router.bias[list(experts)] = 20.0
+
+
+def replay_between_moves(group: Any, way: ExchangeSpec) -> tuple[list[np.ndarray], list[int], tuple[int, ...], int]:
+    """Outputs of one captured graph while experts move between its replays, how many moved, the experts of the first
+    rank that are preferred from step 4 on, and bytes at the peak."""
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("ep",))
     parallel, layer = ExpertParallel(mesh, way), served(0, 7)
     parallelize(layer, parallel)
     rebalancer = Rebalancer([layer], parallel, every=2, window=2, places_per_rank=16 // size + 1)
     x = torch.zeros(64, 256, dtype=torch.bfloat16, device="cuda")
-    outputs, moved = [], []
+    outputs, moved, crowded = [], [], ()
     with torch.no_grad():
         layer(x)
         torch.cuda.synchronize()
@@ -165,14 +173,16 @@ def replay_between_moves(group: Any, way: ExchangeSpec) -> tuple[list[np.ndarray
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         for step in range(6):
-            if step == 3:
-                layer.router.bias.copy_(layer.router.bias.roll(9))
+            if step == 4:
+                # Whatever was chosen before, the first rank now has half as much again as the others.
+                crowded = rebalancer.placements[0].owners[0][:4]
+                prefer(layer, crowded)
             x.copy_(tokens_of(step, size)[rank * 64 :][:64])
             graph.replay()
             outputs.append(y.float().cpu().numpy())
             moved.append(sum(len(one.moves) for one in rebalancer.step()))
         peak = torch.cuda.max_memory_allocated() - before
-    return outputs, moved, peak
+    return outputs, moved, crowded, peak
 
 
 def tokens_of(step: int, size: int) -> torch.Tensor:
@@ -187,12 +197,12 @@ def test_a_graph_stays_valid_while_experts_move(gpus: Pool, way: ExchangeSpec) -
     # As many rows as on all ranks: tiles are those of the whole batch.
     with torch.no_grad():
         for step in range(6):
-            if step == 3:
-                layer.router.bias.copy_(layer.router.bias.roll(9))
+            if step == 4:
+                prefer(layer, found[0][2])
             y = layer(tokens_of(step, size)).float().cpu().numpy()
             np.testing.assert_array_equal(np.concatenate([own[0][step] for own in found]), y, f"step {step}")
-    for _, moved, peak in found:
-        assert moved == found[0][1] and moved[5] > 0
+    for _, moved, _, peak in found:
+        assert moved == found[0][1] and moved[1] > 0 and moved[5] > 0
         # All moved experts of the largest array, sent and received, and small things.
         assert peak <= 2 * 17 * 2 * 192 * 256 * 2 + 2**20
 
