@@ -17,15 +17,18 @@ from moe_core.parallel.tensor import TOKENS, TensorSplit
 
 #: Changes when the meaning of a header does; 1 to 15, above the bits of `TensorSplit.digest`. With it, no header is
 #: all zeros, which is the one of a rank that failed.
-_VERSION, _ABOVE = 2, 27
+_VERSION, _ABOVE = 3, 27
+#: The bits of options that are a digest.
+_DIGEST = 0x1FFFF
 #: Modes whose messages or buffers have one size on all ranks, which follows from the number of tokens; with mode `peer`
 #: that is the most there may be.
 STATIC_MODES = ("all_gather", "padded", "peer")
 
 
 class Header(NamedTuple):
-    """int32 `[8]` as names. options: mode, dtype and all else of the spec; placement: a digest of the owners; tensor:
-    `TensorSplit.digest`, with an index that all ranks have that compare, and the version of headers."""
+    """int32 `[8]` as names. options: mode, dtype, all else of the spec and, of experts, what they compute; placement: a
+    digest of the owners; tensor: `TensorSplit.digest`, with an index that all ranks have that compare, and the
+    version of headers."""
 
     tensor: int
     options: int
@@ -50,10 +53,14 @@ class Header(NamedTuple):
         size, index = self.tensor >> 1 & 0x1FFF, self.tensor >> 14 & 0x1FFF
         return (
             f"mode {self.mode}, {dtype}, rows {rows}, sums {sums}, on_overflow {overflow}, {pass_}, chunks "
-            f"{bits >> 6 & 63}, format {bits >> 12:#x}, receive {receive}, {self.tokens} tokens, top_k {self.top_k}, "
-            f"d_model {self.d_model}, tensor of {size} ranks, tokens {TOKENS[self.tensor & 1]}, rank {index} of the "
-            f"other axis, placement {self.placement:#x} version {self.version}"
+            f"{bits >> 6 & 63}, format and experts {bits >> 12:#x}, receive {receive}, {self.tokens} tokens, top_k "
+            f"{self.top_k}, d_model {self.d_model}, tensor of {size} ranks, tokens {TOKENS[self.tensor & 1]}, rank "
+            f"{index} of the other axis, placement {self.placement:#x} version {self.version}"
         )
+
+    def of_experts(self, digest: int) -> Header:
+        """The same of experts that compute what this digest says, 0 = anything."""
+        return self._replace(options=self.options ^ (digest & _DIGEST) << 14)
 
     def on_tensor_axis(self, tokens: int, rank: int) -> Header:
         """What the ranks of the tensor axis compare: they have so many tokens each, and one number `rank` on the axis
@@ -86,7 +93,7 @@ def header_of(
     tensor: TensorSplit,
 ) -> Header:
     """The header of a call; arguments as in `plan_exchange`."""
-    format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & 0x1FFFF
+    format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & _DIGEST
     flags = spec.rows == "slots", spec.sums == "ranks", spec.on_overflow == "drop", training
     options = MODES.index(spec.mode) | MATMUL_DTYPES.index(dtype) << 2
     options |= sum(flag << 4 + place for place, flag in enumerate(flags))

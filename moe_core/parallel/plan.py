@@ -30,7 +30,8 @@ class ExchangePlan:
     `buffers_of`; two of each where there are chunks. host_reads: 0 to 2. why_not_exact: why the bits are not those of
     one device; empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products
     add up as on one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare. tensor: the
-    place of this rank on the axis that splits each expert.
+    place of this rank on the axis that splits each expert. experts: of `experts_digest`, which ranks compare; 0 = they
+    do not.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class ExchangePlan:
     expected_experts: int
     expected_rows: int
     tensor: TensorSplit = WHOLE
+    experts: int = 0
 
     @property
     def brought(self) -> int:
@@ -74,7 +76,8 @@ class ExchangePlan:
     def header(self) -> Header:
         """int32 `[8]`: what ranks compare with `compare_headers`."""
         sizes = self.brought, self.top_k, self.d_model, self.dtype
-        return header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
+        found = header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
+        return found.of_experts(self.experts)
 
     def tensor_header(self, rank: int) -> Header:
         """int32 `[8]`: what the ranks of the tensor axis compare; rank: this one's number on the axis of experts."""
@@ -142,14 +145,16 @@ def plan_exchange(
     training: bool = False,
     group_tokens: int | None = None,
     tensor: TensorSplit = WHOLE,
+    experts: int = 0,
 ) -> ExchangePlan:
     """The exchange of a rank that has x `[tokens, d_model]` of dtype, and top_k experts for each token.
 
     training: a backward follows. group_tokens: of all ranks together, None = as many on every rank. tensor: the place
-    of the rank on an axis that splits each expert. Raises InvalidInput, and Unsupported for training with replicas:
-    their gradients would be parts of one.
+    of the rank on an axis that splits each expert. experts: of `experts_digest`, 0 = ranks do not compare it. Raises
+    InvalidInput, and Unsupported for training with replicas: their gradients would be parts of one.
     """
-    draft = ExchangePlan(tokens, top_k, d_model, dtype, placement, spec, training, (), (), (), 0, (), 0, 0, 0, tensor)
+    sizes = tokens, top_k, d_model, dtype, placement, spec, training
+    draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor, experts)
     for name, least in (("tokens", 0), ("top_k", 1), ("d_model", 1)):
         set_integer(draft, name, least, INT32_LIMIT)
     object.__setattr__(draft, "dtype", dtypes.canonical(dtype))

@@ -14,6 +14,7 @@ import torch
 
 from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.operands import experts_digest
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
@@ -32,6 +33,7 @@ from moe_core.specs.operands import (
 )
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
+from moe_torch.bridge.operator import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.parallel.chunks import Found, Given, run_chunks
 from moe_torch.parallel.dense import shared_output
@@ -218,13 +220,14 @@ class Exchange:
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
             self._check(x, experts, routing, spec)
+            digest = experts_digest(x, experts, shared, spec, array_spec)
             wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
             dense: Any = None
             if shared is not None:
                 own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
                 dense = _shared(own, later=self._overlaps(x))
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
-            plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]))
+            plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]), digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
@@ -328,7 +331,7 @@ class Exchange:
         ids, weights = ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask)
         return ids, weights, logits
 
-    def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...]) -> ExchangePlan:
+    def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...], experts: int) -> ExchangePlan:
         if ids.dim() != 2 or len(ids) != len(x):
             raise InvalidInput(f"routing.ids must be int32 [{len(x)}, top_k], got {list(ids.shape)}; one row per token")
         asked = torch.is_grad_enabled() and any(
@@ -340,7 +343,7 @@ class Exchange:
             raise Unsupported(
                 "exchange.sums must be 'slots' where gradients are wanted, got 'ranks'; call under torch.no_grad()"
             )
-        return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked)
+        return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked, experts=experts)
 
 
 def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
@@ -352,13 +355,18 @@ def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Te
 
 
 def plan_of(
-    parallel: ExpertParallel, placement: Placement, x: torch.Tensor, top_k: int, *, training: bool
+    parallel: ExpertParallel, placement: Placement, x: torch.Tensor, top_k: int, *, training: bool, experts: int = 0
 ) -> ExchangePlan:
-    """Of x `[T, D]`; with mode `peer` of the most tokens that there may be."""
+    """Of x `[T, D]`; with mode `peer` of the most tokens that there may be. experts: as of `plan_exchange`."""
     tokens = parallel.max_tokens if parallel.exchange.mode == "peer" and parallel.max_tokens is not None else len(x)
     sizes = tokens, top_k, x.shape[1], DTYPE_NAMES[x.dtype]
     split = parallel.split
-    return plan_exchange(*sizes, placement, parallel.exchange, training=training, tensor=split)
+    return plan_exchange(*sizes, placement, parallel.exchange, training=training, tensor=split, experts=experts)
+
+
+def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:
+    """Whether the host waits for a message that can say that another rank failed."""
+    return parallel.exchange.mode == "all_to_all" or device.type == "cpu"
 
 
 def tell_peers(
@@ -368,7 +376,7 @@ def tell_peers(
 
     tensor: the messages over that axis so far. Best effort: the error at hand is what the caller has to see.
     """
-    if parallel.exchange.mode == "all_to_all" or device.type == "cpu":
+    if tells_peers(parallel, device):
         tensor = parallel.tensor_ranks() if tensor is None else tensor
         with contextlib.suppress(RuntimeError):
             if tensor is not None and not tensor.told:

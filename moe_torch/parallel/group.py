@@ -137,6 +137,17 @@ def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", a
                 f"{name} must have one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; pass one, such as "
                 f"mesh[{axis!r}]"
             )
+        _require_member(mesh.get_coordinate() is not None, name, mesh)
         return Ranks(mesh.get_group(), timeout, where)
+    _require_member(mesh is not dist.GroupMember.NON_GROUP_MEMBER, name, "a group of others")
     require_instance(name, mesh, dist.ProcessGroup)
     return Ranks(mesh, timeout, where)
+
+
+def _require_member(is_one: bool, name: str, mesh: Any) -> None:
+    """Raise InvalidInput unless this process is a rank of what it names."""
+    if not is_one:
+        raise InvalidInput(
+            f"{name} must have this process among its ranks, got {mesh} in rank {dist.get_rank()} of all; make it of "
+            "this rank too, or leave the call to its ranks"
+        )

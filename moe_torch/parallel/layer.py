@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from moe_core.parallel.tensor import cut_of, require_splittable
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_torch.bridge.options import require_instance
 from moe_torch.layers.shards import Own
-from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers
+from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers, tells_peers
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.placed import PlacedTensor, Slice, filled_up, held_experts
 from moe_torch.parallel.tensor import total_of
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerExchange:
-    """What takes the place of `moe_torch.moe` in a layer whose experts are shared out. began: whether the forward at
-    hand has come so far."""
+    """What takes the place of `moe_torch.moe` in a layer whose experts are shared out. counted, began: whether the
+    forward at hand has come as far as the counts of a capacity, and as the exchange."""
 
     parallel: ExpertParallel
     placement: Placement
+    counted: bool = False
     began: bool = False
     #: Of a layer with a Rebalancer.
     moving: MovingPlacement | None = None
@@ -44,12 +46,16 @@ class LayerExchange:
 
     def before(self, layer: Any, arguments: Any) -> None:
         """The layer's hook ahead of a forward."""
-        self.began = False
+        self.counted = self.began = False
 
     def after(self, layer: Any, arguments: Any, output: Any) -> None:
         """The layer's hook behind a forward, also one that raised: without an exchange, peers would wait for it."""
         if output is None and not self.began:
-            device = layer._parts()["router"].weight.device
+            device, spec = layer._parts()["router"].weight.device, layer.spec
+            if spec.capacity_factor is not None and not self.counted and tells_peers(self.parallel, device):
+                # Others wait for these first.
+                with contextlib.suppress(RuntimeError):
+                    self._counts_of_all(torch.zeros(1 + spec.num_experts, dtype=torch.int32, device=device))
             tell_peers(self.parallel, self.placement, device)
 
     def held(self) -> list[int]:
@@ -89,16 +95,21 @@ class LayerExchange:
 
         place: its number among this rank's slots of the expert. ratio: of `MoELayerSpec.capacity_ratio`.
         """
-        ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
         tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
-        told, number = torch.cat([tokens, group_sizes]), ranks.rank
-        if tensor is not None and tensor.split.tokens == "split":
-            # Of every rank of the tensor axis, behind one another.
-            told, number = tensor.ranks.all_gather(told, "counts"), number * tensor.split.size + tensor.split.index
-        told = ranks.all_gather(told, "counts").view(-1, 1 + len(group_sizes))
+        told, number = self._counts_of_all(torch.cat([tokens, group_sizes]))
         before = told[:number, 1:].sum(dim=0)
         capacity = -(-told[:, 0].sum() * ratio[0] // ratio[1])
         return place + before[ids.view(-1).clamp(min=0).long()] < capacity
+
+    def _counts_of_all(self, own: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """int32 `[ranks with tokens of their own, 1 + E]`, tokens and slots of each expert, and this rank's row."""
+        self.counted = True
+        ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
+        told, number = own, ranks.rank
+        if tensor is not None and tensor.split.tokens == "split":
+            # Of every rank of the tensor axis, behind one another.
+            told, number = tensor.ranks.all_gather(told, "counts"), number * tensor.split.size + tensor.split.index
+        return ranks.all_gather(told, "counts").view(-1, len(own)), number
 
 
 def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | None = None) -> MoE:

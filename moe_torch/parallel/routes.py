@@ -147,13 +147,12 @@ def plan_routes(
 
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
     """The tokens of all ranks int32 `[W]`, where replicas need them, after the first messages of an exchange."""
-    if plan.spec.mode in STATIC_MODES:
-        if device.type == "cpu":
-            # Where waiting costs nothing, the host compares before anything else is sent. On a GPU the headers travel
-            # with the routing, and the output is NaN where they differ.
-            check_headers(ranks, plan.header, device)
-        return None
-    if not plan.placement.has_replicas:
+    if device.type == "cpu":
+        # Where waiting costs nothing, the host compares before anything is sent whose size ranks may disagree about. On
+        # a GPU the headers travel with the counts or the routing; where the host does not read them, the output is NaN
+        # if they differ.
+        check_headers(ranks, plan.header, device)
+    if plan.spec.mode in STATIC_MODES or not plan.placement.has_replicas:
         return None
     (own,) = constants(((plan.brought,),), device)
     return ranks.all_gather(own, "tokens").view(-1)
@@ -167,7 +166,12 @@ def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> 
 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
     """Send a header of zeros instead of one's own, so that no peer waits for a rank that failed."""
-    counts = counts_sent(spec, placement) if spec.mode == "all_to_all" else 0
+    counts = 0
+    if device.type != "cpu":
+        # What others send behind it, or ahead of it.
+        counts = counts_sent(spec, placement)
+        if placement.has_replicas:
+            ranks.all_gather(torch.zeros(1, dtype=torch.int32, device=device), "tokens")
     ranks.all_gather(torch.zeros(_HEADER + counts, dtype=torch.int32, device=device), "header")
 
 

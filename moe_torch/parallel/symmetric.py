@@ -185,6 +185,12 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     peers, handle = [], None
     try:
         own = memory.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        own, problem = None, f"torch shares no memory: {error}"
+    # Behind this all have memory, and none waits alone for the others to map it.
+    _require_none(ranks, problem)
+    assert own is not None
+    try:
         handle = memory.rendezvous(own, ranks.group)
         peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks.size)]
         assert peers[ranks.rank].data_ptr() == own.data_ptr(), "a rank's own memory is where it was allocated"

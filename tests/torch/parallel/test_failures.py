@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from moe_core.parallel import ExchangeSpec, Placement
+from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import TopK
+from moe_torch.parallel import ExpertParallel, moe, symmetric
+from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
 from tests.support.parallel.torch import parallel_call, run_rank
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
+from tests.support.torch import to_torch
 
 __all__ = ["ranks"]
 
@@ -27,6 +36,14 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.mode)
 SOON = 5
 
 
+def raised(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
     start = time.monotonic()
@@ -34,8 +51,9 @@ def in_time() -> Iterator[None]:
     assert time.monotonic() - start < 20
 
 
-def problem_of(tokens: tuple[int, ...] = (4, 4), top_k: int = 2) -> Problem:
-    return draw_problem(1, Placement.linear(6, len(tokens)), tokens, top_k, "random", "float32", PLAIN)
+def problem_of(tokens: tuple[int, ...] = (4, 4), top_k: int = 2, dtype: str = "float32", **options: Any) -> Problem:
+    placement = Placement.linear(6, len(tokens))
+    return draw_problem(1, placement, tokens, top_k, "random", dtype, PLAIN, **options)
 
 
 def arguments(problem: Problem, way: ExchangeSpec) -> list[Any]:
@@ -43,13 +61,37 @@ def arguments(problem: Problem, way: ExchangeSpec) -> list[Any]:
 
 
 @every_way
-@pytest.mark.parametrize("what, kind", [("option", "Unsupported"), ("weights", "InvalidInput")])
+@pytest.mark.parametrize(
+    "what, kind",
+    [
+        ("option", "Unsupported"),
+        ("weights", "InvalidInput"),
+        ("columns of x", "InvalidInput"),
+        ("experts", "InvalidInput"),
+        ("bias", "InvalidInput"),
+        ("replicas", "Unsupported"),
+    ],
+)
 def test_a_rank_that_raises_is_named_at_once(ranks: Pool, way: ExchangeSpec, what: str, kind: str) -> None:
-    given = arguments(problem_of((4, 4, 4)), way)
+    good = problem_of((4, 4, 4))
+    if what == "replicas":
+        # Which need the tokens of all ranks first.
+        placement = placement_of("replicas", 6, 3, 1)
+        good = draw_problem(1, placement, (4, 4, 4), 2, "random", "float32", PLAIN)
+    given = [(good, way, "reference", what != "replicas", None)] * 3
     broken = dataclasses.replace(given[1][0], spec=dataclasses.replace(PLAIN, apply_router_weight_on_input=True))
     if what == "weights":
         routing = given[1][0].routing
         broken = dataclasses.replace(given[1][0], routing=TopK(routing.ids, np.pad(routing.weights, ((0, 0), (0, 1)))))
+    elif what not in ("option", "replicas"):
+        experts = given[1][0].experts
+        experts = {
+            "columns of x": experts,
+            "experts": dataclasses.replace(experts, down=experts.down.astype(np.float16)),
+            "bias": dataclasses.replace(experts, down_bias=np.zeros((6, 13), np.float32)),
+        }[what]
+        x = given[1][0].x
+        broken = dataclasses.replace(given[1][0], x=x[:, 1:] if what == "columns of x" else x, experts=experts)
     given[1] = (broken, *given[1][1:])
     start = time.monotonic()
     with pytest.raises(Failed) as caught:
@@ -63,7 +105,9 @@ def test_a_rank_that_raises_is_named_at_once(ranks: Pool, way: ExchangeSpec, wha
 
 
 @every_way
-@pytest.mark.parametrize("what", ["top_k", "placement", "way", "gradients"])
+@pytest.mark.parametrize(
+    "what", ["top_k", "placement", "way", "mode", "rows", "gradients", "d_model", "d_ff", "dtype", "activation"]
+)
 def test_ranks_that_disagree_all_raise(ranks: Pool, way: ExchangeSpec, what: str) -> None:
     given = arguments(problem_of(), way)
     problem, *rest = given[1]
@@ -73,13 +117,26 @@ def test_ranks_that_disagree_all_raise(ranks: Pool, way: ExchangeSpec, what: str
         problem = dataclasses.replace(problem, placement=Placement.round_robin(6, 2))
     elif what == "way":
         rest[0] = dataclasses.replace(way, on_overflow="drop")
+    elif what == "mode":
+        # Whose next messages have other sizes.
+        rest[0] = WAYS[WAYS.index(way) - 1]
+    elif what == "rows":
+        rest[0] = ExchangeSpec(way.mode if way.mode != "all_gather" else "peer", "slots", receive=5)
+    elif what == "activation":
+        problem = dataclasses.replace(problem, spec=dataclasses.replace(PLAIN, activation=Activation("gelu")))
+    elif what in ("d_model", "d_ff", "dtype"):
+        sizes = {"d_model": (16, 8), "d_ff": (12, 4)}.get(what, (12, 8))
+        problem = problem_of(dtype="bfloat16" if what == "dtype" else "float32", sizes=sizes)
     else:
         rest[2] = False
     given[1] = (problem, *rest)
+    start = time.monotonic()
     with pytest.raises(Failed) as caught:
         ranks.call(run_rank, given)
+    assert time.monotonic() - start < SOON
     for kind, text in caught.value.errors.values():
-        assert kind == "InvalidInput" and f"all ranks must agree before mode {way.mode}, got another" in text
+        assert kind == "InvalidInput" and text.startswith("all ranks must agree before mode ")
+        assert ", got another " in text
     assert len(caught.value.errors) == 2
 
 
@@ -114,6 +171,44 @@ def test_wrong_arguments_are_named(ranks: Pool) -> None:
     assert kind == "InvalidInput" and "timeout must be above 0" in message
 
 
+def outside(group: Any) -> list[str]:
+    """What ranks raise for a group, and for a mesh, of the first two."""
+    others = torch.distributed.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",))
+    return [raised(lambda one=one: ExpertParallel(one, ExchangeSpec("peer"), max_tokens=4)) for one in (others, mesh)]
+
+
+def test_a_rank_outside_of_the_mesh_is_named(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks.call(outside, [()] * 4)):
+        if rank < 2:
+            assert found == ["", ""]
+            continue
+        for text in found:
+            assert text.startswith("InvalidInput: mesh must have this process among its ranks, got "), text
+            assert f"in rank {rank} of all" in text
+
+
+def without_memory(group: Any, problem: Problem) -> list[str]:
+    """What a call raises where rank 1 has no memory to share, and the next one, which needs none."""
+    rank = torch.distributed.get_rank(group)
+    own, found = problem.ranks()[rank], []
+    x, experts, routing = to_torch((own.x, own.experts, own.routing))
+    full = mock.patch.object(symmetric.os, "posix_fallocate", side_effect=OSError("No space left on device"))
+    with full if rank == 1 else contextlib.nullcontext():
+        for way in (ExchangeSpec("peer"), ExchangeSpec("padded")):
+            options: Any = {"parallel": ExpertParallel(group, way, max_tokens=99), "placement": problem.placement}
+            found.append(raised(lambda options=options: moe(x, experts, routing, PLAIN, **options)))
+    return found
+
+
+def test_ranks_that_cannot_share_memory_all_raise(ranks: Pool) -> None:
+    start = time.monotonic()
+    for first, second in ranks.call(without_memory, [(problem_of((4, 4, 4)),)] * 3):
+        assert first.startswith("Unsupported: mode 'peer' needs ranks that reach each other's memory, got on rank 1: ")
+        assert second == ""
+    assert time.monotonic() - start < SOON
+
+
 def die(group: Any, *arguments: Any) -> Any:
     os._exit(3)
 
@@ -131,7 +226,7 @@ def test_a_rank_that_dies_is_an_error_elsewhere() -> None:
         pool.pipes[0].send((run_rank, 2, arguments(problem_of(), WAYS[0])[0]))
         good, (kind, text, _) = pool.result(0)
         assert not good and kind == "RuntimeError"
-        assert text.startswith("all_gather of header and counts in mode all_to_all failed on rank 0 of 2")
+        assert text.startswith("all_gather of header in mode all_to_all failed on rank 0 of 2")
         assert "another rank died, is late" in text
     finally:
         pool.close()
@@ -151,6 +246,6 @@ def test_a_rank_that_is_late_is_an_error_elsewhere(timeout: float | None) -> Non
         good, (kind, text) = pool.result(0)
         assert time.monotonic() - start < SOON
         assert good and kind == "RuntimeError"
-        assert text.startswith("all_gather of header and counts in mode all_to_all failed on rank 0 of 2")
+        assert text.startswith("all_gather of header in mode all_to_all failed on rank 0 of 2")
     finally:
         pool.close()

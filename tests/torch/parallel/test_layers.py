@@ -327,8 +327,9 @@ def test_a_compiled_layer_gives_the_same_bits(ranks: Pool, kind: str) -> None:
                 np.testing.assert_array_equal(np.asarray(eager), np.asarray(other))
 
 
-def wrong_on_one_rank(group: Any) -> tuple[str, str]:
-    layer = parallelize(make(SPECS["plain"]), ExpertParallel(mesh_of(group)))
+def wrong_on_one_rank(group: Any, way: ExchangeSpec, capacity: float | None) -> tuple[str, str]:
+    spec = dataclasses.replace(SPECS["plain"], capacity_factor=capacity)
+    layer = parallelize(make(spec), ExpertParallel(mesh_of(group), way, max_tokens=3))
     wrong = torch.distributed.get_rank(group) == 1
     with running_on("reference"):
         layer(torch.ones(3, D))
@@ -339,10 +340,12 @@ def wrong_on_one_rank(group: Any) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_wrong_call_on_one_rank_is_known_on_all(ranks: Pool) -> None:
-    found = ranks.call(wrong_on_one_rank, [()] * 3)
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("mode", ["all_to_all", "peer"])
+def test_a_wrong_call_on_one_rank_is_known_on_all(ranks: Pool, mode: str, capacity: float | None) -> None:
+    found = ranks.call(wrong_on_one_rank, [(ExchangeSpec(mode), capacity)] * 3)
     assert [kind for kind, _ in found] == ["PeerFailed", "InvalidInput", "PeerFailed"]
-    assert found[0][1].startswith("rank 1 failed before mode all_to_all")
+    assert found[0][1].startswith(f"rank 1 failed before mode {mode}")
     assert "x must be [..., d_model] with d_model = 16" in found[1][1]
 
 

@@ -79,6 +79,51 @@ def test_ranks_with_other_sizes_all_raise(ranks: Pool) -> None:
     assert len(caught.value.errors) == 2
 
 
+def on_gpus(group: Any, fault: str) -> str:
+    """What a rank raises that would share a GPU's memory, where the last one lacks something; no GPU takes part."""
+    import torch.distributed._symmetric_memory as memory
+
+    ranks = ranks_of(group, None, "mode peer")
+    faulty, own = ranks.rank == ranks.size - 1, torch.zeros(64, dtype=torch.uint8)
+
+    def given(name: str) -> torch.Tensor:
+        if faulty and fault == name:
+            raise RuntimeError("torch says no")
+        return own
+
+    handle = mock.Mock(get_buffer=lambda *_: given("mapping"))
+    with (
+        mock.patch.object(symmetric, "_host", lambda: f"host {faulty and fault == 'host'}"),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda *_: not (faulty and fault == "access")),
+        mock.patch.object(memory, "empty", lambda *_, **__: given("memory")),
+        # It would wait for all ranks.
+        mock.patch.object(memory, "rendezvous", lambda *_: ranks.all_gather(own, "rendezvous") is own or handle),
+    ):
+        try:
+            symmetric._on_gpus(ranks, 64, torch.device("cuda", ranks.rank))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "fault, text",
+    [
+        ("", ""),
+        ("host", "got on rank 0: rank 2 is on another host"),
+        ("access", "got on rank 2: GPU 2 has no peer access to GPU 1 of rank 1"),
+        ("memory", "got on rank 2: torch shares no memory: torch says no"),
+        ("mapping", "got on rank 2: torch shares no memory: torch says no"),
+    ],
+)
+def test_gpus_that_cannot_share_memory_are_named_on_all_ranks(ranks: Pool, fault: str, text: str) -> None:
+    start = time.monotonic()
+    for found in ranks.call(on_gpus, [(fault,)] * 3):
+        assert text in found and found.startswith("Unsupported: mode 'peer' needs ranks that" if fault else "")
+        assert bool(found) == bool(fault)
+    assert time.monotonic() - start < 5
+
+
 def test_ranks_without_memory_all_raise(ranks: Pool) -> None:
     with pytest.raises(Failed) as caught:
         ranks.call(shared, [(9000, False), (9000, True)])

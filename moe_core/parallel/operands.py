@@ -1,0 +1,49 @@
+"""What an owner computes with, checked before anything travels, and what of it all ranks must have in common."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.recent import Recent
+from moe_core.ops.moe.checks import check_weights
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, SharedExpert, map_arrays, named_arrays, named_fields
+
+_known: Recent[int] = Recent()
+
+
+def experts_digest(
+    x: Any,
+    experts: ExpertWeights,
+    shared: SharedExpert | None,
+    spec: MoESpec,
+    spec_of: Callable[[str, Any], ArraySpec],
+) -> int:
+    """A digest, not 0, of what a rank's experts compute: F, the activation, and what their products round.
+
+    x `[T, D]`, experts and shared: arrays with shapes and dtypes. spec_of: from a name and an array of them to its
+    ArraySpec. Raises InvalidInput where the arrays of this rank do not fit each other: behind the first message other
+    ranks would wait for it.
+    """
+    bundles = experts, *(() if shared is None else (shared,))
+    formats = tuple(getattr(value, "spec", None) for bundle in bundles for _, value in named_fields(bundle))
+    arrays = tuple((name, array.shape, array.dtype) for bundle in bundles for name, array in named_arrays(bundle))
+    key = x.shape[1], x.dtype, spec, formats, arrays
+    found = _known.get(key) or _known.find(key)
+    if found is None:
+
+        def dense(array: Any) -> ArraySpec:
+            own = spec_of("experts", array)
+            # Strides are the op's own business.
+            return ArraySpec(own.shape, own.dtype)
+
+        given, beside = map_arrays(experts, dense), None if shared is None else map_arrays(shared, dense)
+        check_weights(ArraySpec((0, x.shape[1]), spec_of("x", x).dtype), given, beside, spec)
+        width = given.down.shape[-2 if spec.weight_layout == "in_out" else -1]
+        common = width, spec.activation, spec.activations, spec.allow_tf32, spec.fast_accumulate
+        found = zlib.crc32(repr(common).encode()) | 1
+        _known.put(key, found)
+    return found
