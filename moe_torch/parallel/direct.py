@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from moe_core.ops.exchange.reference_direct import last_told
 from moe_core.parallel.bounds import tokens_at_once
 from moe_core.parallel.header import Header
 from moe_core.parallel.plan import ExchangePlan
@@ -50,8 +51,8 @@ def run_in_order(x: torch.Tensor, experts: ExpertWeights, routing: TopK, spec: M
 
 
 class Memory(NamedTuple):
-    """What others store at a rank, M tokens of each of W: headers int32 `[W, 12]`; rows `[W * M, D]`; ids int32 and
-    weights fp32 `[W * M, K]`; returned `[M * K, D]`, results that come home."""
+    """What others store at a rank, M tokens of each of W: headers int32 `[2 * W + 1, 12]`; rows `[W * M, D]`; ids int32
+    and weights fp32 `[W * M, K]`; returned `[M * K, D]`, results that come home."""
 
     memory: symmetric.Symmetric
     headers: Region
@@ -65,7 +66,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
     """The buffers of a plan, made by its first call. number: of the set of buffers."""
     most, dtype, top_k = _most(plan), TORCH_DTYPES[plan.dtype], plan.top_k
     parts = (
-        Part((ranks.size, _TOLD), torch.int32),
+        Part((2 * ranks.size + 1, _TOLD), torch.int32),
         Part((ranks.size * most, plan.d_model), dtype),
         Part((ranks.size * most, top_k), torch.int32),
         Part((ranks.size * most, top_k), torch.float32),
@@ -118,7 +119,7 @@ class DirectRoutes:
     def group_tokens(self) -> int:
         """The tokens of all ranks, once they have arrived; on a GPU W times this rank's."""
         headers = self.memory.headers.own
-        return self.ranks.size * len(self._own[0]) if headers.is_cuda else int(headers[:, -4].sum())
+        return self.ranks.size * len(self._own[0]) if headers.is_cuda else int(last_told(headers)[:, -4].sum())
 
     @property
     def overflow(self) -> torch.Tensor:

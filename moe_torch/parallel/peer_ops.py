@@ -292,7 +292,8 @@ class PushedTokens(NamedTuple):
 
 class TokensAt(NamedTuple):
     """Tables of the arrays that `push_tokens_once` stores to, M tokens of every rank: rows `[W * M, D]`, ids int32 and
-    weights fp32 `[W * M, K]`, headers int32 `[W, 12]`."""
+    weights fp32 `[W * M, K]`, headers int32 `[2 * W + 1, 12]`, the turns of the rank in its last row, which all ranks
+    begin with the same number."""
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -325,7 +326,7 @@ def push_tokens_once(
             an expert.
         ids: int32 `[T, K]`. Experts, -1 = none. Their places among the owner's go to all ranks.
         weights: fp32 `[T, K]`. They go to all ranks.
-        header: int32 `[8]`. It goes to all ranks, with T and three zeros behind it.
+        header: int32 `[8]`. It goes to all ranks, with T and three zeros behind it, to two places by turns.
         at: the tables.
         rank: this rank.
         placement: how many experts and places there are.
@@ -360,7 +361,7 @@ def sum_results(
     Args:
         y: `[N, D]`. Results by slot, N at least T * K.
         places: of `push_tokens_once`. A slot without a place adds nothing.
-        headers: int32 `[W, 12]`, as `push_tokens_once` stores them. Their first eight numbers must agree.
+        headers: int32 `[2 * W + 1, 12]`, as `push_tokens_once` stores them. Their first eight numbers must agree.
         shared, shared_gate, out_dtype: as of `combine_pull`.
         memory: see the module.
 

@@ -92,8 +92,9 @@ _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device, number: int = 0) -> Symmetric:
     """Memory for these parts, the same for all calls of a group with equal ones and an equal number.
 
-    The first time it is a collective that waits. Raises InvalidInput where ranks have other parts, and Unsupported on
-    every rank where one cannot reach the memory of another, or where a CUDA graph is captured.
+    All bytes are zero at first. The first time it is a collective that waits. Raises InvalidInput where ranks have
+    other parts, and Unsupported on every rank where one cannot reach the memory of another, or where a CUDA graph is
+    captured.
     """
     known = _known.setdefault(ranks.group, {})
     key = device, parts, number
@@ -184,7 +185,7 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     _require_none(ranks, problem)
     peers, handle = [], None
     try:
-        own = memory.empty(size, dtype=torch.uint8, device=device)
+        own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
     except RuntimeError as error:
         own, problem = None, f"torch shares no memory: {error}"
     # Behind this all have memory, and none waits alone for the others to map it.

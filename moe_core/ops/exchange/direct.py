@@ -63,8 +63,9 @@ def plan_push_tokens_once(
 
     Token t of rank h has row h * M + t of the arrays x's dtype `[W * M, D]` at rows_at, stored where it visits alone,
     and of int32 ids and fp32 weights `[W * M, K]` at ids_at and weights_at, stored at all ranks: an id is the number of
-    a place among the owner's, -1 = none of these, as behind a rank's last token. headers_at: of int32 `[W, 12]`: row h
-    is the header of h, its tokens, and zeros. Tables are int64 `[W]`.
+    a place among the owner's, -1 = none of these, as behind a rank's last token. headers_at: of int32
+    `[2 * W + 1, 12]`: row h, and in every other turn row W + h, is the header of h, its tokens, and zeros. The last row
+    begins with the turns of its rank, as many before the first one at all ranks. Tables are int64 `[W]`.
 
     Inputs: x, ids, weights, header, [places_of_experts], [given], [token_mask], rows_at, ids_at, weights_at,
     headers_at. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside
@@ -131,10 +132,9 @@ def plan_sum_results(
 ) -> LaunchPlan:
     """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where ranks told different headers.
 
-    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: the places of
-    `plan_push_tokens_once`; -1 adds nothing. headers
-    int32 `[W, 12]`: what ranks told, of which the first eight numbers of each row must agree. shared, shared_gate,
-    out_dtype: as of `plan_reduce`.
+    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: the places of `plan_push_tokens_once`; -1 adds
+    nothing. headers int32 `[2 * W + 1, 12]`: as there; ranks must agree in the first eight numbers of the last turn.
+    shared, shared_gate, out_dtype: as of `plan_reduce`.
 
     Inputs: y, row_of_slot, headers, [shared], [shared_gate]. Raises InvalidInput.
     """
@@ -144,9 +144,12 @@ def plan_sum_results(
     rows, width = y.shape
     if rows < row_of_slot.size:
         raise InvalidInput(f"y must have a row for each of the {row_of_slot.size} slots, got {rows}; pass all results")
-    require_spec("headers", headers, ("num_ranks", TOLD), "int32")
-    num_ranks = headers.shape[0]
-    require_at_least("num_ranks of headers", num_ranks, 1)
+    require_spec("headers", headers, ("2 * num_ranks + 1", TOLD), "int32")
+    num_ranks = headers.shape[0] // 2
+    if headers.shape[0] != 2 * num_ranks + 1 or num_ranks < 1:
+        raise InvalidInput(
+            f"headers must have two rows for each rank and one more, got {headers}; pass the whole array"
+        )
     if shared is not None:
         row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:

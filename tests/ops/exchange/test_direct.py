@@ -39,7 +39,7 @@ class Home(dict[str, Any]):
 
 
 def pushed(
-    target: Target, homes: list[Home], placement: Placement, most: int, way: str, programs: int | None = None
+    target: Target, homes: list[Home], placement: Placement, most: int, way: str, turn: int, programs: int | None
 ) -> tuple[Peers, list[dict[str, np.ndarray]], list[np.ndarray]]:
     """The memory behind the stores of all ranks, what each call returned, and the places of all slots."""
     ranks, per_rank, top_k = placement.num_ranks, placement.per_rank, homes[0]["ids"].shape[1]
@@ -47,7 +47,9 @@ def pushed(
     peers.make("rows", (ranks * most, D), homes[0]["x"].dtype.name)
     peers.make("ids", (ranks * most, top_k), "int32")
     peers.make("weights", (ranks * most, top_k), "float32")
-    peers.make("headers", (ranks, TOLD), "int32")
+    peers.make("headers", (2 * ranks + 1, TOLD), "int32")
+    for rank in range(ranks):
+        peers.of("headers", rank)[-1, 0] = turn
     tables = {f"{name}_at": peers.at(name) for name in ("rows", "ids", "weights", "headers")}
     found, places, first = [], [], 0
     for rank, home in enumerate(homes):
@@ -80,9 +82,13 @@ def test_owners_know_all(target: Target, seed: int, way: str) -> None:
     most = int(tokens.max()) + seed % 3
     masked, programs = seed % 5 < 3, (None, 1, 3)[seed % 3]
     homes = [Home(random, int(count), top_k, experts, dtype, masked=masked) for count in tokens]
-    peers, found, places = pushed(target, homes, placement, most, way, programs)
+    turn = (0, 7, -1)[seed % 3]
+    peers, found, places = pushed(target, homes, placement, most, way, turn, programs)
     for owner in range(ranks):
         rows, ids, weights, told = (peers.of(name, owner) for name in ("rows", "ids", "weights", "headers"))
+        assert told[-1, 0] == turn + 1
+        now, other = np.split(told[:-1], 2)[:: 1 - 2 * (turn & 1)]
+        assert (other == -1).all()
         nothing = np.full_like(rows.view(np.uint8), 0xFF)
         for rank, (home, own) in enumerate(zip(homes, places, strict=True)):
             here, count = (own >= 0) & (own // placement.per_rank == owner), len(own)
@@ -91,7 +97,7 @@ def test_owners_know_all(target: Target, seed: int, way: str) -> None:
             np.testing.assert_array_equal(weights[mine], home["weights"])
             nothing[mine][here.any(axis=1)] = home["x"][here.any(axis=1)].view(np.uint8)
             assert (ids[rank * most + count : (rank + 1) * most] == -1).all()
-            assert told[rank].tolist() == [*(np.arange(8) + rank // 2), count, 0, 0, 0]
+            assert now[rank].tolist() == [*(np.arange(8) + rank // 2), count, 0, 0, 0]
         np.testing.assert_array_equal(rows.view(np.uint8), nothing)
     for home, own, call in zip(homes, places, found, strict=True):
         known = home["ids"] if home["token_mask"] is None else np.where(home["token_mask"][:, None], home["ids"], -1)
@@ -110,14 +116,16 @@ def test_sums_are_those_of_reduce(target: Target, tokens: int) -> None:
     order = np.where(random.random((tokens, 3)) < 0.3, -1, 5).astype(np.int32)
     shared, gate = draw_array(random, (tokens, D), "float32"), draw_array(random, (tokens, 1), "float32")
     y[: order.size][order.reshape(-1) < 0] = np.nan
-    headers = np.tile(np.arange(TOLD, dtype=np.int32), (3, 1))
-    headers[:, -4:] = random.integers(0, 9, (3, 4))
+    headers = np.tile(np.arange(TOLD, dtype=np.int32), (7, 1))
+    headers[:, -4:] = random.integers(0, 9, (7, 4))
+    now = 3 * (tokens % 2)
+    headers[3 - now : 6 - now], headers[-1, 0] = random.integers(0, 9, (3, TOLD)), 1 + tokens % 2
     for extra in ({}, {"shared": shared}, {"shared": shared, "shared_gate": gate}):
         for out_dtype in ("bfloat16", "float32"):
             for disagreeing in (None, *range(3)):
                 told = headers.copy()
                 if disagreeing is not None:
-                    told[disagreeing, tokens] += 1
+                    told[now + disagreeing, tokens] += 1
                 arrays = {"y": y, "row_of_slot": order, "headers": told, **extra}
                 specs = {name: spec_of(array) for name, array in arrays.items()}
                 plan = plan_sum_results(**specs, target=target, out_dtype=out_dtype)
@@ -178,12 +186,13 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(error, match=message):
             plan_push_tokens_once(**(arrays | sizes | changed))
-    y, order, headers = ArraySpec((8, D), "bfloat16"), ArraySpec((4, 2), "int32"), ArraySpec((2, TOLD), "int32")
+    y, order, headers = ArraySpec((8, D), "bfloat16"), ArraySpec((4, 2), "int32"), ArraySpec((5, TOLD), "int32")
     options: dict[str, Any] = {"target": Target("reference")}
     assert plan_sum_results(y, order, headers, **options).outputs[0].spec == ArraySpec((4, D), "bfloat16")
     for bad, message in (
         ((ArraySpec((7, D), "bfloat16"), order, headers), "y must have a row for each of the 8 slots, got 7"),
-        ((y, order, ArraySpec((2, 8), "int32")), r"headers must be \["),
+        ((y, order, ArraySpec((5, 8), "int32")), r"headers must be \["),
+        ((y, order, ArraySpec((4, TOLD), "int32")), "headers must have two rows for each rank and one more"),
     ):
         with pytest.raises(InvalidInput, match=message):
             plan_sum_results(*bad, **options)

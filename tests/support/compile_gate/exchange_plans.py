@@ -91,7 +91,7 @@ def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> I
     by_table = {"places_of_experts": ArraySpec((experts,), "int32"), "token_mask": mask}
     yield plan_push_tokens_once(*arrays, target, **sizes, **by_table, programs=PROGRAMS)
     yield plan_push_tokens_once(*arrays, target, **sizes, given=ids)
-    results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((RANKS, TOLD), "int32")
+    results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((2 * RANKS + 1, TOLD), "int32")
     gate = ArraySpec((tokens, 1), "float32")
     yield plan_sum_results(results, ids, told, target)
     yield plan_sum_results(results, ids, told, target, shared=x, shared_gate=gate, out_dtype="float32")

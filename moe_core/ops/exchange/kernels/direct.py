@@ -20,8 +20,9 @@ def push_tokens_once(
     """Token t to row rank * most + t of every owner of one of its experts; its weights and ids there to all owners.
 
     ids_at[owner][row, k] = the place among the owner's, -1 where another rank has the expert, and behind the last token
-    headers_at[owner][rank] = header, num_tokens, 0, 0, 0
+    headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
 
+    Behind these 2 W rows every rank counts its turns: a peer may begin the next while this one's headers are read.
     Program 0 tells the header and counts; the others take turns with rows. places_of_experts None: every expert's place
     has its number. given: places of slots, where they do not follow from experts alone.
     """
@@ -30,9 +31,14 @@ def push_tokens_once(
         numbers = tl.arange(0, 16)
         told = tl.load(header + numbers, mask=numbers < HEADER, other=0)
         told = tl.where(numbers == HEADER, num_tokens, told)
+        turns = pointer_to(tl.load(headers_at + rank), "int32") + 2 * num_ranks * (HEADER + 4)
+        turn = tl.load(turns)
         for peer in range(num_ranks):
-            there = pointer_to(tl.load(headers_at + peer), "int32") + rank * (HEADER + 4)
+            there = pointer_to(tl.load(headers_at + peer), "int32") + ((turn & 1) * num_ranks + rank) * (HEADER + 4)
             tl.store(there + numbers, told, mask=numbers < HEADER + 4)
+        # Not before every thread has read it.
+        tl.debug_barrier()
+        tl.store(turns, turn + 1)
         tl.store(overflow, 0)
         _count(ids, token_mask, tokens_per_expert, invalid_ids, num_tokens * TOP_K, NUM_EXPERTS, TOP_K, EXPERTS, CHUNK)
     else:
@@ -113,12 +119,14 @@ def sum_results(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, UNROLL: tl.constexpr, HEADER: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`reduce` of results by slot; NaN where two ranks told other headers, int32 `[W, HEADER + 4]`."""
+    """`reduce` of results by slot; NaN where two ranks told other headers in the last turn, see `push_tokens_once`."""
     reduce_tile(
         tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
         WIDTH, SHARED_STRIDE, False, UNROLL, BLOCK_T, BLOCK_N, False,
     )  # fmt: skip
     ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
+    turn = tl.load(headers + 2 * num_ranks * (HEADER + 4)) - 1
+    headers += (turn & 1) * num_ranks * (HEADER + 4)
     first = tl.load(headers + numbers)
     told = tl.load(headers + ranks * (HEADER + 4) + numbers, mask=ranks < num_ranks, other=0)
     differ = (told != first) & (ranks < num_ranks)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.tuning import Tuning
+from moe_torch.parallel import chunks, direct
 from tests.support.parallel.peer import DIRECT_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
-from tests.support.parallel.torch import compare_with_one_device
-from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
+from tests.support.parallel.torch import compare_with_one_device, parallel_moe, parallel_of
+from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
+from tests.support.parallel.ways import require_same
 from tests.support.strategies import seeds
-from tests.support.torch import REAL_KERNELS
+from tests.support.torch import REAL_KERNELS, running_on, to_torch
 
 __all__ = ["ranks"]
 
@@ -78,3 +85,35 @@ def test_planted_faults_are_found(ranks: Pool, fault: str) -> None:
     compare_with_one_device(ranks, problem, DIRECT, "without a fault", differentiated=False)
     with pytest.raises(AssertionError, match="output"):
         compare_with_one_device(ranks, problem, DIRECT, "with a fault", differentiated=False, fault=fault)
+
+
+def outputs_of_layers(group: Any, problems: list[Problem]) -> list[np.ndarray]:
+    """Of layers that share memory, one after another, on ranks that wait for each other at barriers alone. The last
+    rank is slow to add up, so that others begin the next layer before."""
+    rank, real = torch.distributed.get_rank(group), direct.peer_ops.sum_results
+
+    def late(*arguments: Any, **options: Any) -> torch.Tensor:
+        time.sleep(0.2 * (rank == torch.distributed.get_world_size(group) - 1))
+        return real(*arguments, **options)
+
+    found = []
+    with running_on("reference"), mock.patch.object(direct.peer_ops, "sum_results", late), torch.no_grad():
+        for number, problem in enumerate(problems):
+            own = problem.ranks()[rank]
+            x, experts, routing = to_torch((own.x, own.experts, own.routing))
+            options: Any = {"parallel": parallel_of(group, DIRECT, problem), "placement": problem.placement}
+            with mock.patch.object(chunks, "check_headers") if number else contextlib.nullcontext():
+                found.append(parallel_moe(x, experts, routing, problem.spec, **options).output.numpy().copy())
+    return found
+
+
+def test_layers_with_other_placements_share_memory(ranks: Pool) -> None:
+    """Their headers differ, and a rank may be a layer ahead."""
+    placements = [placement_of(kind, 6, 3) for kind in ("linear", "round_robin", "linear", "round_robin")]
+    problems = [
+        draw_problem(seed, placement, (4, 3, 4), 2, "random", "float32", PLAIN, sizes=(16, 8))
+        for seed, placement in enumerate(placements)
+    ]
+    found = ranks.call(outputs_of_layers, [(problems,)] * 3)
+    for problem, *parts in zip(problems, *found, strict=True):
+        require_same(np.concatenate(parts), problem.alone()["output"], f"{problem.placement}")
