@@ -132,6 +132,12 @@ class Placement:
         _, places, start = self.tables
         return tuple(places[start[expert] : start[expert + 1]].tolist())
 
+    @functools.cached_property
+    def occupied(self) -> tuple[int, ...]:
+        """How many places each rank has up to the last one with an expert."""
+        places = [[place + 1 for place, expert in enumerate(rank) if expert != HOLE] for rank in self.owners]
+        return tuple(max(own, default=0) for own in places)
+
     def __str__(self) -> str:
         spare = self.num_places - self.num_experts
         replicas = sum(expert != HOLE for rank in self.owners for expert in rank) - self.num_experts

@@ -162,8 +162,8 @@ def moe(
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
         experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. What an empty place
-            holds is not read. With `parallel.tensor`, its slices of them, as `split_experts` of
-            `moe_core.parallel.tensor` makes them; down_bias is whole.
+            holds is not read, and those behind all others may be left out. With `parallel.tensor`, its slices of them,
+            as `split_experts` of `moe_core.parallel.tensor` makes them; down_bias is whole.
         routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
@@ -273,7 +273,9 @@ class Exchange:
             found = Found(output, result.tokens_per_expert, routes.overflow, *counted)
         if self.moving is not None:
             self.moving.load.add_(found.tokens_per_expert)
-        counts = found.tokens_per_expert, found.invalid_ids, found.received, found.overflow
+        missing = placement.per_rank - len(found.received)
+        received = torch.nn.functional.pad(found.received, (0, missing)) if missing else found.received
+        counts = found.tokens_per_expert, found.invalid_ids, received, found.overflow
         return ParallelOutput(found.output, ids, weights, logits, *counts)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
@@ -293,9 +295,10 @@ class Exchange:
         if most is not None and len(x) > most:
             raise InvalidInput(f"x must have at most max_tokens = {most} tokens, got {len(x)}; raise max_tokens")
         held, stacked = list(experts.down.shape), experts.layer_index is not None
-        if len(held) < 3 + stacked or held[stacked] != self.placement.per_rank:
+        most, least = self.placement.per_rank, self.placement.occupied[self.ranks.rank]
+        if len(held) < 3 + stacked or not least <= held[stacked] <= most:
             raise InvalidInput(
-                f"experts must be the {self.placement.per_rank} places of this rank, got down {held}; take those of "
+                f"experts must be the {most} places of this rank, got down {held}; take those of "
                 "placement.owners[rank], in that order"
             )
         if spec.apply_router_weight_on_input:

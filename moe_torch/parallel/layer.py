@@ -81,9 +81,9 @@ class LayerExchange:
     ) -> ParallelOutput:
         """`moe_torch.moe` of this rank's tokens; counts are of these tokens, for all experts."""
         self.began = True
-        missing = self.placement.per_rank - len(self.held())
-        if missing:
-            experts = map_arrays(experts, lambda array: filled_up(array, missing))
+        if not self.placement.occupied[self.parallel.ranks().rank]:
+            # No product takes an axis without an expert.
+            experts = map_arrays(experts, lambda array: filled_up(array, 1))
         options: Any = {"token_mask": token_mask, "shared": shared}
         placement = self.placement if self.moving is None else self.moving
         return moe(x, experts, routing, spec, parallel=self.parallel, placement=placement, **options)

@@ -76,7 +76,7 @@ def serve(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Outputs by step, moves by step, and addresses of all arrays before and after; the hot experts change halfway."""
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    parallel = ExpertParallel(mesh_of(group), way)
+    parallel = ExpertParallel(mesh_of(group), way, TOKENS)
     placement = None if kind == "linear" else Placement.round_robin(E, size)
     layers = [parallelize(make(seed, (0, 1)), parallel, placement=placement) for seed in range(2)]
     each = -(-E // size) + spare
@@ -143,6 +143,10 @@ def compare(ranks: Pool, size: int, way: ExchangeSpec, spare: int, kind: str, en
         (4, ExchangeSpec("padded"), 0, "round_robin"),
         (2, ExchangeSpec("all_gather"), 2, "round_robin"),
         (3, ExchangeSpec("padded", "slots"), 1, "linear"),
+        (4, ExchangeSpec("peer"), 1, "linear"),
+        (3, ExchangeSpec("peer", "slots"), 0, "round_robin"),
+        (2, ExchangeSpec("peer", chunks=3), 2, "linear"),
+        (3, ExchangeSpec("peer", "slots", receive=99), 1, "round_robin"),
     ],
     ids=str,
 )
@@ -152,9 +156,10 @@ def test_outputs_keep_their_bits_while_experts_move(
     compare(ranks, size, way, spare, kind)
 
 
+@pytest.mark.parametrize("way", [ExchangeSpec(), ExchangeSpec("peer")], ids=str)
 @pytest.mark.parametrize("fault", ["rows", "tables"])
-def test_planted_faults_are_found(ranks: Pool, fault: str) -> None:
-    good, bad = (ranks.call(serve, [(ExchangeSpec(), 1, "linear", "reference", own)] * 2) for own in ("", fault))
+def test_planted_faults_are_found(ranks: Pool, way: ExchangeSpec, fault: str) -> None:
+    good, bad = (ranks.call(serve, [(way, 1, "linear", "reference", own)] * 2) for own in ("", fault))
     for (expected, *_), (found, *_) in zip(good, bad, strict=True):
         assert any(not np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -253,7 +258,7 @@ def test_layers_move_in_turn(ranks: Pool) -> None:
 
 def left_behind(group: Any, way: ExchangeSpec, fault: str) -> list[str]:
     """What calls raise where rank 1 missed a change, counted other steps, or cannot send."""
-    rank, parallel = torch.distributed.get_rank(group), ExpertParallel(mesh_of(group), way)
+    rank, parallel = torch.distributed.get_rank(group), ExpertParallel(mesh_of(group), way, TOKENS)
     layer, x, errors = parallelize(make(hot=(0, 1)), parallel), rows(1, 0), []
     with running_on("reference"), torch.no_grad():
         rebalancer = Rebalancer([layer], parallel, every=1, window=1)
@@ -283,7 +288,7 @@ def raised(call: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", [ExchangeSpec(), ExchangeSpec("padded"), ExchangeSpec("all_gather")], ids=str)
+@pytest.mark.parametrize("way", [ExchangeSpec(), *map(ExchangeSpec, ("padded", "all_gather", "peer"))], ids=str)
 def test_a_rank_with_an_old_placement_raises_on_all(ranks: Pool, way: ExchangeSpec) -> None:
     for (error,) in ranks.call(left_behind, [(way, "version")] * 3):
         assert (
