@@ -43,7 +43,7 @@ def test_commands_run(command: str, tmp_path: pathlib.Path) -> None:
         ranks = int(words[words.index("--nproc-per-node") + 1])
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs")
-        words = ["-m", "torch.distributed.run", "--master-port", "0", *words]
+        words = ["-m", "torch.distributed.run", "--standalone", *words]
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "XLA_FLAGS")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(

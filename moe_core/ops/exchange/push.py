@@ -34,6 +34,9 @@ PUSH_TOKENS = Kernel("exchange.kernels.push:push_tokens")
 PUSH_COUNTS = Kernel("exchange.kernels.push:push_counts")
 PUSH_RESULTS = Kernel("exchange.kernels.push:push_results")
 
+#: Parts of the rows that results leave from by turns: a prime, so that few numbers of experts begin all parts alike.
+_SECTIONS = 13
+
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_dispatch_push(
@@ -256,7 +259,7 @@ def plan_combine_push(
     arguments = builder.pointers("y", "sources", "group_start", "slots_at")
     arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)
     arguments |= passed(NUM_EXPERTS=group_start.shape[0] - 1, PAIRS=pairs, WIDTH=width, DTYPE=y.dtype)
-    arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n)
+    arguments |= passed(SECTIONS=_SECTIONS, BLOCK_M=block_m, BLOCK_N=block_n)
     grid = copy_grid(rows, -(-width // block_n), block_m, most_programs(programs, target))
     builder.launch(PUSH_RESULTS, grid, arguments, warps, 1)
     return builder.build()

@@ -101,18 +101,22 @@ def push_counts(counts, counts_at, size, rank, BLOCK: tl.constexpr):
 @triton.jit
 def push_results(
     y, sources, group_start, slots_at, num_ranks, num_rows, num_slots,
-    NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SECTIONS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """slots_at[home][slot] = y[row] for (home, slot) = sources[row], of the rows that have one. Programs take turns.
 
     PAIRS: sources are pairs; else each is home * num_slots + slot.
+    Rows lie by (expert, home, slot) at every owner. If all stored them in that order, they would crowd at one home after
+    another. So blocks of rows come from SECTIONS parts of the rows by turns.
     """
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     # Behind the last group sources are old ones.
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
-    for tile in range(tl.program_id(0), tl.cdiv(filled, BLOCK_M) * blocks, tl.num_programs(0)):
-        row = (tile // blocks) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    section = tl.cdiv(filled, BLOCK_M * SECTIONS)
+    for tile in range(tl.program_id(0), section * SECTIONS * blocks, tl.num_programs(0)):
+        turn = tile // blocks
+        row = (turn % SECTIONS * section + turn // SECTIONS) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         columns = (tile % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside, exists = row < filled, (columns < WIDTH)[None, :]
         value = tl.load(y + row[:, None] * WIDTH + columns[None, :], mask=inside[:, None] & exists, other=0.0)
