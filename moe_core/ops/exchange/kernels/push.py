@@ -107,8 +107,9 @@ def push_results(
     """slots_at[home][slot] = y[row] for (home, slot) = sources[row], of the rows that have one. Programs take turns.
 
     PAIRS: sources are pairs; else each is home * num_slots + slot.
-    Rows lie by (expert, home, slot) at every owner. If all stored them in that order, they would crowd at one home after
-    another. So blocks of rows come from SECTIONS parts of the rows by turns.
+
+    Rows lie by (expert, home, slot) at every owner. If all stored them in that order, they would crowd at one home
+    after another. So blocks of rows come from SECTIONS parts of the rows by turns.
     """
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     # Behind the last group sources are old ones.

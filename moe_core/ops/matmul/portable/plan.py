@@ -30,11 +30,8 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
 }
 #: Numbers of rows whose tiles are further starting points.
 _ROWS = tuple(4**exponent for exponent in range(11))
-#: Rows per expert up to which weights stream through tiles of 16 or 32 rows, and up to which out_in weights have tiles
-#: of their own.
-_FEW_ROWS, _SOME_ROWS = 24, 48
-#: Reductions from which steps of 256 are many enough.
-_LONG = 1024
+#: Rows per expert up to which weights stream through tiles of 16 or 32 rows, out_in weights through tiles of their own.
+_FEW_ROWS = 24
 
 
 class _Portable(Family):
@@ -103,7 +100,7 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
     rows = problem.rows_per_group
     if problem.dtype == "float32":
         return TileConfig(16 if rows <= 16 else 32, 64, 32, 4, 2)
-    if rows <= _SOME_ROWS and (config := _long_rows(problem)) is not None:
+    if rows <= _FEW_ROWS and (config := _long_rows(problem)) is not None:
         return config
     if rows <= 10:
         # Weights stream once: wide tiles, unless so few exist that narrower ones fill the chip better.
@@ -117,26 +114,20 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
 
 
 def _long_rows(problem: MatmulProblem) -> TileConfig | None:
-    """The tile of few rows with out_in weights, None where the reduction has no even steps of 128 or 256, and for a
-    dense product, whose kernel spills registers there.
+    """The tile of few rows with out_in weights, None where the reduction has no even steps of 128, and for a dense
+    product, whose kernel spills registers there.
 
-    Weights stream at the speed of memory only where a step reads 256 bytes and more of each of their rows: twice to
-    four times as deep as that of in_out, and as much narrower, so that two blocks still share a multiprocessor.
+    Weights stream at the speed of memory only where a step reads 256 bytes of each of their rows. Tiles so few that
+    half of the chip has none are halved.
     """
     if problem.layout is None or problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
         return None
-    rows, sms = problem.rows_per_group, problem.target.num_sms
-    wide, narrow = 128 // problem.buffers, 64 // problem.buffers
-    if rows > _FEW_ROWS:
-        return TileConfig(64, narrow, 128, 4, 3)
-    if rows > 10:
-        return TileConfig(32, wide, 128, 4, 3)
-    if problem.d % 256 == 0 and problem.d >= _LONG:
-        # A wide tile of one multiprocessor rather than two narrow ones.
-        alone = problem.gated and sms < problem.used_groups * -(-problem.n // narrow) <= 2 * sms
-        return TileConfig(16, wide if alone else narrow, 256, 4, 3)
-    few = problem.used_groups * -(-problem.n // wide) < sms
-    return TileConfig(16, narrow, 128, 4, 6) if few else TileConfig(16, wide, 128, 4, 4)
+    block_n, sms = 128 // problem.buffers, problem.target.num_sms
+    if problem.rows_per_group > 10:
+        return TileConfig(32, block_n, 128, 4, 3)
+    if 2 * problem.used_groups * -(-problem.n // block_n) <= sms:
+        return TileConfig(16, block_n // 2, 128, 4, 6)
+    return TileConfig(16, block_n, 128, 4, 4)
 
 
 def _around(start: TileConfig) -> Iterable[TileConfig]:
