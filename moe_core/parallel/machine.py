@@ -205,7 +205,8 @@ def choose_mode(
 
     tokens: of a rank. machine: as for `machine_of`; of a measured one, few tokens are those whose rows take no longer
     than a message's latency. capturable: the host may read nothing, as under a CUDA graph. symmetric: ranks of a domain
-    can store to each other's memory. row_bytes: of a token. Raises InvalidInput.
+    can store to each other's memory; they do, unless other messages were measured to be faster. row_bytes: of a token.
+    Raises InvalidInput.
     """
     require_kind("placement", placement, Placement)
     machine = machine_of(machine)
@@ -219,12 +220,13 @@ def choose_mode(
         gather = machine.link("all_gather")
         few = int(gather.latency_us * gather.bandwidth * 1e3 / row_bytes)
         why = f"their rows take less than the measured latency of {gather.latency_us:.0f} us"
-    if ranks * tokens <= few:
-        return "all_gather", f"{ranks * tokens} tokens of all ranks are at most {few}: {why}"
+    is_few = ranks * tokens <= few
     if symmetric and ranks <= machine.domain:
-        plain, peer = machine.link("all_to_all"), machine.link("peer")
+        plain, peer = machine.link("all_gather" if is_few else "all_to_all"), machine.link("peer")
         if peer.us(tokens * row_bytes) <= plain.us(tokens * row_bytes):
             return "peer", f"{ranks} ranks of one domain of {machine.domain} store to each other's memory"
+    if is_few:
+        return "all_gather", f"{ranks * tokens} tokens of all ranks are at most {few}: {why}"
     if capturable:
         return "padded", "the host may read nothing, and blocks have one size"
     return "all_to_all", "exact counts move fewest rows, and the host may read them"

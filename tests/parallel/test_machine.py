@@ -226,6 +226,8 @@ def test_a_mode_is_chosen_by_what_was_measured() -> None:
     assert choose_mode(123, placement, plain)[0] == "all_to_all"
     assert choose_mode(123, placement, plain, row_bytes=4096)[0] == "all_gather"
     assert choose_mode(123, placement, peer, symmetric=True)[0] == "peer"
+    assert choose_mode(1, placement, peer, symmetric=True)[0] == "peer", "few tokens, too"
+    assert choose_mode(1, placement, bad, symmetric=True)[0] == "all_gather", "peers were measured to be slower"
     assert choose_mode(123, placement, bad, symmetric=True)[0] == "all_to_all", "peers were measured to be slower"
     assert choose_mode(123, placement, bad, symmetric=True, capturable=True)[0] == "padded"
     assert choose_mode(4096, Placement.linear(32, 8), peer, symmetric=True)[0] == "all_to_all", "a domain has 4 ranks"

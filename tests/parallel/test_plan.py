@@ -373,7 +373,9 @@ def test_wrong_exchanges_are_refused(change: dict[str, Any], kind: type[Exceptio
         (65, 4, {}, "all_to_all", "exact counts"),
         (65, 4, {"capturable": True}, "padded", "the host may read nothing"),
         (65, 8, {"capturable": True, "symmetric": True}, "peer", "8 ranks of one domain of 8"),
+        (1, 8, {"symmetric": True}, "peer", "8 ranks of one domain of 8"),
         (65, 16, {"symmetric": True}, "all_to_all", "exact counts"),
+        (1, 16, {"symmetric": True}, "all_gather", "16 tokens of all ranks are at most 256"),
     ],
 )
 def test_modes_are_chosen_with_a_reason(
