@@ -125,7 +125,7 @@ def _sum_shapes(given: Any) -> Outputs:
 
 SUM_RESULTS = _operator(
     "sum_results",
-    ("y", "row_of_slot", "headers", "shared?", "shared_gate?"),
+    ("y", "row_of_slot", "headers?", "agree?", "wanted?", "shared?", "shared_gate?"),
     ("out_dtype",),
     plan_sum_results,
     lambda given: [

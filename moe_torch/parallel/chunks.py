@@ -262,8 +262,6 @@ def _overlapped(
             total = routes.start_total(found.output, "results")
             own, gate = _part(dense, number, chunks)
             part.copy_(total(shared=own, shared_gate=gate, out_dtype=dtype))
-            if routes.spoilt is not None:
-                part.masked_fill_(routes.spoilt[:, None], torch.nan)
             kept[number] = (rows, found, routes), _marked(copies)
         parts.append(_Part(found.tokens_per_expert, routes))
         if number:

@@ -164,7 +164,7 @@ class DirectRoutes:
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return peer_ops.sum_results(returned.own, self.pushed.places, self.memory.headers.own, **options)
+            return peer_ops.sum_results(returned.own, self.pushed.places, headers=self.memory.headers.own, **options)
 
         return total
 

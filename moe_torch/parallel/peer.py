@@ -21,7 +21,6 @@ from moe_core.parallel.bounds import rows_received, slots_received, tokens_at_on
 from moe_core.parallel.header import Header
 from moe_core.parallel.plan import ExchangePlan
 from moe_core.specs.operands import RaggedLayout
-from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops, symmetric
@@ -144,6 +143,8 @@ class PeerRoutes:
             (header,) = exchange.constants((tuple(plan.header),), weights.device)
         self.header, self.ids, self.weights = header, cast(Any, None), cast(Any, None)
         self._rows: torch.Tensor | None = None
+        #: Tokens whose output has to become NaN: `start_total` sees to it.
+        self.spoilt = None
         #: What the owner's op has made of the rows.
         self.computed: Any = None
         #: Of rows of tokens, the rank of every slot.
@@ -155,7 +156,7 @@ class PeerRoutes:
         """Tell all ranks how many rows go where; from what they tell, where they go."""
         plan, placement, device = self.plan, self.plan.placement, places.device
         told = [self.header, *exchange.constants(((self.tokens, 0, 0, 0),), device)]
-        slots = visits = reached = None
+        slots = visits = None
         count, going = 0, places
         if not self.at_ranks:
             count, slots = placement.num_places, ops.make_layout(places, placement.num_places)
@@ -167,7 +168,7 @@ class PeerRoutes:
             sent = ops.make_layout(visits, placement.num_ranks)
             told.append(sent.group_sizes)
         known = self._told_by_all(told)
-        agree = (known[:, :_HEADER] == self.header).all()
+        self._agree = (known[:, :_HEADER] == self.header).all().view(1)
         self.group_tokens = self.ranks.size * self.tokens
         if device.type == "cpu":
             self.group_tokens = int(known[:, _HEADER].sum())
@@ -184,18 +185,15 @@ class PeerRoutes:
             most = self.sizes.computed if self.by_token else self._bound(self.sizes.computed)
             self.back = self._places(going, slots, known[:, :count], most)
             self.overflow = self.back.overflow + self.overflow if self.by_token else self.back.overflow
-            reached = self.back.rows
         if not self.by_token:
             self.sent = self.back
-        assert reached is not None
         received = self.back.received
         if plan.spec.receive == 0:
             received = torch.zeros_like(received)
         self._local, self._received = ops.layout_of_runs(received, self.sizes.computed)
-        spoilt = (~agree).expand(len(places))
-        if plan.spec.on_overflow == "error":
-            spoilt = spoilt | ((places >= 0) & (reached < 0)).any(dim=1)
-        self.spoilt = spoilt
+        drops, wanted = plan.spec.on_overflow == "drop", places if slots is not None else visits
+        #: What the sum is NaN without.
+        self._wanted = None if drops else wanted
 
     def _told_by_all(self, told: list[torch.Tensor]) -> torch.Tensor:
         """int32 `[W, N]` of all ranks."""
@@ -297,23 +295,18 @@ class PeerRoutes:
             self.weights = torch.where(here, memory.beside.own[:, top_k : 2 * top_k], 0.0)
 
     def start_total(self, rows: torch.Tensor, what: str) -> Summing:
-        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`; of rows computed at their owners,
-        `[R, D]`, which set off."""
+        """What sums each token's results, `[T, D]`, with the options of `peer_ops.sum_results`; of rows computed at
+        their owners, `[R, D]`, which set off. It is NaN where ranks disagree, or a slot has no row."""
         own = self.memory.returned.addresses
         sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
         peer_ops.combine_push(rows, self._sources, self._received.group_start, own, **sizes)
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return self._total(**options)
+            wrong = {"agree": self._agree, "wanted": self._wanted}
+            return peer_ops.sum_results(self.memory.returned.own, self.back.rows, **(wrong | options))
 
         return total
-
-    def _total(self, **options: Any) -> torch.Tensor:
-        tokens, each = self.back.rows.shape
-        nothing, spec = self._sources.new_empty(0), LayoutSpec(tokens, each, 1)
-        layout = RaggedLayout(spec, nothing, nothing, nothing, self.back.rows.view(-1), None)
-        return ops.reduce(self.memory.returned.own[: tokens * each], layout, order="slot", **options)
 
     def gradients(
         self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None
@@ -326,7 +319,7 @@ class PeerRoutes:
         if d_weights is not None:
             memory.d_weights.own.copy_(d_weights.view(-1))
         if total is not None:
-            wide = total(out_dtype=torch.float32)
+            wide = total(out_dtype=torch.float32, agree=None, wanted=None)
         elif d_weights is not None:
             self.arrive("d_weights")
         if d_weights is not None:

@@ -349,19 +349,24 @@ def push_tokens_once(
 def sum_results(
     y: torch.Tensor,
     places: torch.Tensor,
-    headers: torch.Tensor,
     *,
+    headers: torch.Tensor | None = None,
+    agree: torch.Tensor | None = None,
+    wanted: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add the results of each token's slots as `reduce(order="slot")` does; NaN where ranks have other headers.
+    """Add the results of each token's slots as `reduce(order="slot")` does; NaN where something went wrong.
 
     Args:
         y: `[N, D]`. Results by slot, N at least T * K.
-        places: of `push_tokens_once`. A slot without a place adds nothing.
-        headers: int32 `[2 * W + 1, 12]`, as `push_tokens_once` stores them. Their first eight numbers must agree.
+        places: int32 `[T, K]`, of `push_tokens_once`, or the rows of `peer_places`. A slot with -1 adds nothing.
+        headers: int32 `[2 * W + 1, 12]`, as `push_tokens_once` stores them. All is NaN unless their first eight numbers
+            agree.
+        agree: bool `[1]`. False makes all NaN.
+        wanted: int32 `[T, K]`. A token is NaN if a slot that is not -1 there has no place.
         shared, shared_gate, out_dtype: as of `combine_pull`.
         memory: see the module.
 
@@ -369,7 +374,7 @@ def sum_results(
         out `[T, D]`.
     """
     text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
-    return call(operators.SUM_RESULTS, y, places, headers, shared, shared_gate, memory, text)
+    return call(operators.SUM_RESULTS, y, places, headers, agree, wanted, shared, shared_gate, memory, text)
 
 
 def _rows(number: int, name: str = "num_rows") -> int:

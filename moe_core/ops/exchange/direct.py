@@ -123,20 +123,24 @@ def plan_push_tokens_once(
 def plan_sum_results(
     y: ArraySpec,
     row_of_slot: ArraySpec,
-    headers: ArraySpec,
     target: Target,
     *,
+    headers: ArraySpec | None = None,
+    agree: ArraySpec | None = None,
+    wanted: ArraySpec | None = None,
     shared: ArraySpec | None = None,
     shared_gate: ArraySpec | None = None,
     out_dtype: str | None = None,
 ) -> LaunchPlan:
-    """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where ranks told different headers.
+    """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where something went wrong.
 
-    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: the places of `plan_push_tokens_once`; -1 adds
-    nothing. headers int32 `[2 * W + 1, 12]`: as there; ranks must agree in the first eight numbers of the last turn.
+    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: -1 adds nothing. headers: int32
+    `[2 * W + 1, 12]`, of `plan_push_tokens_once`; all is NaN where ranks differ in the first eight numbers of the last
+    turn. agree bool `[1]`: False makes all NaN. wanted int32 `[T, K]`: a token is NaN of which a slot is not -1 there,
+    and has no row.
     shared, shared_gate, out_dtype: as of `plan_reduce`.
 
-    Inputs: y, row_of_slot, headers, [shared], [shared_gate]. Raises InvalidInput.
+    Inputs: y, row_of_slot, [headers], [agree], [wanted], [shared], [shared_gate]. Raises InvalidInput, Unsupported.
     """
     require_spec("row_of_slot", row_of_slot, ("num_tokens", "top_k"), "int32")
     tokens, top_k = row_of_slot.shape
@@ -144,12 +148,18 @@ def plan_sum_results(
     rows, width = y.shape
     if rows < row_of_slot.size:
         raise InvalidInput(f"y must have a row for each of the {row_of_slot.size} slots, got {rows}; pass all results")
-    require_spec("headers", headers, ("2 * num_ranks + 1", TOLD), "int32")
-    num_ranks = headers.shape[0] // 2
-    if headers.shape[0] != 2 * num_ranks + 1 or num_ranks < 1:
-        raise InvalidInput(
-            f"headers must have two rows for each rank and one more, got {headers}; pass the whole array"
-        )
+    num_ranks = 0
+    if headers is not None:
+        require_spec("headers", headers, ("2 * num_ranks + 1", TOLD), "int32")
+        num_ranks = headers.shape[0] // 2
+        if headers.shape[0] != 2 * num_ranks + 1 or num_ranks < 1:
+            raise InvalidInput(
+                f"headers must have two rows for each rank and one more, got {headers}; pass the whole array"
+            )
+    if agree is not None:
+        require_spec("agree", agree, (1,), "bool")
+    if wanted is not None:
+        require_spec("wanted", wanted, row_of_slot.shape, "int32")
     if shared is not None:
         row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:
@@ -159,7 +169,8 @@ def plan_sum_results(
     out_dtype = dtypes.canonical(out_dtype or y.dtype)
     require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
     builder = PlanBuilder("sum_results", target)
-    arrays = {"y": y, "row_of_slot": row_of_slot, "headers": headers, "shared": shared, "shared_gate": shared_gate}
+    arrays = {"y": y, "row_of_slot": row_of_slot, "headers": headers, "agree": agree, "wanted": wanted}
+    arrays |= {"shared": shared, "shared_gate": shared_gate}
     present = builder.inputs(arrays)
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
@@ -167,8 +178,9 @@ def plan_sum_results(
         return builder.reference("exchange.reference_direct:sum_results", present, {"out_dtype": out_dtype}, ("out",))
     block_t, block_n, warps = reduce_tile(tokens, width, target)
     arguments = builder.pointers(*arrays, "out")
-    arguments |= passed(num_tokens=tokens, num_rows=rows, num_ranks=num_ranks, TOP_K=top_k, WIDTH=width)
-    arguments |= passed(SHARED_STRIDE=0 if shared is None else row_stride("shared", shared), UNROLL=unrolled(top_k))
-    arguments |= passed(HEADER=HEADER, RANKS=padded(num_ranks, 1), BLOCK_T=block_t, BLOCK_N=block_n)
+    arguments |= passed(num_tokens=tokens, num_rows=rows, num_ranks=num_ranks, TOP_K=top_k, COLUMNS=columns_of(top_k))
+    arguments |= passed(WIDTH=width, SHARED_STRIDE=0 if shared is None else row_stride("shared", shared))
+    arguments |= passed(UNROLL=unrolled(top_k), HEADER=HEADER, RANKS=padded(num_ranks, 1))
+    arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n)
     builder.launch(SUM_RESULTS, (-(-tokens // block_t), -(-width // block_n)), arguments, warps)
     return builder.build()

@@ -66,7 +66,9 @@ def last_told(headers: Any) -> Any:
 def sum_results(
     y: np.ndarray,
     row_of_slot: np.ndarray,
-    headers: np.ndarray,
+    headers: np.ndarray | None = None,
+    agree: np.ndarray | None = None,
+    wanted: np.ndarray | None = None,
     shared: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
     *,
@@ -75,7 +77,12 @@ def sum_results(
     """The result of `moe_core.ops.exchange.direct.plan_sum_results`."""
     top_k, order = row_of_slot.shape[1], row_of_slot.reshape(-1)
     out = reduce(y[: order.size], order, shared, shared_gate, top_k=top_k, order="slot", out_dtype=out_dtype)
-    told = last_told(headers)[:, :-4]
-    if (told != told[0]).any():
+    if headers is not None:
+        told = last_told(headers)[:, :-4]
+        if (told != told[0]).any():
+            out[...] = np.nan
+    if agree is not None and not agree[0]:
         out[...] = np.nan
+    if wanted is not None:
+        out[((wanted >= 0) & (row_of_slot < 0)).any(axis=1)] = np.nan
     return out

@@ -126,7 +126,10 @@ def test_sums_are_those_of_reduce(target: Target, tokens: int) -> None:
                 told = headers.copy()
                 if disagreeing is not None:
                     told[now + disagreeing, tokens] += 1
-                arrays = {"y": y, "row_of_slot": order, "headers": told, **extra}
+                wrong = {"headers": told}
+                if out_dtype == "float32" and disagreeing in (None, 0):
+                    wrong = {"agree": np.array([disagreeing is None])}
+                arrays = {"y": y, "row_of_slot": order, **wrong, **extra}
                 specs = {name: spec_of(array) for name, array in arrays.items()}
                 plan = plan_sum_results(**specs, target=target, out_dtype=out_dtype)
                 alone = {"y": y[: order.size], "row_of_slot": order.reshape(-1), **extra}
@@ -138,6 +141,22 @@ def test_sums_are_those_of_reduce(target: Target, tokens: int) -> None:
                     expected[...] = np.nan
                 found = run_plan(plan, arrays)["out"]
                 np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+
+
+@on_engines
+def test_tokens_that_lost_a_slot_are_not_numbers(target: Target) -> None:
+    random = np.random.default_rng(0)
+    y, wanted = draw_array(random, (4 * 3, D), "float32"), random.integers(-1, 4, (4, 3)).astype(np.int32)
+    wanted[0], wanted[3] = -1, 2
+    order = np.where(wanted < 0, -1, wanted)
+    order[1, np.argmax(wanted[1] >= 0)] = -1
+    found = []
+    for beside in ({}, {"wanted": wanted}):
+        arrays = {"y": y, "row_of_slot": order, **beside}
+        specs = {name: spec_of(array) for name, array in arrays.items()}
+        found.append(run_plan(plan_sum_results(**specs, target=target), arrays)["out"].copy())
+    found[0][1] = np.nan
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 @on_engines
@@ -188,13 +207,15 @@ def test_wrong_arguments() -> None:
             plan_push_tokens_once(**(arrays | sizes | changed))
     y, order, headers = ArraySpec((8, D), "bfloat16"), ArraySpec((4, 2), "int32"), ArraySpec((5, TOLD), "int32")
     options: dict[str, Any] = {"target": Target("reference")}
-    assert plan_sum_results(y, order, headers, **options).outputs[0].spec == ArraySpec((4, D), "bfloat16")
+    assert plan_sum_results(y, order, headers=headers, **options).outputs[0].spec == ArraySpec((4, D), "bfloat16")
     for bad, message in (
-        ((ArraySpec((7, D), "bfloat16"), order, headers), "y must have a row for each of the 8 slots, got 7"),
-        ((y, order, ArraySpec((5, 8), "int32")), r"headers must be \["),
-        ((y, order, ArraySpec((4, TOLD), "int32")), "headers must have two rows for each rank and one more"),
+        ({"y": ArraySpec((7, D), "bfloat16")}, "y must have a row for each of the 8 slots, got 7"),
+        ({"headers": ArraySpec((5, 8), "int32")}, r"headers must be \["),
+        ({"headers": ArraySpec((4, TOLD), "int32")}, "headers must have two rows for each rank and one more"),
+        ({"agree": ArraySpec((2,), "bool")}, "agree must be"),
+        ({"wanted": ArraySpec((4, 3), "int32")}, "wanted must be"),
     ):
         with pytest.raises(InvalidInput, match=message):
-            plan_sum_results(*bad, **options)
+            plan_sum_results(**({"y": y, "row_of_slot": order} | bad), **options)
     with pytest.raises(InvalidInput, match="shared_gate must be None without shared"):
-        plan_sum_results(y, order, headers, shared_gate=ArraySpec((4, 1), "float32"), **options)
+        plan_sum_results(y, order, shared_gate=ArraySpec((4, 1), "float32"), **options)

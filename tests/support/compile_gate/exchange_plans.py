@@ -93,8 +93,9 @@ def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> I
     yield plan_push_tokens_once(*arrays, target, **sizes, given=ids)
     results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((2 * RANKS + 1, TOLD), "int32")
     gate = ArraySpec((tokens, 1), "float32")
-    yield plan_sum_results(results, ids, told, target)
-    yield plan_sum_results(results, ids, told, target, shared=x, shared_gate=gate, out_dtype="float32")
+    yield plan_sum_results(results, ids, target, headers=told)
+    yield plan_sum_results(results, ids, target, headers=told, shared=x, shared_gate=gate, out_dtype="float32")
+    yield plan_sum_results(results, ids, target, agree=ArraySpec((1,), "bool"), wanted=ids)
 
 
 def narrow_moves(kernel: str, ptx: str) -> str:

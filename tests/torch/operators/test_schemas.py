@@ -154,8 +154,8 @@ router_backward(Tensor d_logits, Tensor x, Tensor weight, Tensor? bias, str opti
 scale_rows(Tensor x, Tensor weights, str options) -> Tensor
 send_tables(Tensor ids, Tensor weights, Tensor places_of_experts, Tensor start, Tensor header, Tensor? token_mask,
     Tensor? tokens, Tensor? limits, str options) -> Tensor[]
-sum_results(Tensor y, Tensor row_of_slot, Tensor headers, Tensor? shared, Tensor? shared_gate, Tensor(a!)? memory,
-    str options) -> Tensor
+sum_results(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor? wanted, Tensor? shared, Tensor?
+    shared_gate, Tensor(a!)? memory, str options) -> Tensor
 take_rows(Tensor x, Tensor slot_of_row, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
 """

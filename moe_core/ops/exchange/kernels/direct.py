@@ -115,26 +115,40 @@ def _count(
 
 @triton.jit
 def sum_results(
-    y, row_of_slot, headers, shared, shared_gate, out, num_tokens, num_rows, num_ranks,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, UNROLL: tl.constexpr, HEADER: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    y, row_of_slot, headers, agree, wanted, shared, shared_gate, out, num_tokens, num_rows, num_ranks,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, UNROLL: tl.constexpr,
+    HEADER: tl.constexpr, RANKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`reduce` of results by slot; NaN where two ranks told other headers in the last turn, see `push_tokens_once`."""
+    """`reduce` of results by slot; NaN where ranks do not agree, and in tokens with a wanted slot that has no row.
+
+    headers: see `push_tokens_once`; those of the last turn are compared. agree: whether they did.
+    """
     reduce_tile(
         tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
         WIDTH, SHARED_STRIDE, False, UNROLL, BLOCK_T, BLOCK_N, False,
     )  # fmt: skip
-    ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
-    turn = tl.load(headers + 2 * num_ranks * (HEADER + 4)) - 1
-    headers += (turn & 1) * num_ranks * (HEADER + 4)
-    first = tl.load(headers + numbers)
-    told = tl.load(headers + ranks * (HEADER + 4) + numbers, mask=ranks < num_ranks, other=0)
-    differ = (told != first) & (ranks < num_ranks)
-    if tl.max(tl.max(differ.to(tl.int32), axis=1), axis=0) > 0:
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    spoilt = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    if headers is not None:
+        ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
+        turn = tl.load(headers + 2 * num_ranks * (HEADER + 4)) - 1
+        headers += (turn & 1) * num_ranks * (HEADER + 4)
+        first = tl.load(headers + numbers)
+        told = tl.load(headers + ranks * (HEADER + 4) + numbers, mask=ranks < num_ranks, other=0)
+        differ = ((told != first) & (ranks < num_ranks)).to(tl.int32)
+        spoilt += tl.max(tl.max(differ, axis=1), axis=0)
+    if agree is not None:
+        spoilt += (tl.load(agree) == 0).to(tl.int32)
+    if wanted is not None:
+        k = tl.arange(0, COLUMNS)[None, :]
+        slots, inside = tokens[:, None] * TOP_K + k, (tokens < num_tokens)[:, None] & (k < TOP_K)
+        lost = tl.load(row_of_slot + slots, mask=inside, other=0) < 0
+        lost = lost & (tl.load(wanted + slots, mask=inside, other=-1) >= 0)
+        spoilt += tl.max(lost.to(tl.int32), axis=1)
+    if tl.max(spoilt, axis=0) > 0:
         # Behind the sums, which other threads may have stored.
         tl.debug_barrier()
-        tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (tokens < num_tokens)[:, None] & (columns < WIDTH)[None, :]
+        mask = ((tokens < num_tokens) & (spoilt > 0))[:, None] & (columns < WIDTH)[None, :]
         nothing = tl.full((BLOCK_T, BLOCK_N), float("nan"), out.dtype.element_ty)
         tl.store(out + tokens[:, None] * WIDTH + columns[None, :], nothing, mask=mask)
