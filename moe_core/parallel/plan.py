@@ -381,7 +381,9 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
     ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
-        return symmetric + max(gathered + given, results + given + scratch, results + kept + (parts or output), ends)
+        # Chunks are of gathered rows, which stay until the last has gone.
+        held = gathered + max(given, results + given + scratch, results + kept + (parts or output))
+        return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     return routing + max(
         gathered + size.get("sent rows", 0) + received,

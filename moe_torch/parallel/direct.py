@@ -78,7 +78,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
 
 def _most(plan: ExchangePlan) -> int:
     """Tokens of a rank that there is memory for; no buffer is empty, so that each has an address."""
-    return max(1, tokens_at_once(plan.tokens, plan.spec))
+    return max(1, tokens_at_once(plan.brought, plan.spec))
 
 
 class DirectRoutes:

@@ -64,7 +64,7 @@ class ExpertParallel:
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
-        Unsupported: tensor with mode `peer`; `sums="ranks"`, a format and chunks with other modes.
+        Unsupported: `sums="ranks"`, a format and chunks with other modes.
     """
 
     mesh: Any
@@ -95,8 +95,6 @@ class ExpertParallel:
         peer = exchange.mode == "peer"
         if peer:
             require_peer_format(exchange.format)
-            if self.tensor is not None:
-                raise Unsupported("tensor must be None with mode 'peer', which has whole experts alone; leave it out")
         for name, refused, instead in (
             ("sums", exchange.sums != "slots" and not peer, "slots"),
             ("format", exchange.format is not None and not peer, None),
@@ -229,13 +227,12 @@ class Exchange:
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]), digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
+            if plan.spec.mode == "peer" or tensor is not None:
+                Given(*brought, self.moving).require_valid()
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
                 experts = bias_once(experts, tensor.split)
-            given = Given(x, wide[0], ids, weights, mask, self.moving)
-            if plan.spec.mode == "peer":
-                given.require_valid()
-            else:
+            if plan.spec.mode != "peer":
                 planner = plan_routes(self.ranks, plan, brought.ids, brought.weights, brought.token_mask, self.moving)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
@@ -252,8 +249,10 @@ class Exchange:
                 own = dataclasses.replace(own, rows_in_order=True)
             return (run_in_order if plan.direct else ops.moe)(rows, experts, routing, own)
 
+        beside, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:
-            found = run_chunks(self.ranks, plan, given, run_experts, dense, dtype)
+            found = run_chunks(self.ranks, plan, Given(*brought, self.moving), run_experts, beside, of_parts)
+            del brought
         else:
             routes = planner.start()()
             rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
@@ -261,16 +260,13 @@ class Exchange:
             result = run_experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
             # Training keeps them; else their memory is for the rows that come home.
             del rows
-            beside = dense() if dense else (None, None)
-            if tensor is None:
-                output = combine(routes, result.output, beside, dtype)
-                counted = routes.tokens_per_expert, routes.invalid_ids
-            else:
-                parts = combine(routes, result.output, (None, None), torch.float32)
-                output = tensor.total(parts, x, beside, dtype)
-                # The routes' are of all tokens of the axis.
-                counted = counts_of(ids, placement, mask)
+            output = combine(routes, result.output, beside() if beside else (None, None), of_parts)
+            counted = routes.tokens_per_expert, routes.invalid_ids
             found = Found(output, result.tokens_per_expert, routes.overflow, *counted)
+        if tensor is not None:
+            output = tensor.total(found.output, x, dense() if dense else (None, None), dtype)
+            # The exchange's are of all tokens of the axis.
+            found = Found(output, found.received, found.overflow, *counts_of(ids, placement, mask))
         if self.moving is not None:
             self.moving.load.add_(found.tokens_per_expert)
         missing = placement.per_rank - len(found.received)

@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     def of(cls, plan: ExchangePlan) -> Sizes:
         """No buffer is empty, so that each has an address."""
         spec, placement, top_k = plan.spec, plan.placement, plan.top_k
-        tokens = tokens_at_once(plan.tokens, spec)
+        tokens = tokens_at_once(plan.brought, spec)
         rows = rows_received(spec, tokens, top_k, placement)
         if spec.sums == "ranks":
             ranks = placement.num_ranks

@@ -53,7 +53,8 @@ class TensorRanks:
 
         rank: this one's number on the other axis. A collective. Raises as `compare_headers` does.
         """
-        device, header = own.x.device, plan.tensor_header(rank)
+        # A plan of mode `peer` is of the most tokens that there may be.
+        device, header = own.x.device, plan.tensor_header(rank)._replace(tokens=len(own.x))
         self.told, apart = True, self.split.tokens == "split"
         (sent,) = exchange.constants((tuple(header),), device)
         # On a GPU the host waits where it does so anyway. Else headers travel with the routing.

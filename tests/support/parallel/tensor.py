@@ -106,7 +106,8 @@ def run_rank(
             for prefix, bundle in (("experts", experts), ("routing", routing), ("shared", shared)):
                 leaves |= {f"{prefix}.{name}": array for name, array in trained(bundle).items()}
         over: Any = {"tensor": tensor_axis, "tensor_tokens": grid.tokens} if fault != "without_tensor" else {}
-        parallel = ExpertParallel(experts_axis, way, **over)
+        # Of all ranks of the axis, which is more than any of them has.
+        parallel = ExpertParallel(experts_axis, way, max(problem.tokens) + 1, **over)
         options: Any = {"parallel": parallel, "placement": problem.placement, "token_mask": mask, "shared": shared}
         found = parallel_moe(x, experts, routing, problem.spec, **options)
         if differentiated:

@@ -98,11 +98,11 @@ def results(layer: MoE, x: torch.Tensor, d_y: torch.Tensor, losses: Any) -> dict
 
 def run(group: Any, name: str, shape: tuple[int, int], tokens: str, kind: str, each: int) -> dict[str, np.ndarray]:
     mesh, layer = mesh_of(*shape), make(name)
-    parallel = over(mesh, tensor_tokens=tokens, exchange=ExchangeSpec(rows="slots"))
+    exchange = ExchangeSpec("peer" if name in ("shared", "ungated") else "all_to_all", "slots")
+    parallel = over(mesh, tensor_tokens=tokens, max_tokens=each, exchange=exchange)
     parallelize(layer, parallel, placement=placement_of(kind, E, shape[0], 1))
     down: Any = layer.experts.down
-    assert down.shape == (E, D, F) or down.shape == (E, F, D)
-    assert F // shape[1] in down.to_local().shape[1:]
+    assert down.shape in ((E, D, F), (E, F, D)) and F // shape[1] in down.to_local().shape[1:]
     number = mesh.get_rank() if tokens == "split" else mesh["ep"].get_local_rank()
     x, d_y = (array[number * each :][:each] for array in rows(4 * each))
     found = results(layer, x, d_y, lambda aux: group_losses(aux, layer.spec.router, parallel))
