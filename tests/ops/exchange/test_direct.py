@@ -19,11 +19,11 @@ from moe_core.parallel import Placement
 from moe_core.parallel.exchange import physical_ids
 from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import run_plan, spec_of
-from tests.support.parallel.peers import ON_HOST, Peers
+from tests.support.parallel.peers import ENGINES, Peers
 from tests.support.parallel.placements import placement_of
 from tests.support.strategies import draw_array, seeds
 
-on_engines = pytest.mark.parametrize("target", ON_HOST, ids=lambda target: target.kind)
+on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 D = 24
 
 

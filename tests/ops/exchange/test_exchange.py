@@ -19,12 +19,12 @@ from moe_core.parallel.exchange import first_owners
 from moe_core.parallel.reference import GroupForward, _at_owner, moe, numpy_backward
 from moe_core.specs.operands import OutputGradients
 from tests.support.harness import spec_of
-from tests.support.parallel.peers import ON_HOST, Peers, Places, poisoned
+from tests.support.parallel.peers import ENGINES, Peers, Places, poisoned
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.strategies import draw_array
 
-on_engines = pytest.mark.parametrize("target", ON_HOST, ids=lambda target: target.kind)
+on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 D = 24
 
 

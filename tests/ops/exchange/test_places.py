@@ -16,12 +16,10 @@ from moe_core.ops.exchange.places import MAX_COUNTS, plan_peer_places
 from moe_core.parallel.exchange import destinations, first_owners, owners_of, run_starts, sends
 from moe_core.plan.steps import Constant, KernelLaunch
 from tests.support import harness
-from tests.support.harness import H200, engine_target, run_plan, spec_of
-from tests.support.parallel.peers import ON_HOST, Peers
+from tests.support.harness import H200, run_plan, spec_of
+from tests.support.parallel.peers import ENGINES, Peers
 
-on_engines = pytest.mark.parametrize("target", ON_HOST, ids=lambda target: target.kind)
-#: Where no address is read, kernels run on a GPU too.
-on_devices = pytest.mark.parametrize("target", (engine_target(), Target("reference")), ids=lambda target: target.kind)
+on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,14 +73,14 @@ def test_any_routing(target: Target, data: st.DataObject) -> None:
 def test_worked_example() -> None:
     """Of moe_core/parallel/exchange.py: W = 2, L = 2, K = 2, and rank 1 sends nothing."""
     ids = [np.array([[2, 3], [0, 2]], np.int32), np.zeros((0, 2), np.int32)]
-    own, other = Peers(2, ON_HOST[0]).places(ids, 4, 2)
+    own, other = Peers(2, ENGINES[0]).places(ids, 4, 2)
     assert own.owners.tolist() == [[1, -1], [0, 1]]
     assert own.rows.tolist() == [[0, -1], [0, 1]]
     assert (own.received.tolist(), other.received.tolist()) == ([[1, 0]], [[2, 1]])
     assert own.overflow.tolist() == other.overflow.tolist() == [1]
 
 
-@on_devices
+@on_engines
 @pytest.mark.parametrize("wrong", [2**31 - 1, -1, -(2**31)])
 def test_counts_that_lie_stay_inside(target: Target, wrong: int) -> None:
     """Rows stay below the bound, and overflow is no negative number."""
@@ -98,7 +96,7 @@ def test_counts_that_lie_stay_inside(target: Target, wrong: int) -> None:
         assert found["overflow"][0] >= 0 and found["received"].min() >= 0
 
 
-@on_devices
+@on_engines
 def test_counts_behind_a_header(target: Target) -> None:
     """Rows of counts may be strided."""
     ids = np.array([[1, 0]], np.int32)

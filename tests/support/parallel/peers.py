@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,12 @@ from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.parallel.exchange import sends
-from tests.support.harness import OUTPUT_GUARD, GuardedBuffer, engine_target, run_plan, spec_of
+from tests.support.harness import GUARD_BYTES, OUTPUT_GUARD, GuardedBuffer, engine_target, run_plan, spec_of
+from tests.support.runtime.device_memory import DeviceBytes
 
-#: Engines that read addresses of this process: kernels that are compiled read a GPU's, as in test_peer_ops.py.
-ON_HOST = tuple(target for target in (engine_target(), Target("reference")) if target.kind != "cuda")
+#: Engines of one process with the memory of all ranks, on the host or on a GPU; and those that read the host's.
+ENGINES = (engine_target(), Target("reference"))
+ON_HOST = tuple(target for target in ENGINES if target.kind != "cuda")
 
 
 class Places(NamedTuple):
@@ -28,6 +31,25 @@ class Places(NamedTuple):
     overflow: np.ndarray
 
 
+class DeviceBuffer(GuardedBuffer):
+    """A GuardedBuffer with a copy on a GPU, whose address it has. `image` is what is written and read here."""
+
+    def __init__(self, name: str, spec: ArraySpec, guard: int) -> None:
+        super().__init__(name, spec, guard)
+        self._memory = DeviceBytes(self.image)
+        weakref.finalize(self, self._memory.free).atexit = False
+
+    @property
+    def address(self) -> int:
+        return self._memory.address + GUARD_BYTES
+
+    def upload(self) -> None:
+        self._memory.write(self.image)
+
+    def download(self) -> None:
+        self.image[:] = self._memory.read()
+
+
 class Peers:
     """W ranks of one process: one array of each name at every rank, poisoned, between guard zones."""
 
@@ -37,8 +59,8 @@ class Peers:
 
     def make(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         """One array of this name for every rank."""
-        spec = ArraySpec(shape, dtype)
-        self.buffers[name] = [GuardedBuffer(f"{name} of {rank}", spec, OUTPUT_GUARD) for rank in range(self.num_ranks)]
+        spec, kind = ArraySpec(shape, dtype), DeviceBuffer if self.target.kind == "cuda" else GuardedBuffer
+        self.buffers[name] = [kind(f"{name} of {rank}", spec, OUTPUT_GUARD) for rank in range(self.num_ranks)]
 
     def at(self, name: str) -> np.ndarray:
         """The table of the addresses of an array."""
@@ -53,7 +75,12 @@ class Peers:
         """`run_plan` with the memory of all ranks, whose guard zones stay untouched."""
         others = [buffer for buffers in self.buffers.values() for buffer in buffers]
         given = {name: array for name, array in arrays.items() if array is not None}
-        found = run_plan(plan, given, others=others)
+        on_device = [buffer for buffer in others if isinstance(buffer, DeviceBuffer)]
+        for buffer in on_device:
+            buffer.upload()
+        found = run_plan(plan, given, others=() if on_device else others)
+        for buffer in on_device:
+            buffer.download()
         for buffer in others:
             buffer.check(buffer.image)
         return found

@@ -18,6 +18,11 @@ class DeviceBytes:
         self._lib = self._driver.lib
         self._driver.within(device_index, self._upload, data)
 
+    def write(self, data: np.ndarray) -> None:
+        """Have other bytes, as many."""
+        assert data.dtype == np.uint8 and data.flags.c_contiguous and data.size == self._size
+        self._driver.within(self._device_index, self._copy_in, data)
+
     def read(self) -> np.ndarray:
         """The bytes as they are after all work on the device."""
         data = np.empty(self._size, np.uint8)
@@ -30,11 +35,15 @@ class DeviceBytes:
         self._driver.check(code, "freeing device memory")
 
     def _upload(self, data: np.ndarray) -> None:
-        pointer, source = ctypes.c_uint64(), ctypes.c_void_p(data.ctypes.data)
+        pointer = ctypes.c_uint64()
         code = self._lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(data.size))
         self._driver.check(code, f"allocating {data.size} bytes")
         self.address = pointer.value
-        code = self._lib.cuMemcpyHtoD_v2(pointer, source, ctypes.c_size_t(data.size))
+        self._copy_in(data)
+
+    def _copy_in(self, data: np.ndarray) -> None:
+        source, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.size)
+        code = self._lib.cuMemcpyHtoD_v2(ctypes.c_uint64(self.address), source, size)
         self._driver.check(code, f"copying {data.size} bytes to the device")
 
     def _download(self, data: np.ndarray) -> None:
