@@ -22,7 +22,7 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.forward import plan_moe, plan_rows_in_order
+from moe_core.ops.moe.forward import plan_moe
 from moe_core.parallel import Placement, plan_exchange
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
@@ -278,13 +278,9 @@ class _Problem:
             moe_torch.warmup(*given, self.group_spec, tokens=[tokens]),
             moe_torch.warmup(*own, tokens=[count, self.bench.size * tokens * shape.top_k], training=training),
         ]
-        if self._plan().direct:
+        if self.exchange.mode == "peer":
             plan = self._owner_plan(target_of((self.bench.device.type, self.bench.device.index or 0)))
             reports.append(warmup([plan], (self.bench.device.index or 0,)))
-        else:
-            in_order = dataclasses.replace(self.owner_spec, rows_in_order=True)
-            rows = [Sizes.of(self._plan()).computed]
-            reports.append(moe_torch.warmup(*own[:3], in_order, tokens=rows, training=training))
         return sum(len(report.compiled) for report in reports)
 
     def memory(self) -> dict[str, Any]:
@@ -318,22 +314,26 @@ class _Problem:
 
     def _owner_plan(self, target: Target) -> LaunchPlan:
         """The owner's op for the most rows that there can be."""
-        exchange, width, spec, make = self._plan(), 1, self.owner_spec, plan_moe
+        exchange, width, spec = self._plan(), 1, self.owner_spec
         slots = int(self.slots[:, self.bench.rank].sum())
         if exchange.bounds.back is not None:
             slots = self.bench.size * exchange.bounds.back
         if self.exchange.mode == "peer":
-            slots, spec = Sizes.of(exchange).computed, dataclasses.replace(spec, rows_in_order=True)
+            slots = Sizes.of(exchange).computed
         if self.exchange.sums == "ranks":
-            width, spec = self.cell.shape.top_k, self.owner_spec
+            width = self.cell.shape.top_k
         if exchange.direct:
-            slots, width, make = self.bench.size * self.cell.tokens, self.cell.shape.top_k, plan_rows_in_order
+            slots, width = self.bench.size * self.cell.tokens, self.cell.shape.top_k
             tuning = dataclasses.replace(spec.tuning or Tuning(), expected_tokens=slots)
             spec = dataclasses.replace(spec, tuning=tuning)
+        options: dict[str, Any] = {}
+        if self.exchange.mode == "peer" and self.exchange.sums == "slots":
+            # Results are stored at their homes.
+            options = {"results_at": ArraySpec((slots * width,), "int64"), "save": self.cell.training}
         routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
         experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
         x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
-        return make(x, experts, routing, spec, target)
+        return plan_moe(x, experts, routing, spec, target, **options)
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""

@@ -364,7 +364,9 @@ class _Planner:
         if by_slot:
             # The owner's op has a row for each slot; what it keeps for a backward must not be stored over.
             found.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
-        found.append(ExchangeBuffer("results", given * self.row_bytes, False))
+        if not symmetric or self.spec.sums == "ranks":
+            # Else the owner's op stores each at its home.
+            found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         sets = min(self.spec.chunks, 2)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
@@ -373,7 +375,7 @@ class _Planner:
 
 def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
     size = {buffer.name: buffer.bytes for buffer in buffers}
-    received, results, output = size["received rows"], size["results"], plan.tokens * _Planner(plan).row_bytes
+    received, results, output = size["received rows"], size.get("results", 0), plan.tokens * _Planner(plan).row_bytes
     symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
     given = size.get("rows by slot", 0 if symmetric else received)
     kept = given if plan.training else 0

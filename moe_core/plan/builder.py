@@ -140,7 +140,7 @@ class PlanBuilder:
         bindings: Mapping[str, str],
         roles: Mapping[str, str | Role] | None = None,
     ) -> str:
-        """Inline `plan`; returns the name of the buffer of its first output.
+        """Inline `plan`; returns the name of the buffer of its first output, "" where it has none.
 
         bindings: its input and output names -> buffers here, of a quantised operand the names without the part; a
         binding of an operand that neither side has counts for nothing. An input without a binding is the one buffer of
@@ -156,7 +156,7 @@ class PlanBuilder:
         self._steps += [_rename(step, names) for step in plan.steps]
         self._summation += [f"{prefix}: {line}" for line in plan.summation]
         self._notes += [f"{prefix}: {line}" for line in plan.notes]
-        return names[plan.outputs[0].name]
+        return names[plan.outputs[0].name] if plan.outputs else ""
 
     def _bind(
         self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, str | Role]

@@ -39,6 +39,7 @@ class Role(enum.Enum):
     ROW_OF_SLOT = "row_of_slot"
     INVALID_IDS = "invalid_ids"
     OVERFLOW = "overflow"
+    RESULTS_AT = "results_at"
     SCHEDULE = "schedule"
     TILE_COUNTERS = "tile_counters"
     #: Rows by token that a sum takes in beside others.

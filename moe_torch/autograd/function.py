@@ -32,6 +32,11 @@ class Rule:
         #: What messages call the operator.
         self.op = operator.name.partition(".")[0].partition("_backward")[0].removesuffix("_quantized")
 
+    def run(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """The results of `forward`."""
+        results = call(self.forward, *arguments)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
     def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
         """Raise Unsupported where this call has no gradient of what asks for one."""
 
@@ -70,8 +75,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(rule: Rule, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        results = call(rule.forward, *arguments)
-        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+        return rule.run(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

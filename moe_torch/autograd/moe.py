@@ -21,7 +21,7 @@ from moe_torch.autograd.main_grad import destination, main_grads, require_eager
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
-from moe_torch.operators import table
+from moe_torch.operators import pushed, table
 from moe_torch.operators.kinds import MATRICES
 
 #: Of the backward that runs on this thread; whether a functional transform is active there.
@@ -105,8 +105,24 @@ class _MoE(Rule):
         return dict(zip([name for name in asked if name not in into], found, strict=True))
 
 
+class _Pushed(_MoE):
+    """Of rows that were stored elsewhere: what gets the output's gradient has its shape, and no memory of its own."""
+
+    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+        super().refuse(given, options, asked)
+        if given["routing.ids"].shape[1] != 1:
+            raise Unsupported(
+                f"routing.ids must be [T, 1] where a gradient is asked for ({', '.join(asked)}), got "
+                f"{list(given['routing.ids'].shape)}: rows of slots have none; call under torch.no_grad()"
+            )
+
+    def run(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        output, *others = super().run(*arguments)
+        return output.new_zeros(1).expand(arguments[0].shape), *others
+
+
 def define_moe_gradients() -> None:
-    """Give `moe` its gradients."""
+    """Give `moe`, and the same with rows that are stored at peers, its gradients."""
     plain = (table.MOE, table.TRAINING, table.BACKWARD, table.BACKWARD_INTO)
     quantized = (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING)
     quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
@@ -114,3 +130,8 @@ def define_moe_gradients() -> None:
         for kind in table.MOE:
             moe, training, *backwards = (operators[kind] for operators in operators)
             define_gradient(_MoE(kind, moe, training, *backwards), *backwards)
+    operators = pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING, table.BACKWARD, table.BACKWARD_INTO
+    quantized = (pushed.EXPERTS_PUSH_QUANTIZED, pushed.EXPERTS_PUSH_QUANTIZED_TRAINING)
+    quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
+    for push, training, *backwards in (operators, quantized):
+        define_gradient(_Pushed(TopK, push, training, *(one[TopK] for one in backwards)))

@@ -21,6 +21,7 @@ from moe_core.ops.exchange.push import (
     plan_push_slots,
     plan_push_tokens,
 )
+from moe_core.ops.exchange.results import plan_result_addresses
 from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
@@ -128,11 +129,13 @@ SUM_RESULTS = _operator(
     ("y", "row_of_slot", "headers?", "agree?", "wanted?", "shared?", "shared_gate?"),
     ("out_dtype",),
     plan_sum_results,
-    lambda given: [
-        (
-            (given.row_of_slot.shape[0], given.y.shape[1]),
-            TORCH_DTYPES[given.out_dtype] if given.out_dtype else given.y.dtype,
-        )
-    ],
+    _sum_shapes,
     1,
+)
+#: Returns results_at.
+RESULT_ADDRESSES = Operator(
+    "result_addresses",
+    Signature(("sources", "group_start", "slots_at"), ("num_slots", "width", "dtype")),
+    plan_result_addresses,
+    lambda given: [((given.sources.shape[0],), torch.int64)],
 )

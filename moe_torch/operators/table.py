@@ -20,7 +20,7 @@ from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe, plan_rows_in_order
+from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_names
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
@@ -256,7 +256,7 @@ MATMUL_OGS_QUANTIZED, MATMUL_OGS_QUANTIZED_BACKWARD = _products("_quantized", "x
 
 #: One overload per kind of routing, because their outputs differ.
 _OVERLOADS = {bundles.TopK: "top_k", bundles.RouterLogits: "router_logits", bundles.RouterWeights: "router_weights"}
-_EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
+EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
 
 #: All that a forward may save, in the order in which backwards take it.
@@ -264,13 +264,13 @@ _SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "sa
 _SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 
 
-def _moe_tensors(kind: type) -> tuple[str, ...]:
+def moe_tensors(kind: type) -> tuple[str, ...]:
     experts = fields_of(bundles.ExpertWeights, "experts", without=INPUT_SCALES)
     shared = fields_of(bundles.SharedExpert, "shared", optional=True)
     return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared)
 
 
-def _bundles(kind: type) -> dict[str, type]:
+def moe_bundles(kind: type) -> dict[str, type]:
     return {
         "gradients": bundles.OutputGradients,
         "experts": bundles.ExpertWeights,
@@ -283,7 +283,7 @@ def _num_experts(experts: bundles.ExpertWeights) -> Any:
     return experts.gate_up.shape[0 if experts.layer_index is None else 1]
 
 
-def _moe_shapes(given: Any) -> Outputs:
+def moe_shapes(given: Any) -> Outputs:
     """Of `result_names`."""
     x, spec, routing = given.x, given.spec, given.routing
     outputs: Outputs = [
@@ -298,10 +298,10 @@ def _moe_shapes(given: Any) -> Outputs:
     return outputs
 
 
-def _training_shapes(given: Any) -> Outputs:
+def training_shapes(given: Any) -> Outputs:
     """Of `result_names`, with the ids and weights used where they were given, then of `saved_names`."""
     x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
-    outputs = _moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, bundles.TopK) else [])
+    outputs = moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, bundles.TopK) else [])
     slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
     widths = {
         name: spec.activation.input_width(_activated(_width(bundle.gate_up, spec.weight_layout), spec.activation))
@@ -337,15 +337,15 @@ def _plan_moe_backward(
 
 def _moe(kind: type, packet: str, *matrices: str) -> Operator:
     """Returns `result_names(kind)`."""
-    tensors = (*_moe_tensors(kind), *(f"{name}?" for name in INPUT_SCALES if matrices))
-    signature = Signature(tensors, ("spec",), _bundles(kind), matrices)
-    return Operator(f"{packet}.{_OVERLOADS[kind]}", signature, plan_moe, _moe_shapes, len(result_names(kind)))
+    tensors = (*moe_tensors(kind), *(f"{name}?" for name in INPUT_SCALES if matrices))
+    signature = Signature(tensors, ("spec",), moe_bundles(kind), matrices)
+    return Operator(f"{packet}.{_OVERLOADS[kind]}", signature, plan_moe, moe_shapes, len(result_names(kind)))
 
 
 def _training(kind: type, packet: str, *matrices: str) -> Operator:
     signature = (MOE_QUANTIZED if matrices else MOE)[kind].signature
     planner = functools.partial(plan_moe, save=True)
-    return TrainingOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, _training_shapes, None)
+    return TrainingOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, training_shapes, None)
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:
@@ -358,8 +358,8 @@ def _backward(kind: type, packet: str, *matrices: str) -> Operator:
     writes = packet.endswith("_into")
     into = [f"into.{name}!" for name in MATRICES if writes]
     saved = [name.replace("?", "!") if writes and name == "saved.pre_activation?" else name for name in _SAVED]
-    tensors = (*gradients, *_moe_tensors(kind), *found, *saved, *into)
-    signature = Signature(tensors, ("spec", "wanted"), _bundles(kind), matrices)
+    tensors = (*gradients, *moe_tensors(kind), *found, *saved, *into)
+    signature = Signature(tensors, ("spec", "wanted"), moe_bundles(kind), matrices)
     planner = functools.partial(_plan_moe_backward, overwrite=writes)
     return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, _wide_gradients, None)
 
@@ -369,30 +369,12 @@ def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict
 
 
 MOE = _by_kind(_moe, "moe")
-MOE_QUANTIZED = _by_kind(_moe, "moe_quantized", *_EXPERT_MATRICES)
+MOE_QUANTIZED = _by_kind(_moe, "moe_quantized", *EXPERT_MATRICES)
 #: A forward that also returns what its backward reads, and that backward; docs/user/training.md.
 TRAINING = _by_kind(_training, "moe_training")
 BACKWARD = _by_kind(_backward, "moe_backward")
 #: With tensors that take the sum of what they hold and a gradient.
 BACKWARD_INTO = _by_kind(_backward, "moe_backward_into")
-QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *_EXPERT_MATRICES)
-QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *_EXPERT_MATRICES)
-QUANTIZED_BACKWARD_INTO = _by_kind(_backward, "moe_quantized_backward_into", *_EXPERT_MATRICES)
-
-
-def _in_order(packet: str, operator: Operator) -> Operator:
-    """Returns output, tokens_per_expert, invalid_ids, group_start, slot_of_row."""
-
-    def shapes(given: Any) -> Outputs:
-        slots, experts = given.routing.ids.shape[0] * given.routing.ids.shape[1], _num_experts(given.experts)
-        sizes = (experts,), (1,), (experts + 1,), (slots,)
-        return [((slots, given.x.shape[1]), given.x.dtype), *((size, torch.int32) for size in sizes)]
-
-    return Operator(packet, operator.signature, plan_rows_in_order, shapes, 5)
-
-
-#: By the operator that makes sums of the same arguments.
-ROWS_IN_ORDER = {
-    MOE[bundles.TopK]: _in_order("moe_in_order", MOE[bundles.TopK]),
-    MOE_QUANTIZED[bundles.TopK]: _in_order("moe_quantized_in_order", MOE_QUANTIZED[bundles.TopK]),
-}
+QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *EXPERT_MATRICES)
+QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *EXPERT_MATRICES)
+QUANTIZED_BACKWARD_INTO = _by_kind(_backward, "moe_quantized_backward_into", *EXPERT_MATRICES)

@@ -22,8 +22,9 @@ from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import check_headers
 
-#: Rows of slots, their routing, and the tokens of all ranks, to a MoEOutput; or rows of tokens to a RowsInOrder.
-Experts = Callable[[torch.Tensor, TopK, int], Any]
+#: Rows, their routing, the tokens of all ranks, and where results are to be stored (`results_at` of the routes) instead
+#: of returned, None = nowhere; to a MoEOutput.
+Experts = Callable[[torch.Tensor, TopK, int, torch.Tensor | None], Any]
 #: Rows of the shared expert and the logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 #: x, wide, and what its routes are made of, of each.
@@ -88,11 +89,11 @@ def run_chunks(
         for number, (rows, wide, *own) in enumerate(chunks):
             routes = make(*own, number=number % _SETS)
             rows, row_weights = dispatch(routes, rows, wide, own[1])
-            found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+            found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
             # Training keeps them; else their memory is for the rows that come home.
             del rows
-            routes.computed = found
-            outputs.append(combine(routes, found.output, _part(dense, number, chunks), dtype))
+            part, stored = _part(dense, number, chunks), routes.stores_results
+            outputs.append(combine(routes, found.output, part, dtype, stored=stored))
             parts.append(_Part(found.tokens_per_expert, routes))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
@@ -253,13 +254,12 @@ def _overlapped(
         routes, event = arrived.pop(number)
         computes.wait_event(event)
         rows = routes.rows()
-        found = experts(rows, TopK(routes.ids, routes.weights), routes.group_tokens)
-        routes.computed = found
+        found = experts(rows, TopK(routes.ids, routes.weights), routes.group_tokens, routes.results_at())
         computed.append(_marked(computes))
         dispatch(number + 1)
         with torch.cuda.stream(copies):
             copies.wait_event(computed[number])
-            total = routes.start_total(found.output, "results")
+            total = routes.start_total(None if routes.stores_results else found.output, "results")
             own, gate = _part(dense, number, chunks)
             part.copy_(total(shared=own, shared_gate=gate, out_dtype=dtype))
             kept[number] = (rows, found, routes), _marked(copies)

@@ -10,6 +10,7 @@ behind the results of the call before, and results before the barrier behind the
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,36 +19,13 @@ from moe_core.ops.exchange.reference_direct import last_told
 from moe_core.parallel.bounds import tokens_at_once
 from moe_core.parallel.header import Header
 from moe_core.parallel.plan import ExchangePlan
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, TopK
-from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.operators.requests import moe_request
-from moe_torch.operators.table import ROWS_IN_ORDER
 from moe_torch.parallel import exchange, peer_ops, symmetric
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer import Summing
 from moe_torch.parallel.symmetric import Part, Region
 
 _TOLD = len(Header._fields) + 4
-
-
-class RowsInOrder(NamedTuple):
-    """Weighted results `[T * K, D]` of slots that have an expert here, by (expert, slot). Int32: tokens_per_expert
-    `[L]`; group_start `[L + 1]`, whose last entry is how many rows there are; slot_of_row `[T * K]`, the slot of each
-    row."""
-
-    output: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    group_start: torch.Tensor
-    slot_of_row: torch.Tensor
-
-
-def run_in_order(x: torch.Tensor, experts: ExpertWeights, routing: TopK, spec: MoESpec) -> RowsInOrder:
-    """`moe_torch.moe` up to its sums, with `spec.rows_in_order` and any number of experts of a token."""
-    operator, arrays, text = moe_request(x, experts, routing, spec, None, None, None)
-    output, counts, _, start, slots = call(ROWS_IN_ORDER[operator], *arrays, text)
-    return RowsInOrder(output, counts, start, slots)
 
 
 class Memory(NamedTuple):
@@ -81,16 +59,34 @@ def _most(plan: ExchangePlan) -> int:
     return max(1, tokens_at_once(plan.brought, plan.spec))
 
 
+#: By the memory, for which they do not change: captured graphs read them.
+_addresses: weakref.WeakKeyDictionary[symmetric.Symmetric, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def _results_at(memory: Memory, slots: int) -> torch.Tensor:
+    """Where the results of all ranks' slots go, `slots` of each."""
+    found = _addresses.get(memory.memory)
+    if found is None:
+        returned = memory.returned
+        size = returned.own.shape[1] * returned.own.element_size()
+        with torch.inference_mode(False):
+            places = torch.arange(slots, dtype=torch.int64, device=returned.own.device) * size
+            found = _addresses[memory.memory] = (returned.addresses[:, None] + places).view(-1)
+    return found
+
+
 class DirectRoutes:
     """The routes of one rank for one call, without gradients; as `PeerRoutes`, whose names these are.
 
     places_of_experts, given, token_mask: of `peer_ops.push_tokens_once`. header int32 `[8]` on the device, None = the
     plan's. number: of the set of buffers. programs: of kernels that copy rows. `send` stores all and finds `pushed`.
-    ids and weights: of each row, of all its slots. computed: what the owner's op has made of the rows.
+    ids and weights: of each row, of all its slots.
     """
 
     #: Of tokens whose output has to become NaN: `start_total` sees to it.
     spoilt = None
+    #: Experts store their results at their homes.
+    stores_results = True
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class DirectRoutes:
         self._own = ids, weights.detach(), header
         self._beside = {"places_of_experts": places_of_experts, "given": given, "token_mask": token_mask}
         self.ids, self.weights = self.memory.ids.own, self.memory.weights.own
-        self.pushed, self.computed = cast(peer_ops.PushedTokens, None), cast(RowsInOrder, None)
+        self.pushed = cast(peer_ops.PushedTokens, None)
 
     @property
     def group_tokens(self) -> int:
@@ -155,16 +151,19 @@ class DirectRoutes:
         """`start_push`, and what it returns, called."""
         return self.start_push(values, what)()
 
-    def start_total(self, rows: torch.Tensor, what: str) -> Summing:
-        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`; of the rows of `computed`, which
-        set off."""
-        sizes: Any = {"num_slots": _most(self.plan) * self.plan.top_k, "programs": self.programs}
-        layout, returned = self.computed, self.memory.returned
-        peer_ops.combine_push(rows, layout.slot_of_row, layout.group_start, returned.addresses, **sizes)
+    def results_at(self) -> torch.Tensor:
+        """Of `peer_ops.experts_push`, int64 `[W * M * K]`: the place of every slot's result at its home."""
+        return _results_at(self.memory, _most(self.plan) * self.plan.top_k)
+
+    def start_total(self, rows: torch.Tensor | None, what: str) -> Summing:
+        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`. rows: None, since they have been
+        stored at `results_at`."""
+        assert rows is None, "experts store their results at their homes"
+        returned = self.memory.returned.own
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return peer_ops.sum_results(returned.own, self.pushed.places, headers=self.memory.headers.own, **options)
+            return peer_ops.sum_results(returned, self.pushed.places, headers=self.memory.headers.own, **options)
 
         return total
 

@@ -35,9 +35,9 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.operator import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
+from moe_torch.parallel import peer_ops
 from moe_torch.parallel.chunks import Found, Given, run_chunks
 from moe_torch.parallel.dense import shared_output
-from moe_torch.parallel.direct import RowsInOrder, run_in_order
 from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
@@ -241,13 +241,15 @@ class Exchange:
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
         told = None if spec.tuning is None else spec.tuning.expected_tokens
 
-        def run_experts(rows: torch.Tensor, routing: TopK, group_tokens: int) -> MoEOutput | RowsInOrder:
+        def run_experts(
+            rows: torch.Tensor, routing: TopK, group_tokens: int, results_at: torch.Tensor | None = None
+        ) -> MoEOutput:
             # Rows are slots, or tokens with all their ids.
             each = ids.shape[1] // routing.ids.shape[1]
             own = owner_spec(spec, (told or group_tokens) * each, placement)
-            if planner is None and plan.spec.sums == "slots":
-                own = dataclasses.replace(own, rows_in_order=True)
-            return (run_in_order if plan.direct else ops.moe)(rows, experts, routing, own)
+            if results_at is None:
+                return ops.moe(rows, experts, routing, own)
+            return peer_ops.experts_push(rows, experts, routing, own, results_at)
 
         beside, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:

@@ -79,13 +79,17 @@ def dispatch(routes: Any, x: torch.Tensor, wide: torch.Tensor | None, weights: t
     return routes.push(x, "rows"), routes.weights
 
 
-def combine(routes: Any, rows: torch.Tensor, dense: tuple[Any, Any], out_dtype: torch.dtype) -> torch.Tensor:
-    """`Combine` where a gradient is asked for, else what it returns; dense: shared and gate."""
+def combine(
+    routes: Any, rows: torch.Tensor, dense: tuple[Any, Any], out_dtype: torch.dtype, *, stored: bool = False
+) -> torch.Tensor:
+    """`Combine` where a gradient is asked for, else what it returns; dense: shared and gate. stored: rows, which stand
+    for what has been stored at `routes.results_at`, are not read."""
     shared, gate = dense
+    total = routes.start_total(None, "results") if stored else None
     if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):
-        found: Any = Combine.apply(routes, rows, shared, gate, out_dtype, None)
+        found: Any = Combine.apply(routes, rows, shared, gate, out_dtype, total)
         return found
-    total = routes.start_total(rows, "results")
+    total = routes.start_total(rows, "results") if total is None else total
     return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))
 
 

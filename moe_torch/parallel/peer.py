@@ -145,8 +145,6 @@ class PeerRoutes:
         self._rows: torch.Tensor | None = None
         #: Tokens whose output has to become NaN: `start_total` sees to it.
         self.spoilt = None
-        #: What the owner's op has made of the rows.
-        self.computed: Any = None
         #: Of rows of tokens, the rank of every slot.
         self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None
         self._count(places)
@@ -294,12 +292,27 @@ class PeerRoutes:
             self.ids = torch.where(here, local, -1)
             self.weights = torch.where(here, memory.beside.own[:, top_k : 2 * top_k], 0.0)
 
-    def start_total(self, rows: torch.Tensor, what: str) -> Summing:
+    @property
+    def stores_results(self) -> bool:
+        """Whether experts store their results at their homes: there is one for each row, and no sum before."""
+        return not self.at_ranks
+
+    def results_at(self) -> torch.Tensor | None:
+        """Of `peer_ops.experts_push`, once rows have come; None where results are returned."""
+        if not self.stores_results:
+            return None
+        sizes: Any = {"num_slots": self.sizes.returned, "width": self.plan.d_model}
+        found = self._sources, self._received.group_start, self.memory.returned.addresses
+        return peer_ops.result_addresses(*found, **sizes, dtype=TORCH_DTYPES[self.plan.dtype])
+
+    def start_total(self, rows: torch.Tensor | None, what: str) -> Summing:
         """What sums each token's results, `[T, D]`, with the options of `peer_ops.sum_results`; of rows computed at
-        their owners, `[R, D]`, which set off. It is NaN where ranks disagree, or a slot has no row."""
+        their owners, `[R, D]`, which set off; None: they have been stored at `results_at`. It is NaN where ranks
+        disagree, or a slot has no row."""
         own = self.memory.returned.addresses
         sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
-        peer_ops.combine_push(rows, self._sources, self._received.group_start, own, **sizes)
+        if rows is not None:
+            peer_ops.combine_push(rows, self._sources, self._received.group_start, own, **sizes)
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)

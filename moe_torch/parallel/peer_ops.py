@@ -12,7 +12,7 @@ that an owner has memory for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from moe_core.specs.operands import RaggedLayout
 from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import dtype_name, encode
 from moe_torch.operators import exchange as operators
+from moe_torch.operators.pushed import experts_push as experts_push
 
 
 class PeerPlaces(NamedTuple):
@@ -375,6 +376,22 @@ def sum_results(
     """
     text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
     return call(operators.SUM_RESULTS, y, places, headers, agree, wanted, shared, shared_gate, memory, text)
+
+
+def result_addresses(
+    sources: torch.Tensor, group_start: torch.Tensor, slots_at: torch.Tensor, *, num_slots: int, width: int, dtype: Any
+) -> torch.Tensor:
+    """Find where an owner's results go, for `experts_push`.
+
+    Args:
+        sources, group_start, slots_at, num_slots: as of `combine_push`, sources being `[R, 2]`.
+        width, dtype: D and the dtype of the arrays, as of `combine_pull`.
+
+    Returns:
+        int64 `[R]`: the address of every row's slot at its home, 0 = the row has no source.
+    """
+    text = encode(_rows(num_slots, "num_slots"), as_integer("width", width, 1), dtype_name("dtype", dtype))
+    return call(operators.RESULT_ADDRESSES, sources, group_start, slots_at, text)
 
 
 def _rows(number: int, name: str = "num_rows") -> int:

@@ -152,21 +152,20 @@ def test_sizes_of_buffers() -> None:
     assert [(buffer.name, buffer.bytes, buffer.symmetric) for buffer in peer[0].buffers] == [
         ("received rows", 16384, True),
         ("received weights and origins", 1536, True),
-        ("results", 16384, False),
         ("returned results", 8192, True),
     ]
     shared = 16384 + 1536 + 8192
-    assert peer[0].peak() == shared + 16384 + 2048 and peer[0].peak(scratch=5000) == shared + 16384 + 5000
+    # The owner's op stores results at their homes: the output alone is left, or what the op needs before.
+    assert peer[0].peak() == shared + 2048 and peer[0].peak(scratch=5000) == shared + 5000
     # Beside rows that training keeps, and gradients of weights.
-    assert peer[1].peak() == shared + 512 + 2 * 16384 + 2048
+    assert peer[1].peak() == shared + 512 + 16384 + 2048
     direct = plan_of(ExchangeSpec("peer"))
     assert [(buffer.name, buffer.bytes, buffer.symmetric) for buffer in direct.buffers] == [
         ("received rows", 8192, True),
         ("received ids and weights", 2048, True),
-        ("results", 32768, False),
         ("returned results", 8192, True),
     ]
-    assert direct.peak() == 8192 + 2048 + 8192 + 32768 + 2048
+    assert direct.peak() == 8192 + 2048 + 8192 + 2048
     plan = plan_of(ExchangeSpec())
     # Rows by slot and results, then results, those that came home and the output.
     assert plan.peak() == 2048 + 2 * 16384 and plan.peak(scratch=100) == plan.peak() + 100
@@ -271,7 +270,7 @@ def test_rows_of_a_plan_are_those_of_the_twin(
         back = int((routes.ids[rank] >= 0).sum()) if not at_ranks else len(source)
         exact = {buffer.name: buffer.bytes // 32 for buffer in plan.buffers_of(len(source), back)}
         assert exact["received rows"] == len(source) and exact.get("results", back) == back
-        assert mode == "peer" or back <= received["results"]
+        assert back <= received.get("results", back)
     if mode == "padded" and bound is None:
         assert routes.overflow.tolist() == [0]
 

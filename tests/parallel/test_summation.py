@@ -9,7 +9,7 @@ import pytest
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe, plan_rows_in_order
+from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan
@@ -80,9 +80,10 @@ def test_an_owner_of_tokens_with_places_adds_up_as_one_device(model: str, tokens
     tuning = Tuning(expected_tokens=4 * tokens, expected_experts=experts)
     for room in (4 * tokens, 8 * tokens):
         own = operands_of(room, top_k, -(-experts // 4), model)
-        spec = dataclasses.replace(PLAIN, tuning=tuning, rows_in_order=True)
+        spec = dataclasses.replace(PLAIN, tuning=tuning)
         assert isinstance(own.routing, TopK)
-        found = plan_rows_in_order(own.x, own.experts, own.routing, spec, H200)
+        results_at = ArraySpec((own.routing.ids.size,), "int64")
+        found = plan_moe(own.x, own.experts, own.routing, spec, H200, results_at=results_at)
         assert sums([found], lambda line: True) == sums([alone], lambda line: "slots" not in line)
 
 

@@ -15,7 +15,9 @@ import sys
 
 import pytest
 
+from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
+from moe_core.plan.steps import Kernel, KernelLaunch, passed
 from tests.support.compile_gate.cover import ONLY, TUNED, cover, everything, facts
 from tests.support.compile_gate.exchange_plans import narrow_moves
 from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record, resource_usage
@@ -148,7 +150,11 @@ def test_narrow_moves_are_seen() -> None:
         (push, "ld.global.b32 %r1", "nothing"),
         ("reduction.kernels.reduce:reduce", "st.global.b16 [%rd1]", ""),
     ):
-        assert narrow_moves(kernel, ptx) == (narrow and f"rows move by {narrow}, not 16 bytes at once")
+        launch = KernelLaunch(Kernel(kernel), (1, 1, 1), (), 4, 3)
+        assert narrow_moves(launch, ptx) == (narrow and f"rows move by {narrow}, not 16 bytes at once")
+    for scatter, narrow in (("row", ""), ("bfloat16", "rows move by st.global.b16, not 16 bytes at once")):
+        product = KernelLaunch(MATMUL_OGS, (1, 1, 1), tuple(passed(SCATTER=scatter).items()), 4, 3)
+        assert narrow_moves(product, "st.global.v4.b32 [%rd1]; st.global.b16; ld.global.cg.b32") == narrow
 
 
 def test_resource_usage_is_read() -> None:

@@ -138,6 +138,25 @@ def push_results(
     return ()
 
 
+def result_addresses(
+    sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int, row_bytes: int
+) -> np.ndarray:
+    """The result of `moe_core.ops.exchange.results.plan_result_addresses`."""
+    found = np.zeros(len(sources), np.int64)
+    homes, slots = sources[: max(0, group_start[-1])].T
+    for home, own, slot in _slots_by_owner(homes, slots, len(slots_at), num_slots):
+        found[own] = slots_at[home] + slot.astype(np.int64) * row_bytes
+    return found
+
+
+def push_to_addresses(y: np.ndarray, row_of_slot: np.ndarray, results_at: np.ndarray) -> tuple[()]:
+    """Store row y[s] of every slot s that has a row to its address, 0 = nowhere, as a product's kernel does itself."""
+    spec = ArraySpec(y.shape[1:], y.dtype.name)
+    for slot in np.flatnonzero((row_of_slot >= 0) & (results_at != 0)):
+        host_array(int(results_at[slot]), spec)[...] = y[slot]
+    return ()
+
+
 def take_rows(
     x: np.ndarray,
     rows: np.ndarray,

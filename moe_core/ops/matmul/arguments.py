@@ -9,7 +9,7 @@ from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.routing.layout import ZERO_COUNTERS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, passed
+from moe_core.plan.steps import Argument, Constant, Pointer, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
@@ -42,6 +42,11 @@ def row_counts(problem: MatmulProblem, config: TileConfig) -> dict[str, Argument
     return passed(num_blocks=problem.num_blocks(config), num_rows=rows, num_slots=num_slots)
 
 
+def result(builder: PlanBuilder, name: str = "y") -> Pointer | Constant:
+    """The kernel's y: the buffer of that name, if there is one, or the addresses of rows."""
+    return builder.optional("results_at" if builder.has("results_at") else name)
+
+
 def size_constants(problem: MatmulProblem) -> dict[str, Argument]:
     """Sides of the product and of one weight buffer, and how many of these there are."""
     sizes = problem.sizes
@@ -57,9 +62,11 @@ def bias_strides(operands: MatmulOperands) -> dict[str, Argument]:
 
 
 def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """TOP_K, gather, scatter and the fused activation, in the kernels' order."""
+    """TOP_K, gather, scatter (or the dtype of rows that go to addresses) and the fused activation, in the kernels'
+    order."""
     spec, layout, activation = problem.spec, problem.layout, problem.spec.activation
-    places = passed(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=spec.scatter)
+    scatter = spec.scatter if not problem.addressed else spec.out_dtype or problem.dtype
+    places = passed(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=scatter)
     name, alpha, limit = (activation.name, activation.alpha, activation.limit) if activation else (None,) * 3
     return places | passed(GATE_LAYOUT=problem.gate_layout, ACTIVATION=name, ALPHA=alpha, LIMIT=limit)
 

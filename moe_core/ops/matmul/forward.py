@@ -65,6 +65,9 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     With problem.out_format, as the first product of a composed plan: what `plan_quantize_rows` makes of y, to its bits.
     [static_scale] is another input then, and outputs are y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity,
     ceil(N / 128)]`, or `[1]` of a static scale, rows of no expert unwritten.
+
+    With problem.addressed, as the last product of a composed plan on a compiled target: y is no output. results_at
+    int64 `[T * K]` is an input, the address where each slot's row goes, a multiple of 16, 0 = it is not stored.
     """
     operands, layout, spec = problem.operands, problem.layout, problem.spec
     builder = PlanBuilder("matmul_ogs", problem.target)
@@ -93,6 +96,11 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
 
 def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
     rows, n, spec = problem.sizes.out_rows, problem.n, problem.spec
+    if problem.addressed:
+        assert problem.target.compiled, "the twin of a push is a call of its own"
+        assert problem.layout is not None
+        builder.input("results_at", ArraySpec((problem.layout.num_slots,), "int64"))
+        return
     if problem.out_format is not None:
         assert problem.target.compiled, "rows are quantised by a plan of their own"
         codes = quantized_specs(QuantizedSpec(problem.out_format), (rows, n))

@@ -27,7 +27,8 @@ class MatmulProblem:
     """One product of `plan_matmul_ogs`, whose arguments these are; of ArraySpecs, checked when it is made.
 
     out_format: y is rounded to its dtype, then quantised to this format of rows before it is stored, in the first
-    product of a composed plan; out_scale: fp32 `[1]`, its static scale. expected_rows: what a tile is chosen for, None:
+    product of a composed plan; out_scale: fp32 `[1]`, its static scale. addressed: slots go to addresses, in the
+    second product of a composed plan. expected_rows: what a tile is chosen for, None:
     what spec.tuning expects, or all the rows that the layout has. Raises InvalidInput, Unsupported.
     """
 
@@ -39,6 +40,7 @@ class MatmulProblem:
     joined: bool = False
     out_format: Format | None = None
     out_scale: ArraySpec | None = None
+    addressed: bool = False
     expected_rows: int | None = None
     sizes: MatmulSizes = field(init=False, repr=False, compare=False)
 

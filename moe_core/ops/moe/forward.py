@@ -13,6 +13,7 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
+from moe_core.ops.exchange.checks import require_width
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile
@@ -55,6 +56,7 @@ def plan_moe(
     expert_map: ArraySpec | None = None,
     shared: SharedExpert | None = None,
     save: bool = False,
+    results_at: ArraySpec | None = None,
 ) -> LaunchPlan:
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 
@@ -69,38 +71,17 @@ def plan_moe(
     fp32 accumulator of matmul 1, to the bits of a forward that saves nothing. With spec.recompute no pre-activation is
     saved.
 
+    results_at int64 `[T * K]`, an input: product 2 stores the row of each slot, cast to the dtype of the output, to the
+    address there, a multiple of 16, 0 = nowhere; slots of no expert go nowhere. Nothing is summed, and output has no
+    rows: `[0, D]`.
+
     Experts may be quantised, and x and the hidden rows are then too if spec.activations says so: what is computed is in
     docs/user/quantization.md. Nothing can be saved with spec.activations, whose rounding has no gradient.
     """
     reason = why_no_moe_gradient(experts, spec, ()) if save else None
     if reason is not None:
         raise Unsupported(reason)
-    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, save)
-    return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
-
-
-@functools.lru_cache(PLANS_KEPT)
-def plan_rows_in_order(
-    x: ArraySpec,
-    experts: bundles.ExpertWeights,
-    routing: TopK,
-    spec: MoESpec,
-    target: Target,
-    *,
-    token_mask: ArraySpec | None = None,
-    expert_map: ArraySpec | None = None,
-    shared: SharedExpert | None = None,
-) -> LaunchPlan:
-    """`plan_moe` up to the sums, for spec.rows_in_order and any K and ids: weighted slots, one behind another.
-
-    token_mask, expert_map and shared must be None. Outputs: output `[T * K, D]`, a row for each slot that has an
-    expert, by (expert, slot), what lies behind them is undefined; tokens_per_expert `[E]`, invalid_ids `[1]`,
-    group_start `[E + 1]`, and slot_of_row `[T * K]`, -1 = none. Raises InvalidInput, Unsupported.
-    """
-    if not spec.rows_in_order:
-        raise InvalidInput("spec.rows_in_order must be True for rows without their sums, got False; call moe")
-    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, False)
-    planner.lists_rows = True
+    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, save, results_at)
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
 
 
@@ -121,13 +102,11 @@ class _Product:
 
 
 class _MoEPlanner:
-    """Wires the stage plans; one method per stage. lists_rows: of `plan_rows_in_order`."""
-
-    lists_rows = False
+    """Wires the stage plans; one method per stage."""
 
     def __init__(self, *request: Any) -> None:
         self.x, self.experts, self.routing, self.spec, self.target = request[:5]
-        self.token_mask, self.expert_map, self.shared, self.save = request[5:]
+        self.token_mask, self.expert_map, self.shared, self.save, self.results_at = request[5:]
         require_spec("x", self.x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
         self.tokens, self.d_model = self.x.shape
         self.out_dtype = self.spec.out_dtype or self.x.dtype
@@ -144,9 +123,9 @@ class _MoEPlanner:
         arrays = (*named_arrays(self.experts, "experts."), *named_arrays(self.routing, "routing."))
         shared = () if self.shared is None else named_arrays(self.shared, "shared.")
         builder.inputs({"x": self.x, **dict(arrays), "token_mask": self.token_mask, "expert_map": self.expert_map})
-        builder.inputs(dict(shared))
+        builder.inputs(dict(shared) | {"results_at": self.results_at})
         num_local = check_weights(self.x, self.experts, self.shared, self.spec)
-        rows = builder.spec("routing.ids").size if self.lists_rows else self.tokens
+        rows = self.tokens if self.results_at is None else 0
         builder.output("output", ArraySpec((rows, self.d_model), self.out_dtype))
         builder.output("tokens_per_expert", ArraySpec((num_local,), "int32"))
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
@@ -165,9 +144,16 @@ class _MoEPlanner:
     def _check_order(self, layout: LayoutSpec) -> None:
         others = {"shared": self.shared, "expert_map": self.expert_map, "token_mask": self.token_mask}
         wrong = [name for name, value in others.items() if value is not None]
-        if self.spec.rows_in_order and (wrong or (layout.top_k != 1 and not self.lists_rows)):
+        if self.spec.rows_in_order and (wrong or layout.top_k != 1):
             what = f"{wrong[0]} must be None" if wrong else f"top_k must be 1, got {layout.top_k}"
             raise InvalidInput(f"with spec.rows_in_order, {what}: rows are the output as they lie; leave one out")
+        if self.results_at is None:
+            return
+        require_spec("results_at", self.results_at, (layout.num_slots,), "int64")
+        require_width("the output", self.d_model, self.x.dtype)
+        if self.shared is not None or self.spec.out_dtype is not None:
+            what = "shared" if self.shared is not None else "out_dtype"
+            raise InvalidInput(f"{what} must be None with results_at, where nothing is summed; leave it out")
 
     def _declare_saved(self, layout: LayoutSpec) -> None:
         """The layout's arrays and what else a backward reads: outputs with save, else scratch."""
@@ -176,9 +162,9 @@ class _MoEPlanner:
         if "pre" in self._outputs:
             declare(f"{SAVED}pre_activation", saved_pre_activation(self.experts, self.x, self.spec, layout.capacity))
         others = named_arrays(dataclasses.replace(bundles.LayoutArrays.specs(layout), group_sizes=None))
-        listed = ("group_start", "slot_of_row") if self.lists_rows else ()
-        names = [(builder.output if name in listed else declare)(prefix + name, spec) for name, spec in others]
-        self.arrays = bundles.LayoutArrays("tokens_per_expert", *names)
+        self.arrays = bundles.LayoutArrays(
+            "tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others)
+        )
         shared = self.shared
         if "pre" in self._outputs and shared is not None:
             declare(f"{SAVED}shared_pre_activation", saved_pre_activation(shared, self.x, self.spec, self.tokens))
@@ -252,13 +238,16 @@ class _MoEPlanner:
         problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
         products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
-        if spec.rows_in_order or (tiles[1] is not None and tiles[1].family.stores_rows):
+        addressed = self.results_at is not None and target.compiled
+        if addressed:
+            products[1] = _Product(dataclasses.replace(problems[1], addressed=True), tiles[1])
+        elif spec.rows_in_order or (tiles[1] is not None and tiles[1].family.stores_rows):
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             by_row = dataclasses.replace(matmul_2, scatter="row")
             products[1] = _Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
         counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
         block_ms = tuple(dict.fromkeys(tile.config.block_m for tile in tiles if tile is not None))
-        alone = self.shared is None and not self.save and not spec.rows_in_order
+        alone = self.shared is None and not self.save and not spec.rows_in_order and self.results_at is None
         why_not = why_not_fused(tiles, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
         self.fused = why_not is None
         if why_not is not None and all(tiles):
@@ -288,11 +277,15 @@ class _MoEPlanner:
             self._matmul(0, products[0], names | {"y": hidden})
             if isinstance(rows_2, QuantizedTensor):
                 hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
-        slots = "output"
-        if not spec.rows_in_order:
+        slots, pushes = "output", self.results_at is not None
+        if not addressed and (pushes or not spec.rows_in_order):
             slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype), Role.ROWS)
-        names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias", "y": slots}
-        self._matmul(1, products[1], names)
+        names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias"}
+        self._matmul(1, products[1], names | ({} if addressed else {"y": slots}))
+        if pushes and not addressed:
+            names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
+            builder.reference("exchange.reference:push_to_addresses", names, {}, ())
+            slots = "output"
         return slots, products[1].problem.spec.scatter
 
     def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:

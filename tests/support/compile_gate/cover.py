@@ -19,7 +19,17 @@ from tests.support.compile_gate.gate import GROUPS, NUM_SMS, distinct_launches, 
 
 #: Groups of kernels for one architecture alone.
 ONLY: dict[str, str] = dict.fromkeys(
-    ("sm90", "sm90_tall", "shipped_table", "prepared", "prepared_integers", "prepared_tall", "quantized_sm90"), "90"
+    (
+        "sm90",
+        "sm90_tall",
+        "shipped_table",
+        "prepared",
+        "prepared_integers",
+        "prepared_tall",
+        "quantized_sm90",
+        "pushed_prepacked",
+    ),
+    "90",
 )
 #: The architecture that kernels are tuned for. On others numbers among the constants, sizes and tiles, do not count.
 TUNED = 90

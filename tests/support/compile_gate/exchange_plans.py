@@ -20,8 +20,8 @@ from moe_core.ops.exchange.push import (
     plan_push_tokens,
 )
 from moe_core.ops.exchange.take import plan_take_rows
-from moe_core.plan.steps import LaunchPlan
-from tests.support.compile_gate import exchange_tables
+from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from tests.support.compile_gate import exchange_tables, pushed_plans
 
 #: Kernels whose loads and stores at peers' addresses are of rows, and what beside 16 bytes they may be: scales.
 _MOVES_ROWS = {
@@ -98,15 +98,18 @@ def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> I
     yield plan_sum_results(results, ids, target, agree=ArraySpec((1,), "bool"), wanted=ids)
 
 
-def narrow_moves(kernel: str, ptx: str) -> str:
+def narrow_moves(launch: KernelLaunch, ptx: str) -> str:
     """What says which instructions move rows between ranks in pieces of fewer than 16 bytes; "" where none do."""
-    if kernel not in _MOVES_ROWS:
+    kernel = launch.kernel.name
+    if kernel not in _MOVES_ROWS and not pushed_plans.pushes_rows(launch):
         return ""
-    moves = set(re.findall(r"\b(?:st\.global|ld\.global\.cg)[.\w]*", ptx))
+    # Products store rows at peers alone; with .cg they load the layout.
+    patterns = r"st\.global|ld\.global\.cg" if kernel in _MOVES_ROWS else r"st\.global"
+    moves = set(re.findall(rf"\b(?:{patterns})[.\w]*", ptx))
     wide = {move for move in moves if move.endswith((".v4.b32", ".v2.b64"))}
-    narrow = ", ".join(sorted(moves - wide - set(_MOVES_ROWS[kernel]))) or ("" if wide else "nothing")
+    narrow = ", ".join(sorted(moves - wide - set(_MOVES_ROWS.get(kernel, ())))) or ("" if wide else "nothing")
     return narrow and f"rows move by {narrow}, not 16 bytes at once"
 
 
 #: For `gate.GROUPS`.
-GROUPS = {"exchange": plans, "exchange_tables": exchange_tables.plans}
+GROUPS = {"exchange": plans, "exchange_tables": exchange_tables.plans, **pushed_plans.GROUPS}

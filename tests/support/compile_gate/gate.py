@@ -378,7 +378,7 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
         has_wgmma="wgmma.mma_async" in compiled.asm["ptx"],
         has_tma="cp.async.bulk.tensor" in compiled.asm["ptx"],
         order=pdl_order.order_violation(launch, compiled.asm["ptx"]),
-        narrow=exchange_plans.narrow_moves(launch.kernel.name, compiled.asm["ptx"]),
+        narrow=exchange_plans.narrow_moves(launch, compiled.asm["ptx"]),
     )
 
 

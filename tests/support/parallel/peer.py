@@ -13,10 +13,16 @@ import torch
 from moe_torch.parallel import chunks, direct, peer, symmetric
 
 #: Faults of this mode alone, then those of all modes.
-PEER_FAULTS = ("wrong_row", "counts_off_by_one_place", "weights_of_another", "barrier_left_out", "result_of_another")
+PEER_FAULTS = (
+    *("wrong_row", "counts_off_by_one_place", "weights_of_another", "barrier_left_out"),
+    *("result_of_another", "result_at_wrong_home"),
+)
 _FAULTS = (*PEER_FAULTS, "gradient_not_returned", "output_gradient_of_another")
 #: Faults where every token has its place.
-DIRECT_FAULTS = ("ids_of_another", "weights_not_sent", "other_place", "result_of_another", "rows_not_waited_for")
+DIRECT_FAULTS = (
+    *("ids_of_another", "weights_not_sent", "other_place", "rows_not_waited_for"),
+    *("result_of_another", "result_at_wrong_home"),
+)
 
 
 #: What ranks that need no counts store into, of all calls.
@@ -80,7 +86,8 @@ def broken_direct(fault: str | None) -> Iterator[None]:
         "ids_of_another": (direct.peer_ops, "push_tokens_once"),
         "weights_not_sent": (direct.peer_ops, "push_tokens_once"),
         "other_place": (direct.peer_ops, "push_tokens_once"),
-        "result_of_another": (direct.peer_ops, "combine_push"),
+        "result_of_another": (direct.peer_ops, "experts_push"),
+        "result_at_wrong_home": (direct.peer_ops, "experts_push"),
         "rows_not_waited_for": (direct.DirectRoutes, "start_push"),
     }[fault]
     real = getattr(owner, name)
@@ -95,7 +102,9 @@ def broken_direct(fault: str | None) -> Iterator[None]:
             table = torch.arange(options["placement"].num_experts, dtype=torch.int32)
             return real(*arguments, **{**options, "places_of_experts": table.flip(0)})
         if fault == "result_of_another":
-            return real(first, torch.where(second < 0, -1, second ^ 1), *rest, **options)
+            return real(first, second, *rest[:2], rest[2].view(-1, 2).flip(1).reshape(-1))
+        if fault == "result_at_wrong_home":
+            return real(first, second, *rest[:2], rest[2].roll(len(rest[2]) // 2))
         # The last rank is slow, and nobody waits for its rows.
         time.sleep(0.3 * (first.ranks.rank == first.ranks.size - 1))
         first.send(second)
@@ -116,7 +125,8 @@ def broken_peer(fault: str | None) -> Iterator[None]:
         "counts_off_by_one_place": (peer.peer_ops, "push_counts"),
         "weights_of_another": (peer.peer_ops, "push_routing"),
         "barrier_left_out": (symmetric.Symmetric, "barrier"),
-        "result_of_another": (peer.peer_ops, "combine_push"),
+        "result_of_another": (peer.peer_ops, "result_addresses"),
+        "result_at_wrong_home": (peer.peer_ops, "result_addresses"),
         "gradient_not_returned": (peer.PeerRoutes, "start_total"),
         "output_gradient_of_another": (peer.PeerRoutes, "push"),
     }[fault]
@@ -129,7 +139,9 @@ def broken_peer(fault: str | None) -> Iterator[None]:
         if fault == "weights_of_another":
             return real(first.flip(0), second, *rest, **options)
         if fault == "result_of_another":
-            return real(first, second.flip(0), *rest, **options)
+            return real(first.flip(0), second, *rest, **options)
+        if fault == "result_at_wrong_home":
+            return real(first * torch.tensor([-1, 1]) + torch.tensor([1, 0]), second, *rest, **options)
         if fault == "gradient_not_returned" and rest[0].startswith("d_x"):
             return real(first, second.flip(0), *rest)
         if fault == "barrier_left_out":

@@ -50,6 +50,14 @@ combine_pull_weights(Tensor owners, Tensor rows, Tensor weights_at, Tensor(a!)? 
 combine_push(Tensor y, Tensor sources, Tensor group_start, Tensor slots_at, Tensor(a!)? memory, str options) -> ()
 dispatch_push(Tensor x, Tensor owners, Tensor rows, Tensor rows_at, Tensor? scales_at, Tensor(a!)? memory, str
     options) -> ()
+experts_push(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor results_at, Tensor(a!)?
+    memory, str options) -> (Tensor, Tensor, Tensor)
+experts_push_quantized(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, Tensor results_at, Tensor(a!)? memory, str options) -> (Tensor, Tensor, Tensor)
+experts_push_quantized_training(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, Tensor results_at, Tensor(a!)? memory, str options) -> Tensor[]
+experts_push_training(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor results_at,
+    Tensor(a!)? memory, str options) -> Tensor[]
 gather_rows(Tensor x, Tensor slot_of_row, Tensor row_of_slot, Tensor? wide, str options) -> Tensor
 layout_of_runs(Tensor counts, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 make_bounded_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
@@ -126,10 +134,6 @@ moe_training.router_weights(Tensor x, {EXPERTS}, Tensor routing_weight, Tensor? 
     routing_correction_bias, {REST}, str options) -> Tensor[]
 moe_training.top_k(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) ->
     Tensor[]
-moe_in_order(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, str options) -> (Tensor,
-    Tensor, Tensor, Tensor, Tensor)
-moe_quantized_in_order(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
-    {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 pack_bitmatrix(Tensor ids, str options) -> (Tensor, Tensor, Tensor)
 peer_take_rows(Tensor x, Tensor? scales, Tensor rows, Tensor group_start, str options) -> Tensor
 peer_places(Tensor ids, Tensor group_start, Tensor row_of_slot, Tensor counts, str options) -> (Tensor, Tensor,
@@ -142,6 +146,7 @@ push_tokens(Tensor weights, Tensor ids, Tensor owners, Tensor rows, Tensor weigh
 push_tokens_once(Tensor x, Tensor ids, Tensor weights, Tensor header, Tensor? places_of_experts, Tensor? given,
     Tensor? token_mask, Tensor rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at, Tensor(a!)? memory, str
     options) -> (Tensor, Tensor, Tensor, Tensor)
+result_addresses(Tensor sources, Tensor group_start, Tensor slots_at, str options) -> Tensor
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
 receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor

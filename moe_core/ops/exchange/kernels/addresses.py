@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+#: Sections of an expert's row blocks that take turns where rows go to peers: as many as one host has GPUs, mostly.
+#: In order, all owners would store at one home at a time: 230 GB/s instead of 340.
+SECTIONS = tl.constexpr(8)
+
 
 @triton.jit
 def pointer_to(addresses, DTYPE: tl.constexpr):
@@ -35,3 +39,10 @@ def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constex
     """Pointers to the first of WIDTH elements of each row of the array that table has the addresses of."""
     addresses = tl.load(table + owner, mask=present, other=0)
     return pointer_to(addresses, DTYPE) + row * WIDTH
+
+
+@triton.jit
+def slots_at(addresses, slots, exists, DTYPE: tl.constexpr):
+    """(pointers to where slots go, which of them go anywhere): addresses int64 has one for each slot, 0 = nowhere."""
+    found = tl.load(addresses + slots, mask=exists, other=0)
+    return pointer_to(found, DTYPE), found != 0

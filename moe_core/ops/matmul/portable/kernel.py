@@ -11,6 +11,8 @@ import triton.language as tl
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
+from moe_core.ops.routing.kernels.schedule import spread_block
 
 
 @triton.jit
@@ -41,17 +43,21 @@ def slot_inside(slots, num_slots):
 @triton.jit
 def rows_of_block(
     block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M: tl.constexpr,
-    CACHE: tl.constexpr,
+    CACHE: tl.constexpr, SPREAD: tl.constexpr = 1,
 ):  # fmt: skip
     """Rows of a block: where they lie in the layout, which exist, which slot each is; schedule None = dense.
 
-    CACHE: the cache modifier of what is read."""
+    CACHE: the cache modifier of what is read. SPREAD: sections of a group whose blocks take turns."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         return rows, rows < num_rows, rows
     else:
         within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
         start, size = rows_of_group(group_sizes, group_start, expert, num_rows, CACHE)
+        if SPREAD > 1:
+            place = tl.load(schedule + 2 * block, cache_modifier=CACHE)
+            place = spread_block(place, tl.cdiv(size, BLOCK_M), SPREAD)
+            within = place * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = within < size
         rows = start.to(tl.int64) + within
         found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
@@ -227,8 +233,9 @@ def multiply_tile(
     )
 
     rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE
-    )
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE,
+        1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
+    )  # fmt: skip
     x_rows = source_rows(rows, slots, GATHER, TOP_K)
     if JOIN:
         join()
@@ -250,9 +257,14 @@ def multiply_tile(
             result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
         if layer_index is not None:
             result = tl.where(layer_exists, result, float("nan"))
-        y_rows = slots if SCATTER == "slot" else rows
+        if (SCATTER == "row") or (SCATTER == "slot"):
+            y_rows = slots if SCATTER == "slot" else rows
+            pointers = y + y_rows[:, None] * N + columns[None, :]
+        else:
+            there, exists = slots_at(y, slots, exists, SCATTER)
+            pointers = there[:, None] + columns[None, :]
         mask = exists[:, None] & (columns < N)[None, :]
-        tl.store(y + y_rows[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+        tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -274,6 +286,8 @@ def matmul_ogs(
     padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
     GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
     pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
+    SCATTER: where a layout row is written: `row` or `slot` of y. Else y int64 has an address for each slot, 0 = none,
+    and SCATTER is the dtype of what lies there.
     PDL: see `kernels.pdl`.
     """
     if PDL == "start":

@@ -10,7 +10,14 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, row_stride
 from moe_core.base.sizes import padded
 from moe_core.ops.matmul import tile_rules as rules
-from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, block_constants, fused_constants, row_counts
+from moe_core.ops.matmul.arguments import (
+    SCHEDULED_INPUTS,
+    bias_strides,
+    block_constants,
+    fused_constants,
+    result,
+    row_counts,
+)
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
@@ -159,7 +166,7 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
     layer_stride, expert_stride = weight.stride[0] if stacked else 0, weight.stride[-3] if ragged else 0
     names = ("x", "weight", "up", "bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre")
     return {
-        **(builder.pointers(*names) | row_counts(problem, config)),
+        **(builder.pointers(*names) | passed(y=result(builder)) | row_counts(problem, config)),
         **passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n, NUM_LAYERS=sizes.num_layers),
         **passed(X_STRIDE=row_stride("x", operands.x), LAYER_STRIDE=layer_stride, EXPERT_STRIDE=expert_stride),
         **passed(K_STRIDE=weight.stride[k_axis], N_STRIDE=weight.stride[n_axis]),

@@ -16,6 +16,7 @@ import triton.language as tl
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
 from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     activation_tile,
@@ -156,9 +157,14 @@ def store_result(
         result *= tl.load(row_weight + slots, mask=exists, other=0.0)[None, :]
     if STACKED:
         result = tl.where(layer_exists, result, float("nan"))
-    y_rows = slots if SCATTER == "slot" else rows
+    if (SCATTER == "row") or (SCATTER == "slot"):
+        y_rows = slots if SCATTER == "slot" else rows
+        pointers = y + y_rows[None, :] * N + columns[:, None]
+    else:
+        there, exists = slots_at(y, slots, exists, SCATTER)
+        pointers = there[None, :] + columns[:, None]
     mask = exists[None, :] & (columns < N)[:, None]
-    tl.store(y + y_rows[None, :] * N + columns[:, None], result.to(y.dtype.element_ty), mask=mask)
+    tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -228,8 +234,9 @@ def matmul_quantized(
         point_rows = matrix_rows(zero_points, up_zero_points, matrix, point_n, side, POINT_MATRIX, POINT_N)
 
     rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE
-    )
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE,
+        1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
+    )  # fmt: skip
     x_row = source_rows(rows, slots, GATHER, TOP_K)
     if PDL == "layout":
         join()

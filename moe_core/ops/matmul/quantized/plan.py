@@ -234,7 +234,7 @@ def _arguments(
     return {
         **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | common.quantized_pointers(builder)),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS, "y", "pre"),
-        **(common.row_counts(problem, config) | common.size_constants(problem)),
+        **(passed(y=common.result(builder)) | common.row_counts(problem, config) | common.size_constants(problem)),
         **passed(X_ELEMENT=x_side["ELEMENT"], X_COLUMNS=columns, X_STRIDE=x_side["STRIDE"]),
         **passed(X_SCALE_STRIDE=x_side["SCALE_STRIDE"], X_GROUP=x_side["GROUP"], X_ORDER=None if ordered else order),
         **(common.format_constants(weight) | common.quantized_strides(weight)),

@@ -5,7 +5,14 @@ from __future__ import annotations
 from moe_core.base.arrays import row_stride
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts, size_constants
+from moe_core.ops.matmul.arguments import (
+    SCHEDULED_INPUTS,
+    bias_strides,
+    fused_constants,
+    result,
+    row_counts,
+    size_constants,
+)
 from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
 from moe_core.ops.matmul.sm90 import plan as sm90
 from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
@@ -150,13 +157,13 @@ def _arguments(
     stride = row_stride("x", x.values)
     x_map = TensorMap("x.values", (x.shape[0], d), stride, (_CONSUMER_ROWS, config.block_k))
     up_map = weight_map("up.values") if operands.up is not None else None
-    y_map = TensorMap(y, (builder.spec(y).shape[0], n), n, (_CONSUMER_ROWS, _PIECE))
+    y_map = None if problem.addressed else TensorMap(y, (builder.spec(y).shape[0], n), n, (_CONSUMER_ROWS, _PIECE))
     return {
         **passed(x="x.values", x_map=x_map if spec.gather == "row" else None, x_scales="x.scales"),
         **passed(weight_map=weight_map("weight.values"), up_map=up_map, scales="weight.scales"),
         **passed(up_scales=builder.optional("up.scales")),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        **passed(counters="tile_counters", y=y, y_scales=builder.optional("y.scales"), y_map=y_map),
+        **passed(counters="tile_counters", y=result(builder, y), y_scales=builder.optional("y.scales"), y_map=y_map),
         **(passed(given=builder.optional("static_scale")) | row_counts(problem, config) | size_constants(problem)),
         **passed(X_STRIDE=stride, X_SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0),
         **passed(X_GROUP=x.format.group_columns or 0, SCALE_ROWS=weight.scales.shape[-2]),

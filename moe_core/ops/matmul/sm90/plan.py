@@ -10,7 +10,14 @@ from moe_core.base.arrays import row_stride
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts, size_constants
+from moe_core.ops.matmul.arguments import (
+    SCHEDULED_INPUTS,
+    bias_strides,
+    fused_constants,
+    result,
+    row_counts,
+    size_constants,
+)
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
@@ -191,7 +198,7 @@ def _arguments(
     return {
         **passed(x="x", x_map=x_map if spec.gather == "row" else None, weight_map=weight_map("weight"), up_map=up_map),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        **passed(counters="tile_counters", y=builder.optional("y"), y_map=output_map("y")),
+        **passed(counters="tile_counters", y=result(builder), y_map=output_map("y")),
         **(({} if tall else pre) | row_counts(problem, config) | size_constants(problem)),
         **(passed(X_STRIDE=stride) | bias_strides(operands) | fused_constants(problem)),
         **passed(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import TiledBlock, block_of
-from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, row_counts
+from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, result, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
 from moe_core.ops.matmul.sm90_packed.plan import block_width, tiled_constants, why_not
@@ -59,7 +59,8 @@ class _FewRows(Family):
         arguments = {
             **passed(x="x", weight="weight.values", scales="weight.scales"),
             **passed(zero_points=builder.optional("weight.zero_points")),
-            **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y"),
+            **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
+            **passed(y=result(builder)),
             **{name: counts[name] for name in ("num_rows", "num_slots")},
             **tiled_constants(problem),
             **passed(ALIKE=_alike(block, chunk, steps), BLOCK_M=config.block_m, CHUNK=chunk, SPAN=span),

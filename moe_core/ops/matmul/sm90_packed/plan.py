@@ -11,7 +11,7 @@ from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_of
-from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, row_counts
+from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, result, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
 from moe_core.ops.matmul.tile_rules import INVARIANT_ROWS
@@ -217,7 +217,7 @@ def _arguments(
         **passed(x="x", x_map=None if gathered else x_map, weight_map=weight_map, scales="weight.scales"),
         **passed(zero_points=builder.optional("weight.zero_points")),
         **builder.pointers("bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        **passed(counters=None if counter is None else "tile_counters", y="y"),
+        **passed(counters=None if counter is None else "tile_counters", y=result(builder)),
         **(row_counts(problem, config) | tiled_constants(problem)),
         **passed(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
         **passed(PAIRS=blocks_of(config, problem.spec), DEEP=deep),

@@ -53,6 +53,19 @@ def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def spread_block(block, blocks, SECTIONS: tl.constexpr):
+    """The row block of a group of `blocks` that is visited as number `block`, where its sections take turns.
+
+    Rows of a group are ordered by the rank that they come from: blocks that are worked on together then have results
+    for different ranks. Example, 10 blocks in 4 sections of 3, 3, 2 and 2: 0, 3, 6, 8, 1, 4, 7, 9, 2, 5.
+    """
+    each, longer = blocks // SECTIONS, blocks % SECTIONS
+    whole = block < each * SECTIONS
+    section = tl.where(whole, block % SECTIONS, block - each * SECTIONS)
+    return section * each + tl.minimum(section, longer) + tl.where(whole, block // SECTIONS, each)
+
+
+@triton.jit
 def schedule(
     group_sizes, schedule, max_blocks,
     NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_FILL: tl.constexpr,

@@ -19,9 +19,9 @@ def producer(
     D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
     X_STRIDE: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr, UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr,
     GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr, COUNTER: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, STEP: gl.constexpr = DEPTH,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, STEP: gl.constexpr = DEPTH, SPREAD: gl.constexpr = 1,
 ):  # fmt: skip
-    """STEP: elements of a row in a stage, of 128 bytes.
+    """STEP: elements of a row in a stage, of 128 bytes. SPREAD: sections of an expert whose row blocks take turns.
 
     row_lists, None but of tall row blocks: a tile's is that of its place in the ring. The list it replaces is read no
     more: all warps have since announced the tile between. The last of their bias tiles holds the next tile's.
@@ -37,7 +37,7 @@ def producer(
     expert, start, rows, tile, upper, lower, biases = TAKE(
         row_lists.index(place) if row_lists is not None else None, next_biases, bias, up_bias, layer_number,
         group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows, num_slots, N, WEIGHT_N,
-        BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, COUNTER, GROUP_M,
+        BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, COUNTER, GROUP_M, SPREAD,
     )  # fmt: skip
     while expert > -2:
         group = layer_number * NUM_EXPERTS + expert
@@ -59,7 +59,7 @@ def producer(
         next_expert, next_start, next_rows, next_tile, next_upper, next_lower, following_biases = TAKE(
             row_lists.index(place) if row_lists is not None else None, next_biases, bias, up_bias, layer_number,
             group_sizes, group_start, slot_of_row, schedule, counters, num_blocks, num_rows, num_slots, N, WEIGHT_N,
-            BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, COUNTER, GROUP_M,
+            BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, COUNTER, GROUP_M, SPREAD,
         )  # fmt: skip
         if expert >= 0:
             stage, phase = LOAD(

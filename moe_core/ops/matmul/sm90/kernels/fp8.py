@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.exchange.kernels.addresses import SECTIONS
 from moe_core.ops.matmul.sm90.kernels.feed import producer
 from moe_core.ops.matmul.sm90.kernels.matmul import finish, halves, multiply
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
@@ -272,7 +273,7 @@ def matmul_fp8(
         out_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, PIECE], codes)
     else:
         y_out = y
-        out_tiles = gl.allocate_shared_memory(y.dtype.element_ty, [2, ROWS, PIECE], gl.NVMMASharedLayout(128, 16, 2))
+        out_tiles = gl.allocate_shared_memory(DTYPE, [2, ROWS, PIECE], gl.NVMMASharedLayout(128, 16, 2))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
     ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS)
@@ -297,7 +298,7 @@ def matmul_fp8(
                 group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, None, ring, full, empty,
                 ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
                 X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, False, COUNTER, STAGES,
-                GROUP_M, DEPTH,
+                GROUP_M, DEPTH, 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
             )),
         ],
         [4, PRODUCER_WARPS],

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
 from moe_core.ops.matmul.sm90.kernels.feed import producer
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
@@ -107,19 +108,20 @@ def store_piece(
     COLUMNS: gl.constexpr = values.shape[1]
     tma.store_wait(0)
     barrier()
-    buffer.store(values.to(array.dtype.element_ty))
+    buffer.store(values.to(buffer.dtype))
     whole = False
     if TRUSTED and SCATTER == "row":
         whole = rows >= FIRST + ROWS
     if whole:
         fence_async_shared()
         barrier()
-        BOX: gl.constexpr = array_map.block_type.shape[1]
-        if BOX == COLUMNS:
-            tma_store(array_map, [start + FIRST, column], buffer)
-        else:
-            for part in gl.static_range(0, COLUMNS, BOX):
-                tma_store(array_map, [start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
+        if array_map is not None:
+            BOX: gl.constexpr = array_map.block_type.shape[1]
+            if BOX == COLUMNS:
+                tma_store(array_map, [start + FIRST, column], buffer)
+            else:
+                for part in gl.static_range(0, COLUMNS, BOX):
+                    tma_store(array_map, [start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
     else:
         barrier()
         # Where slots are read first, all at once; else in parts of one row per thread, which share their addresses.
@@ -132,14 +134,19 @@ def store_piece(
             cast = buffer.slice(above, HEIGHT, dim=0).load(layout)
             first_row = start.to(gl.int64) + FIRST + above
             exists = target < rows - FIRST - above
-            if SCATTER == "slot" or not TRUSTED:
+            if SCATTER != "row" or not TRUSTED:
                 slots = gl.load(slot_of_row + first_row + target, mask=exists, other=-1)
                 exists = exists & (slots >= 0) & (slots < num_slots)
-            if SCATTER == "slot":
-                first_row = 0
-                target = slots.to(gl.int64)
+            if (SCATTER == "row") or (SCATTER == "slot"):
+                if SCATTER == "slot":
+                    first_row = 0
+                    target = slots.to(gl.int64)
+                pointers = array + first_row * WIDTH + target[:, None] * WIDTH + columns[None, :]
+            else:
+                there, exists = slots_at(array, slots, exists, SCATTER)
+                pointers = there[:, None] + columns[None, :]
             mask = exists[:, None] & (columns < END)[None, :]
-            gl.store(array + first_row * WIDTH + target[:, None] * WIDTH + columns[None, :], cast, mask=mask)
+            gl.store(pointers, cast, mask=mask)
 
 
 @gluon.jit
@@ -324,7 +331,7 @@ def matmul_ogs(
                 group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, None, ring, full, empty,
                 ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
                 X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, IN_OUT, COUNTER, STAGES,
-                GROUP_M,
+                GROUP_M, DEPTH, 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
             )),
         ],
         [4, PRODUCER_WARPS],

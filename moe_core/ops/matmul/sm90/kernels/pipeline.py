@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from moe_core.ops.matmul.portable.kernel import rows_of_group, tile_of_program
+from moe_core.ops.routing.kernels.schedule import spread_block
 
 # Triton 3.9 renamed these.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -64,12 +65,13 @@ def announce(ring, ring_full, place, expert, start, rows, tile):
 @gluon.jit
 def locate_tile(
     number, group_sizes, group_start, schedule, num_blocks, num_rows, TILES: gl.constexpr, HEIGHT: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    GROUP_M: gl.constexpr, SPREAD: gl.constexpr = 1,
 ):  # fmt: skip
     """(whether there is a tile with that number, whether it is in use, expert, its first row, its rows, its blocks of
     HEIGHT rows, row block, column tile).
 
-    What is not in use is the first tile of an expert, whose addresses exist.
+    What is not in use is the first tile of an expert, whose addresses exist. SPREAD: sections of an expert whose blocks
+    take turns.
     """
     # An expert's blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert, so
     # that blocks which start together read the same weights while those are in the L2 cache.
@@ -85,6 +87,8 @@ def locate_tile(
     exists = left & (expert_block < blocks)
     place = number - (row - expert_block) * TILES
     block, tile = tile_of_program(gl.where(exists, place, 0), blocks, TILES, GROUP_M)
+    if SPREAD > 1:
+        block = spread_block(block, blocks, SPREAD)
     return left, exists, expert, start, size, blocks, block, tile
 
 

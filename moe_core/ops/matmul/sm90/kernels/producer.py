@@ -85,12 +85,14 @@ def gathered_rows(slot_of_row, start, rows, num_slots, FIRST: gl.constexpr, TOP_
 @gluon.jit
 def next_tile(
     group_sizes, group_start, schedule, counters, num_blocks, num_rows, N: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    COUNTER: gl.constexpr, GROUP_M: gl.constexpr, HEIGHT: gl.constexpr,
+    COUNTER: gl.constexpr, GROUP_M: gl.constexpr, HEIGHT: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """What `locate_tile` says of the next number of the counter."""
     TILES_N: gl.constexpr = (N + PIECE - 1) // PIECE if GATE_LAYOUT is not None else (N + WIDE - 1) // WIDE
     number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
-    return locate_tile(number, group_sizes, group_start, schedule, num_blocks, num_rows, TILES_N, HEIGHT, GROUP_M)
+    return locate_tile(
+        number, group_sizes, group_start, schedule, num_blocks, num_rows, TILES_N, HEIGHT, GROUP_M, SPREAD
+    )
 
 
 @gluon.jit
@@ -98,15 +100,16 @@ def take_tile(
     row_list, next_biases, bias, up_bias, layer_number, group_sizes, group_start, slot_of_row, schedule, counters,
     num_blocks, num_rows, num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
     UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    COUNTER: gl.constexpr, GROUP_M: gl.constexpr,
+    COUNTER: gl.constexpr, GROUP_M: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """(expert, first row, rows, column tile, both consumers' rows of x, biases); expert -1: idle, -2: none is left.
 
     row_list, next_biases: None, where tall row blocks keep theirs.
     """
     left, exists, expert, start, size, _, block, tile = next_tile(
-        group_sizes, group_start, schedule, counters, num_blocks, num_rows, N, GATE_LAYOUT, COUNTER, GROUP_M, 2 * ROWS
-    )
+        group_sizes, group_start, schedule, counters, num_blocks, num_rows, N, GATE_LAYOUT, COUNTER, GROUP_M, 2 * ROWS,
+        SPREAD,
+    )  # fmt: skip
     first = block * (2 * ROWS)
     rows = gl.where(exists, size - first, 0)
     start += first

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.exchange.kernels.addresses import SECTIONS
 from moe_core.ops.matmul.sm90.kernels.feed import producer
 from moe_core.ops.matmul.sm90.kernels.matmul import (
     activate_pairs,
@@ -237,7 +238,7 @@ def matmul_ogs(
                 group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, row_lists, ring, full,
                 empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
                 X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, IN_OUT, COUNTER, STAGES,
-                GROUP_M,
+                GROUP_M, DEPTH, 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
             )),
         ],
         [4, PRODUCER_WARPS],

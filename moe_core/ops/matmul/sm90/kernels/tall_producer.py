@@ -41,7 +41,7 @@ def take_tile(
     row_list, next_biases, bias, up_bias, layer_number, group_sizes, group_start, slot_of_row, schedule, counters,
     num_blocks, num_rows, num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
     UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    COUNTER: gl.constexpr, GROUP_M: gl.constexpr,
+    COUNTER: gl.constexpr, GROUP_M: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """What `producer.take_tile` returns, without rows of x and biases, which wait in shared memory.
 
@@ -49,7 +49,7 @@ def take_tile(
     """
     left, exists, expert, start, size, blocks, block, tile = next_tile(
         group_sizes, group_start, schedule, counters, num_blocks, num_rows, N, GATE_LAYOUT, COUNTER, GROUP_M,
-        CHUNKS * ROWS,
+        CHUNKS * ROWS, SPREAD,
     )  # fmt: skip
     first, rows = even_block(size, block, blocks, ROWS, CHUNKS)
     start += first

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moe_core.ops.exchange.kernels.addresses import slots_at
 from moe_core.ops.matmul.sm90.kernels.pipeline import barrier
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT, left_operand, load_lines, load_words
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
@@ -52,7 +53,7 @@ def finish(
             result *= scale[None, :]
         result = gl.where(layer_exists, result, float("nan"))
         barrier()
-        buffer.store(gl.permute(result.to(y.dtype.element_ty), [1, 0]))
+        buffer.store(gl.permute(result.to(buffer.dtype), [1, 0]))
         barrier()
         columns = pair * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
         # -1 where there is no row.
@@ -62,8 +63,12 @@ def finish(
             # The part of all threads apart: places of every part would be held over the whole tile.
             within = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))[:, None] * N + columns[None, :]
             pointers = y + (start.to(gl.int64) + (FROM + part * TOKENS)) * N + within
-        else:
+        elif SCATTER == "slot":
             pointers = y + slot.to(gl.int64)[:, None] * N + columns[None, :]
+        else:
+            there, goes = slots_at(y, slot, slot >= 0, SCATTER)
+            pointers = there[:, None] + columns[None, :]
+            mask = goes[:, None] & (columns < N)[None, :]
         gl.store(pointers, buffer.load(layout), mask=mask)
 
 

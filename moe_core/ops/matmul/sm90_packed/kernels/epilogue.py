@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.exchange.kernels.addresses import slots_at
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT
 
 
@@ -79,7 +80,12 @@ def store_tile(
     result = gl.convert_layout(gl.permute(result, [1, 0]), stores)
     if row_weight is not None:
         result *= gl.load(row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
-    target = row if SCATTER == "row" else slot.to(gl.int64)
     columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
+    if (SCATTER == "row") or (SCATTER == "slot"):
+        target = row if SCATTER == "row" else slot.to(gl.int64)
+        pointers = y + target[:, None] * N + columns[None, :]
+    else:
+        there, exists = slots_at(y, slot, exists, SCATTER)
+        pointers = there[:, None] + columns[None, :]
     mask = exists[:, None] & (columns < N)[None, :]
-    gl.store(y + target[:, None] * N + columns[None, :], result.to(y.dtype.element_ty), mask=mask)
+    gl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)

@@ -196,7 +196,7 @@ def matmul_mixed_input(
         x.dtype.element_ty, [COLUMNS // DEPTH * DEEP * STAGES, BLOCK_M, DEPTH], swizzled
     )
     w_tiles = gl.allocate_shared_memory(weight_map.dtype, [STAGES * PAIRS, DEEP * LINES, 128], lines)
-    out_tiles = gl.allocate_shared_memory(y.dtype.element_ty, [2, TOKENS, WIDTH], by_eight)
+    out_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, WIDTH], by_eight)
     # Scales of mxfp4 are words of four, those of other formats numbers.
     SCALE: gl.constexpr = gl.int32 if ELEMENT == "e2m1" else scales.dtype.element_ty
     EACH: gl.constexpr = 1 if ELEMENT == "e2m1" else GROUPS

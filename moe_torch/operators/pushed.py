@@ -1,0 +1,80 @@
+"""The operators of a forward whose last product stores its rows at peers' addresses: those of `moe` with given ids and
+weights, and `results_at` beside. Their output has no rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.names import INPUT_SCALES, result_names
+from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
+from moe_torch.bridge.operator import Operator, Outputs, call
+from moe_torch.bridge.signature import Signature
+from moe_torch.operators import table
+from moe_torch.operators.kinds import TrainingOperator
+from moe_torch.operators.requests import moe_request
+
+
+def _plan(*, memory: object, **given: Any) -> LaunchPlan:
+    """memory: as of the other operators that store at peers, see `exchange.py`."""
+    return plan_moe(**given)
+
+
+def _without_rows(shapes: Any, given: Any) -> Outputs:
+    (rows, dtype), *others = shapes(given)
+    return [((0, *rows[1:]), dtype), *others]
+
+
+def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
+    """The forward, and the one that saves what its backward reads, which is that of `moe`."""
+    scales = (f"{name}?" for name in INPUT_SCALES if matrices)
+    tensors = (*table.moe_tensors(TopK), *scales, "results_at", "memory!")
+    signature = Signature(tensors, ("spec",), table.moe_bundles(TopK), matrices)
+    forward, training = (functools.partial(_without_rows, one) for one in (table.moe_shapes, table.training_shapes))
+    return (
+        Operator(packet, signature, _plan, forward, len(result_names(TopK))),
+        TrainingOperator(f"{packet}_training", signature, functools.partial(_plan, save=True), training, None),
+    )
+
+
+EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
+EXPERTS_PUSH_QUANTIZED, EXPERTS_PUSH_QUANTIZED_TRAINING = _pushed("experts_push_quantized", *table.EXPERT_MATRICES)
+
+
+def experts_push(
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    routing: TopK,
+    spec: MoESpec,
+    results_at: torch.Tensor,
+    *,
+    memory: torch.Tensor | None = None,
+) -> MoEOutput:
+    """`moe` whose last product stores the row of every slot where it belongs, while it computes the others.
+
+    These are the bits of `moe` with K = 1 and `combine_push`, without an array of rows here. Gradients are those of
+    `moe` with K = 1.
+
+    Args:
+        x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
+        results_at: int64 `[T * K]`, the address where the row of each slot goes, a multiple of 16, 0 = nowhere; for
+            example of `result_addresses`. Slots of no expert go nowhere.
+        memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
+
+    Returns:
+        a MoEOutput. Its output holds no rows: it has the shape `[0, D]`, or where a gradient is asked for `[T, D]` and
+        no memory, so that its gradient is that of the rows.
+
+    Raises:
+        InvalidInput: as `moe`, and a spec with out_dtype.
+        Unsupported: a gradient with K above 1.
+    """
+    operator, tensors, text = moe_request(x, experts, routing, spec, None, None, None)
+    operator = EXPERTS_PUSH if operator is table.MOE[TopK] else EXPERTS_PUSH_QUANTIZED
+    output, tokens_per_expert, invalid_ids = call(operator, *tensors, results_at, memory, text)
+    return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)

@@ -1,0 +1,85 @@
+"""Plans of experts whose last product stores its rows at peers' addresses, for the compile gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.shapes import SHAPES
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.formats import QuantizedSpec, format_named, quantized_specs, scheme_named
+from moe_core.ops.exchange.results import plan_result_addresses
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
+from moe_core.specs.matmul import Activation
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, TopK
+from tests.support.compile_gate.prepacked_plans import tiled_weight
+
+#: Rows per expert: few, enough for tall blocks, many.
+ROWS_PER_EXPERT = (2, 160, 512)
+#: A rank's share of the experts.
+_RANKS = 4
+
+
+def _plan(experts: ExpertWeights, count: int, spec: MoESpec, target: Target, width: int, dtype: str) -> LaunchPlan:
+    routing = TopK(ArraySpec((count, 1), "int32"), ArraySpec((count, 1), "float32"))
+    x, results_at = ArraySpec((count, width), dtype), ArraySpec((count,), "int64")
+    return plan_moe(x, experts, routing, spec, target, results_at=results_at)
+
+
+def plain(target: Target) -> Iterator[LaunchPlan]:
+    """Released models' layers in both weight layouts, fp16 and fp32, with row blocks of every height."""
+    cases = [(SHAPES[name], "bfloat16") for name in ("gptoss120b", "qwen3", "mixtral", "dsv3")]
+    for shape, dtype in (*cases, (SHAPES["qwen3"], "float16"), (SHAPES["qwen3"], "float32")):
+        count, d, f = shape.num_experts // _RANKS, shape.d_model, shape.d_ff
+        for layout in ("in_out", "out_in") if dtype == "bfloat16" else ("in_out",):
+
+            def matrix(*sides: int, count: int = count, layout: str = layout, dtype: str = dtype) -> ArraySpec:
+                return ArraySpec((count, *(sides if layout == "in_out" else sides[::-1])), dtype)
+
+            bias = ArraySpec((count, d), "float32") if shape.biased else None
+            experts = ExpertWeights(matrix(d, 2 * f), matrix(f, d), down_bias=bias)
+            for rows in ROWS_PER_EXPERT if dtype == "bfloat16" else ROWS_PER_EXPERT[::2]:
+                yield _plan(experts, rows * count, MoESpec(shape.activation, None, layout), target, d, dtype)
+    for count in (1, 4096):
+        arrays = ArraySpec((count, 2), "int32"), ArraySpec((33,), "int32"), ArraySpec((_RANKS,), "int64")
+        yield plan_result_addresses(*arrays, target, num_slots=count, width=2880, dtype="bfloat16")
+
+
+def quantised(target: Target) -> Iterator[LaunchPlan]:
+    """Quantised experts of every family."""
+    count, d, f, activation = 8, 512, 256, Activation("silu")
+    for name in ("mxfp4_w4a16", "fp8_block", "int4_w4a16_zp"):
+        scheme = scheme_named(name)
+        up, down = (
+            quantized_specs(QuantizedSpec(scheme.weights, "out_in"), (count, *sides)) for sides in ((2 * f, d), (d, f))
+        )
+        spec = MoESpec(activation, None, "out_in", activations=scheme.activations)
+        for rows in ROWS_PER_EXPERT:
+            yield _plan(ExpertWeights(up, down), rows * count, spec, target, d, "bfloat16")
+
+
+def prepacked(target: Target) -> Iterator[LaunchPlan]:
+    """Prepacked experts, sm_90 only: kernels of few rows, and of every width of a tile."""
+    count, d, f, activation = 8, 1024, 512, Activation("silu")
+    for name, scales in (("mxfp4", None), ("int4_g32_zp", "bfloat16"), ("int8_g128", "float32")):
+        format = format_named(name)
+        experts = ExpertWeights(
+            tiled_weight((count, 2 * f, d), activation, format, scales),
+            tiled_weight((count, d, f), None, format, scales),
+            down_bias=ArraySpec((count, d), "float32"),
+        )
+        for rows in (1, 8, 16, 40, *ROWS_PER_EXPERT):
+            yield _plan(experts, rows * count, MoESpec(activation, None, "out_in"), target, d, "bfloat16")
+
+
+def pushes_rows(launch: KernelLaunch) -> bool:
+    """Whether a product stores rows at addresses."""
+    scatter = dict(launch.arguments).get("SCATTER", Constant("row"))
+    assert isinstance(scatter, Constant)
+    return scatter.value not in ("row", "slot")
+
+
+#: For `gate.GROUPS`.
+GROUPS = {"pushed": plain, "pushed_quantised": quantised, "pushed_prepacked": prepacked}
