@@ -27,6 +27,8 @@ SUM_RESULTS = Kernel("exchange.kernels.direct:sum_results")
 
 #: What a rank tells: its header, its tokens, and what fills up 16 bytes.
 TOLD = HEADER + 4
+#: Warps of a program, at least.
+_WARPS = 4
 #: Slots that one step of counting takes: the first number that holds them all, else the last.
 _COUNTED = {"gpu": (256, 1024), "interpreter": (16, 64)}
 #: Ids of no token that one step of a program fills, and that one program fills in all.
@@ -108,6 +110,9 @@ def plan_push_tokens_once(
     require_experts(num_experts)
     columns, fill = columns_of(top_k), _FILL[target.engine]
     block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(x.dtype), programs, target)
+    if warps < _WARPS:
+        # The program that counts has as many warps as the others.
+        block_n, warps = block_n * _WARPS // warps, _WARPS
     arguments = builder.pointers(*arrays, *tables, *outputs)
     arguments |= passed(num_tokens=tokens, num_ranks=num_ranks, **sizes)
     arguments |= passed(PER_RANK=per_rank, NUM_EXPERTS=num_experts, TOP_K=top_k, COLUMNS=columns, WIDTH=width)

@@ -123,6 +123,14 @@ def sum_results(
 
     headers: see `push_tokens_once`; those of the last turn are compared. agree: whether they did.
     """
+    if headers is not None:
+        # Asked for before the rows, both turns of them.
+        ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
+        known, other = headers + ranks * (HEADER + 4) + numbers, num_ranks * (HEADER + 4)
+        turn = tl.load(headers + 2 * other) - 1
+        even = tl.load(known, mask=ranks < num_ranks, other=0)
+        odd = tl.load(known + other, mask=ranks < num_ranks, other=0)
+        first_even, first_odd = tl.load(headers + numbers), tl.load(headers + other + numbers)
     reduce_tile(
         tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
         WIDTH, SHARED_STRIDE, False, UNROLL, BLOCK_T, BLOCK_N, False,
@@ -130,13 +138,8 @@ def sum_results(
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     spoilt = tl.zeros((BLOCK_T,), dtype=tl.int32)
     if headers is not None:
-        ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
-        turn = tl.load(headers + 2 * num_ranks * (HEADER + 4)) - 1
-        headers += (turn & 1) * num_ranks * (HEADER + 4)
-        first = tl.load(headers + numbers)
-        told = tl.load(headers + ranks * (HEADER + 4) + numbers, mask=ranks < num_ranks, other=0)
-        differ = ((told != first) & (ranks < num_ranks)).to(tl.int32)
-        spoilt += tl.max(tl.max(differ, axis=1), axis=0)
+        differ = tl.where((turn & 1) == 0, even != first_even, odd != first_odd) & (ranks < num_ranks)
+        spoilt += tl.max(tl.max(differ.to(tl.int32), axis=1), axis=0)
     if agree is not None:
         spoilt += (tl.load(agree) == 0).to(tl.int32)
     if wanted is not None:
