@@ -36,8 +36,7 @@ def is_direct(spec: ExchangeSpec, *, training: bool) -> bool:
 
     With mode `peer`, where rows of tokens have no bound, and nothing is kept for a backward.
     """
-    whole = spec.receive is None and spec.format is None and not training
-    return whole and (spec.mode, spec.rows, spec.sums) == ("peer", "tokens", "slots")
+    return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None) and not training
 
 
 def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:

@@ -271,7 +271,7 @@ class _Planner:
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         if self.plan.direct:
-            return self.ranks * self.tokens * self.top_k
+            return self.ranks * self.tokens * (self.top_k if self.spec.sums == "slots" else 1)
         received = rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
         return (
             received
@@ -351,6 +351,8 @@ class _Planner:
         by_slot = self.spec.rows == "tokens" and self.spec.sums == "slots" and not self.plan.direct
         if self.plan.direct:
             found.append(ExchangeBuffer("received ids and weights", received * 2 * self.top_k * 4, True))
+            if self.spec.format is not None:
+                found.append(ExchangeBuffer("rows by slot", received * self.row_bytes, False))
         elif symmetric:
             # Weights and origins, and the row of a slot's token; gradients of weights.
             numbers = 3 + (self.spec.rows == "tokens") + self.plan.training

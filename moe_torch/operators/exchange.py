@@ -35,7 +35,7 @@ def _operator(
     options: tuple[str, ...],
     planner: Callable[..., LaunchPlan],
     shapes: Callable[[Any], Outputs] = lambda _: [],
-    returns: int = 0,
+    returns: int | None = 0,
 ) -> Operator:
     signature = Signature((*tensors, "memory!"), options)
     return Operator(name, signature, lambda *, memory, **given: planner(**given), shapes, returns)
@@ -101,21 +101,24 @@ COMBINE_PUSH = _operator(
 
 
 def _once_shapes(given: Any) -> Outputs:
-    sizes = (given.ids.shape[0], given.ids.shape[1]), (given.num_experts,), (1,), (1,)
+    (tokens, top_k), ranks = given.ids.shape, given.ids_at.shape[0]
+    sizes = (tokens, top_k), (given.num_experts,), (1,), (1,)
+    if given.numbers_at is not None:
+        sizes += ((tokens, ranks), (tokens, ranks))
     return [(size, torch.int32) for size in sizes]
 
 
-#: Returns places, tokens_per_expert, invalid_ids, overflow.
+#: Returns places, tokens_per_expert, invalid_ids, overflow, with numbers_at also owners and rows.
 PUSH_TOKENS_ONCE = _operator(
     "push_tokens_once",
     (
-        "x", "ids", "weights", "header", "places_of_experts?", "given?", "token_mask?", "rows_at", "ids_at",
-        "weights_at", "headers_at",
+        "x?", "ids", "weights", "header", "places_of_experts?", "given?", "token_mask?", "rows_at?", "ids_at",
+        "weights_at", "headers_at", "numbers_at?",
     ),
     ("rank", "per_rank", "num_experts", "most", "programs"),
     plan_push_tokens_once,
     _once_shapes,
-    4,
+    None,
 )  # fmt: skip
 
 

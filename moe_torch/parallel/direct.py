@@ -22,33 +22,39 @@ from moe_core.parallel.plan import ExchangePlan
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops, symmetric
 from moe_torch.parallel.group import Arriving, Ranks
-from moe_torch.parallel.peer import Summing
+from moe_torch.parallel.peer import Summing, scales_of
 from moe_torch.parallel.symmetric import Part, Region
 
 _TOLD = len(Header._fields) + 4
 
 
 class Memory(NamedTuple):
-    """What others store at a rank, M tokens of each of W: headers int32 `[2 * W + 1, 12]`; rows `[W * M, D]`; ids int32
-    and weights fp32 `[W * M, K]`; returned `[M * K, D]`, results that come home."""
+    """What others store at a rank, M tokens of each of W: headers int32 `[2 * W + 1, 12]`; rows `[W * M, D]`, and their
+    scales where they are quantised; ids int32 and weights fp32 `[W * M, K]`; numbers int32 `[W * M]`, of sums that go
+    home; returned `[M * K, D]` or `[M * W, D]`, results that come home."""
 
     memory: symmetric.Symmetric
     headers: Region
     rows: Region
+    scales: Region
     ids: Region
     weights: Region
+    numbers: Region
     returned: Region
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
     """The buffers of a plan, made by its first call. number: of the set of buffers."""
-    most, dtype, top_k = _most(plan), TORCH_DTYPES[plan.dtype], plan.top_k
+    most, top_k, spec = _most(plan), plan.top_k, plan.spec
+    rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (
         Part((2 * ranks.size + 1, _TOLD), torch.int32),
-        Part((ranks.size * most, plan.d_model), dtype),
-        Part((ranks.size * most, top_k), torch.int32),
-        Part((ranks.size * most, top_k), torch.float32),
-        Part((most * top_k, plan.d_model), dtype),
+        Part((rows, plan.d_model), torch.float8_e4m3fn if scales else dtype),
+        Part((rows * (scales > 0), scales), torch.float32),
+        Part((rows, top_k), torch.int32),
+        Part((rows, top_k), torch.float32),
+        Part((rows,), torch.int32),
+        Part((most * (ranks.size if spec.sums == "ranks" else top_k), plan.d_model), dtype),
     )
     found = symmetric.symmetric(ranks, parts, device, number)
     return Memory(found, *found.regions)
@@ -59,19 +65,30 @@ def _most(plan: ExchangePlan) -> int:
     return max(1, tokens_at_once(plan.brought, plan.spec))
 
 
-#: By the memory, for which they do not change: captured graphs read them.
-_addresses: weakref.WeakKeyDictionary[symmetric.Symmetric, torch.Tensor] = weakref.WeakKeyDictionary()
+class _Constants(NamedTuple):
+    """What does not change for a memory: results_at int64 `[W * M * K]`, where the results of all ranks' slots go.
+    Int32: rows `[W * M, 1]`, their numbers; start `[2]`, where they begin and end."""
+
+    results_at: torch.Tensor
+    rows: torch.Tensor
+    start: torch.Tensor
 
 
-def _results_at(memory: Memory, slots: int) -> torch.Tensor:
-    """Where the results of all ranks' slots go, `slots` of each."""
-    found = _addresses.get(memory.memory)
+#: By the memory: captured graphs read them.
+_constants: weakref.WeakKeyDictionary[symmetric.Symmetric, _Constants] = weakref.WeakKeyDictionary()
+
+
+def _constants_of(memory: Memory) -> _Constants:
+    found = _constants.get(memory.memory)
     if found is None:
-        returned = memory.returned
+        returned, rows, device = memory.returned, len(memory.rows.own), memory.returned.own.device
         size = returned.own.shape[1] * returned.own.element_size()
         with torch.inference_mode(False):
-            places = torch.arange(slots, dtype=torch.int64, device=returned.own.device) * size
-            found = _addresses[memory.memory] = (returned.addresses[:, None] + places).view(-1)
+            places = torch.arange(len(returned.own), dtype=torch.int64, device=device) * size
+            numbers = torch.arange(rows, dtype=torch.int32, device=device).view(-1, 1)
+            start = torch.tensor([0, rows], dtype=torch.int32, device=device)
+            found = _Constants((returned.addresses[:, None] + places).view(-1), numbers, start)
+        _constants[memory.memory] = found
     return found
 
 
@@ -85,8 +102,6 @@ class DirectRoutes:
 
     #: Of tokens whose output has to become NaN: `start_total` sees to it.
     spoilt = None
-    #: Experts store their results at their homes.
-    stores_results = True
 
     def __init__(
         self,
@@ -103,7 +118,11 @@ class DirectRoutes:
         programs: int | None = None,
     ) -> None:
         self.ranks, self.plan, self.programs = ranks, plan, programs
+        self.format, self.at_ranks = plan.spec.format, plan.spec.sums == "ranks"
+        #: Whether experts store their results at their homes.
+        self.stores_results = not self.at_ranks
         self.memory = memory_of(ranks, plan, weights.device, number)
+        self._constants = _constants_of(self.memory)
         if header is None:
             (header,) = exchange.constants((tuple(plan.header),), weights.device)
         self._own = ids, weights.detach(), header
@@ -124,10 +143,18 @@ class DirectRoutes:
     def send(self, values: torch.Tensor) -> None:
         """Rows of tokens at home, `[T, D]`, set off, with all that goes beside them."""
         memory, sizes = self.memory, {"rank": self.ranks.rank, "most": _most(self.plan), "programs": self.programs}
-        regions = memory.rows, memory.ids, memory.weights, memory.headers
-        at = peer_ops.TokensAt(*(region.addresses for region in regions))
+        quantised, (ids, own_weights) = self.format is not None, (memory.ids.addresses, memory.weights.addresses)
+        numbers = memory.numbers.addresses if quantised or self.at_ranks else None
+        rows = None if quantised else memory.rows.addresses
+        at = peer_ops.TokensAt(rows, ids, own_weights, memory.headers.addresses, numbers)
         options: Any = {**self._beside, **sizes, "placement": self.plan.placement}
-        self.pushed = peer_ops.push_tokens_once(values, *self._own, at, **options)
+        self.pushed = pushed = peer_ops.push_tokens_once(values, *self._own, at, **options)
+        if quantised:
+            assert pushed.owners is not None and pushed.rows is not None
+            places = peer_ops.PeerPlaces(pushed.owners, pushed.rows, pushed.overflow, pushed.overflow)
+            options = {"format": self.format, "scales_at": memory.scales.addresses, "programs": self.programs}
+            num_rows = len(memory.rows.own)
+            peer_ops.dispatch_push(values, places, memory.rows.addresses, num_rows=num_rows, **options)
 
     def arrive(self, what: str) -> None:
         """The stream waits for what all ranks have sent."""
@@ -135,7 +162,11 @@ class DirectRoutes:
 
     def rows(self) -> torch.Tensor:
         """Rows of tokens, `[W * M, D]`, once they have arrived; those without ids hold anything."""
-        return self.memory.rows.own
+        rows, scales = self.memory.rows.own, self.memory.scales.own
+        if self.format is None:
+            return rows
+        constants, dtype = self._constants, TORCH_DTYPES[self.plan.dtype]
+        return peer_ops.take_rows(rows, constants.rows, constants.start, scales=scales, dtype=dtype)
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         """`send`; what it returns waits, and gives `rows`."""
@@ -151,19 +182,23 @@ class DirectRoutes:
         """`start_push`, and what it returns, called."""
         return self.start_push(values, what)()
 
-    def results_at(self) -> torch.Tensor:
-        """Of `peer_ops.experts_push`, int64 `[W * M * K]`: the place of every slot's result at its home."""
-        return _results_at(self.memory, _most(self.plan) * self.plan.top_k)
+    def results_at(self) -> torch.Tensor | None:
+        """Of `peer_ops.experts_push`: the place of every slot's result at its home; None where sums are returned."""
+        return self._constants.results_at if self.stores_results else None
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Summing:
-        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`. rows: None, since they have been
-        stored at `results_at`."""
-        assert rows is None, "experts store their results at their homes"
-        returned = self.memory.returned.own
+        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`. rows: sums of owners,
+        `[W * M, D]`, which set off; None: results have been stored at `results_at`."""
+        memory, places = self.memory, self.pushed.places
+        assert (rows is None) == self.stores_results, "experts store their results at their homes, or give sums back"
+        if rows is not None:
+            assert self.pushed.rows is not None
+            places, sizes = self.pushed.rows, {"num_slots": len(memory.returned.own), "programs": self.programs}
+            peer_ops.combine_push(rows, memory.numbers.own, self._constants.start, memory.returned.addresses, **sizes)
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return peer_ops.sum_results(returned, self.pushed.places, headers=self.memory.headers.own, **options)
+            return peer_ops.sum_results(memory.returned.own, places, headers=memory.headers.own, **options)
 
         return total
 

@@ -77,18 +77,19 @@ class Memory(NamedTuple):
     d_weights: Region
 
 
+def scales_of(format: Format | None, d_model: int) -> int:
+    """Scales of a row, 0 without a format."""
+    return 0 if format is None else quantized_shapes(QuantizedSpec(format), (1, d_model)).scales[1]
+
+
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
     """The buffers of a plan, made by its first call. number: of the set of buffers."""
     sizes, placement, dtype, spec = Sizes.of(plan), plan.placement, TORCH_DTYPES[plan.dtype], plan.spec
     by_token, at_ranks = spec.rows == "tokens", spec.sums == "ranks"
     groups = placement.num_places * (not at_ranks) + placement.num_ranks * by_token
     bounded = by_token and not at_ranks and spec.receive is not None
-    incoming, scales = dtype, 0
-    if spec.format is not None:
-        incoming, scales = (
-            torch.float8_e4m3fn,
-            quantized_shapes(QuantizedSpec(spec.format), (1, plan.d_model)).scales[1],
-        )
+    scales = scales_of(spec.format, plan.d_model)
+    incoming = torch.float8_e4m3fn if scales else dtype
     parts = (
         Part((ranks.size, _HEADER + _TOKENS + groups), torch.int32),
         Part((ranks.size, placement.num_places * bounded), torch.int32),

@@ -282,24 +282,29 @@ class PushedTokens(NamedTuple):
     """What `push_tokens_once` knows of this rank's tokens, int32.
 
     places `[T, K]`: of slots, -1 = none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
-    `[1]`: 0, since every token has its place.
+    `[1]`: 0, since every token has its place. owners, rows `[T, W]`, where numbers go: the ranks that a token visits
+    and its rows there, -1 = none.
     """
 
     places: torch.Tensor
     tokens_per_expert: torch.Tensor
     invalid_ids: torch.Tensor
     overflow: torch.Tensor
+    owners: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 class TokensAt(NamedTuple):
-    """Tables of the arrays that `push_tokens_once` stores to, M tokens of every rank: rows `[W * M, D]`, ids int32 and
-    weights fp32 `[W * M, K]`, headers int32 `[2 * W + 1, 12]`, the turns of the rank in its last row, which all ranks
-    begin with the same number."""
+    """Tables of the arrays that `push_tokens_once` stores to, M tokens of every rank: rows `[W * M, D]`, None = they go
+    by themselves; ids int32 and weights fp32 `[W * M, K]`; headers int32 `[2 * W + 1, 12]`, the turns of the rank in
+    its last row, which all ranks begin with the same number; numbers int32 `[W * M]`: where the sum of a row's slots
+    goes, None = slots go."""
 
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
     headers: torch.Tensor
+    numbers: torch.Tensor | None = None
 
 
 def push_tokens_once(
@@ -318,16 +323,15 @@ def push_tokens_once(
     programs: int | None = None,
     memory: torch.Tensor | None = None,
 ) -> PushedTokens:
-    """Store a rank's tokens, and all that owners need to know of them, where nobody has to know what others send.
+    """Store a rank's tokens, and all that owners need to know of them, in row `rank * most + t` of every array.
 
-    Row `rank * most + t` of every array is of token t. Owners group what arrived by the ids beside it.
+    Owners group what arrived by the ids beside it.
 
     Args:
-        x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided. A row has a multiple of 16 bytes. It goes where a token has
-            an expert.
+        x: `[T, D]`, as of `dispatch_push`. Rows go where a token has an expert, or not without `at.rows`.
         ids: int32 `[T, K]`. Experts, -1 = none. Their places among the owner's go to all ranks.
         weights: fp32 `[T, K]`. They go to all ranks.
-        header: int32 `[8]`. It goes to all ranks, with T and three zeros behind it, to two places by turns.
+        header: int32 `[8]`. It goes to all ranks, with T behind it, to two places by turns.
         at: the tables.
         rank: this rank.
         placement: how many experts and places there are.
@@ -335,15 +339,13 @@ def push_tokens_once(
         places_of_experts: int32 `[E]`. None = every expert's place has its number.
         given: int32 `[T, K]`. The places of slots, where an expert has several.
         token_mask: bool `[T]`. A token that is False has no experts.
-        programs: as of `dispatch_push`.
-        memory: see the module.
+        programs, memory: as of `dispatch_push`.
 
-    Raises:
-        InvalidInput: arguments of the wrong shape or dtype; more than M tokens.
-        Unsupported: 2**31 slots of all ranks or more; more experts or top_k than the kernels take, on a GPU.
+    Raises Unsupported for 2**31 slots or more, and on a GPU for more experts or top_k than kernels take.
     """
     text = encode(as_integer("rank", rank, 0), placement.per_rank, placement.num_experts, _rows(most, "most"), programs)
-    arrays = x, ids, weights, header, places_of_experts, given, token_mask, *at, memory
+    values = None if at.rows is None else x
+    arrays = values, ids, weights, header, places_of_experts, given, token_mask, *at, memory
     return PushedTokens(*call(operators.PUSH_TOKENS_ONCE, *arrays, text))
 
 

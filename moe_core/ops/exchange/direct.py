@@ -31,17 +31,17 @@ TOLD = HEADER + 4
 _WARPS = 4
 #: Slots that one step of counting takes: the first number that holds them all, else the last.
 _COUNTED = {"gpu": (256, 1024), "interpreter": (16, 64)}
+#: Tokens of a program where rows go by themselves.
+_TOKENS = {"gpu": 32, "interpreter": 4}
 #: Ids of no token that one step of a program fills, and that one program fills in all.
 _FILL, _FILLED = {"gpu": 512, "interpreter": 16}, 8192
 
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_push_tokens_once(
-    x: ArraySpec,
     ids: ArraySpec,
     weights: ArraySpec,
     header: ArraySpec,
-    rows_at: ArraySpec,
     ids_at: ArraySpec,
     weights_at: ArraySpec,
     headers_at: ArraySpec,
@@ -51,6 +51,9 @@ def plan_push_tokens_once(
     per_rank: int,
     num_experts: int,
     most: int,
+    x: ArraySpec | None = None,
+    rows_at: ArraySpec | None = None,
+    numbers_at: ArraySpec | None = None,
     places_of_experts: ArraySpec | None = None,
     given: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
@@ -58,36 +61,46 @@ def plan_push_tokens_once(
 ) -> LaunchPlan:
     """Store this rank's tokens, with all that owners need to know of them, at every owner of one of their experts.
 
-    W ranks with L = per_rank places each, M = most: tokens that a rank has at most. x `[T, D]`: bf16, fp16 or fp32,
-    rows may be strided. ids int32 and weights fp32 `[T, K]`: of experts, -1 = none. header int32 `[8]`. The place of an
-    expert is its number, or places_of_experts int32 `[E]` says it; given int32 `[T, K]`: the places of slots, of an
-    expert with several. token_mask bool `[T]`: a token that is False has no experts. programs: of the launch at most.
+    W ranks with L = per_rank places each, M = most: tokens that a rank has at most. ids int32 and weights fp32
+    `[T, K]`: of experts, -1 = none. header int32 `[8]`. x `[T, D]`: bf16, fp16 or fp32, rows may be strided; None with
+    rows_at: rows go by themselves. The place of an expert is its number, or places_of_experts int32 `[E]` says it;
+    given int32 `[T, K]`: the places of slots, of an expert with several. token_mask bool `[T]`: a token that is False
+    has no experts. programs: of the launch at most.
 
     Token t of rank h has row h * M + t of the arrays x's dtype `[W * M, D]` at rows_at, stored where it visits alone,
     and of int32 ids and fp32 weights `[W * M, K]` at ids_at and weights_at, stored at all ranks: an id is the number of
     a place among the owner's, -1 = none of these, as behind a rank's last token. headers_at: of int32
     `[2 * W + 1, 12]`: row h, and in every other turn row W + h, is the header of h, its tokens, and zeros. The last row
-    begins with the turns of its rank, as many before the first one at all ranks. Tables are int64 `[W]`.
+    begins with the turns of its rank, as many before the first one at all ranks. numbers_at: of int32 `[W * M]`, where
+    owners sum a token's slots: the number of the sum among those of all homes, row * W + owner; -1 where a token does
+    not visit. Tables are int64 `[W]`.
 
-    Inputs: x, ids, weights, header, [places_of_experts], [given], [token_mask], rows_at, ids_at, weights_at,
-    headers_at. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside
-    [-1, E); overflow `[1]`, which is 0. Raises InvalidInput, Unsupported.
+    Inputs: [x], ids, weights, header, [places_of_experts], [given], [token_mask], [rows_at], ids_at, weights_at,
+    headers_at, [numbers_at]. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`,
+    ids outside [-1, E); overflow `[1]`, which is 0; with numbers_at owners and rows `[T, W]`: the ranks that a token
+    visits and its rows there, as of `plan_peer_places`. Raises InvalidInput, Unsupported.
     """
-    require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
-    stride, (tokens, width) = row_stride("x", x), x.shape
-    require_width("x", width, x.dtype)
-    require_spec("ids", ids, (tokens, "top_k"), "int32")
-    top_k = ids.shape[1]
+    require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
+    (tokens, top_k), width, stride, dtype = ids.shape, 1, 1, "float32"
     require_at_least("top_k of ids", top_k, 1)
     require_spec("weights", weights, ids.shape, "float32")
     require_spec("header", header, (HEADER,), "int32")
-    num_ranks = require_table("rows_at", rows_at)
-    for name, table in (("ids_at", ids_at), ("weights_at", weights_at), ("headers_at", headers_at)):
-        require_table(name, table, num_ranks)
+    num_ranks = require_table("ids_at", ids_at)
+    tables = {"rows_at": rows_at, "ids_at": ids_at, "weights_at": weights_at, "headers_at": headers_at}
+    tables |= {"numbers_at": numbers_at}
+    for name, table in tables.items():
+        if table is not None:
+            require_table(name, table, num_ranks)
+    if (x is None) != (rows_at is None):
+        raise InvalidInput(f"rows_at must be given with x alone, got {rows_at} with x {x}; pass both or neither")
+    if x is not None:
+        require_spec("x", x, (tokens, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
+        stride, width, dtype = row_stride("x", x), x.shape[1], x.dtype
+        require_width("x", width, dtype)
     as_integer("rank", rank, 0, num_ranks)
     for name, value, least in (("per_rank", per_rank, 1), ("num_experts", num_experts, 1), ("most", most, tokens)):
         as_integer(name, value, least, INT32_LIMIT)
-    if num_ranks * most * top_k >= INT32_LIMIT:
+    if num_ranks * most * max(top_k, num_ranks) >= INT32_LIMIT:
         raise Unsupported(f"slots of all ranks must stay below 2**31, got {num_ranks} x {most} x {top_k}; split them")
     optional = {"places_of_experts": places_of_experts, "given": given, "token_mask": token_mask}
     shapes = {"places_of_experts": (num_experts,), "given": ids.shape, "token_mask": (tokens,)}
@@ -98,27 +111,30 @@ def plan_push_tokens_once(
         raise InvalidInput("places_of_experts must be None where places are given, got both; leave one out")
     require_programs(programs)
     builder = PlanBuilder("push_tokens_once", target)
-    tables = {"rows_at": rows_at, "ids_at": ids_at, "weights_at": weights_at, "headers_at": headers_at}
     arrays = {"x": x, "ids": ids, "weights": weights, "header": header, **optional}
     present = builder.inputs(arrays | tables)
     outputs = [builder.output("places", ids), builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32"))]
     outputs += [builder.output(name, ArraySpec((1,), "int32")) for name in ("invalid_ids", "overflow")]
+    if numbers_at is not None:
+        outputs += [builder.output(name, ArraySpec((tokens, num_ranks), "int32")) for name in ("owners", "rows")]
     sizes = {"rank": rank, "most": most}
     if not target.compiled:
         constants = sizes | {"per_rank": per_rank, "num_experts": num_experts}
         return builder.reference("exchange.reference_direct:push_tokens_once", present, constants, outputs)
     require_experts(num_experts)
-    columns, fill = columns_of(top_k), _FILL[target.engine]
-    block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(x.dtype), programs, target)
+    if x is None:
+        block_t, block_n, warps = _TOKENS[target.engine], 1, _WARPS
+    else:
+        block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(dtype), programs, target)
     if warps < _WARPS:
         # The program that counts has as many warps as the others.
         block_n, warps = block_n * _WARPS // warps, _WARPS
-    arguments = builder.pointers(*arrays, *tables, *outputs)
-    arguments |= passed(num_tokens=tokens, num_ranks=num_ranks, **sizes)
-    arguments |= passed(PER_RANK=per_rank, NUM_EXPERTS=num_experts, TOP_K=top_k, COLUMNS=columns, WIDTH=width)
-    arguments |= passed(X_STRIDE=stride, DTYPE=x.dtype, HEADER=HEADER, EXPERTS=padded(num_experts, 32))
+    arguments = builder.pointers(*arrays, *tables, "places", "tokens_per_expert", "invalid_ids", "overflow")
+    arguments |= builder.pointers("owners", "rows") | passed(num_tokens=tokens, num_ranks=num_ranks, **sizes)
+    arguments |= passed(PER_RANK=per_rank, NUM_EXPERTS=num_experts, TOP_K=top_k, COLUMNS=columns_of(top_k), WIDTH=width)
+    arguments |= passed(X_STRIDE=stride, DTYPE=dtype, HEADER=HEADER, EXPERTS=padded(num_experts, 32))
     arguments |= passed(CHUNK=first_holding(_COUNTED[target.engine], ids.size))
-    arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_FILL=fill)
+    arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_FILL=_FILL[target.engine])
     tiles = max(-(-tokens // block_t) * -(-width // block_n), -(-(most - tokens) * top_k // _FILLED), 1)
     builder.launch(PUSH_TOKENS_ONCE, (1 + (tiles if programs is None else min(tiles, programs)),), arguments, warps, 1)
     return builder.build()

@@ -11,14 +11,15 @@ from moe_core.ops.reduction.reference import reduce
 
 
 def push_tokens_once(
-    x: np.ndarray,
     ids: np.ndarray,
     weights: np.ndarray,
     header: np.ndarray,
-    rows_at: np.ndarray,
     ids_at: np.ndarray,
     weights_at: np.ndarray,
     headers_at: np.ndarray,
+    x: np.ndarray | None = None,
+    rows_at: np.ndarray | None = None,
+    numbers_at: np.ndarray | None = None,
     places_of_experts: np.ndarray | None = None,
     given: np.ndarray | None = None,
     token_mask: np.ndarray | None = None,
@@ -29,32 +30,39 @@ def push_tokens_once(
     most: int,
 ) -> tuple[np.ndarray, ...]:
     """What `moe_core.ops.exchange.direct.plan_push_tokens_once` stores, and its results."""
-    num_ranks, (tokens, top_k) = len(rows_at), ids.shape
+    num_ranks, (tokens, top_k) = len(ids_at), ids.shape
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
     valid = (known >= 0) & (known < num_experts)
     places = known if places_of_experts is None else places_of_experts[np.where(valid, known, 0)]
     places = np.where(valid, places, -1) if given is None else given
     places = np.where((places >= 0) & (places < num_ranks * per_rank), places, -1).astype(np.int32)
-    own = slice(rank * most, rank * most + tokens)
-    of_rows, of_ids = ArraySpec((num_ranks * most, x.shape[1]), x.dtype.name), (num_ranks * most, top_k)
-    of_headers = ArraySpec((2 * num_ranks + 1, len(header) + 4), "int32")
+    own, whole = slice(rank * most, rank * most + tokens), slice(rank * most, (rank + 1) * most)
+    of_ids, of_headers = (num_ranks * most, top_k), ArraySpec((2 * num_ranks + 1, len(header) + 4), "int32")
     turns = host_array(int(headers_at[rank]), of_headers)[-1]
     own_row = (turns[0] & 1) * num_ranks + rank
+    rows = np.full((tokens, num_ranks), -1, np.int32)
     for peer in range(num_ranks):
-        rows = host_array(int(rows_at[peer]), of_rows)
         local = host_array(int(ids_at[peer]), ArraySpec(of_ids, "int32"))
         beside = host_array(int(weights_at[peer]), ArraySpec(of_ids, "float32"))
-        told = host_array(int(headers_at[peer]), of_headers)
         here = (places >= 0) & (places // per_rank == peer)
         visits = here.any(axis=1)
-        rows[own][visits] = x[visits]
-        local[rank * most : (rank + 1) * most] = -1
+        rows[visits, peer] = np.arange(own.start, own.stop)[visits]
+        if x is not None and rows_at is not None:
+            host_array(int(rows_at[peer]), ArraySpec((of_ids[0], x.shape[1]), x.dtype.name))[own][visits] = x[visits]
+        if numbers_at is not None:
+            numbers = host_array(int(numbers_at[peer]), ArraySpec(of_ids[:1], "int32"))
+            numbers[whole] = -1
+            numbers[own] = np.where(visits, rows[:, peer] * num_ranks + peer, -1)
+        local[whole] = -1
         local[own], beside[own] = np.where(here, places % per_rank, -1), weights
-        told[own_row] = [*header, tokens, 0, 0, 0]
+        host_array(int(headers_at[peer]), of_headers)[own_row] = [*header, tokens, 0, 0, 0]
     turns[0] += 1
     counts = np.bincount(known[valid], minlength=num_experts).astype(np.int32)
     invalid = np.array([((known < -1) | (known >= num_experts)).sum()], np.int32)
-    return places, counts, invalid, np.zeros(1, np.int32)
+    found = places, counts, invalid, np.zeros(1, np.int32)
+    if numbers_at is None:
+        return found
+    return *found, np.where(rows < 0, -1, np.arange(num_ranks, dtype=np.int32)).astype(np.int32), rows
 
 
 def last_told(headers: Any) -> Any:

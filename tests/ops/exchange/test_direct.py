@@ -39,7 +39,15 @@ class Home(dict[str, Any]):
 
 
 def pushed(
-    target: Target, homes: list[Home], placement: Placement, most: int, way: str, turn: int, programs: int | None
+    target: Target,
+    homes: list[Home],
+    placement: Placement,
+    most: int,
+    way: str,
+    turn: int,
+    programs: int | None,
+    *,
+    numbered: bool,
 ) -> tuple[Peers, list[dict[str, np.ndarray]], list[np.ndarray]]:
     """The memory behind the stores of all ranks, what each call returned, and the places of all slots."""
     ranks, per_rank, top_k = placement.num_ranks, placement.per_rank, homes[0]["ids"].shape[1]
@@ -50,7 +58,9 @@ def pushed(
     peers.make("headers", (2 * ranks + 1, TOLD), "int32")
     for rank in range(ranks):
         peers.of("headers", rank)[-1, 0] = turn
-    tables = {f"{name}_at": peers.at(name) for name in ("rows", "ids", "weights", "headers")}
+    peers.make("numbers", (ranks * most,), "int32")
+    names = ("rows", "ids", "weights", "headers", *(("numbers",) if numbered else ()))
+    tables = {f"{name}_at": peers.at(name) for name in names if way != "apart" or name != "rows"}
     found, places, first = [], [], 0
     for rank, home in enumerate(homes):
         of_slots = physical_ids(home["ids"], placement, first_token=first, token_mask=home["token_mask"]).places
@@ -60,7 +70,7 @@ def pushed(
         beside["given"] = of_slots if way == "given" else None
         arrays = {**home, **beside, "header": np.arange(8, dtype=np.int32) + rank // 2}
         sizes = {"rank": rank, "per_rank": per_rank, "num_experts": placement.num_experts, "most": most}
-        arrays |= tables
+        arrays |= tables | ({"x": None} if way == "apart" else {})
         specs = {name: spec_of(array) for name, array in arrays.items()}
         plan = plan_push_tokens_once(**specs, target=target, **sizes, programs=programs)
         found.append(peers.run(plan, arrays))
@@ -69,21 +79,21 @@ def pushed(
 
 
 @on_engines
-@given(seed=seeds(), way=st.sampled_from(("in_order", "table", "given")))
+@given(seed=seeds(), way=st.sampled_from(("in_order", "table", "given", "apart")))
 def test_owners_know_all(target: Target, seed: int, way: str) -> None:
     """Rows where a token visits, ids of what is here, weights, headers; nothing else is touched."""
     random = np.random.default_rng(seed)
     ranks, top_k, experts = (int(random.integers(1, most)) for most in (5, 4, 9))
-    kind = {"in_order": "linear", "table": "round_robin", "given": "balanced"}[way]
-    if way == "in_order":
+    kind = {"in_order": "linear", "table": "round_robin", "given": "balanced", "apart": "linear"}[way]
+    if way in ("in_order", "apart"):
         experts = -(-experts // ranks) * ranks
     placement = placement_of(kind, experts, ranks, seed % 99)
     tokens, dtype = random.integers(0, 40, ranks), ("float32", "bfloat16")[seed % 2]
     most = int(tokens.max()) + seed % 3
     masked, programs = seed % 5 < 3, (None, 1, 3)[seed % 3]
     homes = [Home(random, int(count), top_k, experts, dtype, masked=masked) for count in tokens]
-    turn = (0, 7, -1)[seed % 3]
-    peers, found, places = pushed(target, homes, placement, most, way, turn, programs)
+    turn, numbered = (0, 7, -1)[seed % 3], seed % 7 < 4
+    peers, found, places = pushed(target, homes, placement, most, way, turn, programs, numbered=numbered)
     for owner in range(ranks):
         rows, ids, weights, told = (peers.of(name, owner) for name in ("rows", "ids", "weights", "headers"))
         assert told[-1, 0] == turn + 1
@@ -95,7 +105,15 @@ def test_owners_know_all(target: Target, seed: int, way: str) -> None:
             mine = slice(rank * most, rank * most + count)
             np.testing.assert_array_equal(ids[mine], np.where(here, own % placement.per_rank, -1))
             np.testing.assert_array_equal(weights[mine], home["weights"])
-            nothing[mine][here.any(axis=1)] = home["x"][here.any(axis=1)].view(np.uint8)
+            row = np.arange(mine.start, mine.stop)
+            if numbered:
+                expected = np.full(most, -1)
+                expected[:count] = np.where(here.any(axis=1), row * ranks + owner, -1)
+                np.testing.assert_array_equal(peers.of("numbers", owner)[rank * most : (rank + 1) * most], expected)
+                np.testing.assert_array_equal(found[rank]["owners"][:, owner], np.where(here.any(axis=1), owner, -1))
+                np.testing.assert_array_equal(found[rank]["rows"][:, owner], np.where(here.any(axis=1), row, -1))
+            if way != "apart":
+                nothing[mine][here.any(axis=1)] = home["x"][here.any(axis=1)].view(np.uint8)
             assert (ids[rank * most + count : (rank + 1) * most] == -1).all()
             assert now[rank].tolist() == [*(np.arange(8) + rank // 2), count, 0, 0, 0]
         np.testing.assert_array_equal(rows.view(np.uint8), nothing)
@@ -195,9 +213,10 @@ def test_wrong_arguments() -> None:
         ({"most": 3}, InvalidInput, "most must be"),
         ({"most": 2**29}, Unsupported, "slots of all ranks must stay below"),
         ({"rank": 2}, InvalidInput, "rank must be"),
+        ({"x": None}, InvalidInput, "rows_at must be given with x alone"),
         ({"x": ArraySpec((4, 12), "bfloat16")}, InvalidInput, "rows of x must be a multiple of 16 bytes"),
         ({"weights": ArraySpec((4, 3), "float32")}, InvalidInput, r"weights must be \[4, 2\], got"),
-        ({"ids_at": ArraySpec((3,), "int64")}, InvalidInput, r"ids_at must be \[2\], got"),
+        ({"ids_at": ArraySpec((3,), "int64")}, InvalidInput, r"_at must be \[3\], got"),
         ({"given": arrays["ids"], "places_of_experts": ArraySpec((5,), "int32")}, InvalidInput, "got both"),
         ({"places_of_experts": ArraySpec((4,), "int32")}, InvalidInput, r"places_of_experts must be \[5\], got"),
         ({"token_mask": ArraySpec((4,), "int32")}, InvalidInput, "token_mask must be bool"),

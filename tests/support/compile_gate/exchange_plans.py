@@ -9,7 +9,7 @@ from benchmarks.shapes import SHAPES
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import format_named
-from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once, plan_sum_results
+from moe_core.ops.exchange.direct import PUSH_TOKENS_ONCE, TOLD, plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import (
@@ -20,7 +20,7 @@ from moe_core.ops.exchange.push import (
     plan_push_tokens,
 )
 from moe_core.ops.exchange.take import plan_take_rows
-from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from tests.support.compile_gate import exchange_tables, pushed_plans
 
 #: Kernels whose loads and stores at peers' addresses are of rows, and what beside 16 bytes they may be: scales.
@@ -84,13 +84,15 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
 def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> Iterator[LaunchPlan]:
     """Rows of tokens that have their places, of experts in order and in others, masked and given; and the sums."""
     (tokens, width), experts = x.shape, 128
-    arrays = x, ids, ArraySpec(ids.shape, "float32"), ArraySpec((8,), "int32"), table, table, table, table
+    arrays = ids, ArraySpec(ids.shape, "float32"), ArraySpec((8,), "int32"), table, table, table
     sizes = {"rank": 1, "per_rank": experts // RANKS, "num_experts": experts, "most": tokens + 5}
-    mask = ArraySpec((tokens,), "bool")
-    yield plan_push_tokens_once(*arrays, target, **sizes)
+    rows, mask = {"x": x, "rows_at": table}, ArraySpec((tokens,), "bool")
+    yield plan_push_tokens_once(*arrays, target, **sizes, **rows)
     by_table = {"places_of_experts": ArraySpec((experts,), "int32"), "token_mask": mask}
-    yield plan_push_tokens_once(*arrays, target, **sizes, **by_table, programs=PROGRAMS)
-    yield plan_push_tokens_once(*arrays, target, **sizes, given=ids)
+    yield plan_push_tokens_once(*arrays, target, **sizes, **rows, **by_table, programs=PROGRAMS)
+    yield plan_push_tokens_once(*arrays, target, **sizes, **rows, given=ids, numbers_at=table)
+    if tokens > 1:
+        yield plan_push_tokens_once(*arrays, target, **sizes, numbers_at=table)
     results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((2 * RANKS + 1, TOLD), "int32")
     gate = ArraySpec((tokens, 1), "float32")
     yield plan_sum_results(results, ids, target, headers=told)
@@ -101,6 +103,8 @@ def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> I
 def narrow_moves(launch: KernelLaunch, ptx: str) -> str:
     """What says which instructions move rows between ranks in pieces of fewer than 16 bytes; "" where none do."""
     kernel = launch.kernel.name
+    if kernel == PUSH_TOKENS_ONCE.name and dict(launch.arguments)["x"] == Constant(None):
+        return ""
     if kernel not in _MOVES_ROWS and not pushed_plans.pushes_rows(launch):
         return ""
     # Products store rows at peers alone; with .cg they load the layout.

@@ -64,7 +64,7 @@ def poisoned_peer() -> Iterator[None]:
     def checked(*arguments: Any) -> None:
         # Before this rank tells its header, no peer stores here.
         for found in _direct:
-            _poison(found.headers, found.rows, found.ids, found.weights, found.returned)
+            _poison(*found[1:])
         check(*arguments)
 
     with (

@@ -143,9 +143,9 @@ push_slots(Tensor weights, Tensor owners, Tensor rows, Tensor? weights_at, Tenso
     str options) -> ()
 push_tokens(Tensor weights, Tensor ids, Tensor owners, Tensor rows, Tensor weights_at, Tensor ids_at, Tensor(a!)?
     memory, str options) -> ()
-push_tokens_once(Tensor x, Tensor ids, Tensor weights, Tensor header, Tensor? places_of_experts, Tensor? given,
-    Tensor? token_mask, Tensor rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at, Tensor(a!)? memory, str
-    options) -> (Tensor, Tensor, Tensor, Tensor)
+push_tokens_once(Tensor? x, Tensor ids, Tensor weights, Tensor header, Tensor? places_of_experts, Tensor? given,
+    Tensor? token_mask, Tensor? rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at, Tensor? numbers_at,
+    Tensor(a!)? memory, str options) -> Tensor[]
 result_addresses(Tensor sources, Tensor group_start, Tensor slots_at, str options) -> Tensor
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
 receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]

@@ -11,8 +11,8 @@ from moe_core.ops.routing.kernels.schedule import fill
 
 @triton.jit
 def push_tokens_once(
-    x, ids, weights, header, places_of_experts, given, token_mask, rows_at, ids_at, weights_at, headers_at, places,
-    tokens_per_expert, invalid_ids, overflow, num_tokens, num_ranks, rank, most,
+    x, ids, weights, header, places_of_experts, given, token_mask, rows_at, ids_at, weights_at, headers_at, numbers_at,
+    places, tokens_per_expert, invalid_ids, overflow, owners, rows, num_tokens, num_ranks, rank, most,
     PER_RANK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     X_STRIDE: tl.constexpr, DTYPE: tl.constexpr, HEADER: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_FILL: tl.constexpr,
@@ -21,6 +21,11 @@ def push_tokens_once(
 
     ids_at[owner][row, k] = the place among the owner's, -1 where another rank has the expert, and behind the last token
     headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
+
+    numbers_at[owner][row] = row * W + owner, the number of its sum among those that come home, -1 = no visit
+    owners[t, owner] = owner, rows[t, owner] = row, the same at home
+
+    x None: rows go by themselves.
 
     Behind these 2 W rows every rank counts its turns: a peer may begin the next while this one's headers are read.
     Program 0 tells the header and counts; the others take turns with rows. places_of_experts None: every expert's place
@@ -48,7 +53,9 @@ def push_tokens_once(
             tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
             columns = (tile % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
             inside, exists = tokens < num_tokens, (columns < WIDTH)[None, :]
-            value = tl.load(x + tokens[:, None] * X_STRIDE + columns[None, :], mask=inside[:, None] & exists, other=0.0)
+            if x is not None:
+                mask = inside[:, None] & exists
+                value = tl.load(x + tokens[:, None] * X_STRIDE + columns[None, :], mask=mask, other=0.0)
             slots = tokens[:, None] * TOP_K + k
             known = inside[:, None] & (k < TOP_K)
             place = _places(
@@ -64,17 +71,27 @@ def push_tokens_once(
             for turn in range(num_ranks):
                 # All ranks begin with another peer.
                 peer = (rank + 1 + turn) % num_ranks
-                visits = (tl.max((owner == peer).to(tl.int32), axis=1) > 0)[:, None] & exists
-                there = pointer_to(tl.load(rows_at + peer), DTYPE) + row * WIDTH
-                tl.store(there + columns[None, :], value, mask=visits)
+                visits = (tl.max((owner == peer).to(tl.int32), axis=1) > 0)[:, None]
+                if x is not None:
+                    there = pointer_to(tl.load(rows_at + peer), DTYPE) + row * WIDTH
+                    tl.store(there + columns[None, :], value, mask=visits & exists)
+                if numbers_at is not None:
+                    once = inside[:, None] & (tile % blocks == 0)
+                    at_home = tokens[:, None] * num_ranks + peer
+                    tl.store(owners + at_home, tl.where(visits, peer, -1), mask=once)
+                    tl.store(rows + at_home, tl.where(visits, row, -1).to(tl.int32), mask=once)
+                    number = tl.where(visits, row * num_ranks + peer, -1).to(tl.int32)
+                    tl.store(pointer_to(tl.load(numbers_at + peer), "int32") + row, number, mask=once)
                 local = tl.where(owner == peer, place - peer * PER_RANK, -1)
                 tl.store(pointer_to(tl.load(ids_at + peer), "int32") + row * TOP_K + k, local, mask=beside)
                 tl.store(pointer_to(tl.load(weights_at + peer), "float32") + row * TOP_K + k, weight, mask=beside)
-        end = most.to(tl.int64) * TOP_K
-        first = num_tokens.to(tl.int64) * TOP_K + (program - 1).to(tl.int64) * BLOCK_FILL
+        first, step = (program - 1).to(tl.int64) * BLOCK_FILL, (tl.num_programs(0) - 1).to(tl.int64) * BLOCK_FILL
+        begin, end = num_tokens.to(tl.int64), most.to(tl.int64)
         for peer in range(num_ranks):
-            unused = pointer_to(tl.load(ids_at + peer), "int32") + rank * end
-            fill(unused, first, end, (tl.num_programs(0) - 1).to(tl.int64) * BLOCK_FILL, BLOCK_FILL)
+            unused = pointer_to(tl.load(ids_at + peer), "int32") + rank * end * TOP_K
+            fill(unused, begin * TOP_K + first, end * TOP_K, step, BLOCK_FILL)
+            if numbers_at is not None:
+                fill(pointer_to(tl.load(numbers_at + peer), "int32") + rank * end, begin + first, end, step, BLOCK_FILL)
 
 
 @triton.jit
