@@ -11,6 +11,7 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
 from moe_core.formats import Format, format_named
 from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.exchange.checks import copy_tile
 from moe_core.ops.exchange.push import plan_push_tokens
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce
@@ -18,7 +19,7 @@ from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel.exchange import first_owners
 from moe_core.parallel.reference import GroupForward, _at_owner, moe, numpy_backward
 from moe_core.specs.operands import OutputGradients
-from tests.support.harness import spec_of
+from tests.support.harness import H200, spec_of
 from tests.support.parallel.peers import ENGINES, Peers, Places, poisoned
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
@@ -189,6 +190,16 @@ def test_programs_change_nothing(target: Target, programs: int) -> None:
     placement = Placement.linear(12, 2)
     problem = draw_problem(2, placement, (37, 5), 9, "random", "bfloat16", PLAIN, sizes=(1032, 8))
     Exchange(problem, target, None, f"{programs} programs").run(programs)
+
+
+def test_few_rows_are_spread_over_programs_of_one_warp() -> None:
+    """Where a device has two programs at most for each multiprocessor, and nothing limits them."""
+    few, most = (1, 256, 1), 2 * H200.num_sms
+    # Of 3072 columns a row has three blocks.
+    assert copy_tile(most - 1, 2048, 2, None, H200) == copy_tile(most // 3 - 1, 3072, 2, None, H200) == few
+    for tile in (copy_tile(most, 2048, 2, None, H200), copy_tile(most // 3, 3072, 2, None, H200)):
+        assert tile[2] == 4 and tile[0] * tile[1] == 4 * 32 * 64 // 2
+    assert copy_tile(1, 2048, 2, 24, H200)[2] == 16
 
 
 @on_engines

@@ -47,13 +47,18 @@ def _only_inside(arrays: Mapping[str, np.ndarray]) -> Iterator[None]:
 
 
 def run_last_programs(
-    plan: LaunchPlan, arrays: Mapping[str, np.ndarray], *, along: int = 1, without: Collection[str] = ()
+    plan: LaunchPlan,
+    arrays: Mapping[str, np.ndarray],
+    *,
+    along: int = 1,
+    without: Collection[str] = (),
+    others: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """The outputs of a plan on the interpreter of which every launch runs one program alone: the last along its first
     `along` axes. What that one does not write is zero.
 
     arrays: inputs by name, row-major or with strides, and scratch buffers that hold something before. without:
-    functions of kernels that do not run.
+    functions of kernels that do not run. others: what kernels reach by addresses in their inputs.
     """
     interpreter.install()
     from moe_core.runtime.interpreter import patches
@@ -68,7 +73,9 @@ def run_last_programs(
         assert isinstance(step, KernelLaunch)
         if step.kernel.function in without:
             continue
-        values = {name: value.value if isinstance(value, Constant) else value for name, value in step.arguments}
+        values: dict[str, Any] = {
+            name: value.value if isinstance(value, Constant) else value for name, value in step.arguments
+        }
         for name, value in step.arguments:
             if isinstance(value, Pointer):
                 spec = plan.spec(value.buffer)
@@ -80,6 +87,6 @@ def run_last_programs(
             set_program(*(size - 1 if axis < along else 0 for axis, size in enumerate(full)))
             return function, lambda *program: None
 
-        with _only_inside(memory), mock.patch.object(patches, "begin", only_last):
+        with _only_inside({**memory, **(others or {})}), mock.patch.object(patches, "begin", only_last):
             interpreter.launch(load_kernel(step.kernel.name), (1,), list(values.items()))
     return {buffer.name: memory[buffer.name] for buffer in plan.outputs}
