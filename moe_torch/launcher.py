@@ -16,7 +16,10 @@ from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call_first, target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.ready import Ready
+from moe_torch.bridge.seen import SeenCalls
 from moe_torch.operators.requests import moe_request, routing_arrays
+
+_address_of = torch.Tensor.data_ptr
 
 
 def prepare_moe(
@@ -85,6 +88,8 @@ class MoELauncher:
         given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
         self._ready: Recent[Ready] = Recent()
+        #: Calls, with their arguments before the bound tensors.
+        self._seen = SeenCalls()
 
     def __call__(
         self, x: torch.Tensor, routing: RouterLogits | TopK | None = None, *, token_mask: torch.Tensor | None = None
@@ -105,16 +110,22 @@ class MoELauncher:
             )
         if torch.compiler.is_compiling():
             return call_first(self._operator, *self._arguments(self._arrays, given))
+        arguments: tuple[Any, ...] = (*given, *self._bound, self._options)
+        if eager.plain_thread() and list(map(_address_of, self._bound)) == self._addresses:
+            outputs = self._seen.run(arguments)
+            if outputs is not None:
+                return outputs[0]
         key = eager.plain_key((*given, self._options))
         if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
             return call_first(self._operator, *self._arguments(self._arrays, given))
-        addresses = [tensor.data_ptr() for tensor in self._bound]
+        addresses = list(map(_address_of, self._bound))
         if addresses != self._addresses or [_form(tensor) for tensor in self._bound] != self._forms:
             self._refuse_replaced()
         ready = self._ready.get(key) or self._remember(key, given)
-        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in given]
         try:
-            return ready.run([addresses[index] for index in ready.selection])[0]
+            output = ready.run([arguments[index].data_ptr() for index in ready.selection])[0]
+            self._seen.remember(arguments, ready)
+            return output
         except InvalidInput:
             # Where something of the call is misaligned, the operator copies it.
             if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in given):
@@ -140,12 +151,12 @@ class MoELauncher:
         raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
-        """The plan for what a call brings, reading addresses of the bound tensors first, then of those given."""
+        """The plan for what a call brings, which reads of those given and then of the bound tensors."""
         known = self._ready.find(key)
         if known is not None:
             return known
         ready = self._operator.ready(self._arguments(self._kept, given), first=True)
-        places = [self._operator.names.index(name) for name in self._names] + list(self._given)
+        places = [*self._given, *[self._operator.names.index(name) for name in self._names]]
         ready = ready._replace(selection=tuple(places.index(place) for place in ready.selection))
         self._ready.put(key, ready)
         return ready

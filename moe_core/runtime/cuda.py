@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moe_core.base import dtypes
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
@@ -81,6 +82,8 @@ class Driver:
         self._lock = threading.Lock()
         # Without argtypes, whose conversions take half the time of a call: every argument must be a ctypes object.
         self.launch = self.lib.cuLaunchKernelEx
+        # Waits for nothing, so that it keeps the interpreter's lock.
+        self.get_context = ctypes.PyDLL("libcuda.so.1").cuCtxGetCurrent
 
     def check(self, code: int, what: str) -> None:
         if code:
@@ -268,7 +271,7 @@ class _ParameterBlocks:
     def __init__(
         self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]
     ) -> None:
-        self.addresses = (ctypes.c_uint64 * len(index))()
+        self.addresses = (ctypes.c_uint64 * (1 + max(index.values(), default=0)))()
         self.current = ctypes.c_void_p()
         self.current_reference = ctypes.byref(self.current)
         self.homes: int | tuple[int, ...] | None = None
@@ -327,38 +330,39 @@ class CudaPrepared(Prepared):
         self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
         self._local = threading.local()
         # Packing in one call is faster than assigning to a ctypes array, which converts item by item.
-        self._pack = struct.Struct(f"{self._count}Q").pack_into
+        pack = struct.Struct(f"{self._count + bool(self._scratch_bytes)}Q")
+        self._pack = pack.pack_into
+        self._low_bits = int.from_bytes(pack.pack(*[ALIGNMENT - 1] * (pack.size // _POINTER_BYTES)), "little")
         self._pack_scratch = struct.Struct(f"{len(self._places)}Q").pack_into
         # What holds scratch: its address, or the addresses in a tuple.
         homes = sorted({home for home, _ in self._places if home < self._count or self._scratch_bytes})
         self._homes = operator.itemgetter(*homes) if homes else None
 
-    def _run(self, pointers: Sequence[int], stream: int) -> None:
+    def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
         try:
             blocks = self._local.blocks
         except AttributeError:
             blocks = self._local.blocks = _ParameterBlocks(self.plan, self._steps, self._kernels, self._index)
-        code = self._driver.lib.cuCtxGetCurrent(blocks.current_reference)
+        code = self._driver.get_context(blocks.current_reference)
         if code:
             self._driver.check(code, "cuCtxGetCurrent")
         if blocks.current.value != self._context:
-            self._driver.within(self.device_index, self._launch, blocks, pointers, stream)
-        else:
-            self._launch(blocks, pointers, stream)
-
-    def _launch(self, blocks: _ParameterBlocks, pointers: Sequence[int], stream: int) -> None:
-        if self._homes is not None:
-            homes = self._homes(pointers)
-            if homes != blocks.homes:
-                # Forgotten first: interrupted half way, the next call writes the addresses again.
-                blocks.homes = None
-                addresses = self._scratch_addresses([*pointers, 0])
-                self._pack_scratch(blocks.addresses, _POINTER_BYTES * self._count, *addresses)
-                blocks.homes = homes
-            pointers = pointers[: self._count]
-        self._pack(blocks.addresses, 0, *pointers)
+            return self._driver.within(self.device_index, self, pointers, stream)
+        addresses = blocks.addresses
+        self._pack(addresses, 0, *pointers)
+        # The low bits of all of them in one number.
+        if int.from_bytes(addresses, "little") & self._low_bits:
+            self._refuse_misaligned(pointers)
+        if 0 in pointers:
+            self._refuse_missing(pointers)
+        if self._homes is not None and (homes := self._homes(pointers)) != blocks.homes:
+            # Forgotten first: interrupted half way, the next call writes the addresses again.
+            blocks.homes = None
+            scratch = self._scratch_addresses([*pointers, 0])
+            self._pack_scratch(addresses, _POINTER_BYTES * (self._count + 1), *scratch)
+            blocks.homes = homes
         for tensor_map in blocks.maps:
-            address = blocks.addresses[tensor_map.index]
+            address = addresses[tensor_map.index]
             if address != tensor_map.address:
                 tensor_map.point_at(address)
         if stream != blocks.stream:

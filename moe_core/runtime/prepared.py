@@ -30,8 +30,9 @@ class Prepared:
         self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
         self._count = len(self._names)
         self._places, self._scratch_bytes = plan.scratch_places, plan.scratch_bytes
-        names = [*self._names, *(buffer.name for buffer in plan.scratch)]
-        self._index = {name: index for index, name in enumerate(names)}
+        #: Places of buffers among a run's addresses: those it is given, the arena's, those of scratch buffers.
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._index |= {buffer.name: index for index, buffer in enumerate(plan.scratch, self._count + 1)}
 
     def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
         if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
@@ -111,7 +112,8 @@ class HostPrepared(Prepared):
         return call
 
     def _run(self, pointers: Sequence[int], stream: int) -> None:
-        addresses = [*pointers[: self._count], *self._scratch_addresses([*pointers, 0])]
+        given = [*pointers, 0][: self._count + 1]
+        addresses = [*given, *self._scratch_addresses(given)]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
         # In a context of its own, as NumPy's error state is the context's: an interrupt may leave it changed.

@@ -46,7 +46,7 @@ _PLAIN_TENSORS = _key_sets(
     *(f"{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
 )
 #: Other classes may have a `__torch_function__`.
-_PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def plain_thread() -> bool:
@@ -61,7 +61,7 @@ def plain_thread() -> bool:
 
 def plain_tensor(tensor: Any) -> bool:
     """Whether this is an ordinary tensor; whether it asks for a gradient is another question."""
-    return type(tensor) in _PLAIN_CLASSES and _keys_of(tensor).raw_repr() in _PLAIN_TENSORS
+    return type(tensor) in PLAIN_CLASSES and _keys_of(tensor).raw_repr() in _PLAIN_TENSORS
 
 
 def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def plain_key(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
     for tensor in arguments[:-1]:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN_CLASSES or _keys_of(tensor).raw_repr() not in _PLAIN_TENSORS:
+        if type(tensor) not in PLAIN_CLASSES or _keys_of(tensor).raw_repr() not in _PLAIN_TENSORS:
             return None
         if grad and tensor.requires_grad:
             return None
@@ -107,6 +107,8 @@ def _getter(name: str, public: Callable[..., int]) -> Callable[..., int]:
 current_stream = _getter("_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 _current_device = _getter("_cuda_getDevice", torch.cuda.current_device)
 
+_empty_cpu, _empty_cuda = _C._dynamo.guards._empty_strided_cpu, _C._dynamo.guards._empty_strided_cuda
+
 
 def allocator(device: torch.device) -> Allocator:
     """What makes outputs on a device: inductor's allocation functions, in a third of the time of `torch.empty`.
@@ -114,8 +116,9 @@ def allocator(device: torch.device) -> Allocator:
     They take the current device, and leave memory as it is where deterministic mode wants it filled.
     """
     if not _deterministic():
-        if device.type == "cpu":
-            return _C._dynamo.guards._empty_strided_cpu
-        if device.index == _current_device():
-            return _C._dynamo.guards._empty_strided_cuda
+        index = device.index
+        if index is None:
+            return _empty_cpu
+        if index == _current_device():
+            return _empty_cuda
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -32,6 +32,7 @@ from moe_core.specs.operands import role_of
 from moe_torch.bridge import eager
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
 from moe_torch.bridge.ready import Ready, dense
+from moe_torch.bridge.seen import SeenCalls
 from moe_torch.bridge.signature import Signature
 
 #: The namespace of every operator; kept for the life of the process, as its registrations are.
@@ -109,6 +110,9 @@ class Operator:
     None = a list of them.
     """
 
+    #: Whether a run is that of the plan and nothing else.
+    _runs_plan_alone = True
+
     def __init__(
         self,
         name: str,
@@ -133,6 +137,8 @@ class Operator:
         self._gradient: Callable[..., Any] | None = None
         #: Plans by the metadata of tensors.
         self._cache: Recent[Ready] = Recent()
+        #: For all outputs, and for the first alone.
+        self._seen = SeenCalls(), SeenCalls()
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, None), "CUDA")
         LIBRARY.impl(self.name, self._run_autograd, "Autograd")
@@ -141,17 +147,38 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the operator from eager code."""
-        key = eager.plain_key(arguments)
-        if key is None:
-            return self._dispatch(arguments)
-        return self.pack(self._run(key, arguments))
+        outputs = self._run_plain(arguments, first=False)
+        return self._dispatch(arguments) if outputs is None else self.pack(outputs)
 
     def first(self, *arguments: Any) -> torch.Tensor:
         """The first of several outputs. In a plain call the others lie in the scratch memory: none is allocated."""
+        outputs = self._run_plain(arguments, first=True)
+        return (self._dispatch(arguments) if outputs is None else outputs)[0]
+
+    def _run_plain(self, arguments: tuple[Any, ...], first: bool) -> list[torch.Tensor] | None:
+        """The outputs of a plain call, or of these the first; None for another call, of which nothing has run."""
+        seen = self._seen[first]
+        if eager.plain_thread() and (outputs := seen.run(arguments)) is not None:
+            return outputs
         key = eager.plain_key(arguments)
         if key is None:
-            return self._dispatch(arguments)[0]
-        return self._run((key, _FIRST), arguments)[0]
+            return None
+        key = (key, _FIRST) if first else key
+        ready = self._cache.get(key)
+        outputs = self._run(key, arguments)
+        if ready is not None and self._runs_plan_alone:
+            seen.remember(arguments, ready)
+        return outputs
+
+    def forget_plans(self) -> None:
+        """Let the next call of each kind be planned anew."""
+        self._cache.clear()
+        self._seen = SeenCalls(), SeenCalls()
+
+    def known(self, arguments: tuple[Any, ...]) -> Ready | None:
+        """The plan of a plain call of `first`, if one like it was before."""
+        key = eager.plain_key(arguments)
+        return None if key is None else self._cache.get((key, _FIRST))
 
     def _dispatch(self, arguments: tuple[Any, ...]) -> Any:
         # Functional transforms know gradients that are defined in Python only if they meet them above the dispatcher.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from moe_core.base import threads
 from moe_core.runtime.prepared import Prepared
 from moe_torch.bridge import eager
+
+_address_of = torch.Tensor.data_ptr
 
 #: Shape, strides and dtype of memory to allocate.
 Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -40,8 +43,8 @@ class Ready(NamedTuple):
                 given = zip(places, self.outputs, strict=True)
                 outputs = [empty(*output) if place is None else place for place, output in given]
             else:
-                outputs = [empty(*output) for output in self.outputs]
-            pointers += [tensor.data_ptr() for tensor in outputs]
+                outputs = list(starmap(empty, self.outputs))
+            pointers += map(_address_of, outputs)
             if self.scratch:
                 # Freed when this returns: torch reuses it in stream order, behind the launches that read it.
                 scratch = empty(*self.scratch)

@@ -22,10 +22,11 @@ from moe_core.layers import (
 )
 from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
-from moe_torch.bridge.operator import Operator, call, call_first
+from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode, require_instance
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
+from moe_torch.layers.calls import output_of, rows_of, seen_output
 from moe_torch.layers.casts import autocast
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
@@ -265,19 +266,21 @@ class MoE(PrepackedExperts, PlannedLayer):
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
             x = self._autocast(x, arrays)
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
-        arrays[0] = self._rows(x, arrays[self._like_place])
+        finish, plain = self.output, not (staged or return_aux)
+        if plain and finish is None and token_mask is None:
+            output = seen_output(x, arrays, self._options)
+            if output is not None:
+                return output
+        like, d_model = arrays[self._like_place], self.spec.d_model
+        arrays[0] = rows_of(x, d_model, like)
         if token_mask is not None:
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
-        finish = self.output
-        if not staged and not return_aux:
-            output = call_first(operator, *arrays, self._options)
-            output = output if finish is None else finish(output)
-            return output if x.dim() == 2 else output.view_as(x)
+        if plain:
+            return output_of(operator, x, arrays, self._options, finish)
         if staged:
-            like, mask = arrays[self._like_place], arrays[self._mask_place]
-            scored = arrays[0] if gate_inputs is None else self._rows(like_x(gate_inputs, x), like)
+            scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, like)
             given = given_ids(self, x, expert_ids, input_ids)
-            found = run_stages(self, arrays[0], mask, scored, given)
+            found = run_stages(self, arrays[0], arrays[self._mask_place], scored, given)
             output, ids, chosen, logits, counts, invalid, *_ = found
             overflow = getattr(found, "overflow", None)
         else:
@@ -300,26 +303,6 @@ class MoE(PrepackedExperts, PlannedLayer):
             if part != "router":
                 arrays[place] = autocast(arrays[place], name)
         return autocast(x)
-
-    def _rows(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        """x as `[T, D]`, with dense rows; `weight` has the dtype it must have."""
-        d_model = self.spec.d_model
-        if not isinstance(x, torch.Tensor):
-            raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}; use moe_torch.from_dlpack")
-        shape = x.shape
-        if not shape or shape[-1] != d_model:
-            raise InvalidInput(
-                f"x must be [..., d_model] with d_model = {d_model}, got {tuple(shape)}; pass such an array"
-            )
-        if x.dtype != weight.dtype:
-            raise InvalidInput(
-                f"x must be {weight.dtype} like the layer's parameters, got {x.dtype}; cast x or the layer"
-            )
-        if not x.is_contiguous():
-            # Rows may lie apart (a slice of wider rows), but neither be strided inside nor overlap.
-            apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model
-            x = x if apart else x.contiguous()
-        return x if x.dim() == 2 else x.view(-1, d_model)
 
     def _runs_stages(self) -> bool:
         """Whether the operator's stages are called one by one: something lies between them, or a part has a call of its

@@ -23,6 +23,8 @@ def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tupl
 class TrainingOperator(Operator):
     """A forward that saves what its backward reads. Given ids and weights are copied: no operator returns an alias."""
 
+    _runs_plan_alone = False
+
     @functools.cached_property
     def _copied(self) -> tuple[int, ...]:
         return tuple(self.names.index(name) for name in ("routing.ids", "routing.weights") if name in self.names)
@@ -39,6 +41,8 @@ class BackwardOperator(Operator):
     With arguments `into`, gradients of matrices for which there is one are added to it and are no results, and the
     saved pre-activation is overwritten.
     """
+
+    _runs_plan_alone = False
 
     @functools.cached_property
     def _first_into(self) -> int:

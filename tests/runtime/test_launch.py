@@ -56,11 +56,11 @@ class FakeDriver(Driver):
         self.load_codes: list[int] = []
         self.loaded = 0
         self.lib: Any = SimpleNamespace(
-            cuCtxGetCurrent=self._get_current, cuCtxSetCurrent=self._set_current, cuGetErrorString=self._explain,
+            cuCtxGetCurrent=self.get_context, cuCtxSetCurrent=self._set_current, cuGetErrorString=self._explain,
             cuModuleLoadData=self._load_module, cuModuleGetFunction=self._find, cuModuleUnload=self._unload,
         )  # fmt: skip
 
-    def _get_current(self, reference: Any) -> int:
+    def get_context(self, reference: Any) -> int:
         reference._obj.value = self.current
         return 0
 

@@ -44,7 +44,7 @@ def test_threads_get_their_own_results(engine: str) -> None:
         layers = [torch_layer(device, seed=number, num_tokens=6 + number) for number in range(THREADS)]
         expected = [tuple(moe_torch.moe(*layer)) for layer in layers]
         for operator in operators.MOE.values():
-            operator._cache.clear()
+            operator.forget_plans()
 
     def work(number: int) -> None:
         with running_on(engine):
@@ -89,7 +89,7 @@ def staged(x: Any, layer: Any) -> Any:
 def test_no_op_waits_for_the_device(gpu_layer: Any) -> None:
     """First calls (planning, compiling, loading) and later ones, with torch raising on every synchronisation."""
     full, options = full_layer()
-    full_tensors = to_torch(tuple(full[:3]), "cuda")
+    x, experts, routing = to_torch(tuple(full[:3]), "cuda")
     options = {name: to_torch(value, "cuda") for name, value in options.items()}
     fresh = [torch_layer("cuda", num_tokens=tokens).x for tokens in (17, 64)]
     layer = torch_layer("cuda")
@@ -98,10 +98,10 @@ def test_no_op_waits_for_the_device(gpu_layer: Any) -> None:
     try:
         for _ in range(2):
             moe_torch.moe(*gpu_layer)
-            moe_torch.moe(*full_tensors, full.spec, **options)
-            for x in fresh:
-                moe_torch.moe(x, *layer[1:])
-                staged(x, layer)
+            moe_torch.moe(x, experts, routing, full.spec, **options)
+            for rows in fresh:
+                moe_torch.moe(rows, *layer[1:])
+                staged(rows, layer)
             bitmatrix = moe_torch.pack_bitmatrix(moe_torch.moe(*layer).ids, NUM_EXPERTS)
             moe_torch.unpack_bitmatrix(bitmatrix, NUM_EXPERTS, 2)
     finally:
@@ -177,7 +177,7 @@ def test_threads_on_streams_of_their_own(gpu_layer: Any) -> None:
 
 @pytest.mark.gpu
 def test_misaligned_and_mixed_tensors_on_a_gpu(gpu_layer: Any) -> None:
-    layer = torch_layer("cuda")
+    layer: Any = torch_layer("cuda")
     shifted = torch.cat([layer.x.new_zeros(1), layer.x.flatten()])[1:].view(layer.x.shape)
     assert shifted.data_ptr() % 16
     expected = moe_torch.router(layer.x, layer.routing.weight)

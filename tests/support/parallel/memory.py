@@ -48,7 +48,7 @@ def forget_plans() -> None:
     """Let every operator plan its next call anew."""
     for one in gc.get_objects():
         if issubclass(type(one), Operator):
-            one._cache.clear()
+            one.forget_plans()
 
 
 def allocated(
