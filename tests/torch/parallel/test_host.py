@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_core.base.target import Target
+from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
@@ -95,11 +96,23 @@ ON_A_CPU = {
 }
 
 
-def launches(group: Any, problem: Problem) -> tuple[list[str], int, dict[str, int]]:
+#: The owner's op, and what is around it. Few tokens' products and the sums of owners are one launch.
+PRODUCTS = ("layout_at_once", "matmul_ogs", "matmul_ogs")
+LAUNCHES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({}, ("push_tokens_once", *PRODUCTS, "sum_results")),
+    ({"sums": "ranks"}, ("push_tokens_once", "layout_at_once", "chained", "push_results", "sum_results")),
+    (
+        {"format": format_named("fp8_group")},
+        ("push_tokens_once", "push_quantized_rows", "take_rows", *PRODUCTS, "sum_results"),
+    ),
+)
+
+
+def launches(group: Any, problem: Problem, way: ExchangeSpec) -> tuple[list[str], int, dict[str, int]]:
     """Of the second forward with mode `peer`, planned for an H100: kernels in order; barriers; and other operations
     but views."""
     own = problem.ranks()[torch.distributed.get_rank(group)]
-    parallel, steps, barriers = ExpertParallel(group, ExchangeSpec("peer"), len(own.x)), [], []
+    parallel, steps, barriers = ExpertParallel(group, way, len(own.x)), [], []
     real, barrier, check = Operator.__call__, Symmetric.barrier, mock.patch.object(chunks, "check_headers")
 
     def called(self: Operator, *arguments: Any) -> Any:
@@ -122,13 +135,13 @@ def launches(group: Any, problem: Problem) -> tuple[list[str], int, dict[str, in
     return steps, len(barriers), others
 
 
-def test_few_kernels_make_a_forward_of_peers(ranks: Pool) -> None:
-    """Two barriers, the owner's op, and two launches beside it."""
-    problem = draw_problem(
-        1, placement_of("round_robin", 16, 2), (5, 5), 3, "random", "bfloat16", PLAIN, sizes=(64, 32)
-    )
-    for kernels, barriers, others in ranks.call(launches, [(problem,)] * 2):
-        assert kernels == ["push_tokens_once", "layout_at_once", "matmul_ogs", "matmul_ogs", "sum_results"]
+@pytest.mark.parametrize(("options", "expected"), LAUNCHES, ids=("slots", "ranks", "fp8"))
+def test_few_kernels_make_a_forward_of_peers(ranks: Pool, options: dict[str, Any], expected: tuple[str, ...]) -> None:
+    """Two barriers, and few launches beside the owner's op."""
+    placement, way = placement_of("round_robin", 16, 2), ExchangeSpec("peer", **options)
+    problem = draw_problem(1, placement, (5, 5), 3, "random", "bfloat16", PLAIN, sizes=(64, 32))
+    for kernels, barriers, others in ranks.call(launches, [(problem, way)] * 2):
+        assert tuple(kernels) == expected
         assert (barriers, others) == (2, ON_A_CPU)
 
 
