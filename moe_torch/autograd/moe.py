@@ -80,6 +80,10 @@ class _MoE(Rule):
         names = (*self._results, *saved_names(spec, shared))
         return given | dict(list(zip(names, results, strict=True))[1:])
 
+    def backwards(self, known: dict[str, Any]) -> tuple[Operator, Operator]:
+        """The operators for the gradients; the second adds to tensors."""
+        return self._backward, self._backward_into
+
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
     ) -> dict[str, torch.Tensor]:
@@ -99,14 +103,36 @@ class _MoE(Rule):
         if into and pre is not None and not alone:
             known["saved.pre_activation"] = pre.clone()
         overwrites = alone and pre is not None and eager.plain_tensor(pre)
-        operator = self._backward_into if into or overwrites else self._backward
+        operator = self.backwards(known)[bool(into or overwrites)]
         options = encode(spec, tuple(f"d_{name}" for name in asked), *formats)
         found = call(operator, *[known.get(name) for name in operator.names], options)
         return dict(zip([name for name in asked if name not in into], found, strict=True))
 
 
+def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Of the shape of `like`, and without memory."""
+    return x.new_zeros(1).expand(like.shape)
+
+
 class _Pushed(_MoE):
-    """Of rows that were stored elsewhere: what gets the output's gradient has its shape, and no memory of its own."""
+    """Of rows that are stored elsewhere: what gets the output's gradient has its shape and no memory of its own; so has
+    the gradient of x, where there are addresses for its rows. pushing: the backwards that store these."""
+
+    def __init__(self, kind: type, *operators: Operator, pushing: tuple[Operator, Operator]) -> None:
+        super().__init__(kind, *operators)
+        self._pushing = pushing
+
+    def backwards(self, known: dict[str, Any]) -> tuple[Operator, Operator]:
+        known["results_at"] = known["gradients_at"]
+        return super().backwards(known) if known["gradients_at"] is None else self._pushing
+
+    def gradients(
+        self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
+    ) -> dict[str, torch.Tensor]:
+        found = super().gradients(ctx, saved, upstream, asked)
+        if "x" in found and saved["gradients_at"] is not None:
+            found["x"] = _stand_in(found["x"], saved["x"])
+        return found
 
     def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
         super().refuse(given, options, asked)
@@ -118,7 +144,7 @@ class _Pushed(_MoE):
 
     def run(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         output, *others = super().run(*arguments)
-        return output.new_zeros(1).expand(arguments[0].shape), *others
+        return _stand_in(output, arguments[0]), *others
 
 
 def define_moe_gradients() -> None:
@@ -133,5 +159,5 @@ def define_moe_gradients() -> None:
     operators = pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING, table.BACKWARD, table.BACKWARD_INTO
     quantized = (pushed.EXPERTS_PUSH_QUANTIZED, pushed.EXPERTS_PUSH_QUANTIZED_TRAINING)
     quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
-    for push, training, *backwards in (operators, quantized):
-        define_gradient(_Pushed(TopK, push, training, *(one[TopK] for one in backwards)))
+    for (push, training, *backwards), own in ((operators, pushed.BACKWARDS), (quantized, pushed.QUANTIZED_BACKWARDS)):
+        define_gradient(_Pushed(TopK, push, training, *(one[TopK] for one in backwards), pushing=own), *own)

@@ -16,13 +16,17 @@ from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
 from moe_torch.bridge.operator import Operator, Outputs, call
 from moe_torch.bridge.signature import Signature
 from moe_torch.operators import table
-from moe_torch.operators.kinds import TrainingOperator
+from moe_torch.operators.kinds import BackwardOperator, TrainingOperator
 from moe_torch.operators.requests import moe_request
 
 
-def _plan(*, memory: object, **given: Any) -> LaunchPlan:
-    """memory: as of the other operators that store at peers, see `exchange.py`."""
+def _plan(*, memory: object, gradients_at: object, **given: Any) -> LaunchPlan:
+    """memory: as of the other operators that store at peers, see `exchange.py`. gradients_at: of the backward."""
     return plan_moe(**given)
+
+
+def _plan_backward(*, memory: object, **given: Any) -> LaunchPlan:
+    return table.plan_backward(**given)
 
 
 def _without_rows(shapes: Any, given: Any) -> Outputs:
@@ -33,7 +37,7 @@ def _without_rows(shapes: Any, given: Any) -> Outputs:
 def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
     """The forward, and the one that saves what its backward reads, which is that of `moe`."""
     scales = (f"{name}?" for name in INPUT_SCALES if matrices)
-    tensors = (*table.moe_tensors(TopK), *scales, "results_at", "memory!")
+    tensors = (*table.moe_tensors(TopK), *scales, "results_at", "gradients_at?", "memory!")
     signature = Signature(tensors, ("spec",), table.moe_bundles(TopK), matrices)
     forward, training = (functools.partial(_without_rows, one) for one in (table.moe_shapes, table.training_shapes))
     return (
@@ -42,8 +46,29 @@ def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
     )
 
 
+def _gradients(given: Any) -> Outputs:
+    """d_x has no rows."""
+    given.x = given.x[:0]
+    return table.wide_gradients(given)
+
+
+def _backward(packet: str, *matrices: str) -> Operator:
+    """That of `moe`, whose last product stores the rows of d_x at addresses."""
+    into = packet.endswith("_into")
+    tensors = table.backward_tensors(TopK, ("results_at", "memory!"), into=into)
+    signature = Signature(tensors, ("spec", "wanted"), table.moe_bundles(TopK), matrices)
+    planner = functools.partial(_plan_backward, overwrite=into)
+    return BackwardOperator(packet, signature, planner, _gradients, None)
+
+
 EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
 EXPERTS_PUSH_QUANTIZED, EXPERTS_PUSH_QUANTIZED_TRAINING = _pushed("experts_push_quantized", *table.EXPERT_MATRICES)
+#: Into their own memory, and with tensors that take the sum of what they hold and a gradient.
+BACKWARDS = _backward("experts_push_backward"), _backward("experts_push_backward_into")
+QUANTIZED_BACKWARDS = (
+    _backward("experts_push_quantized_backward", *table.EXPERT_MATRICES),
+    _backward("experts_push_quantized_backward_into", *table.EXPERT_MATRICES),
+)
 
 
 def experts_push(
@@ -53,6 +78,7 @@ def experts_push(
     spec: MoESpec,
     results_at: torch.Tensor,
     *,
+    gradients_at: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> MoEOutput:
     """`moe` whose last product stores the row of every slot where it belongs, while it computes the others.
@@ -64,6 +90,8 @@ def experts_push(
         x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
         results_at: int64 `[T * K]`, the address where the row of each slot goes, a multiple of 16, 0 = nowhere; for
             example of `result_addresses`. Slots of no expert go nowhere.
+        gradients_at: int64 `[T]`, with K = 1: where the backward stores the row of the gradient of x of each token, in
+            the same way. That gradient then has no memory either. None = it is an array.
         memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
 
     Returns:
@@ -76,5 +104,5 @@ def experts_push(
     """
     operator, tensors, text = moe_request(x, experts, routing, spec, None, None, None)
     operator = EXPERTS_PUSH if operator is table.MOE[TopK] else EXPERTS_PUSH_QUANTIZED
-    output, tokens_per_expert, invalid_ids = call(operator, *tensors, results_at, memory, text)
+    output, tokens_per_expert, invalid_ids = call(operator, *tensors, results_at, gradients_at, memory, text)
     return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)

@@ -68,7 +68,7 @@ def _gradients(given: Any) -> Outputs:
     return _like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
 
 
-def _wide_gradients(given: Any) -> Outputs:
+def wide_gradients(given: Any) -> Outputs:
     """`_gradients`, of which d_wide is that of x in fp32."""
     given.wide = given.x.to(torch.float32) if "d_wide" in given.wanted else None
     return _gradients(given)
@@ -84,7 +84,7 @@ ROUTER_BACKWARD = BackwardOperator(
     "router_backward",
     Signature(("d_logits", "x", "weight", "bias?"), ("spec", "wanted")),
     plan_router_backward,
-    _wide_gradients,
+    wide_gradients,
     None,
 )
 RMS_NORM = Operator("rms_norm", Signature(("x", "weight"), ("spec",)), plan_rms_norm, lambda given: _like(given.x))
@@ -260,8 +260,8 @@ EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
 
 #: All that a forward may save, in the order in which backwards take it.
-_SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
-_SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
+SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
+SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 
 
 def moe_tensors(kind: type) -> tuple[str, ...]:
@@ -319,7 +319,7 @@ def training_shapes(given: Any) -> Outputs:
     return outputs + [shapes[name] for name in saved_names(spec, shared)]
 
 
-def _plan_moe_backward(
+def plan_backward(
     gradients: bundles.OutputGradients,
     spec: MoESpec,
     wanted: tuple[str, ...],
@@ -331,7 +331,7 @@ def _plan_moe_backward(
     operands = bundles.MoEOperands(**{name: given[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
     names = tuple("d_x" if name == "d_wide" else name for name in wanted)
     options = {"wanted": names, "accumulate": accumulated(wanted, given.get("into")), "wide": names != wanted}
-    options["overwrite"] = overwrite
+    options |= {"overwrite": overwrite, "results_at": given.get("results_at")}
     return plan_moe_backward(gradients, operands, spec, target, **options)
 
 
@@ -348,20 +348,24 @@ def _training(kind: type, packet: str, *matrices: str) -> Operator:
     return TrainingOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, training_shapes, None)
 
 
-def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    """Reads the gradients of the forward's results, the forward's tensors, its results and what it saved.
+def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> tuple[str, ...]:
+    """The gradients of the forward's results, the forward's tensors, its results and what it saved, then `more`.
 
-    One whose name ends with `_into` writes into memory that it is given: gradients of matrices are added to `into`, and
-    the saved pre-activation is overwritten."""
+    into: the backward writes into memory that it is given: gradients of matrices are added to `into`, and the saved
+    pre-activation is overwritten."""
     found = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
     gradients = [f"gradients.{name}" + "?" * (name != "output") for name in FLOWING if name in result_names(kind)]
-    writes = packet.endswith("_into")
-    into = [f"into.{name}!" for name in MATRICES if writes]
-    saved = [name.replace("?", "!") if writes and name == "saved.pre_activation?" else name for name in _SAVED]
-    tensors = (*gradients, *moe_tensors(kind), *found, *saved, *into)
-    signature = Signature(tensors, ("spec", "wanted"), moe_bundles(kind), matrices)
-    planner = functools.partial(_plan_moe_backward, overwrite=writes)
-    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, _wide_gradients, None)
+    added = [f"into.{name}!" for name in MATRICES if into]
+    saved = [name.replace("?", "!") if into and name == "saved.pre_activation?" else name for name in SAVED]
+    return (*gradients, *moe_tensors(kind), *found, *saved, *more, *added)
+
+
+def _backward(kind: type, packet: str, *matrices: str) -> Operator:
+    """Reads `backward_tensors`; one whose name ends with `_into` writes into memory that it is given."""
+    into = packet.endswith("_into")
+    signature = Signature(backward_tensors(kind, into=into), ("spec", "wanted"), moe_bundles(kind), matrices)
+    planner = functools.partial(plan_backward, overwrite=into)
+    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, wide_gradients, None)
 
 
 def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict[type, Operator]:

@@ -88,7 +88,7 @@ def run_chunks(
         dense, outputs, parts = shared and shared(), [], []
         for number, (rows, wide, *own) in enumerate(chunks):
             routes = make(*own, number=number % _SETS)
-            rows, row_weights = dispatch(routes, rows, wide, own[1])
+            rows, row_weights = dispatch(routes, rows, wide, own[1], stored=routes.stores_results)
             found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
             # Training keeps them; else their memory is for the rows that come home.
             del rows

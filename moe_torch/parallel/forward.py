@@ -249,7 +249,9 @@ class Exchange:
             own = owner_spec(spec, (told or group_tokens) * each, placement)
             if results_at is None:
                 return ops.moe(rows, experts, routing, own)
-            return peer_ops.experts_push(rows, experts, routing, own, results_at)
+            # The rows of d_x go where results went.
+            gradients_at = None if brought.wide is None else results_at
+            return peer_ops.experts_push(rows, experts, routing, own, results_at, gradients_at=gradients_at)
 
         beside, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:

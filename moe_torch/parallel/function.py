@@ -20,26 +20,33 @@ AnyRoutes = Routes | PeerRoutes
 
 
 class Dispatch(torch.autograd.Function):
-    """`(routes, x, wide, weights) -> (rows [R, D] of slots at their owners, their weights fp32 [R, 1])`.
+    """`(routes, x, wide, weights, stored) -> (rows [R, D] of slots at their owners, their weights fp32 [R, 1])`.
 
     x `[T, D]` travels and has no gradient; one that is under way already is called for it. wide fp32 `[T, D]`, which is
-    not read, gets the gradient unrounded. weights fp32 `[T, K]` are those that `routes` has sent.
+    not read, gets the gradient unrounded. weights fp32 `[T, K]` are those that `routes` has sent. stored: rows of
+    their gradient are stored at `routes.results_at`, and what autograd passes on stands for them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, routes: AnyRoutes, x: torch.Tensor | Arriving, wide: torch.Tensor, weights: torch.Tensor
+        ctx: Any,
+        routes: AnyRoutes,
+        x: torch.Tensor | Arriving,
+        wide: torch.Tensor,
+        weights: torch.Tensor,
+        stored: bool = False,
     ) -> Any:
-        ctx.routes = routes
+        ctx.routes, ctx.stored = routes, stored
         rows = routes.push(x, "rows") if isinstance(x, torch.Tensor) else x()
         return rows, routes.weights.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: torch.Tensor, d_weights: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[2:]
-        given = [one.contiguous() if asked else None for one, asked in zip((d_rows, d_weights), wanted, strict=True)]
-        return None, None, *ctx.routes.gradients(*given)
+        wanted = ctx.needs_input_grad[2:4]
+        rows = d_rows if ctx.stored else d_rows.contiguous()
+        given = [one if asked else None for one, asked in zip((rows, d_weights.contiguous()), wanted, strict=True)]
+        return None, None, *ctx.routes.gradients(*given, **({"stored": True} if ctx.stored else {})), None
 
 
 class Combine(torch.autograd.Function):
@@ -71,10 +78,12 @@ def _spoilt(routes: Any, y: torch.Tensor) -> torch.Tensor:
     return y if routes.spoilt is None else y.masked_fill_(routes.spoilt[:, None], torch.nan)
 
 
-def dispatch(routes: Any, x: torch.Tensor, wide: torch.Tensor | None, weights: torch.Tensor) -> tuple[Any, Any]:
+def dispatch(
+    routes: Any, x: torch.Tensor, wide: torch.Tensor | None, weights: torch.Tensor, *, stored: bool = False
+) -> tuple[Any, Any]:
     """`Dispatch` where a gradient is asked for, else what it returns."""
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
-        found: Any = Dispatch.apply(routes, x.detach(), wide, weights)
+        found: Any = Dispatch.apply(routes, x.detach(), wide, weights, stored)
         return found
     return routes.push(x, "rows"), routes.weights
 

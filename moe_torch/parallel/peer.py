@@ -323,13 +323,14 @@ class PeerRoutes:
         return total
 
     def gradients(
-        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None
+        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None, *, stored: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """d_x fp32 `[T, D]` and the gradients of weights fp32 `[T, K]`, of those by slot at their owners."""
+        """d_x fp32 `[T, D]` and the gradients of weights fp32 `[T, K]`, of those by slot at their owners. stored: the
+        rows that d_rows stands for have been stored at `results_at`."""
         memory, wide, by_slot = self.memory, None, None
         total: Any = None
         if d_rows is not None:
-            total = self.start_total(d_rows, "d_x and d_weights")
+            total = self.start_total(None if stored else d_rows, "d_x and d_weights")
         if d_weights is not None:
             memory.d_weights.own.copy_(d_weights.view(-1))
         if total is not None:

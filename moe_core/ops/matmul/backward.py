@@ -189,26 +189,29 @@ def add_input_gradient(
     *,
     stage: int | None = None,
     role: Role = Role.D_ROWS,
+    addressed: bool = False,
 ) -> str:
     """Add d_x = cast(d_y . weight^T), or with `up` of the gate's columns of d_y with weight and of the others with up.
 
     operands: x is d_y; weight (with up) as the forward has it, plain or quantised, and layer_index. spec: the forward's
     weight_layout; gather says where d_y lies, scatter where d_x goes. bindings: of x, weight, up, and of y if it has a
-    buffer yet, as `PlanBuilder.call` takes them. stage: as in `plan_matmul_ogs`; role: of the result. Returns its
-    buffer.
+    buffer yet, as `PlanBuilder.call` takes them. stage: as in `plan_matmul_ogs`; role: of the result. addressed:
+    of `MatmulProblem`; builder has `results_at`. Returns its buffer.
     """
     target = builder.target
     if quantized_operands(operands):
         tile = choose_transposed_tile(operands, layout, spec, target)
-        plan = plan_matmul_quantized_transposed(operands, layout, spec, target, tile=tile, composed=stage is not None)
+        options = {"tile": tile, "composed": stage is not None, "addressed": addressed}
+        plan = plan_matmul_quantized_transposed(operands, layout, spec, target, **options)
     else:
         spec = dataclasses.replace(spec, weight_layout=TRANSPOSED[spec.weight_layout])
-        problem = MatmulProblem(operands, layout, spec, target, joined=operands.up is not None)
+        problem = MatmulProblem(operands, layout, spec, target, joined=operands.up is not None, addressed=addressed)
         tile = choose_tile(problem)
         plan = plan_product(problem, tile, stage)
     assert tile is not None, "backwards of the reference are one call"
     bindings = {**bindings, **stage_inputs(builder, plan, layout, tile.config.block_m)}
-    return builder.call(plan, label, bindings, {"x": Role.D_ROWS, "y": role})
+    roles = {"x": Role.D_ROWS} | ({} if addressed else {"y": role})
+    return builder.call(plan, label, bindings, roles)
 
 
 class Side(NamedTuple):

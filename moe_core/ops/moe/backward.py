@@ -11,6 +11,7 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
+from moe_core.ops.exchange.checks import require_width
 from moe_core.ops.moe.backward_stages import BackwardPlanner
 from moe_core.ops.moe.checks import quantized_experts
 from moe_core.ops.moe.forward import SAVED, plan_moe
@@ -23,6 +24,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     MoEOperands,
     OutputGradients,
+    Role,
     RouterLogits,
     RouterWeights,
     TopK,
@@ -100,6 +102,18 @@ def _validate(
         require_spec(f"gradients.{name}", getattr(gradients, name), shapes[name], "float32")
 
 
+def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: bool) -> None:
+    """Raise InvalidInput unless rows of d_x are the last product's; otherwise: they are not."""
+    routing = operands.routing
+    if not isinstance(routing, TopK) or routing.ids.shape[1] != 1 or operands.shared is not None or otherwise:
+        raise InvalidInput(
+            "results_at must be None but with a TopK of K = 1, and without shared, wide and "
+            f"apply_router_weight_on_input, got {routing}; leave it out"
+        )
+    require_spec("results_at", results_at, (operands.x.shape[0],), "int64")
+    require_width("d_x", operands.x.shape[1], operands.x.dtype)
+
+
 def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
     """The forward that saves what a backward reads."""
     options = {"token_mask": operands.token_mask, "expert_map": operands.expert_map, "shared": operands.shared}
@@ -118,6 +132,7 @@ def plan_moe_backward(
     one_layer: bool = False,
     wide: bool = False,
     overwrite: bool = False,
+    results_at: ArraySpec | None = None,
 ) -> LaunchPlan:
     """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/user/training.md.
 
@@ -132,6 +147,9 @@ def plan_moe_backward(
     quantised, x not (spec.activations): gradients go through weights that are dequantised to the dtype of x, tile by
     tile.
 
+    results_at int64 `[T]`, an input where routing is a TopK with K = 1: the last product stores the row of d_x of each
+    token that has an expert to the address there, a multiple of 16, 0 = nowhere. d_x has no rows then, `[0, D]`.
+
     Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
     [weights], [logits] and `saved.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
     Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of; before they are written,
@@ -142,7 +160,9 @@ def plan_moe_backward(
     _validate(gradients, operands, forward, wanted, accumulate, one_layer)
     if wide and spec.apply_router_weight_on_input:
         raise InvalidInput("wide must be False with apply_router_weight_on_input, whose d_x is a product; leave it out")
-    inputs = dict(named_arrays(gradients, "gradients."))
+    if results_at is not None:
+        _require_addresses(results_at, operands, wide or spec.apply_router_weight_on_input)
+    inputs = dict(named_arrays(gradients, "gradients.")) | ({} if results_at is None else {"results_at": results_at})
     inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}
     inputs |= {buffer.name: buffer.spec for buffer in forward.outputs if buffer.name not in _UNREAD}
     for name in accumulate:
@@ -151,6 +171,7 @@ def plan_moe_backward(
     present = builder.inputs(inputs)
     for name in wanted:
         shape, dtype = _gradient_shape(name, operands, one_layer), _array_of(name, operands).dtype
+        shape = (0, *shape[1:]) if name == "d_x" and results_at is not None else shape
         is_wide = name in accumulate or (wide and name == "d_x")
         builder.output(name, ArraySpec(shape, "float32" if is_wide else dtype))
     if not target.compiled:
@@ -158,7 +179,15 @@ def plan_moe_backward(
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
         constants |= ({"tensors": tensors} if tensors else {}) | ({"wide": True} if wide else {})
         builder.sums("products and sums: the order of NumPy, fp32")
-        return builder.reference("moe.reference.backward:moe_backward", present, constants, wanted)
+        pushes = present.pop("results_at", None) is not None and "d_x" in wanted
+        if pushes:
+            builder.scratch("rows of d_x", ArraySpec(operands.x.shape, operands.x.dtype), Role.D_ROWS)
+        made = tuple("rows of d_x" if pushes and name == "d_x" else name for name in wanted)
+        plan = builder.reference("moe.reference.backward:moe_backward", present, constants, made)
+        if not pushes:
+            return plan
+        names = {"y": "rows of d_x", "row_of_slot": f"{SAVED}row_of_slot", "results_at": "results_at"}
+        return builder.reference("exchange.reference:push_to_addresses", names, {}, ())
     builder.lend(*(name for name in wanted if name not in accumulate))
     overwrites = overwrite and builder.has(f"{SAVED}pre_activation")
     BackwardPlanner(builder, operands, gradients, spec, overwrites).plan()

@@ -93,8 +93,8 @@ class _Chain:
         bindings |= {name: self.prefix + field for name, field in names.items()}
         builder.call(plan, label, bindings | {"x": source, "pre": self.pre})
 
-    def pull_back(self, stage: int, d_y: str) -> str:
-        """d_y . weight^T by row: of down for stage 0, of gate_up (and up) for stage 1."""
+    def pull_back(self, stage: int, d_y: str, *, addressed: bool = False) -> str:
+        """d_y . weight^T by row: of down for stage 0, of gate_up (and up) for stage 1. addressed: to `results_at`."""
         name, spec = ("down", "gate_up")[stage], self.spec
         up = self.bundle.up if stage else None
         operands = MatmulOperands(self.builder.spec(d_y), getattr(self.bundle, name), up, layer_index=self.layer_index)
@@ -104,7 +104,8 @@ class _Chain:
         options = MatmulSpec(spec.weight_layout, gather, "row", None, out_dtype, spec.allow_tf32, spec.matmul_tuning())
         bindings = {"x": d_y, "weight": self.prefix + name} | ({} if up is None else {"up": f"{self.prefix}up"})
         label, role = f"{self.label}input gradient of {name}", Role.ADDEND if out_dtype else Role.D_ROWS
-        return add_input_gradient(self.builder, label, operands, self.layout, options, bindings, stage=stage, role=role)
+        where = {"stage": stage, "role": role, "addressed": addressed}
+        return add_input_gradient(self.builder, label, operands, self.layout, options, bindings, **where)
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
         """d_pre, weighted_hidden where it is needed, and d_weight, whose buffer the function gives, where there is one.
@@ -191,11 +192,11 @@ class BackwardPlanner:
         if not down_last:
             chain.down_gradients(self.d_out, made, self.row_weight)
         if self.needs_rows:
-            self.d_rows = chain.pull_back(1, made["d_pre"])
+            self.d_rows = chain.pull_back(1, made["d_pre"], addressed=self.builder.has("results_at"))
         if self.needs_weights:
             d_weights = self._weighted_input("d_weight") if self.on_input else made["d_weight"]
             extras += self._router(d_weights)
-        if self.builder.has("d_x"):
+        if self.builder.has("d_x") and not self.builder.has("results_at"):
             self._d_x(extras)
         chain.gate_up_gradients(made)
         if down_last:

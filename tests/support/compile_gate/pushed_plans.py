@@ -9,11 +9,12 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, format_named, quantized_specs, scheme_named
 from moe_core.ops.exchange.results import plan_result_addresses
+from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, TopK
+from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, TopK
 from tests.support.compile_gate.prepacked_plans import tiled_weight
 
 #: Rows per expert: few, enough for tall blocks, many.
@@ -45,6 +46,28 @@ def plain(target: Target) -> Iterator[LaunchPlan]:
     for count in (1, 4096):
         arrays = ArraySpec((count, 2), "int32"), ArraySpec((33,), "int32"), ArraySpec((_RANKS,), "int64")
         yield plan_result_addresses(*arrays, target, num_slots=count, width=2880, dtype="bfloat16")
+
+
+def backward(target: Target) -> Iterator[LaunchPlan]:
+    """Backwards that store rows of d_x: of every gate layout, and through quantised experts."""
+    d, f, count = 512, 256, 8
+    format = QuantizedSpec(format_named("mxfp4"), "out_in")
+    for layout, quantised in (("halves", False), ("separate", False), ("halves", True)):
+        sides = ((2 * f if layout == "halves" else f, d), (d, f))
+        if quantised:
+            up, down = (quantized_specs(format, (count, *own)) for own in sides)
+        else:
+            up, down = (ArraySpec((count, *own), "bfloat16") for own in sides)
+        experts = ExpertWeights(up, down, up=up if layout == "separate" else None)
+        spec = MoESpec(Activation("silu", gate_layout=layout), None, "out_in")
+        for rows in (count * each for each in ROWS_PER_EXPERT):
+            x, routing = (
+                ArraySpec((rows, d), "bfloat16"),
+                TopK(*(ArraySpec((rows, 1), t) for t in ("int32", "float32"))),
+            )
+            operands, options = MoEOperands(x, experts, routing), {"results_at": ArraySpec((rows,), "int64")}
+            wanted = ("d_x", "d_routing.weights")
+            yield plan_moe_backward(OutputGradients(x), operands, spec, target, wanted=wanted, **options)
 
 
 def quantised(target: Target) -> Iterator[LaunchPlan]:
@@ -82,4 +105,4 @@ def pushes_rows(launch: KernelLaunch) -> bool:
 
 
 #: For `gate.GROUPS`.
-GROUPS = {"pushed": plain, "pushed_quantised": quantised, "pushed_prepacked": prepacked}
+GROUPS = {"pushed": plain, "pushed_backward": backward, "pushed_quantised": quantised, "pushed_prepacked": prepacked}

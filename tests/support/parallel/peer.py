@@ -127,7 +127,7 @@ def broken_peer(fault: str | None) -> Iterator[None]:
         "barrier_left_out": (symmetric.Symmetric, "barrier"),
         "result_of_another": (peer.peer_ops, "result_addresses"),
         "result_at_wrong_home": (peer.peer_ops, "result_addresses"),
-        "gradient_not_returned": (peer.PeerRoutes, "start_total"),
+        "gradient_not_returned": (peer.peer_ops, "experts_push"),
         "output_gradient_of_another": (peer.PeerRoutes, "push"),
     }[fault]
     real = getattr(owner, name)
@@ -142,8 +142,8 @@ def broken_peer(fault: str | None) -> Iterator[None]:
             return real(first.flip(0), second, *rest, **options)
         if fault == "result_at_wrong_home":
             return real(first * torch.tensor([-1, 1]) + torch.tensor([1, 0]), second, *rest, **options)
-        if fault == "gradient_not_returned" and rest[0].startswith("d_x"):
-            return real(first, second.flip(0), *rest)
+        if fault == "gradient_not_returned":
+            return real(*arguments, gradients_at=options["gradients_at"].flip(0))
         if fault == "barrier_left_out":
             # The last rank is slow, and nobody waits for its rows.
             if rest[0] == "rows":

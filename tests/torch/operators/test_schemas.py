@@ -38,6 +38,10 @@ PARTS = {
         "Tensor(b!)? into_experts_gate_up, Tensor(c!)? into_experts_down, Tensor(d!)? into_experts_up, Tensor(e!)? "
         "into_shared_gate_up, Tensor(f!)? into_shared_down, Tensor(g!)? into_shared_up"
     ),
+    "INTO_LATER": (
+        "Tensor(c!)? into_experts_gate_up, Tensor(d!)? into_experts_down, Tensor(e!)? into_experts_up, Tensor(f!)? "
+        "into_shared_gate_up, Tensor(g!)? into_shared_down, Tensor(h!)? into_shared_up"
+    ),
     "INPUT_SCALES": ("Tensor? experts_gate_up_input_scale, Tensor? experts_down_input_scale"),
     "LAYOUT": ("Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot"),
 }
@@ -50,14 +54,26 @@ combine_pull_weights(Tensor owners, Tensor rows, Tensor weights_at, Tensor(a!)? 
 combine_push(Tensor y, Tensor sources, Tensor group_start, Tensor slots_at, Tensor(a!)? memory, str options) -> ()
 dispatch_push(Tensor x, Tensor owners, Tensor rows, Tensor rows_at, Tensor? scales_at, Tensor(a!)? memory, str
     options) -> ()
-experts_push(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor results_at, Tensor(a!)?
-    memory, str options) -> (Tensor, Tensor, Tensor)
+experts_push(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor results_at, Tensor?
+    gradients_at, Tensor(a!)? memory, str options) -> (Tensor, Tensor, Tensor)
 experts_push_quantized(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
-    {INPUT_SCALES}, Tensor results_at, Tensor(a!)? memory, str options) -> (Tensor, Tensor, Tensor)
+    {INPUT_SCALES}, Tensor results_at, Tensor? gradients_at, Tensor(a!)? memory, str options) -> (Tensor, Tensor,
+    Tensor)
 experts_push_quantized_training(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
-    {INPUT_SCALES}, Tensor results_at, Tensor(a!)? memory, str options) -> Tensor[]
+    {INPUT_SCALES}, Tensor results_at, Tensor? gradients_at, Tensor(a!)? memory, str options) -> Tensor[]
 experts_push_training(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor results_at,
-    Tensor(a!)? memory, str options) -> Tensor[]
+    Tensor? gradients_at, Tensor(a!)? memory, str options) -> Tensor[]
+experts_push_backward(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    Tensor tokens_per_expert, {SAVED}, Tensor results_at, Tensor(a!)? memory, str options) -> Tensor[]
+experts_push_backward_into(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights,
+    {REST}, Tensor tokens_per_expert, {OVERWRITTEN}, Tensor results_at, Tensor(b!)? memory, {INTO_LATER}, str
+    options) -> Tensor[]
+experts_push_quantized_backward(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor
+    routing_weights, {REST}, Tensor tokens_per_expert, {SAVED}, Tensor results_at, Tensor(a!)? memory, str options)
+    -> Tensor[]
+experts_push_quantized_backward_into(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids,
+    Tensor routing_weights, {REST}, Tensor tokens_per_expert, {OVERWRITTEN}, Tensor results_at, Tensor(b!)? memory,
+    {INTO_LATER}, str options) -> Tensor[]
 gather_rows(Tensor x, Tensor slot_of_row, Tensor row_of_slot, Tensor? wide, str options) -> Tensor
 layout_of_runs(Tensor counts, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 make_bounded_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,

@@ -39,6 +39,7 @@ def plan_matmul_quantized_transposed(
     *,
     tile: TileChoice | None = None,
     composed: bool = False,
+    addressed: bool = False,
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(x[gather(row)] @ dequantised(weight[expert])^T)` for every row of the layout.
 
@@ -51,9 +52,9 @@ def plan_matmul_quantized_transposed(
     tile: None = that of `choose_transposed_tile`. Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`,
     group_start `[E + 1]`, slot_of_row `[capacity]`, then composed: `schedule` of the tile's block_m, and rows that no
     expert writes are left unwritten; else they become exact zeros, and for scatter `slot` row_of_slot `[T * K]` is an
-    input. Output: y. Raises InvalidInput, Unsupported.
+    input. Output: y; addressed, with composed: none, as of `plan_product`. Raises InvalidInput, Unsupported.
     """
-    problem = _decoded(operands, layout, spec, target)
+    problem = dataclasses.replace(_decoded(operands, layout, spec, target), addressed=addressed)
     builder = PlanBuilder("matmul_quantized_transposed", target)
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     y = ArraySpec((problem.sizes.out_rows, problem.n), spec.out_dtype or problem.dtype)
@@ -65,7 +66,11 @@ def plan_matmul_quantized_transposed(
         return builder.reference("matmul.reference.backward:quantized_input_gradient", inputs, constants, ("y",))
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=composed)
-    builder.output("y", y)
+    if addressed:
+        assert layout is not None and composed, "rows go to addresses in composed plans"
+        builder.input("results_at", ArraySpec((layout.num_slots,), "int64"))
+    else:
+        builder.output("y", y)
     if layout is not None and not composed:
         common.fill_absent(builder, layout, spec)
     _launch(builder, problem, operands.weight, tile.config)
@@ -171,7 +176,8 @@ def _launch(builder: PlanBuilder, problem: MatmulProblem, weight: QuantizedTenso
     x, spec, sizes, fused = problem.operands.x, problem.spec, problem.sizes, common.fused_constants(problem)
     arguments = {
         **(builder.pointers("x") | common.quantized_pointers(builder)),
-        **(builder.pointers("layer_index", *common.SCHEDULED_INPUTS, "y") | common.row_counts(problem, config)),
+        **(builder.pointers("layer_index", *common.SCHEDULED_INPUTS) | passed(y=common.result(builder))),
+        **common.row_counts(problem, config),
         **passed(D=sizes.d, N=sizes.n, NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers),
         **(passed(X_STRIDE=row_stride("x", x)) | common.format_constants(weight) | common.quantized_strides(weight)),
         **{name: fused[name] for name in ("TOP_K", "GATHER", "SCATTER")},

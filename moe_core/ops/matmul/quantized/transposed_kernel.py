@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
 from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     codes_to_bfloat16,
@@ -100,8 +101,9 @@ def matmul_quantized_transposed(
     matrix = layer_number.to(tl.int64) * NUM_EXPERTS + tl.cast(expert, tl.int64)
 
     rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, ""
-    )
+        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, "",
+        1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
+    )  # fmt: skip
     x_rows = x + source_rows(rows, slots, GATHER, TOP_K) * X_STRIDE
 
     column = tile * BLOCK_N
@@ -130,7 +132,12 @@ def matmul_quantized_transposed(
         exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
     if layer_index is not None:
         total = tl.where(layer_exists, total, float("nan"))
-    y_rows = slots if SCATTER == "slot" else rows
     columns = column + tl.arange(0, BLOCK_N)
+    if (SCATTER == "row") or (SCATTER == "slot"):
+        y_rows = slots if SCATTER == "slot" else rows
+        pointers = y + y_rows[:, None] * N + columns[None, :]
+    else:
+        there, exists = slots_at(y, slots, exists, SCATTER)
+        pointers = there[:, None] + columns[None, :]
     mask = exists[:, None] & (columns < N)[None, :]
-    tl.store(y + y_rows[:, None] * N + columns[None, :], total.to(y.dtype.element_ty), mask=mask)
+    tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)

@@ -135,6 +135,16 @@ def test_gradients_are_those_of_the_op(engine: str) -> None:
             found.append([one.grad for one in leaves])
         for alone, pushed in zip(*found, strict=True):
             assert torch.equal(alone, pushed)
+        # Rows of d_x go to addresses, too, and what autograd passes on has no memory.
+        leaves = [one.clone().requires_grad_() for one in (x, experts.gate_up, experts.down, routing.weights)]
+        own, given = ExpertWeights(*leaves[1:3], down_bias=experts.down_bias), TopK(routing.ids, leaves[3])
+        results, gradients = places(routing, D, torch.float32), places(routing, D, torch.float32)
+        options: dict[str, Any] = {"gradients_at": gradients[2]}
+        peer_ops.experts_push(leaves[0], own, given, PLAIN, results[2], **options).output.backward(d_y)
+        require_stored(*gradients[:2], found[0][0], routing)
+        assert leaves[0].grad is not None and leaves[0].grad.shape == x.shape
+        for alone, leaf in zip(found[0][1:], leaves[1:], strict=True):
+            assert leaf.grad is not None and torch.equal(alone, leaf.grad)
         x, experts, routing = draw(device, 5, 2, torch.float32)
         with pytest.raises(Unsupported, match=r"routing.ids must be \[T, 1\] where a gradient is asked for \(x\)"):
             peer_ops.experts_push(x.requires_grad_(), experts, routing, PLAIN, torch.zeros(10, dtype=torch.int64))
