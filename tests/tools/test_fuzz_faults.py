@@ -205,6 +205,15 @@ def _sums_in_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_ops, "combine_pull", backwards)
 
 
+def _sums_without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    plain = peer_ops.sum_results
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(peer_ops, "sum_results", lambda *given, **options: plain(*given, **options | {name: None}))
+
+    return plant
+
+
 def _tables_with(number: int, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """Of what `call` returns or is given for `send_tables`, negative numbers being arguments."""
     plain = exchange.call
@@ -255,6 +264,12 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "other replicas": (
         _tables_with(-3, lambda tokens: tokens.flip(0)), "torch",
         "kind=exchange mode=all_to_all T=5 E=4 ranks=2 spare=1 replicas=True seed=1",
+    ),
+    "headers are not compared": (
+        _sums_without("headers"), "torch", "kind=exchange mode=direct T=3 E=4 ranks=2 seed=10"
+    ),
+    "slots that did not come": (
+        _sums_without("wanted"), "torch", "kind=exchange mode=direct T=9 K=4 E=4 ranks=2 bound=1 seed=3"
     ),
     "another layer of the stack": (_another_layer_of_the_stack, "jax", f"{LAYER} stack=2"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ X_KINDS = ("normal", "nan", "inf", "zeros", "large", "tiny", "one_hot")
 LOGIT_KINDS = ("normal", "ties", "all_equal", "signed_zeros", "some_nan", "infinite", "spread")
 ID_KINDS = ("distinct", "duplicates", "missing", "invalid", "one_expert", "all_missing", "first_half")
 #: How rows travel between ranks, the bounds of the rows that one takes, and fields of exchanges alone.
-MODES = ("peer", "all_to_all", "padded", "all_gather")
+MODES = ("peer", "direct", "all_to_all", "padded", "all_gather")
 BOUNDS = ("", "0", "1", "less", "all")
 EXCHANGE_FIELDS = ("ranks", "spare", "mode", "by_token", "replicas", "bound", "programs", "rows_format")
 #: Fields that change values only: cases that agree in all others run the same kernels.
@@ -58,9 +58,10 @@ class Case:
     none. out_norm: `sum`, `experts` or none. table: rows of a token table. mixer: SparseMixer's epsilon, 0 = none.
     static_scales: activations have a scale each that the caller gives. alignment, max_rows: of a layout. Of an exchange
     ranks: how many; spare: places of each beyond ceil(E / ranks), with replicas: of experts that are elsewhere; mode:
-    how rows travel, `peer` by stores and loads, else the tables that they go by; by_token: a token goes to a rank once;
-    bound: of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many
-    as wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes.
+    how rows travel, `peer` and `direct`, where each token has its place, by stores and loads, else the tables that they
+    go by; by_token: a token goes to a rank once; bound: of the rows that a rank takes, one less than there are or all,
+    "" = none; programs: of a launch, 0 = as many as wanted; rows_format: of rows that travel; D: their width, in pieces
+    of 16 bytes.
     """
 
     kind: str = "moe"
@@ -275,7 +276,7 @@ def why_illegal(case: Case) -> str | None:
         and (case.F, case.K, case.E, case.bias, case.masked) != (1, 1, 1, False, False),
         "a stack is of moe and layers": case.stack > 0 and case.kind not in ("moe", "layer"),
         "nothing to gate": case.shared == 0 and (case.shared_gate or bool(case.shared_activation)),
-        "no shared expert here": case.shared > 0 and case.kind not in ("moe", "layer") and case.mode != "peer",
+        "no shared expert here": case.shared > 0 and case.kind not in ("moe", "layer", "exchange"),
         "the shared expert is gated alike": case.shared_activation in ALWAYS_GATED and not case.gated,
         "no such gradient": case.gradient and not case.is_differentiable,
         "recompute is of training": case.recompute and (not case.gradient or case.kind not in ("moe", "layer")),
@@ -289,7 +290,7 @@ def why_illegal(case: Case) -> str | None:
         "formats are of experts": bool(case.weights) and case.kind not in ("moe", "layer"),
         "activations go with weights": bool(case.activations)
         and case.activations not in ACTIVATION_FORMATS.get(case.weights, ()),
-        "a layer's out_dtype is that of x": bool(case.out_dtype) and case.kind != "moe" and case.mode != "peer",
+        "a layer's out_dtype is that of x": bool(case.out_dtype) and case.kind not in ("moe", "exchange"),
         "rules belong to a router": not routes and _has_rules(case),
         "biases belong to a router": (case.router_bias and case.source != "x")
         or (case.correction_bias and case.source == "ids"),
@@ -307,9 +308,10 @@ def why_illegal(case: Case) -> str | None:
 
 
 def _exchange_checks(case: Case) -> dict[str, bool]:
-    peer = case.mode == "peer"
+    peer, direct = case.mode == "peer", case.mode == "direct"
     own = ("kind", "T", "K", "E", "dtype", *VALUE_FIELDS, *EXCHANGE_FIELDS)
-    own += ("D", "shared", "shared_gate", "out_dtype") if peer else ("masked",)
+    own += ("D", "shared", "shared_gate", "out_dtype") if peer or direct else ()
+    own += () if peer else ("masked",)
     others = [field.name for field in dataclasses.fields(Case) if field.name not in own]
     return {
         "an exchange has a mode": case.mode not in MODES,
@@ -317,7 +319,8 @@ def _exchange_checks(case: Case) -> dict[str, bool]:
         "peers store no float64": case.dtype == "float64",
         "all-gathers send tokens": case.mode == "all_gather" and not case.by_token,
         "peers store to places": peer and case.replicas,
-        "rows are of the mode peer": not peer and bool(case.programs or case.rows_format or case.dtype != "float32"),
+        "formats are of the mode peer": not peer and bool(case.rows_format),
+        "rows are of peers": not (peer or direct) and bool(case.programs or case.dtype != "float32"),
         "an unknown bound": case.bound not in BOUNDS,
     }
 

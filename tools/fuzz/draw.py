@@ -83,7 +83,7 @@ def draw_values(static: Case, rng: random.Random) -> Case:
     if static.dtype == "float16" and x_kind == "large":
         x_kind = "normal"
     values = {"x_kind": "normal" if static.kind in ("route", "layout") else x_kind}
-    if static.kind == "exchange" and static.mode != "peer":
+    if static.kind == "exchange" and static.mode not in ("peer", "direct"):
         values["x_kind"] = "normal"
     if static.source == "logits" or static.kind == "route":
         values["logit_kind"] = rng.choices(cases.LOGIT_KINDS, (6, 2, 1, 1, 2, 2, 2))[0]
@@ -203,12 +203,16 @@ def _exchange(rng: random.Random, engine: str) -> Case:
     choice: dict[str, Any] = {"E": E, "ranks": ranks, "T": rng.choice((0, 1, 2, 5, 9) if small else (0, 1, 3, 9, 33))}
     choice |= {"K": min(E, rng.choice((1, 2, 3, 4, 8, 9))), "spare": rng.choice((0, 0, 1, 2))}
     choice |= {"mode": rng.choice(("peer", *cases.MODES)), "by_token": rng.random() < 0.5}
+    peer, direct = choice["mode"] == "peer", choice["mode"] == "direct"
     choice["bound"] = rng.choice(("", *cases.BOUNDS))
-    if choice["mode"] != "peer":
+    if not peer:
         choice["by_token"] |= choice["mode"] == "all_gather"
-        return Case("exchange", **choice, replicas=rng.random() < 0.4, masked=rng.random() < 0.3)
+        choice |= {"replicas": rng.random() < 0.4, "masked": rng.random() < 0.3}
+    if not (peer or direct):
+        return Case("exchange", **choice)
     choice |= {"dtype": rng.choice(_dtypes("")), "programs": rng.choice((0, 0, 1, 3))}
-    choice["rows_format"] = rng.choice(("", "", "fp8_group", "fp8_group_pow2"))
+    if peer:
+        choice["rows_format"] = rng.choice(("", "", "fp8_group", "fp8_group_pow2"))
     choice["D"] = rng.choice((1, 3, 9, 17, 33) if small else (1, 3, 17, 129, 257))
     choice |= {"shared": int(rng.random() < 0.4), "out_dtype": rng.choice(("", "", "float32"))}
     choice["shared_gate"] = choice["shared"] > 0 and rng.random() < 0.5

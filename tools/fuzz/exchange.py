@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,12 @@ from moe_torch.operators import routes as operators
 from moe_torch.parallel import peer_ops
 from tools.fuzz.case import Case
 from tools.fuzz.data import TORCH, Draw, draw_ids, draw_rows
+from tools.fuzz.direct import draw_direct, run_direct
 from tools.fuzz.engines import device_of, running_on
 from tools.fuzz.judge import Verdict
+from tools.fuzz.memory import Memory, poisoned
 from tools.fuzz.oracle import exchange as oracle
+from tools.fuzz.oracle.direct import direct_results
 from tools.fuzz.oracle.formats import quantize
 
 Tensor = torch.Tensor
@@ -29,14 +31,15 @@ _SPARE = 3
 
 def examine(case: Case, engine: str) -> Verdict:
     """What is wrong with one exchange on one engine. What a call raises is wrong."""
-    if case.mode == "peer":
+    if case.mode in ("peer", "direct"):
         size = 1 if case.rows_format else TORCH[case.dtype].itemsize
         case = dataclasses.replace(case, D=case.D * 16 // size)
     given, verdict = draw(case), Verdict()
     exact, numbers = _expected(case, given)
     try:
         with running_on(engine), torch.no_grad():
-            found = (_peer if case.mode == "peer" else _tables)(case, given, torch.device(device_of(engine)))
+            run = {"peer": _peer, "direct": run_direct}.get(case.mode, _tables)
+            found = run(case, given, torch.device(device_of(engine)))
     except Exception as error:
         verdict.complaints.append(f"torch raised {type(error).__name__}: {error}"[:600])
         return verdict
@@ -53,6 +56,8 @@ def _expected(case: Case, given: dict[str, Any]) -> tuple[dict[str, Tensor], dic
     if case.mode == "peer":
         exact, numbers = oracle.peer_results(case, given)
         return exact | {"taken": oracle.taken(case, given)}, numbers
+    if case.mode == "direct":
+        return direct_results(case, given)
     ranks = range(case.ranks)
     sent = [oracle.send_tables(case, given, rank) for rank in ranks]
     exact = {f"{name} {rank}": array for rank in ranks for name, array in sent[rank].tables.items()}
@@ -82,6 +87,8 @@ def draw(case: Case) -> dict[str, Any]:
     if case.id_kind == "one_expert" and case.seed % 2:  # one rank instead
         ids = [torch.where(own >= 0, own % per_rank, own) for own in ids]
     given["weights"] = [draw.normal(own, K, dtype="float32") for own in tokens]
+    if case.mode == "direct":
+        return given | _places(draw, case, ids) | {"ids": ids} | draw_direct(draw, case, tokens)
     if case.mode != "peer":
         return given | {"ids": ids} | _draw_tables(draw, case, ids)
     if case.by_token:  # as physical ids are
@@ -102,7 +109,7 @@ def draw(case: Case) -> dict[str, Any]:
     kinds |= {"sources": (rows, 2, torch.int32), "taken": (11, case.D, TORCH[case.dtype])}
     if case.rows_format:
         kinds |= {"x": (rows, case.D, torch.uint8), "scales": (rows, -(-case.D // 128), torch.float32)}
-    given["empty"] = {name: _poisoned(*kind) for name, kind in kinds.items()}
+    given["empty"] = {name: poisoned(*kind) for name, kind in kinds.items()}
     # What an owner's rows are that arrived once.
     given["held"] = draw_rows(draw, dataclasses.replace(case, T=5))
     if case.rows_format:
@@ -112,10 +119,12 @@ def draw(case: Case) -> dict[str, Any]:
     return given
 
 
-def _draw_tables(draw: Draw, case: Case, ids: list[Tensor]) -> dict[str, Any]:
-    """Where experts lie, and the bounds of blocks, or what owners take of each rank."""
+def _places(draw: Draw, case: Case, ids: list[Tensor]) -> dict[str, Any]:
+    """Where experts lie, and which tokens are masked."""
     W, per_rank = case.ranks, case.per_rank
-    places = torch.randperm(W * per_rank, generator=draw.random).tolist()
+    places = list(range(W * per_rank))
+    if case.seed % 4:
+        places = torch.randperm(W * per_rank, generator=draw.random).tolist()
     places_of = [[place] for place in places[: case.E]]
     for place in places[case.E :]:
         more = places_of[int(draw.integers(0, case.E, 1))]
@@ -124,6 +133,13 @@ def _draw_tables(draw: Draw, case: Case, ids: list[Tensor]) -> dict[str, Any]:
     places_of = [sorted(own) for own in places_of]
     given: dict[str, Any] = {"places_of": places_of, "header": torch.arange(1, len(Header._fields) + 1).int()}
     given["masks"] = [draw.uniform(len(own)) < 0.7 if case.masked else None for own in ids]
+    return given
+
+
+def _draw_tables(draw: Draw, case: Case, ids: list[Tensor]) -> dict[str, Any]:
+    """Where experts lie, and the bounds of blocks, or what owners take of each rank."""
+    W, per_rank = case.ranks, case.per_rank
+    given = _places(draw, case, ids)
     none = {"kept": [[2**31 - 1] * W] * W, "block": 2**31 - 1, "back": 2**31 - 1}
     weights = [torch.zeros(own.shape) for own in ids]
     given |= {"ids": ids, "per_rank": per_rank} | none | {"weights": weights}
@@ -147,29 +163,14 @@ def _or(bound: int | None, other: int) -> int:
     return other if bound is None else bound
 
 
-def _poisoned(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    size = rows * width * torch.empty((), dtype=dtype).element_size()
-    return torch.full((size,), 0xFF, dtype=torch.uint8).view(dtype).view(rows, width)
-
-
-class _Memory:
-    """An array of a name at every rank, and the table of their addresses."""
-
-    def __init__(self, empty: Tensor | Sequence[Tensor], ranks: int, device: torch.device) -> None:
-        given = [empty] * ranks if isinstance(empty, Tensor) else empty
-        # torch promises 64 bytes on a CPU; a clone has its own memory.
-        self.own = [one.to(device, copy=True).contiguous() for one in given]
-        self.at = peer_ops.address_table([one.data_ptr() for one in self.own], device)
-
-
 def _peer(case: Case, given: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
     """Counts, places, rows, what goes beside them, and the ways home."""
     ranks, P = range(case.ranks), given["num_places"]
     on = {name: [one.to(device) for one in own] for name, own in given.items() if isinstance(own, list)}
-    memory = {name: _Memory(empty, case.ranks, device) for name, empty in given["empty"].items()}
-    memory["results"] = _Memory(given["results"], case.ranks, device)
-    memory["numbers"] = _Memory(given["numbers"], case.ranks, device)
-    counts = _Memory(torch.full((case.ranks, P), -1, dtype=torch.int32), case.ranks, device)
+    memory = {name: Memory(empty, case.ranks, device) for name, empty in given["empty"].items()}
+    memory["results"] = Memory(given["results"], case.ranks, device)
+    memory["numbers"] = Memory(given["numbers"], case.ranks, device)
+    counts = Memory(torch.full((case.ranks, P), -1, dtype=torch.int32), case.ranks, device)
     num_rows = len(given["empty"]["x"])
     options: dict[str, Any] = {"num_rows": num_rows}
     limited: dict[str, Any] = {"programs": case.programs or None}
