@@ -15,6 +15,7 @@ import sys
 
 import pytest
 
+from moe_core.ops.exchange.direct import PUSH_TOKENS_ONCE
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.plan.steps import Kernel, KernelLaunch, passed
@@ -153,8 +154,11 @@ def test_narrow_moves_are_seen() -> None:
         launch = KernelLaunch(Kernel(kernel), (1, 1, 1), (), 4, 3)
         assert narrow_moves(launch, ptx) == (narrow and f"rows move by {narrow}, not 16 bytes at once")
     for scatter, narrow in (("row", ""), ("bfloat16", "rows move by st.global.b16, not 16 bytes at once")):
-        product = KernelLaunch(MATMUL_OGS, (1, 1, 1), tuple(passed(SCATTER=scatter).items()), 4, 3)
+        product = KernelLaunch(MATMUL_OGS, (1, 1, 1), tuple(passed(SCATTER=scatter, PDL=None).items()), 4, 3)
         assert narrow_moves(product, "st.global.v4.b32 [%rd1]; st.global.b16; ld.global.cg.b32") == narrow
+    for x, narrow in (("x", "rows move by nothing, not 16 bytes at once"), (None, "")):
+        once = KernelLaunch(PUSH_TOKENS_ONCE, (1, 1, 1), tuple(passed(x=x).items()), 4, 3)
+        assert narrow_moves(once, "st.global.b32 [%rd1]") == narrow, "without x, rows go by themselves"
 
 
 def test_resource_usage_is_read() -> None:
