@@ -9,7 +9,7 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 
-from moe_core.base.arrays import ALIGNMENT, host_array
+from moe_core.base.arrays import ALIGNMENT, host_view
 from moe_core.base.floats import exact_denormals
 from moe_core.base.memory import LEAST_BYTES, prefer_huge_pages
 from moe_core.base.threads import one_blas_thread
@@ -96,12 +96,12 @@ class HostPrepared(Prepared):
     def _reference(self, step: ReferenceCall) -> Callable[[list[int]], None]:
         function, constants = load_kernel(step.function), dict(step.constants)
         takes_places = "places" in inspect.signature(function).parameters
-        inputs = [(keyword, self._index[buffer], self.plan.spec(buffer)) for keyword, buffer in step.inputs]
-        outputs = [(self._index[buffer], self.plan.spec(buffer)) for buffer in step.outputs]
+        inputs = [(keyword, self._index[buffer], host_view(self.plan.spec(buffer))) for keyword, buffer in step.inputs]
+        outputs = [(self._index[buffer], host_view(self.plan.spec(buffer))) for buffer in step.outputs]
 
         def call(addresses: list[int]) -> None:
-            places = tuple(host_array(addresses[index], spec) for index, spec in outputs)
-            given = {keyword: host_array(addresses[index], spec) for keyword, index, spec in inputs}
+            places = tuple([view(addresses[index]) for index, view in outputs])
+            given = {keyword: view(addresses[index]) for keyword, index, view in inputs}
             memory = {"places": places} if takes_places else {}
             results = function(**given, **memory, **constants)
             results = results if isinstance(results, tuple) else (results,)
