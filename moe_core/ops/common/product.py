@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -9,12 +12,23 @@ import numpy as np
 from moe_core.base.threads import blas_kernels
 from moe_core.ops.common.rounding import to_float32
 
-#: Where OpenBLAS has AVX-512 it multiplies small float32 matrices without packing them first: rows times a transposed
-#: matrix up to so many results and so many multiplications, from this depth on.
+#: Where OpenBLAS has AVX-512 it multiplies small float32 matrices, of up to so many multiplications, without packing
+#: them first: with few rows, parts of a product are faster than all of it.
 _SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
-_MOST_RESULTS, _MOST_PRODUCTS, _LEAST_DEPTH = 1200, 1_000_000, 32
-#: Columns that one of them computes.
-_NARROW = 4
+_MOST_PRODUCTS, _FEW_ROWS = 1_000_000, 48
+#: A transposed matrix has a kernel of its own, for up to 1200 results, from this depth on, and columns of a part. On
+#: AMD's processors it is faster for all rows it takes; on Intel's, 128 rows take 1.4 times as long as packed.
+_LEAST_DEPTH, _NARROW, _FEW_ROWS_OF_AMD = 32, 4, 300
+#: Columns, or rows of a gradient, of the other parts.
+_PARTS = (256, 128, 64, 32, 16)
+
+
+@functools.cache
+def _transposed_rows() -> int:
+    """Rows that are few for a transposed matrix."""
+    with contextlib.suppress(OSError):
+        return _FEW_ROWS_OF_AMD if "AuthenticAMD" in pathlib.Path("/proc/cpuinfo").read_text() else _FEW_ROWS
+    return _FEW_ROWS
 
 
 def product(
@@ -36,33 +50,48 @@ def multiply(
             return result
         out[...] = result
         return out
-    if weight_layout == "out_in" and (step := _rows_of_small(rows, weight.shape[0])):
-        out = np.empty((len(rows), len(weight)), rows.dtype) if out is None else out
-        columns = weight.reshape(-1, _NARROW, weight.shape[1]).swapaxes(1, 2)
-        for first in range(0, len(rows), step):
-            part = out[first : first + step]
-            # A stack of products in one call: it holds Python's lock once.
-            np.matmul(rows[first : first + step], columns, out=part.reshape(len(part), -1, _NARROW).swapaxes(0, 1))
-        return out
-    return np.matmul(rows, matrix, out=out)
+    out = np.empty((len(rows), matrix.shape[1]), rows.dtype) if out is None else out
+    np.matmul(*operands(rows, matrix, out, weight_layout == "out_in"))
+    return out
+
+
+def operands(
+    rows: np.ndarray, matrix: np.ndarray, out: np.ndarray, transposed: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What np.matmul takes for out = rows `[R, D]` . matrix `[D, N]`, all of one dtype: those, or stacks of parts that
+    are faster. transposed: as the matrix is stored. It holds Python's lock once, and little of Python is left to do."""
+    part = _part(rows, matrix.shape[1], transposed)
+    return (rows, _columns(matrix, part), _columns(out, part)) if part else (rows, matrix, out)
+
+
+def inner_operands(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`operands` of out `[M, N]` = left `[R, M]`^T . right `[R, N]`."""
+    part = _part(right, left.shape[1], False)
+    if not part:
+        return left.T, right, out
+    return _columns(left, part).swapaxes(1, 2), right, out.reshape(-1, part, out.shape[1])
 
 
 def narrow_columns(rows: Any, weight: Any, weight_layout: str) -> bool:
     """Whether every few columns of the product are a product of their own, so that any pieces of them give the same
     bits. weight: a matrix or a stack of them."""
     plain = isinstance(rows, np.ndarray) and isinstance(weight, np.ndarray) and weight.dtype == rows.dtype
-    return plain and weight_layout == "out_in" and _rows_of_small(rows, weight.shape[-2]) > 0
+    return plain and weight_layout == "out_in" and _part(rows, weight.shape[-2], True) > 0
 
 
-def _rows_of_small(rows: np.ndarray, width: int) -> int:
-    """Rows that a small product takes at a time where these are faster, else 0: for more than two parts they are not,
-    because each reads the whole matrix."""
+def _columns(array: np.ndarray, width: int) -> np.ndarray:
+    """`[N / width, R, width]`: a view of `[R, N]`."""
+    return array.reshape(len(array), -1, width).swapaxes(0, 1)
+
+
+def _part(rows: np.ndarray, width: int, transposed: bool) -> int:
+    """So many columns of a product with a matrix of this width are multiplied at a time; 0: all of them. transposed: as
+    the matrix is stored."""
     count, depth = rows.shape
-    if rows.dtype != np.float32 or count < 2 or depth < _LEAST_DEPTH or width % _NARROW:
+    few = _transposed_rows() if transposed else _FEW_ROWS
+    if rows.dtype != np.float32 or not 2 <= count <= few or blas_kernels() not in _SMALL_KERNELS:
         return 0
-    if blas_kernels() not in _SMALL_KERNELS:
-        return 0
-    most = min(_MOST_RESULTS // _NARROW, _MOST_PRODUCTS // (_NARROW * depth))
-    if count <= most:
-        return count
-    return -(-count // 2) if count <= 2 * most else 0
+    if transposed:
+        fits = depth >= _LEAST_DEPTH and width % _NARROW == 0 and count * depth * _NARROW <= _MOST_PRODUCTS
+        return _NARROW if fits else 0
+    return next((part for part in _PARTS if width % part == 0 and count * depth * part <= _MOST_PRODUCTS), 0)

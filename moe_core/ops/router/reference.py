@@ -23,7 +23,8 @@ def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *,
 
     def multiply(block: slice) -> None:
         with np.errstate(all="ignore"):
-            rows = product(x[block], matrix, "in_out", spec.batch_invariant)
+            # Not in parts as few rows of others are: the number of rows must not change what BLAS adds first.
+            rows = product(x[block], matrix, "in_out", True) if spec.batch_invariant else to_float32(x[block]) @ matrix
             logits[block] = round_to(rows if bias is None else rows + to_float32(bias), spec.logits_dtype)
 
     spread(multiply, row_blocks(len(x)), products(len(x), *matrix.shape))

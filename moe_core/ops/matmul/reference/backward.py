@@ -8,6 +8,8 @@ rows (ragged along the reduction).
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import TRANSPOSED
 from moe_core.base.threads import Later, column_blocks, elements, products, spread, threads_for
 from moe_core.formats import QuantizedSpec, QuantizedTensor
+from moe_core.ops.common.product import inner_operands
 from moe_core.ops.common.rounding import plain_name, result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs, pick_layer, quantized_from
 from moe_core.ops.matmul.reference.rows import rows_of
@@ -96,19 +99,22 @@ def weight_gradient(
     left, right = (to_float32(side[rows.index[by]]) for side, by in zip((left, right), gather, strict=True))
     parts = dict(rows.parts)
 
-    def multiply(piece: tuple[int, list[slice]]) -> None:
-        for columns in piece[1]:
-            multiply_block(piece[0], columns)
-
-    def multiply_block(expert: int, columns: slice) -> None:
+    def ready(expert: int, columns: slice) -> Callable[[], Any]:
         to, part = d_weight[expert, columns], parts.get(expert)
         if part is None:
-            to[...] = 0 if added is None else added[expert, columns]
-        elif added is None and to.dtype == left.dtype:
-            np.matmul(left[part, columns].T, right[part], out=to)
-        else:
-            product = left[part, columns].T @ right[part]
-            to[...] = product if added is None else to_float32(added[expert, columns]) + product
+            return functools.partial(to.__setitem__, ..., 0 if added is None else added[expert, columns])
+        own = left[part, columns], right[part]
+        if added is None and to.dtype == left.dtype:
+            return functools.partial(np.matmul, *inner_operands(*own, to))
+        return functools.partial(add, *own, to, None if added is None else added[expert, columns])
+
+    def add(left: np.ndarray, right: np.ndarray, to: np.ndarray, added: np.ndarray | None) -> None:
+        product = left.T @ right
+        to[...] = product if added is None else to_float32(added) + product
+
+    def run(calls: list[Callable[[], Any]]) -> None:
+        for call in calls:
+            call()
 
     size_of = {expert: part.stop - part.start for expert, part in rows.parts}
     by_rows = sorted(range(num_experts), key=lambda expert: -size_of.get(expert, 0))
@@ -116,12 +122,12 @@ def weight_gradient(
     blocks = column_blocks(num_columns)
     # Two threads that write to one huge page for the first time clear it twice.
     parts_of_expert = [blocks] if num_experts >= threads_for(work) else [[columns] for columns in blocks]
-    pieces = [(expert, part) for expert in by_rows for part in parts_of_expert]
+    pieces = [(expert, [ready(expert, block) for block in part]) for expert in by_rows for part in parts_of_expert]
     if later is not None:
-        later.add(multiply, [(piece[0], piece) for piece in pieces], work)
+        later.add(run, pieces, work)
         return result
     with np.errstate(all="ignore"):
-        spread(multiply, pieces, work)
+        spread(run, [calls for _, calls in pieces], work)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from moe_core.base.threads import Later, column_blocks, elements, products, row_
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
-from moe_core.ops.common.product import narrow_columns, product
+from moe_core.ops.common.product import narrow_columns, operands, product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.quantized import quantized_product
 from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, rows_of
@@ -25,6 +26,8 @@ _ALL = (slice(None),)
 #: What a piece with operations on elements takes at least, in one thread: between any two of them it may wait for
 #: Python's lock.
 _PIECE_NANOSECONDS = 250_000
+#: Inputs, or results, of a product whose pieces are made ready before threads begin: so much memory more it may take.
+_AHEAD_ELEMENTS = 1 << 20
 
 
 def pick(array: Any, index: int) -> Any:
@@ -51,6 +54,10 @@ def _rows(x: Matrix, rows: Any) -> Matrix:
         scales = x.scales if x.format.group_rows is None else x.scales[rows]
         return QuantizedTensor(x.spec, x.values[rows], scales)
     return x[rows]
+
+
+def _call(ready: Callable[[], Any]) -> None:
+    ready()
 
 
 def _invariant(spec: MatmulSpec) -> bool:
@@ -150,6 +157,9 @@ class Product:
         self.rows = rows_of(self.layout, x.shape[0], *groups) if rows is None else rows
         self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
         self.x, self.widens = x, isinstance(x, np.ndarray) and isinstance(weight, np.ndarray)
+        # Whether a product is one call of NumPy with operands as they are.
+        dtypes_of = {getattr(x, "dtype", None), getattr(weight, "dtype", None)}
+        self.direct = self.widens and not _invariant(spec) and dtypes_of == {working_dtype(x)}
         if self.rows.count < len(y):
             for target in (y,) if pre is None else (y, pre):
                 target[...] = 0
@@ -180,13 +190,18 @@ class Product:
         found = _rows(self.x, rows)
         return to_float32(found) if self.widens and isinstance(found, np.ndarray) else found
 
-    def _multiply(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> None:
+    def _ready(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> Callable[[], Any]:
+        """The product of one expert's rows with columns of its matrix, ready to be computed."""
         matrix = self.sides[side][0]
         own = matrix if self.layout is None else pick(matrix, expert)
         if isinstance(own, np.ndarray):
             own = own[:, columns] if self.spec.weight_layout == "in_out" else own[columns]
         first = side * self.width
-        _multiply(left, own, self.spec, sums[:, first : first + self.width][:, columns])
+        out = sums[:, first : first + self.width][:, columns]
+        if self.direct and isinstance(left, np.ndarray) and isinstance(own, np.ndarray):
+            transposed = self.spec.weight_layout == "out_in"
+            return functools.partial(np.matmul, *operands(left, own.T if transposed else own, out, transposed))
+        return functools.partial(_multiply, left, own, self.spec, out)
 
     def _finish(self, block: slice, sums: np.ndarray) -> None:
         """What follows the sums of the rows of a block."""
@@ -207,23 +222,41 @@ class Product:
         if self.sums is not y and result is not direct:
             y[place] = round_to(result, y.dtype)
 
-    def chain(self, piece: Piece) -> slice:
-        """All of a piece's rows, which are returned."""
-        block = slice(piece[0][1].start, piece[-1][1].stop)
-        left = self._rows(block if isinstance(self.of, slice) else self.of[block])
-        sums = (
-            np.empty((block.stop - block.start, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
-        )
+    def _calls(self, piece: Piece, block: slice) -> tuple[np.ndarray, list[Callable[[], Any]]]:
+        """Memory for the sums of the rows of a piece, and what computes them."""
+        num_rows, found = block.stop - block.start, []
+        sums = np.empty((num_rows, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
+        rows = block if isinstance(self.of, slice) else self.of[block]
+        if self.direct and isinstance(self.x, np.ndarray) and not isinstance(rows, slice):
+            left: Matrix = np.empty((num_rows, self.x.shape[1]), self.dtype)
+            found.append(functools.partial(self.x.take, rows, 0, left, "clip"))
+        else:
+            left = self._rows(rows)
         for expert, own in piece:
-            rows = slice(own.start - block.start, own.stop - block.start)
-            mine = _rows(left, rows)
+            part = slice(own.start - block.start, own.stop - block.start)
+            mine = _rows(left, part)
             for side, (matrix, _) in enumerate(self.sides):
                 narrow = not _invariant(self.spec) and narrow_columns(mine, matrix, self.spec.weight_layout)
-                for part in _ALL if narrow else self.columns:
-                    self._multiply(mine, sums[rows], expert, side, part)
-        if not self.finished:
-            self._finish(block, sums)
-        return block
+                for columns in _ALL if narrow else self.columns:
+                    found.append(self._ready(mine, sums[part], expert, side, columns))
+        return sums, found
+
+    def chain(self, piece: Piece) -> Callable[[], slice]:
+        """What computes all of a piece's rows, and returns them. What it needs of Python is done here where there is
+        little else to do: threads would wait for Python's lock."""
+        block = slice(piece[0][1].start, piece[-1][1].stop)
+        small = self.rows.count * max(self.x.shape[1], self.shape[1]) <= _AHEAD_ELEMENTS
+        ahead = self._calls(piece, block) if self.direct and small else None
+
+        def compute() -> slice:
+            sums, calls = self._calls(piece, block) if ahead is None else ahead
+            for call in calls:
+                call()
+            if not self.finished:
+                self._finish(block, sums)
+            return block
+
+        return compute
 
     def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
         """All of it. later: what may compute it. then: called with each slice of rows that y has."""
@@ -233,31 +266,32 @@ class Product:
             whole = work if later is None else 3 * work
             if not (self.finished and then is None) and (pieces := self.pieces(whole)) is not None:
 
-                def chain(piece: Piece) -> None:
-                    block = self.chain(piece)
+                def chain(compute: Callable[[], slice]) -> None:
+                    block = compute()
                     if then is not None:
                         then(block)
 
+                ready = [self.chain(piece) for piece in pieces]
                 if later is not None:
-                    later.first(chain, [(tuple(expert for expert, _ in piece), piece) for piece in pieces], work)
+                    experts = [tuple(expert for expert, _ in piece) for piece in pieces]
+                    later.first(chain, zip(experts, ready, strict=True), work)
                 else:
-                    spread(chain, pieces, work)
+                    spread(chain, ready, work)
                 return
             gathered = self._rows(self.of)
             sums = np.empty(self.shape, self.dtype) if self.sums is None else self.sums
 
-            def alone(piece: tuple[int, slice, int, slice]) -> None:
-                expert, block, side, part = piece
-                self._multiply(_rows(gathered, block), sums[block], expert, side, part)
-
             blocks = [block for piece in self.rows.pieces(1 << 30, 0) for block in piece]
             parts = [
-                (*block, side, part) for block in blocks for side in range(len(self.sides)) for part in self.columns
+                (expert, self._ready(_rows(gathered, block), sums[block], expert, side, part))
+                for expert, block in blocks
+                for side in range(len(self.sides))
+                for part in self.columns
             ]
             if later is not None and self.finished and then is None:
-                later.add(alone, [(piece[0], piece) for piece in parts], work)
+                later.add(_call, parts, work)
                 return
-            spread(alone, parts, work)
+            spread(_call, [part for _, part in parts], work)
             steps = [] if self.finished else [lambda block: self._finish(block, sums[block])]
             for step in steps if then is None else [*steps, then]:
                 spread(step, row_blocks(*self.shape), elements(*self.shape))

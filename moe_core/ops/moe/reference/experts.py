@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from moe_core.base.threads import spread
 from moe_core.ops.matmul.reference.forward import Product
-from moe_core.ops.matmul.reference.rows import Piece
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.routing import LayoutSpec
 
@@ -45,10 +45,13 @@ def both_products(
         two.run()
         return places
 
-    def chain(piece: Piece) -> None:
-        one.chain(piece)
-        two.chain(piece)
+    # What of Python can be done ahead is, by this thread: others would wait for its lock.
+    chains = [(one.chain(piece), two.chain(piece)) for piece in pieces]
+
+    def compute(chain: tuple[Callable[[], Any], Callable[[], Any]]) -> None:
+        for each in chain:
+            each()
 
     with np.errstate(all="ignore"):
-        spread(chain, pieces, work)
+        spread(compute, chains, work)
     return places
